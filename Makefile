@@ -1,0 +1,41 @@
+# Each command sets up what it needs: a virtual environment in .venv with the tested versions.
+
+PYTHON ?= python3
+BIN := .venv/bin
+JOBS ?= 2
+
+.PHONY: demo test lint format test-arches clean help
+
+help:
+	@echo "make demo         run every operator on this machine"
+	@echo "make test         all tests that this machine can run"
+	@echo "make lint         ruff and mypy"
+	@echo "make test-arches  compile every kernel with nvcc for all architectures (slow)"
+
+# PyTorch comes first and exactly as pinned: a looser request may fetch gigabytes.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check $(shell grep '^torch==' constraints.txt)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: .venv/ready
+	$(BIN)/python examples/demo.py
+
+test: .venv/ready
+	$(BIN)/python -m pytest -q -n $(JOBS)
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-arches: .venv/ready
+	TILE_KERNELS_TEST_ARCHES=1 $(BIN)/python -m pytest -q -n $(JOBS) tests/test_compile.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+pytest_plugins = ["tile_kernels.testing.pytest_plugin", "pytester"]

@@ -1,0 +1,287 @@
+"""Planted bugs must be reported, with the buffer, the place, the thread and the source line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tile_kernels.runtime.emulator import Emulated, EmulationError
+
+from . import sample_kernels as k
+from .helpers import cuda_source, fails, rand, replace_nth, run
+
+N = 64
+
+
+def test_unshifted_copy_is_clean() -> None:
+    x, y = rand(N), torch.zeros(N)
+    run(k.shifted_copy(N, 0, 0), x, y, configs=k.NO_GUARDS)
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("read", "write", "buffer", "element", "thread"),
+    [(1, 0, "x", 64, 63), (0, 1, "y", 64, 63), (-1, 0, "x", -1, 0), (100000, 0, "x", 100000, 0)],
+    ids=["read past", "write past", "read before", "read far past"],
+)
+def test_out_of_bounds(read: int, write: int, buffer: str, element: int, thread: int) -> None:
+    memory = torch.zeros(5 * N)  # the neighbourhood is addressable: only the checker can object
+    y, x = memory[N : 2 * N], memory[3 * N : 4 * N]
+    error = fails("out of bounds", k.shifted_copy(N, read, write), x, y, configs=k.NO_GUARDS)
+    assert (error.kernel, error.buffer, error.element) == ("shifted_copy_kernel", buffer, element)
+    assert error.byte_offset == 4 * element
+    assert (error.block, error.thread) == ((0, 0, 0), (thread, 0, 0))
+    assert error.source_text is not None
+    assert error.source_text.startswith("y[")
+    assert "x[" in error.source_text
+    assert "shifted_copy_kernel: out of bounds: 4-byte" in str(error)
+    assert f"byte {4 * element} (element {element})" in str(error)
+
+
+def test_fast_mode_does_not_check_bounds() -> None:
+    memory = torch.arange(3 * N).float()
+    run(k.shifted_copy(N, 1, 0), memory[:N], memory[2 * N :], configs=k.NO_GUARDS, mode="fast")
+    assert torch.equal(memory[2 * N :], torch.arange(1, N + 1).float())
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+def test_missing_barrier(order: str) -> None:
+    x, y = rand(N), torch.zeros(N)
+    error = fails("race", k.reverse(N, sync=False), x, y, configs=k.NO_BARRIERS, order=order)
+    assert error.buffer == "s"
+    assert error.element is not None
+    assert 0 <= error.element < N
+    assert error.source_text is not None
+    assert "s[" in error.source_text
+    assert "no barrier in between" in str(error)
+    assert error.other_text is not None
+    assert "s[" in error.other_text
+    assert error.other_line != error.source_line  # the write and the read are different lines
+
+
+def test_missing_barrier_changes_the_result_in_fast_mode() -> None:
+    x, y = rand(N), torch.zeros(N)
+    run(k.reverse(N, sync=False), x, y, configs=k.NO_BARRIERS, mode="fast")
+    assert not torch.equal(y, x.flip(0))
+    run(k.reverse(N, sync=True), x, y, configs=k.NO_BARRIERS, mode="fast")
+    assert torch.equal(y, x.flip(0))
+
+
+def test_shared_overrun_is_seen_when_split_and_names_the_buffer() -> None:
+    x = rand(70, 133, dtype=torch.bfloat16)
+    y = torch.zeros(133, 70, dtype=torch.bfloat16)
+    wider = replace_nth(r">> 2\) \* 33\)", 0, ">> 2) * 35)")
+    error = fails("out of bounds", k.transpose(), x, y, transform=wider)
+    assert error.buffer == "s"
+    assert "it has 2112 bytes" in str(error)
+
+
+def test_overrun_into_a_neighbouring_buffer() -> None:
+    """Both buffers are in bounds of the launch's shared memory: only splitting can tell."""
+    x, w, y = rand(8, 512), rand(512), torch.zeros(8)
+    shift = replace_nth(r"\(\(float\*\)ws\) \+ \(", 0, "((float*)ws) + (-4 + ")
+    error = fails("out of bounds", k.pipelined_rowsum(512), x, w, y, transform=shift)
+    assert error.buffer == "ws"
+    assert error.byte_offset == -16
+
+
+def test_misaligned_vector_access() -> None:
+    x, y = rand(4, 512, dtype=torch.bfloat16), torch.zeros(4, 512)
+    shift = replace_nth(r"\*\(uint2\*\)\(x \+ \(", 0, "*(uint2*)(x + (1 + ")
+    error = fails("misaligned", k.softmax(512), x, y, transform=shift)
+    assert error.buffer == "x"
+    assert error.byte_offset == 2
+
+
+def test_misaligned_view() -> None:
+    memory = torch.zeros(4 * 512 + 4, dtype=torch.bfloat16)
+    x = memory[1 : 1 + 4 * 512].view(4, 512)
+    assert fails("misaligned", k.softmax(512), x, torch.zeros(4, 512)).buffer == "x"
+
+
+def test_divergent_barriers_deadlock() -> None:
+    x, y = rand(64, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bfloat16)
+    split = "if (threadIdx.x < 40) __syncthreads(); else emu::bar_sync(3, 128);"
+    error = fails(
+        "deadlock", k.transpose(), x, y, transform=replace_nth(r"__syncthreads\(\);", 0, split)
+    )
+    assert "128 threads wait for ever: 128 in a block barrier" in str(error)
+    assert error.source_text == split
+
+
+def test_deadlock_in_fast_mode_is_an_error_not_a_hang() -> None:
+    probe = cuda_source(
+        "if (threadIdx.x < 5) emu::bar_sync(1, 32); y[threadIdx.x] = 1;", {"y": "int"}, mode="fast"
+    )
+    with pytest.raises(EmulationError, match="deadlock: 5 threads"):
+        probe(torch.zeros(32, dtype=torch.int32))
+
+
+def test_lanes_in_different_warp_operations() -> None:
+    probe = cuda_source(
+        "if (threadIdx.x < 16) y[threadIdx.x] = __shfl_xor_sync(~0u, 1, 1);\n"
+        "else y[threadIdx.x] = __ballot_sync(~0u, 1);",
+        {"y": "int"},
+    )
+    with pytest.raises(EmulationError, match="different warp operations") as caught:
+        probe(torch.zeros(32, dtype=torch.int32))
+    assert caught.value.kind == "divergence"
+
+
+def test_shuffle_from_an_absent_lane() -> None:
+    probe = cuda_source(
+        "if (threadIdx.x < 8) y[threadIdx.x] = __shfl_xor_sync(0xffu, 1, 8);", {"y": "int"}
+    )
+    with pytest.raises(EmulationError, match="reads lane 8, which does not take part"):
+        probe(torch.zeros(32, dtype=torch.int32))
+
+
+def test_mask_that_omits_the_caller() -> None:
+    probe = cuda_source("__syncwarp(1u); y[threadIdx.x] = 1;", {"y": "int"})
+    with pytest.raises(EmulationError, match="mask 0x1 omits it"):
+        probe(torch.zeros(32, dtype=torch.int32), order="reverse")
+
+
+def test_endless_spin_is_an_error() -> None:
+    probe = cuda_source("while (AtomicLoad(&y[0]) == 0) {}", {"y": "int"})
+    with pytest.raises(EmulationError, match="no progress"):
+        probe(torch.zeros(1, dtype=torch.int32))
+
+
+def test_device_assert_and_trap() -> None:
+    probe = cuda_source(
+        'device_assert_with_msg(y[threadIdx.x] == 0, "zero expected");', {"y": "int"}
+    )
+    probe(torch.zeros(32, dtype=torch.int32))
+    values = torch.zeros(32, dtype=torch.int32)
+    values[9] = 1
+    with pytest.raises(EmulationError, match="zero expected") as caught:
+        probe(values)
+    assert caught.value.kind == "assert"
+    assert caught.value.thread == (9, 0, 0)
+    with pytest.raises(EmulationError, match="__trap"):
+        cuda_source("if (y[0]) __trap();", {"y": "int"})(values + 1)
+
+
+def test_uninitialised_shared_memory_reads_as_nan() -> None:
+    probe = cuda_source("__shared__ float s[32];\ny[threadIdx.x] = s[threadIdx.x];", {"y": "float"})
+    y = torch.zeros(32)
+    probe(y)
+    assert bool(y.isnan().all())
+
+
+def test_an_error_does_not_poison_the_next_call() -> None:
+    good = Emulated.build(k.reverse(N, sync=True), pass_configs=k.NO_BARRIERS)
+    x, y = rand(N), torch.zeros(N)
+    fails("race", k.reverse(N, sync=False), x, y, configs=k.NO_BARRIERS)
+    for _ in range(3):
+        y.zero_()
+        good(x, y)
+        assert torch.equal(y, x.flip(0))
+
+
+# ---- global memory -----------------------------------------------------------------------------
+
+
+def test_unequal_plain_writes_to_one_cell() -> None:
+    error = fails("race", k.write_one_cell(64), rand(64), torch.zeros(1))
+    assert error.buffer == "y"
+    assert "different values" in str(error)
+    assert error.source_text is not None
+    assert error.source_text.startswith("y[0] =")
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+def test_equal_plain_writes_are_tolerated(order: str) -> None:
+    y = torch.zeros(1)
+    run(k.write_one_cell(64), torch.ones(64), y, order=order)
+    assert y.item() == 1
+
+
+def test_unequal_writes_of_different_blocks_only() -> None:
+    x = torch.cat([torch.ones(32), torch.full((32,), 2.0)])  # equal inside each block
+    error = fails("race", k.write_one_cell(64), x, torch.zeros(1))
+    assert "another block" in str(error)
+    assert error.block == (1, 0, 0)
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+def test_block_reads_what_another_block_writes(order: str) -> None:
+    error = fails("race", k.neighbour_sum(128), rand(128), torch.zeros(128), order=order)
+    assert error.buffer == "y"
+    assert "another block" in str(error)
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+def test_exchange_through_global_memory_inside_a_block(order: str) -> None:
+    x, tmp, y = rand(N), torch.zeros(N), torch.zeros(N)
+    run(k.global_exchange(N, sync=True), x, tmp, y, configs=k.NO_BARRIERS, order=order)
+    assert torch.equal(y, x.flip(0))
+    error = fails(
+        "race", k.global_exchange(N, sync=False), x, tmp, y, configs=k.NO_BARRIERS, order=order
+    )
+    assert error.buffer == "tmp"
+
+
+def test_read_modify_write_without_an_atomic() -> None:
+    y = torch.zeros(1, dtype=torch.int32)
+    run(k.unguarded_counter(64, atomic=True), y)
+    assert y.item() == 128
+    error = fails("race", k.unguarded_counter(64, atomic=False), y)
+    assert error.buffer == "y"
+
+
+def test_plain_read_beside_an_atomic_of_another_thread() -> None:
+    probe = cuda_source("atomicAdd(&y[0], 1); z[threadIdx.x] = y[0];", {"y": "int", "z": "int"})
+    with pytest.raises(EmulationError, match=r"race: 4-byte (read of|atomic on) y"):
+        probe(torch.zeros(1, dtype=torch.int32), torch.zeros(32, dtype=torch.int32))
+
+
+def test_removed_grid_barrier() -> None:
+    x = torch.ones(1024, dtype=torch.int32)
+    part, out = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    prim = k.grid_sum(1024)
+    gone = replace_nth(r"cooperative_groups::this_grid\(\)\.sync\(\);", 0)
+    error = fails("race", prim, x, part, out, transform=gone, cooperative=True)
+    assert error.buffer == "part"
+
+
+LAST_BLOCK = """
+  int t = threadIdx.x;
+  part[blockIdx.x * 32 + t] = 1 + blockIdx.x;
+  {fence}
+  __syncthreads();
+  __shared__ int last[1];
+  if (t == 0) last[0] = atomicAdd(&ticket[0], 1) == 3;
+  __syncthreads();
+  {fence}
+  if (last[0]) {{
+    int sum = 0;
+    for (int b = 0; b < 4; ++b) sum += part[b * 32 + t];
+    y[t] = sum;
+  }}
+"""
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+def test_last_block_pattern_needs_its_fences(order: str) -> None:
+    """Blocks ordered through a fenced ticket are not a race; without the fences they are."""
+    tensors = {"part": "int", "ticket": "int", "y": "int"}
+    part, ticket, y = (torch.zeros(n, dtype=torch.int32) for n in (128, 1, 32))
+    cuda_source(LAST_BLOCK.format(fence="__threadfence();"), tensors, blocks=4)(
+        part, ticket, y, order=order
+    )
+    assert y.tolist() == [10] * 32
+    ticket.zero_()
+    with pytest.raises(EmulationError, match="race") as caught:
+        cuda_source(LAST_BLOCK.format(fence=""), tensors, blocks=4)(part, ticket, y, order=order)
+    assert caught.value.buffer == "part"
+
+
+def test_message_gives_the_index_of_a_matrix_element() -> None:
+    probe = Emulated.build(k.transpose(), pass_configs=k.PLAIN, transform=lambda s: s.replace(
+        "__syncthreads();", "__syncthreads(); y[71] = bfloat16_t(float(threadIdx.x));"
+    ))  # fmt: skip
+    x, y = rand(32, 32, dtype=torch.bfloat16), torch.zeros(32, 32, dtype=torch.bfloat16)
+    with pytest.raises(EmulationError, match=r"y\[2, 7\]"):
+        probe(x, y)

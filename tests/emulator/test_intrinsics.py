@@ -1,0 +1,395 @@
+"""Device intrinsics in hand-written kernels, with expected values from their meaning."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import pytest
+import torch
+
+from tile_kernels.runtime.emulator import EmulationError
+
+from .helpers import cuda_source, rand, reports_in_all_orders
+
+LANES = torch.arange(32)
+
+
+def ints(n: int, value: int = 0) -> torch.Tensor:
+    return torch.full((n,), value, dtype=torch.int32)
+
+
+def test_shuffles_votes_and_reductions() -> None:
+    probe = cuda_source(
+        """
+  int t = threadIdx.x, v = t * t;
+  int r[] = {
+    __shfl_sync(~0u, v, 5), __shfl_up_sync(~0u, v, 3), __shfl_down_sync(~0u, v, 3), __shfl_xor_sync(~0u, v, 9),
+    __shfl_sync(~0u, v, 1, 8), (int)__ballot_sync(~0u, t % 3 == 0), __any_sync(~0u, t == 31), __all_sync(~0u, t < 31),
+    (int)__match_any_sync(~0u, t / 4), 0, __reduce_add_sync(~0u, v), __reduce_min_sync(~0u, -t), __reduce_max_sync(~0u, -t),
+    (int)__reduce_min_sync(~0u, (unsigned)-t), (int)__reduce_and_sync(~0u, (unsigned)t | 64u), (int)__reduce_or_sync(~0u, (unsigned)t),
+    (int)__reduce_xor_sync(~0u, 1u << t), tl::warp_reduce_sum(t), tl::warp_reduce_max(t), tl::warp_reduce_min(t),
+  };
+  int same;
+  r[9] = (int)__match_all_sync(~0u, 7, &same) + same;
+  for (int i = 0; i < 20; ++i) y[i * 32 + t] = r[i];
+""",  # noqa: E501
+        {"y": "int"},
+    )
+    y = ints(20 * 32)
+    probe(y)
+    t, v = LANES, LANES * LANES
+    third = sum(1 << i for i in range(0, 32, 3))
+    third -= 1 << 32 if third >> 31 else 0
+    groups = [(0xF << (i // 4 * 4)) for i in range(32)]
+    want = [
+        v[5].expand(32),
+        torch.where(t >= 3, v[(t - 3).clamp_min(0)], v),
+        torch.where(t < 29, v[(t + 3).clamp_max(31)], v),
+        v[t ^ 9],
+        v[t // 8 * 8 + 1],
+        torch.tensor(third).expand(32),
+        torch.tensor(1).expand(32),
+        torch.tensor(0).expand(32),
+        torch.tensor([g - (1 << 32) if g >> 31 else g for g in groups]),
+        torch.tensor(0).expand(32),  # all lanes match (-1), and the flag is 1
+        v.sum().expand(32),
+        torch.tensor(-31).expand(32),
+        torch.tensor(0).expand(32),
+        torch.tensor(0).expand(32),
+        torch.tensor(64).expand(32),
+        torch.tensor(31).expand(32),
+        torch.tensor(-1).expand(32),
+        t.sum().expand(32),
+        torch.tensor(31).expand(32),
+        torch.tensor(0).expand(32),
+    ]
+    for i, (got, expected) in enumerate(zip(y.view(20, 32), want, strict=True)):
+        assert torch.equal(got, expected.int()), i
+
+
+def test_disjoint_masks_shuffle_independently() -> None:
+    probe = cuda_source(
+        "int t = threadIdx.x; unsigned m = t < 16 ? 0xffffu : 0xffff0000u;\n"
+        "if (t < 16) y[t] = __shfl_sync(m, t, 3); else y[t] = __shfl_sync(m, t, 20);",
+        {"y": "int"},
+    )
+    y = ints(32)
+    probe(y, order="random", seed=3)
+    assert y.tolist() == [3] * 16 + [20] * 16
+
+
+def test_block_votes() -> None:
+    probe = cuda_source(
+        "int t = threadIdx.x;\n"
+        "int count = __syncthreads_count(t % 5 == 0), any = __syncthreads_or(t == 70);\n"
+        "y[t] = count * 100 + any * 10 + __syncthreads_and(t < 95);",
+        {"y": "int"},
+        threads=96,
+    )
+    y = ints(96)
+    report = probe(y)
+    assert y.tolist() == [20 * 100 + 10 + 0] * 96
+    assert report.barriers == 3
+
+
+def test_named_barriers_order_a_producer_and_a_consumer_warp() -> None:
+    body = """
+  __shared__ int s[32];
+  int t = threadIdx.x;
+  if (t < 32) {{ s[t] = t + 1; {arrive} }}
+  else {{ tl::__sync_thread_partial(1, 64); y[t - 32] = s[63 - t]; }}
+"""
+    y = ints(32)
+    arrive = "tl::__named_barrier_arrive(1, 64);"
+    cuda_source(body.format(arrive=arrive), {"y": "int"}, threads=64)(y, order="reverse")
+    assert y.tolist() == list(range(32, 0, -1))
+    early = body.replace("s[t] = t + 1; {arrive}", "{arrive} s[t] = t + 1;").format(arrive=arrive)
+    with pytest.raises(EmulationError, match="race"):
+        cuda_source(early, {"y": "int"}, threads=64)(y)
+
+
+def test_barrier_with_too_many_threads_and_unknown_number() -> None:
+    with pytest.raises(EmulationError, match="waits for 64 threads, the block has 32"):
+        cuda_source("emu::bar_sync(1, 64); y[0] = 1;", {"y": "int"})(ints(1))
+    with pytest.raises(EmulationError, match="barrier 16 does not exist"):
+        cuda_source("emu::bar_sync(16, 32); y[0] = 1;", {"y": "int"})(ints(1))
+
+
+def test_bits_and_integers() -> None:
+    probe = cuda_source(
+        """
+  y[0] = __popc(0xf0f0u); y[1] = __clz(1); y[2] = __clz(0); y[3] = __ffs(0x10); y[4] = (int)__brev(1u);
+  y[5] = (int)__umulhi(0x80000000u, 6u); y[6] = __mulhi(-0x40000000, 8); y[7] = (int)__byte_perm(0x03020100u, 0x07060504u, 0x7016u);
+  y[8] = __dp4a(0x01020304, 0x01010101, 5); y[9] = __float_as_int(1.5f); y[10] = __float2int_rn(2.5f); y[11] = __float2int_ru(2.1f);
+  y[12] = __popcll(~0ull); y[13] = tl_int4_packed_load((const signed char *)"\\xf7", 1); y[14] = __float2int_rd(-2.1f); y[15] = max(3u, 4);
+""",  # noqa: E501
+        {"y": "int"},
+        threads=1,
+    )
+    y = ints(16)
+    probe(y)
+    want = [8, 31, 32, 5, -(1 << 31), 3, -2, 0x07000106, 15, 0x3FC00000, 2, 3, 64, -1, -3, 4]
+    assert y.tolist() == want
+
+
+def test_nan_rules_of_min_max_and_clamp() -> None:
+    probe = cuda_source(
+        """
+  float n = CUDART_NAN_F;
+  y[0] = max(n, 1.f); y[1] = min(2.f, n); y[2] = tl::clamp(n, 0.f, 1.f); y[3] = tl::clamp(5.f, 0.f, 1.f);
+  y[4] = tl::MaxOp()(n, 3.f); y[5] = float(tl::MaxOpNan()(bfloat16_t(n), bfloat16_t(3.f))); y[6] = float(tl::MaxOp()(bfloat16_t(n), bfloat16_t(3.f)));
+""",  # noqa: E501
+        {"y": "float"},
+        threads=1,
+    )
+    y = torch.zeros(7)
+    probe(y)
+    want = torch.tensor([1, 2, torch.nan, 1, 3, torch.nan, 3])
+    assert torch.equal(y.isnan(), want.isnan())
+    assert torch.equal(y.nan_to_num(-1), want.nan_to_num(-1))
+
+
+def test_explicitly_rounded_operations_are_never_fused() -> None:
+    """a * b + c with exact product a * b - 1: 2^-46 if fused, 0 if rounded in between."""
+    probe = cuda_source(
+        "float a = x[0], b = x[1];\n"
+        "y[0] = __fadd_rn(__fmul_rn(a, b), -1.f); y[1] = __fmaf_rn(a, b, -1.f);\n"
+        "__half2 u = __float2half2_rn(x[2]), h = tl::fma2(u, u, __float2half2_rn(-1.f));\n"
+        "y[2] = __half2float(h.x);",
+        {"x": "float", "y": "float"},
+        threads=1,
+    )
+    x = torch.tensor([1 + 2**-23, 1 - 2**-23, 1 + 2**-9])
+    y = torch.zeros(3)
+    probe(x, y)
+    assert y[0].item() == 0.0
+    assert y[1].item() == -(2**-46)
+    assert y[2].item() == 2**-8 + 2**-18  # the product is not rounded to half before the sum
+
+
+def test_sixteen_bit_atomics_and_orders() -> None:
+    probe = cuda_source(
+        """
+  AtomicAdd(&h[0], half_t(1.f)); AtomicMax(&h[1], half_t(float(threadIdx.x)), 4); AtomicMin(&b[0], bfloat16_t(-float(threadIdx.x)));
+  AtomicAddx2(&b[2], make_float2(1.f, 2.f));
+  unsigned pair = __pack_half2(half_t(0.5f), half_t(0.25f));
+  AtomicAddx2(&h[2], pair);
+  AtomicOr(&u[0], 1u << threadIdx.x); AtomicXor(&u[1], 3u); u[2 + threadIdx.x] = atomicExch(&u[40 + threadIdx.x], 7u);
+""",  # noqa: E501
+        {"h": "half_t", "b": "bfloat16_t", "u": "unsigned"},
+    )
+    h, b = torch.zeros(4, dtype=torch.float16), torch.zeros(4, dtype=torch.bfloat16)
+    u = torch.zeros(80, dtype=torch.uint32)
+    probe(h, b, u)
+    assert h.tolist() == [32, 31, 16, 8]
+    assert b.tolist() == [-31, 0, 32, 64]
+    assert u[0].item() == 0xFFFFFFFF
+    assert u[1].item() == 0
+    assert u[40:72].tolist() == [7] * 32
+    assert u[2:34].tolist() == [0] * 32
+
+
+def test_compare_and_swap_spin_lock_across_blocks() -> None:
+    """Ordered loads yield, so a wait for another resident block ends."""
+    probe = cuda_source(
+        """
+  if (threadIdx.x) return;
+  while (AtomicLoad(&y[0], 2) != (int)blockIdx.x) {}
+  y[1] = y[1] * 10 + (int)blockIdx.x + 1;
+  AtomicStore(&y[0], (int)blockIdx.x + 1, 3);
+""",
+        {"y": "int"},
+        blocks=3,
+    )
+    probe.cooperative = True
+    y = ints(2)
+    probe(y, order="reverse")
+    assert y[1].item() == 123
+
+
+UNSWIZZLED = """
+  __shared__ bfloat16_t sa[1024];
+  __shared__ bfloat16_t sb[128];
+  int t = threadIdx.x;
+  // core matrices of 8 rows x 16 bytes: along k at 128 bytes (LBO), along m or n at 256 bytes (SBO)
+  for (int i = t; i < 64 * 16; i += 128) { int m = i / 16, k = i % 16; sa[m / 8 * 128 + m % 8 * 8 + k / 8 * 64 + k % 8] = bfloat16_t(a[i]); }
+  if (t < 128) { int n = t / 16, k = t % 16; sb[n / 8 * 128 + n % 8 * 8 + k / 8 * 64 + k % 8] = bfloat16_t(b[t]); }
+  __syncthreads();
+  tl::GmmaDescriptor da, db;
+  tl::initialize_wgmma_descriptor<0, 8, 16>(da, &sa[0]);
+  tl::initialize_wgmma_descriptor<0, 8, 16>(db, &sb[0]);
+  float acc[4];
+  tl::wgmma_ss<tl::DataType::kBFloat16, tl::DataType::kBFloat16, tl::DataType::kFloat32, 64, 8, 16, false, false>(
+      uint64_t(da), uint64_t(db), (uint32_t *)acc, false);
+  tl::warpgroup_wait<0>();
+  int l = t % 32, row = t / 32 * 16 + l / 4, col = l % 4 * 2;
+  for (int i = 0; i < 4; ++i) c[(row + 8 * (i / 2)) * 8 + col + i % 2] = acc[i];
+"""  # noqa: E501
+
+
+def test_unswizzled_wgmma() -> None:
+    a, b = torch.randint(-4, 5, (64, 16)).float(), torch.randint(-4, 5, (8, 16)).float()
+    c = torch.zeros(64 * 8)
+    probe = cuda_source(UNSWIZZLED, {"a": "float", "b": "float", "c": "float"}, threads=128)
+    probe(a.flatten(), b.flatten(), c)
+    assert torch.equal(c.view(64, 8), a @ b.t())
+    broken = UNSWIZZLED.replace("__syncthreads();", "")
+    with pytest.raises(EmulationError, match="race"):
+        cuda_source(broken, {"a": "float", "b": "float", "c": "float"}, threads=128)(
+            a.flatten(), b.flatten(), c
+        )
+
+
+def test_stmatrix_then_ldmatrix_is_the_identity_and_trans_transposes() -> None:
+    probe = cuda_source(
+        """
+  __shared__ unsigned short s[64];
+  int t = threadIdx.x;
+  unsigned v = 2 * t | (2 * t + 1) << 16, r, q;
+  tl::ptx_stmatrix_m8n8_x1(&s[t % 8 * 8], v);
+  tl::ptx_ldmatrix_x1(&s[t % 8 * 8], &r);
+  tl::ptx_ldmatrix_x1_trans(&s[t % 8 * 8], &q);
+  y[t] = r == v; y[32 + 2 * t] = q & 0xffff; y[32 + 2 * t + 1] = q >> 16;
+""",
+        {"y": "int"},
+    )
+    y = ints(96)
+    probe(y)
+    assert y[:32].tolist() == [1] * 32
+    m = torch.arange(64).view(8, 8).int()
+    assert torch.equal(y[32:].view(8, 8), m.t())
+
+
+MBARRIER = """
+  __shared__ uint64_t mem[2];
+  __shared__ float s[64];
+  auto bar = reinterpret_cast<Barrier*>(mem);
+  int t = threadIdx.x;
+  if (t == 0) { bar[0].init(1); bar[1].init(32); }
+  __syncthreads();
+  if (t < 32) {
+    for (int i = 0; i < 3; ++i) {
+      if (i) bar[1].wait((i - 1) & 1);
+      if (t == 0) {
+        bar[0].arrive_and_expect_tx(256);
+        tl::tma_load(&s[0], &x[i * 64], bar[0], 256);
+      }
+    }
+  } else {
+    for (int i = 0; i < 3; ++i) {
+      bar[0].wait(i & 1);
+      y[i * 64 + t - 32] = s[t - 32]; y[i * 64 + t] = s[t];
+      bar[1].arrive();
+    }
+  }
+"""
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+@pytest.mark.parametrize("late", [True, False])
+def test_mbarrier_pipeline_with_bulk_copies(order: str, late: bool) -> None:
+    x, y = rand(192), torch.zeros(192)
+    probe = cuda_source(MBARRIER, {"x": "float", "y": "float"}, threads=64)
+    probe(x, y, order=order, async_late=late)
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ("bar[0].wait(i & 1);", "", "asynchronous copy|race"),
+        ("if (i) bar[1].wait((i - 1) & 1);", "", "race|more arrivals"),
+        ("bar[1].init(32);", "bar[1].init(33);", "deadlock"),
+        ("bar[1].init(32);", "", "used before any thread has initialised it"),
+        ("arrive_and_expect_tx(256)", "arrive_and_expect_tx(512)", "deadlock.*in an mbarrier"),
+        ("  __syncthreads();\n", "", "race|initialised"),
+        ("bar[1].init(32)", "bar[1].init(31)", "race|more arrivals"),
+        ("&s[0], &x[i * 64], bar[0], 256", "&s[1], &x[i * 64], bar[0], 240", "misaligned"),
+        ("&x[i * 64], bar[0], 256", "&x[i * 64 + 4], bar[0], 256", "out of bounds"),
+    ],
+)
+def test_broken_mbarrier_pipelines_are_reported(old: str, new: str, match: str) -> None:
+    assert old in MBARRIER
+    probe = cuda_source(MBARRIER.replace(old, new), {"x": "float", "y": "float"}, threads=64)
+    reports = reports_in_all_orders(probe, lambda: [rand(192), torch.zeros(192)])
+    assert reports
+    assert all(re.search(match, r, re.S) for r in reports), reports
+
+
+@pytest.mark.parametrize(("suffix", "count"), [("_noinc", 32), ("", 0)])
+def test_cp_async_arrival_on_an_mbarrier(suffix: str, count: int) -> None:
+    """Without noinc the arrival brings its own expectation, so one more plain arrival completes."""
+    probe = cuda_source(
+        f"""
+  __shared__ uint64_t mem[1];
+  __shared__ float s[128];
+  auto bar = reinterpret_cast<Barrier*>(mem);
+  int t = threadIdx.x;
+  if (t == 0) bar[0].init({count or 1});
+  __syncthreads();
+  tl::cp_async_gs<16>(&s[t * 4], &x[t * 4]);
+  tl::mbarrier_cp_async_arrive{suffix}(bar[0]);
+  __syncthreads();
+  {"" if count else "if (t == 0) bar[0].arrive();"}
+  bar[0].wait(0);
+  for (int i = 0; i < 4; ++i) y[t * 4 + i] = s[127 - t * 4 - i];
+""",
+        {"x": "float", "y": "float"},
+    )
+    x, y = rand(128), torch.zeros(128)
+    probe(x, y)
+    assert torch.equal(y, x.flip(0))
+
+
+def test_bulk_stores_must_be_waited_for_and_may_add() -> None:
+    body = """
+  __shared__ float s[64];
+  s[threadIdx.x] = x[threadIdx.x]; s[threadIdx.x + 32] = 1;
+  __syncthreads();
+  if (threadIdx.x == 0) {{
+    tl::tma_store(&y[0], &s[0], 256); tl::tma_store_add(&s[0], &y[64], 256); tl::tma_store_arrive();
+    {wait}
+    {after}
+  }}
+"""
+    tensors = {"x": "float", "y": "float"}
+    x, y = rand(32), torch.ones(128)
+    cuda_source(body.format(wait="tl::tma_store_wait<0>();", after="s[0] = 5;"), tensors)(x, y)
+    assert torch.equal(y[:32], x)
+    assert torch.equal(y[64:96], x + 1)
+    assert torch.equal(y[96:], torch.full((32,), 2.0))
+    with pytest.raises(EmulationError, match="ends with a bulk store"):
+        cuda_source(body.format(wait="", after=""), tensors)(x, y)
+    with pytest.raises(EmulationError, match="the source of an asynchronous copy"):
+        cuda_source(body.format(wait="", after="s[0] = 5;"), tensors)(x, y)
+
+
+def test_printing(capfd: pytest.CaptureFixture[str]) -> None:
+    probe = cuda_source('if (threadIdx.x == 2) debug_print_var("v", y[0]);', {"y": "float"})
+    probe(torch.tensor([1.5]))
+    ctypes.CDLL(None).fflush(None)
+    assert "msg='v' BlockIdx=(0, 0, 0), ThreadIdx=(2, 0, 0): value=1.5" in capfd.readouterr().out
+
+
+def test_unknown_intrinsic_is_named() -> None:
+    with pytest.raises(EmulationError, match=r"probe: the kernel uses tl::frobnicate") as caught:
+        cuda_source("y[0] = tl::frobnicate(1);", {"y": "int"})
+    assert caught.value.kind == "unsupported"
+    with pytest.raises(EmulationError, match=r"the kernel uses __unheard_of, .*y\[0\] = __unheard"):
+        cuda_source("y[0] = __unheard_of(1);", {"y": "int"})
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(y[0]));', "inline PTX"),
+        ("tl::tcgen05_ld(y);", "tcgen05"),
+        ("tl::cluster_sync();", "clusters"),
+        ("y[0] = __tl_cvt_f32x2_to_bf16x2_rs_sat(v, 1);", "stochastic rounding"),
+        ("curand_init(0, 0, 0, &y[0]);", "cuRAND"),
+    ],
+)
+def test_known_gaps_are_refused_with_a_reason(line: str, why: str) -> None:
+    with pytest.raises(EmulationError, match=why):
+        cuda_source(line, {"y": "int"})

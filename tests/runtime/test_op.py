@@ -1,0 +1,305 @@
+"""The road of a call: checks, devices, backends, dispatcher, gradients; on toy operators."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tile_kernels
+from tile_kernels.runtime import checks, launch, logs
+from tile_kernels.runtime import op as ops
+from tile_kernels.runtime.cases import Cases, Cost
+from tile_kernels.runtime.op import gradient, op
+
+
+def _check_axpy(x: Tensor, y: Tensor, alpha: float, bias: Tensor | None = None) -> None:
+    checks.tensor("x", x, ("n",), torch.float32)
+    checks.tensor("y", y, ("n",), torch.float32, shape=(x.shape[0],))
+    if bias is not None:
+        checks.tensor("bias", bias, ("n",), torch.float32)
+
+
+def _axpy(x: Tensor, y: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
+    result = alpha * x + y
+    return result if bias is None else result + bias
+
+
+@op(check=_check_axpy, oracle=_axpy, cost=lambda **_: Cost(1), cases=Cases(small=[]))
+def axpy(x: Tensor, y: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
+    """`alpha x + y`."""
+    out = torch.empty_like(x)
+    axpy_launches.append(x.device.type)
+    return out
+
+
+axpy_launches: list[str] = []
+gradient(
+    axpy,
+    lambda ctx, grad: (ctx.alpha * grad, grad, None, grad if ctx.with_bias else None),
+    setup_context=lambda ctx, inputs, output: (
+        setattr(ctx, "alpha", inputs[2]),
+        setattr(ctx, "with_bias", inputs[3] is not None),
+    ),
+)
+
+
+def _double(x: Tensor) -> None:
+    x.mul_(2)
+
+
+@op(
+    check=lambda x: checks.tensor("x", x, ("n",)),
+    oracle=_double,
+    cost=lambda **_: Cost(1),
+    cases=Cases(small=[]),
+    mutates=("x",),
+)
+def double(x: Tensor) -> None:
+    """Double `x` in place."""
+
+
+def test_cpu_tensors_run_the_oracle() -> None:
+    result = axpy(torch.ones(3), torch.ones(3), alpha=2.0)
+    assert result.tolist() == [3, 3, 3]
+
+
+def test_mixed_devices_are_named() -> None:
+    with pytest.raises(ValueError, match="axpy: .*x is on cpu, y is on meta"):
+        axpy(torch.ones(3), torch.ones(3, device="meta"), 1.0)
+
+
+def test_errors_name_operator_argument_and_both_sides() -> None:
+    with pytest.raises(ValueError, match=r"^axpy: y must have shape \[3\], got \(4,\)$"):
+        axpy(torch.ones(3), torch.ones(4), 1.0)
+    with pytest.raises(TypeError, match=r"^axpy: x must be float32, got int64$"):
+        axpy(torch.ones(3, dtype=torch.int64), torch.ones(3), 1.0)
+
+
+def test_a_declared_name_cannot_be_declared_again() -> None:
+    with pytest.raises(ValueError, match="declared twice"):
+        op(check=_check_axpy, oracle=_axpy, cost=lambda **_: Cost(1), cases=Cases(small=[]))(
+            ops.get(axpy).body
+        )
+
+
+def test_registry_finds_by_function_and_by_name() -> None:
+    assert ops.get(tile_kernels.moe.topk_gate) is ops.get("moe.topk_gate")
+    with pytest.raises(KeyError, match="no operator 'moe.nothing'"):
+        ops.get("moe.nothing")
+    assert ops.get(axpy) not in ops.all_ops()  # the library's own only
+
+
+# ---- gradients ----------------------------------------------------------------------------------
+
+
+def test_gradient_in_eager_code() -> None:
+    x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    axpy(x, y, 3.0).sum().backward()
+    assert x.grad is not None and y.grad is not None
+    assert x.grad.tolist() == [3, 3, 3]
+    assert y.grad.tolist() == [1, 1, 1]
+
+
+def test_gradient_of_an_optional_argument_under_compile() -> None:
+    torch._dynamo.reset()
+    x, bias = torch.ones(3), torch.ones(3, requires_grad=True)
+    compiled = torch.compile(
+        lambda x, b: axpy(x, x, 3.0, bias=b) * 5, fullgraph=True, backend="aot_eager"
+    )
+    compiled(x, bias).sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.tolist() == [5, 5, 5]
+
+
+def test_no_gradient_is_an_error_not_a_silent_cut() -> None:
+    scores = torch.randn(4, 8, requires_grad=True)
+    with torch.no_grad():
+        assert tile_kernels.moe.topk_gate(scores, 2).shape == (4, 2)
+    x = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        tile_kernels.transpose.transpose(x).sum().backward()
+
+
+# ---- dispatcher ---------------------------------------------------------------------------------
+
+
+def test_mutation_is_declared() -> None:
+    x = torch.ones(2)
+    double(x)
+    assert x.tolist() == [2, 2]
+    schema = str(ops.get(double).custom_op._opoverload._schema)
+    assert "Tensor(a0!) x" in schema
+    torch._dynamo.reset()
+
+    def doubled_twice(x: Tensor) -> Tensor:
+        y = x.clone()
+        double(y)
+        double(y)
+        return y
+
+    compiled = torch.compile(doubled_twice, fullgraph=True, backend="aot_eager")
+    assert compiled(torch.ones(2)).tolist() == [4, 4]
+
+
+def test_compile_with_inductor() -> None:
+    """The whole way, once: code generation for the CPU around our operators."""
+    torch._dynamo.reset()
+
+    def route(scores: Tensor) -> Tensor:
+        return tile_kernels.moe.topk_gate(scores.sigmoid(), 2) + 1
+
+    scores = torch.randn(6, 16)
+    compiled = torch.compile(route, fullgraph=True)
+    assert torch.equal(compiled(scores), route(scores))
+
+
+def test_dynamic_shapes_compile_once() -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(
+        lambda s: tile_kernels.moe.topk_gate(s, 2), fullgraph=True, dynamic=True, backend=backend
+    )
+    for num_tokens in (5, 9, 17):
+        scores = torch.randn(num_tokens, 16)
+        assert torch.equal(compiled(scores), tile_kernels.moe.topk_gate(scores, 2))
+    assert len(graphs) == 1
+
+
+def test_fake_tensors_and_functorch_go_through_the_dispatcher() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.randn(4, 8))
+        assert tile_kernels.moe.topk_gate(fake, 3).shape == (4, 3)
+    batch = torch.randn(2, 3, 4)
+    mapped = torch.func.vmap(tile_kernels.transpose.transpose)(batch)
+    assert torch.equal(mapped, batch.transpose(1, 2))
+
+
+def test_error_under_compile_keeps_its_sentence() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda s: tile_kernels.moe.topk_gate(s, 99), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(Exception, match=r"num_topk must be in 1\.\.8"):
+        compiled(torch.randn(4, 8))
+
+
+# ---- backends -----------------------------------------------------------------------------------
+
+
+def test_backend_override_and_its_limits() -> None:
+    scores = torch.randn(2, 8)
+    with tile_kernels.backend("torch"):
+        assert tile_kernels.moe.topk_gate(scores, 2).shape == (2, 2)
+    with (
+        tile_kernels.backend("tilelang"),
+        pytest.raises(ValueError, match="topk_gate: the backend 'tilelang' needs cuda tensors"),
+    ):
+        tile_kernels.moe.topk_gate(scores, 2)
+    with pytest.raises(ValueError, match="must be one of auto, tilelang, torch, emulate"):
+        tile_kernels.backend("cuda").__enter__()
+
+
+def test_backend_override_is_per_thread() -> None:
+    seen = []
+    with tile_kernels.backend("tilelang"):
+        thread = threading.Thread(
+            target=lambda: seen.append(tile_kernels.moe.topk_gate(torch.randn(2, 8), 2).shape)
+        )
+        thread.start()
+        thread.join()
+    assert seen == [(2, 2)]
+
+
+# ---- logs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quiet_after() -> Any:
+    yield
+    tile_kernels.set_log_level(0)
+
+
+def test_log_levels(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+    quiet_after: None,
+) -> None:
+    monkeypatch.setattr(logs.logger, "propagate", True)
+    monkeypatch.setattr(logs.settings, "folder", tmp_path)
+    scores = torch.randn(2, 8)
+    expected = {1: "topk_gate on torch", 2: "scores=float32[2,8] cpu, num_topk=2", 3: ".pt"}
+    for level, words in expected.items():
+        caplog.clear()
+        tile_kernels.set_log_level(level)
+        logs.logger.propagate = True
+        tile_kernels.moe.topk_gate(scores, 2)
+        assert words in caplog.text
+    (file,) = tmp_path.iterdir()
+    saved = torch.load(file)
+    assert saved["op"] == "moe.topk_gate"
+    assert torch.equal(saved["arguments"]["scores"], scores)
+    with pytest.raises(ValueError, match="level must be 0, 1, 2 or 3"):
+        tile_kernels.set_log_level(4)
+
+
+# ---- kernels ------------------------------------------------------------------------------------
+
+
+def test_first_compile_happens_once_however_many_threads_ask() -> None:
+    kernel = launch.Kernel("no.module", "no_name")
+    compiled, together = [], threading.Barrier(8)
+    started = threading.Event()
+
+    def make() -> Any:
+        started.wait(5)
+        compiled.append(1)
+        return lambda: None
+
+    handles = []
+
+    def ask() -> None:
+        together.wait(5)
+        handles.append(kernel.once(("sm_90a", (1,)), make))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    started.set()
+    for thread in threads:
+        thread.join()
+    assert len(compiled) == 1
+    assert len(set(handles)) == 1
+
+
+def test_a_failed_compile_reaches_everyone_and_can_be_tried_again() -> None:
+    kernel = launch.Kernel("no.module", "no_name")
+
+    def fail() -> Any:
+        raise RuntimeError("no compiler")
+
+    with pytest.raises(RuntimeError, match="no compiler"):
+        kernel.once(("sm_90a", ()), fail)
+    handle = kernel.once(("sm_90a", ()), lambda: "made")  # type: ignore[arg-type, return-value]
+    assert handle == "made"
+
+
+def test_recording_nests() -> None:
+    scores = torch.empty(4, 8, device="meta")
+    with launch.recording() as outer:
+        tile_kernels.moe.topk_gate(scores, 2)
+        with launch.recording() as inner:
+            tile_kernels.moe.topk_gate(scores, 3)
+    assert [request.problem for request in inner] == [(8, 3)]
+    assert [request.problem for request in outer] == [(8, 2), (8, 3)]

@@ -1,0 +1,71 @@
+"""Every kernel that the samples ask for: lowered for all architectures, compiled with nvcc.
+
+No GPU is needed. The machine code is read back: no spills, no local memory, and global accesses
+as wide as the plan promises.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tile_kernels.runtime import op as ops
+from tile_kernels.runtime import sources
+from tile_kernels.runtime.device import DESCRIBED
+from tile_kernels.runtime.op import Op
+from tile_kernels.runtime.warmup import Compilation, compilations
+
+OPS = ops.all_ops()
+EVERY_ARCH = "TILE_KERNELS_TEST_ARCHES" in os.environ
+# Emulation lowers the kernels of the small samples anyway; here they only join the slow run.
+KINDS = ("small", "benchmarks") if EVERY_ARCH else ("benchmarks",)
+each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+needs_nvcc = pytest.mark.skipif(sources.nvcc() is None, reason="nvcc was not found")
+
+
+def kernels(op: Op, arch: str, *kinds: str) -> list[Compilation]:
+    """The distinct kernels of an operator's samples."""
+    calls = [
+        (op.name, sample.build("meta")) for kind in kinds for sample in getattr(op.cases, kind)
+    ]
+    found = compilations(calls, DESCRIBED[arch])
+    assert found, f"{op.name} launches no kernel"
+    return found
+
+
+@pytest.mark.parametrize("arch", DESCRIBED)
+@each_op
+def test_lowers(op: Op, arch: str) -> None:
+    for item in kernels(op, arch, *KINDS):
+        source = sources.cuda_source(item.kernel.definition, item.static, arch)
+        assert "__global__" in source, item.label
+
+
+def arches() -> list[str]:
+    return list(DESCRIBED) if EVERY_ARCH else ["sm_90a"]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("arch", arches())
+@each_op
+def test_compiles_well(op: Op, arch: str) -> None:
+    for item in kernels(op, arch, *KINDS):
+        definition = item.kernel.definition
+        source = sources.cuda_source(definition, item.static, arch)
+        for function in sources.compile_source(source, arch):
+            assert function.spill_bytes == 0, item.label
+            assert 0 < function.registers <= 255
+            if arch in ("sm_80", "sm_89", "sm_90a"):  # the encodings that we can read
+                check_accesses(item, function)
+
+
+def check_accesses(item: Compilation, function: sources.Compiled) -> None:
+    found = function.accesses
+    assert not [name for name in found if name.startswith(("LDL", "STL"))], item.label
+    promised = item.kernel.definition.access_bits
+    assert promised is not None, f"{item.kernel.name} promises no access width"
+    loads, stores = promised(*item.static)
+    for prefix, bits in (("LDG", loads), ("STG", stores)):
+        widths = {name for name in found if name.startswith(prefix)}
+        assert widths == {f"{prefix}.{bits}"}, f"{item.label}: {dict(found)}"

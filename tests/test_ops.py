@@ -1,0 +1,327 @@
+"""The op suite: every declared operator on every backend that this machine has.
+
+A new operator joins by its declaration alone. See `docs/architecture.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tile_kernels
+from tile_kernels.runtime import launch
+from tile_kernels.runtime import op as ops
+from tile_kernels.runtime.cases import Arguments, Sample, assert_equal_results
+from tile_kernels.runtime.op import Op
+from tile_kernels.testing.poison import poisoned_empty
+
+OPS = ops.all_ops()
+GROUNDS = [
+    pytest.param(("torch", "cpu"), id="torch"),
+    pytest.param(("emulate", "cpu"), id="emulate"),
+    pytest.param(("tilelang", "cuda"), id="cuda", marks=pytest.mark.gpu),
+]
+each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+each_ground = pytest.mark.parametrize("ground", GROUNDS)
+on_gpu = pytest.mark.gpu
+
+
+def samples(kind: str) -> list[Any]:
+    return [
+        pytest.param(op, sample, id=f"{op.name}-{sample.label}")
+        for op in OPS
+        for sample in getattr(op.cases, kind)
+    ]
+
+
+def on(arguments: Arguments, device: str) -> Arguments:
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+
+
+def copies(arguments: Arguments) -> Arguments:
+    """Clones with the same strides."""
+    return {
+        name: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).copy_(v)
+        if isinstance(v, torch.Tensor)
+        else v
+        for name, v in arguments.items()
+    }
+
+
+def to_cpu(result: Any) -> Any:
+    if isinstance(result, torch.Tensor):
+        return result.cpu()
+    return type(result)(map(to_cpu, result)) if isinstance(result, (tuple, list)) else result
+
+
+def check_unchanged(op: Op, arguments: Arguments, before: Arguments) -> None:
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and name not in op.mutates:
+            assert_equal_results(value.cpu(), before[name].cpu())
+
+
+def ordinary(op: Op) -> Sample:
+    """A small sample in which no dimension of a tensor is 0 or 1."""
+    for sample in op.cases.small:
+        tensors = [v for v in sample.build("meta").values() if isinstance(v, torch.Tensor)]
+        if all(size > 1 for tensor in tensors for size in tensor.shape):
+            return sample
+    raise AssertionError(f"{op.name} has no ordinary small sample")
+
+
+@each_ground
+@pytest.mark.parametrize(("op", "sample"), samples("small"))
+def test_small_sample(op: Op, sample: Sample, ground: tuple[str, str]) -> None:
+    """Equal to the oracle, twice; every output element written; inputs untouched."""
+    backend, device = ground
+    arguments = sample.build(device)
+    before = copies(arguments)
+    expected = op.oracle(**copies(on(arguments, "cpu")))
+    with tile_kernels.backend(backend):
+        op.cases.compare(to_cpu(op.function(**copies(arguments))), expected)
+        with poisoned_empty(0xA5):
+            op.cases.compare(to_cpu(op.function(**arguments)), expected)
+    check_unchanged(op, arguments, before)
+
+
+@on_gpu
+@pytest.mark.parametrize(("op", "sample"), samples("large"))
+def test_large_sample(op: Op, sample: Sample) -> None:
+    arguments = sample.build("cuda")
+    before = copies(arguments)
+    expected = op.oracle(**copies(arguments))
+    first = op.function(**arguments)
+    op.cases.compare(first, expected)
+    check_unchanged(op, arguments, before)
+    del expected, before
+    for _ in range(2):
+        assert_equal_results(op.function(**arguments), first)  # deterministic
+
+
+@each_ground
+@each_op
+def test_vectors(op: Op, ground: tuple[str, str]) -> None:
+    backend, device = ground
+    assert op.cases.vectors, f"{op.name} has no worked example"
+    for vector in op.cases.vectors:
+        with tile_kernels.backend(backend):
+            result = op.function(**on(vector.arguments(), device))
+        op.cases.compare(to_cpu(result), vector.expected())
+
+
+@each_op
+def test_declaration_is_complete(op: Op) -> None:
+    """The suite is only worth something on declarations that cover the edges."""
+    assert op.function.__doc__ and ">>>" in op.function.__doc__, "a docstring with an example"
+    assert op.cases.benchmarks
+    small = [sample.build("meta") for sample in op.cases.small]
+    tensors = [[v for v in case.values() if isinstance(v, torch.Tensor)] for case in small]
+    assert any(any(t.numel() == 0 for t in case) for case in tensors), "a sample without tokens"
+    assert any(all(1 in t.shape for t in case if t.dim() > 1) for case in tensors), "one token"
+    for kind in ("small", "large", "benchmarks"):
+        labels = [sample.label for sample in getattr(op.cases, kind)]
+        assert len(labels) == len(set(labels)), f"labels of {kind} repeat"
+    for sample in op.cases.benchmarks:
+        assert op.cost(**sample.build("meta")).bytes > 0
+
+
+# ---- bad arguments ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Bad arguments must be refused before anything is launched."""
+
+    def launched(*_: object) -> None:
+        raise AssertionError("a kernel was launched")
+
+    monkeypatch.setattr(launch.Kernel, "launch", launched)
+    with tile_kernels.backend("emulate"):
+        yield
+
+
+def wrong_arguments(op: Op) -> Iterator[tuple[str, str, Arguments]]:
+    """(argument, what is wrong, arguments): by kind of parameter, then the declared ones."""
+    good = ordinary(op).build("cpu")
+    tensors = [name for name in op.tensor_parameters if isinstance(good.get(name), torch.Tensor)]
+    for name in tensors:
+        value = good[name]
+        yield name, "not a tensor", {**good, name: value.tolist()}
+        yield name, "dtype", {**good, name: torch.zeros(value.shape, dtype=torch.complex128)}
+        yield name, "rank", {**good, name: value[None]}
+        if len(tensors) > 1:
+            yield name, "device", {**good, name: value.to("meta")}
+    for name, value in good.items():
+        if type(value) is int:
+            yield name, "a string", {**good, name: str(value)}
+            yield name, "a bool", {**good, name: True}
+    for reject in op.cases.rejects:
+        yield reject.argument, reject.label, reject.change(good)
+
+
+@pytest.mark.parametrize(
+    ("op", "argument", "arguments"),
+    [
+        pytest.param(op, argument, arguments, id=f"{op.name}-{argument}-{wrong}")
+        for op in OPS
+        for argument, wrong, arguments in wrong_arguments(op)
+    ],
+)
+def test_wrong_argument(op: Op, argument: str, arguments: Arguments, no_launch: None) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        op.function(**arguments)
+    assert str(caught.value).startswith(f"{op.short_name}: ")
+    assert argument in str(caught.value)
+
+
+@each_op
+def test_wrong_number_of_arguments(op: Op, no_launch: None) -> None:
+    with pytest.raises(TypeError, match=f"^{op.short_name}: .*argument"):
+        op.function()
+    with pytest.raises(TypeError, match=f"^{op.short_name}: .*no_such_argument"):
+        op.function(**ordinary(op).build("cpu"), no_such_argument=1)
+
+
+@each_op
+def test_scattered_inputs_are_right_or_refused(op: Op) -> None:
+    """A tensor with stride 2 everywhere gives the oracle's result or an error with its name."""
+    good = ordinary(op).build("cpu")
+    for name in op.tensor_parameters:
+        if not isinstance(good.get(name), torch.Tensor):
+            continue
+        scattered = torch.stack([good[name]] * 2, dim=-1)[..., 0]
+        expected = op.oracle(**copies(good))
+        try:
+            result = op.function(**{**copies(good), name: scattered})
+        except ValueError as error:
+            assert name in str(error)
+        else:
+            op.cases.compare(result, expected)
+
+
+# ---- PyTorch's dispatcher -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@each_op
+def test_opcheck(op: Op, device: str) -> None:
+    for vector in op.cases.vectors:  # opcheck compares values, so NaN would differ from itself
+        torch.library.opcheck(op.custom_op, (), kwargs=on(vector.arguments(), device))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@each_op
+def test_compiles_without_graph_breaks(op: Op, device: str) -> None:
+    arguments = ordinary(op).build(device)
+    expected = to_cpu(op.oracle(**copies(arguments)))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **kw: op.function(**kw), fullgraph=True, backend="aot_eager")
+    op.cases.compare(to_cpu(compiled(**arguments)), expected)
+
+
+@each_op
+def test_meta_tensors_give_shapes(op: Op) -> None:
+    arguments = ordinary(op).build("cpu")
+    expected = op.oracle(**copies(arguments))
+    shapes = op.function(**on(arguments, "meta"))
+    for shape, result in zip(*(r if isinstance(r, tuple) else (r,) for r in (shapes, expected))):
+        assert shape.is_meta
+        assert (shape.shape, shape.dtype, shape.stride()) == (
+            result.shape,
+            result.dtype,
+            result.stride(),
+        )
+
+
+# ---- CUDA ---------------------------------------------------------------------------------------
+
+
+def prepared(op: Op) -> tuple[Arguments, Any]:
+    """Arguments on the GPU, the kernel compiled and the result known."""
+    arguments = op.cases.benchmarks[0].build("cuda")
+    expected = op.function(**copies(arguments))
+    torch.cuda.synchronize()
+    return arguments, expected
+
+
+@on_gpu
+@each_op
+def test_runs_on_the_current_stream(op: Op) -> None:
+    """Work queued before on a side stream is seen: the inputs are filled there, late."""
+    arguments, expected = prepared(op)
+    late = {
+        name: torch.zeros_like(v) if isinstance(v, torch.Tensor) else v
+        for name, v in arguments.items()
+    }
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                late[name].copy_(value)
+        result = op.function(**late)
+    stream.synchronize()
+    assert_equal_results(result, expected)
+
+
+@on_gpu
+@each_op
+def test_graph_capture_and_replay(op: Op) -> None:
+    arguments, expected = prepared(op)
+    static = copies(arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = op.function(**static)
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            static[name].zero_()
+    graph.replay()
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            static[name].copy_(value)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_equal_results(result, expected)
+
+
+@on_gpu
+@each_op
+def test_device_that_is_not_current(op: Op) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    arguments = ordinary(op).build("cuda:1")
+    expected = op.oracle(**copies(on(arguments, "cpu")))
+    result = op.function(**arguments)
+    assert torch.cuda.current_device() == 0
+    first = result[0] if isinstance(result, tuple) else result
+    assert first.device == torch.device("cuda:1")
+    op.cases.compare(to_cpu(result), expected)
+
+
+@on_gpu
+@each_op
+def test_result_does_not_depend_on_the_sm_budget(op: Op) -> None:
+    arguments, expected = prepared(op)
+    full = tile_kernels.get_device_num_sms()
+    try:
+        for budget in (1, full // 2):
+            tile_kernels.set_num_sms(budget)
+            assert_equal_results(op.function(**copies(arguments)), expected)
+    finally:
+        tile_kernels.set_num_sms(full)
+
+
+def _callable_name(value: Callable[..., Any]) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+@each_op
+def test_public_function_is_reachable_by_its_name(op: Op) -> None:
+    family = getattr(tile_kernels, op.family)
+    assert getattr(family, op.short_name) is op.function
+    assert op.short_name in family.__all__
+    assert _callable_name(op.function) == _callable_name(op.body)

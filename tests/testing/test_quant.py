@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+import tile_kernels.testing
+from tile_kernels.testing.quant import clear_unused_sf
+
+
+def test_exposed_by_the_package():
+    assert tile_kernels.testing.clear_unused_sf is clear_unused_sf
+
+
+def test_example():
+    sf = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.uint8)
+    result = clear_unused_sf(sf, hidden=288, num_per_channels=128)
+    assert result.dtype == torch.uint8
+    assert result.tolist() == [[1, 2, 3, 0], [5, 6, 7, 0]]
+    assert sf.tolist() == [[1, 2, 3, 0], [5, 6, 7, 0]]  # in place
+
+
+def test_int32_in_place():
+    sf = torch.full((3, 2), 0x0B0B0B0B, dtype=torch.int32)
+    result = clear_unused_sf(sf, 640, 128)
+    assert result.tolist() == [[11] * 5 + [0] * 3] * 3
+    assert sf.tolist() == [[0x0B0B0B0B, 0x0B]] * 3
+
+
+def test_transposed_is_copied():
+    data = torch.arange(24, dtype=torch.uint8)
+    sf = data.clone().view(torch.int32).view(2, 3).t()  # [3, 2], column-major
+    result = clear_unused_sf(sf, 7 * 32, 32)
+    assert result.tolist() == [
+        [0, 1, 2, 3, 12, 13, 14, 0],
+        [4, 5, 6, 7, 16, 17, 18, 0],
+        [8, 9, 10, 11, 20, 21, 22, 0],
+    ]
+    assert sf.t().contiguous().view(torch.uint8).view(-1).tolist() == data.tolist()
+
+
+def test_nothing_unused():
+    sf = torch.arange(8, dtype=torch.uint8).view(2, 4)
+    assert clear_unused_sf(sf.clone(), 512, 128).tolist() == sf.tolist()
+
+
+def test_empty():
+    assert clear_unused_sf(torch.zeros(0, 2, dtype=torch.int32), 640, 128).shape == (0, 8)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match=r"multiple of 8 bytes .* got shape \(3,\)"):
+        clear_unused_sf(torch.zeros(3, dtype=torch.int32), 640, 128)
+    with pytest.raises(ValueError, match="must be positive, got 0 and 128"):
+        clear_unused_sf(torch.zeros(3, dtype=torch.int32), 0, 128)

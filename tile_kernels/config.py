@@ -1,0 +1,84 @@
+"""The SM budget of kernels that size their grid by the number of multiprocessors.
+
+On a machine without CUDA the numbers are those of the described default device (an H200), which
+emulation and compiling ahead of time assume.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from tile_kernels.runtime import device as _device
+
+__all__ = ["get_device_num_sms", "get_max_smem_per_sm", "get_num_sms", "set_num_sms"]
+
+_budget: int | None = None
+_device_budgets: dict[int, int] = {}
+# Devices with the budget applied, by index; None is the described device.
+_planned: dict[int | None, _device.Device] = {}
+# Counts the changes of the budget: what was planned before one does not hold after it.
+generation = 0
+
+
+def _index(device: torch.device | int | None) -> int | None:
+    """The CUDA index meant by `device` (None: the current one), or None without CUDA."""
+    if not torch.cuda.is_available():
+        return None
+    if device is None:
+        return torch.cuda.current_device()
+    index = device.index if isinstance(device, torch.device) else device
+    return torch.cuda.current_device() if index is None else index
+
+
+def _physical(index: int | None) -> _device.Device:
+    return _device.described() if index is None else _device.cuda_device(index)
+
+
+def get_device_num_sms(device: torch.device | int | None = None) -> int:
+    """Multiprocessors of `device` (default: the current CUDA device)."""
+    return _physical(_index(device)).num_sms
+
+
+def get_max_smem_per_sm(device: torch.device | int | None = None) -> int:
+    """Shared memory in bytes of one multiprocessor of `device`."""
+    return _physical(_index(device)).smem_per_sm
+
+
+def set_num_sms(num_sms: int, device: torch.device | int | None = None) -> None:
+    """Let kernels use at most `num_sms` multiprocessors.
+
+    Without `device` the budget holds for the whole process, with it for that device alone.
+    It persists; setting the device's own count lifts it. Results never depend on it.
+    """
+    global _budget, generation
+    if isinstance(num_sms, bool) or not isinstance(num_sms, int):
+        raise TypeError(f"set_num_sms: num_sms must be an int, got {type(num_sms).__name__}")
+    available = get_device_num_sms(device)
+    if not 0 < num_sms <= available:
+        raise ValueError(f"set_num_sms: num_sms must be in 1..{available}, got {num_sms}")
+    index = _index(device)
+    if device is None or index is None:
+        _budget = num_sms
+    else:
+        _device_budgets[index] = num_sms
+    _planned.clear()
+    generation += 1
+
+
+def get_num_sms(device: torch.device | int | None = None) -> int:
+    """The SM budget of `device`: what was set, else all its multiprocessors."""
+    return planned_device(_index(device)).num_sms
+
+
+def planned_device(index: int | None) -> _device.Device:
+    """The device a kernel's plan sees: CUDA device `index` with the SM budget as its SM count."""
+    device = _planned.get(index)
+    if device is None:
+        physical = _physical(index)
+        own = None if index is None else _device_budgets.get(index)
+        budget = own or min(_budget or physical.num_sms, physical.num_sms)
+        device = dataclasses.replace(physical, num_sms=budget)
+        _planned[index] = device
+    return device

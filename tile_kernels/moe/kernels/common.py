@@ -1,0 +1,134 @@
+"""Device macros shared by the gates."""
+
+import math
+from typing import Any
+
+from tilelang import language as T
+
+LANES = 32
+FULL_WARP = 0xFFFFFFFF
+LOWEST_KEY = -(1 << 31)  # below the key of every number: padding, and what was taken already
+
+
+@T.macro
+def order_key(score):
+    """float32 -> int32 that compares alike: NaN above +inf, both zeros equal, never LOWEST_KEY.
+
+    Adding zero does both: -0.0 becomes +0.0, and a NaN of any sign or payload becomes the one NaN
+    (0x7FFFFFFF) that the hardware's arithmetic returns, which is the largest key.
+    """
+    bits = T.reinterpret(T.ieee_add(score, T.float32(0)), T.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@T.macro
+def warp_max(value):
+    """The largest int32 of the warp, in every lane: one `redux.sync`."""
+    return T.call_extern(T.int32, "__reduce_max_sync", T.uint32(FULL_WARP), value)
+
+
+@T.macro
+def first_lane(mask):
+    """The lowest lane whose bit is set in an int32 mask."""
+    return T.__ffs(mask) - 1
+
+
+def sorting_network(size: int) -> list[tuple[int, int]]:
+    """Comparators (Batcher's odd-even merge sort) that bring `size` values into order."""
+    pairs = []
+    span = 1
+    while span < size:
+        step = span
+        while step:
+            for first in range(step % span, size - step, 2 * step):
+                for low in range(first, min(first + step, size - step)):
+                    if low // (2 * span) == (low + step) // (2 * span):
+                        pairs.append((low, low + step))
+            step //= 2
+        span *= 2
+    return pairs
+
+
+def warp_topk(per_lane: int, num_topk: int) -> Any:
+    """A macro: the `num_topk` (at most 32) largest of a warp's `LANES * per_lane` keys, in order.
+
+    Lane `l` brings the keys of positions `l * per_lane ...` in `keys`. Afterwards lane `p` holds
+    pick `p`: its key in `won[0]` and its position in `won[1]`; ties go to the smaller position.
+
+    Each lane sorts its keys into a queue. A pick is one warp maximum over the heads of the queues;
+    the first lane whose head it is pops it. Which position of that lane it was is found once at
+    the end, for all picks together, in the unsorted keys.
+    """
+    network = sorting_network(per_lane)
+
+    @T.macro
+    def topk(lane, keys, won):
+        queue = T.alloc_local((per_lane,), T.int32)
+        larger = T.alloc_var(T.int32)
+        best = T.alloc_var(T.int32)
+        holders = T.alloc_var(T.int32)  # a bit for each lane whose head is the best
+        won_holders = T.alloc_var(T.int32)
+        won_lane = T.alloc_var(T.int32)
+        hits = T.alloc_var(T.int32)  # a bit for each key of the winning lane that is the pick's
+        for i in T.unroll(per_lane):
+            queue[i] = keys[i]
+        for low, high in network:
+            larger = T.max(queue[low], queue[high])
+            queue[high] = T.min(queue[low], queue[high])
+            queue[low] = larger
+
+        for p in T.unroll(num_topk):
+            best = warp_max(queue[0])
+            holders = T.cast(T.ballot(queue[0] == best), T.int32)
+            if lane == p:
+                won[0] = best
+                won_holders = holders
+            if queue[0] == best and (holders & (T.shift_left(1, lane) - 1)) == 0:
+                for i in T.unroll(per_lane - 1):
+                    queue[i] = queue[i + 1]
+                queue[per_lane - 1] = LOWEST_KEY
+
+        won_lane = first_lane(won_holders)
+        hits = 0
+        for i in T.unroll(per_lane):
+            if T.shfl_sync(keys[i], won_lane) == won[0]:
+                hits = hits | T.shift_left(1, i)
+        if T.ballot((hits & (hits - 1)) != 0 and lane < num_topk) != T.uint64(0):
+            # Equal keys in one lane are picked one after the other: the n-th pick of such a run is
+            # the n-th of them. A run starts where the lane or the key changes.
+            starts = T.ballot(
+                (T.shfl_up(won[0], 1) != won[0])
+                | (T.shfl_up(won_lane, 1) != won_lane)
+                | (lane == 0)
+            )
+            before = T.cast(starts, T.int32) & (T.shift_left(2, lane) - 1)
+            for _ in T.serial(lane - (31 - T.call_extern(T.int32, "__clz", before))):
+                hits = hits & (hits - 1)
+        won[1] = won_lane * per_lane + first_lane(hits)
+
+    return topk
+
+
+def load_keys(num_experts: int, per_lane: int) -> Any:
+    """A macro: a lane's `per_lane` order keys from expert `first` on, past the row LOWEST_KEY."""
+    vector = row_vector(num_experts)
+
+    @T.macro
+    def load(scores, token, first, keys):
+        score = T.alloc_local((vector,), T.float32)
+        for c in T.unroll(per_lane // vector):
+            if first + c * vector < num_experts:
+                for v in T.vectorized(vector):
+                    score[v] = scores[token, first + c * vector + v]
+                for v in T.unroll(vector):
+                    keys[c * vector + v] = order_key(score[v])
+            else:
+                for v in T.unroll(vector):
+                    keys[c * vector + v] = LOWEST_KEY
+
+    return load
+
+
+def row_vector(num_experts: int) -> int:
+    """Scores per load: 16 bytes where every row starts on a multiple of that."""
+    return math.gcd(num_experts, 4)

@@ -1,0 +1,189 @@
+"""Top-k kernels: a warp, several warps or a whole block per token, by the number of experts."""
+
+from typing import Any, NamedTuple
+
+from tilelang import language as T
+
+from tile_kernels.moe.kernels.common import (
+    LANES,
+    LOWEST_KEY,
+    first_lane,
+    load_keys,
+    order_key,
+    row_vector,
+    warp_max,
+    warp_topk,
+)
+from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.launch import kernel
+
+
+def access_bits(num_experts: int, *_: int) -> tuple[int, int]:
+    return 32 * row_vector(num_experts), 64
+
+
+class WarpPlan(NamedTuple):
+    num_experts: int
+    num_topk: int
+    warps: int
+
+
+def plan_warp(num_experts: int, num_topk: int, device: Device) -> WarpPlan:
+    return WarpPlan(num_experts, num_topk, warps=4)
+
+
+@kernel(plan=plan_warp, access_bits=access_bits)
+def topk_gate_warp(num_experts: int, num_topk: int, warps: int) -> Any:
+    """One warp per token, `warps` tokens per block, all scores in registers."""
+    vector = row_vector(num_experts)
+    per_lane = -(-num_experts // (LANES * vector)) * vector
+    load, topk = load_keys(num_experts, per_lane), warp_topk(per_lane, num_topk)
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def topk_gate(
+        scores: T.Tensor[(num_tokens, num_experts), T.float32],
+        topk_idx: T.Tensor[(num_tokens, num_topk), T.int64],
+    ):
+        with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * LANES) as block:
+            lane = T.get_thread_binding() % LANES
+            token = block * warps + T.get_thread_binding() // LANES
+            keys = T.alloc_local((per_lane,), T.int32)
+            won = T.alloc_local((2,), T.int32)
+            if token < num_tokens:  # the same for the whole warp
+                load(scores, token, lane * per_lane, keys)
+                topk(lane, keys, won)
+                if lane < num_topk:
+                    topk_idx[token, lane] = T.cast(won[1], T.int64)
+
+    return topk_gate
+
+
+WIDE_PER_LANE = 16
+
+
+class WidePlan(NamedTuple):
+    num_experts: int
+    num_topk: int
+
+
+def plan_wide(num_experts: int, num_topk: int, device: Device) -> WidePlan:
+    return WidePlan(num_experts, num_topk)
+
+
+@kernel(plan=plan_wide, access_bits=access_bits)
+def topk_gate_wide(num_experts: int, num_topk: int) -> Any:
+    """One block per token: each warp finds the best of its 512 experts, one warp merges the lists.
+
+    In the merge lane `w` stands for warp `w` and walks down that warp's list. Warps are in the
+    order of the experts, so here too the first lane wins a tie.
+    """
+    per_warp = LANES * WIDE_PER_LANE
+    warps = -(-num_experts // per_warp)
+    load, topk = load_keys(num_experts, WIDE_PER_LANE), warp_topk(WIDE_PER_LANE, num_topk)
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def topk_gate(
+        scores: T.Tensor[(num_tokens, num_experts), T.float32],
+        topk_idx: T.Tensor[(num_tokens, num_topk), T.int64],
+    ):
+        with T.Kernel(num_tokens, threads=warps * LANES) as token:
+            lane = T.get_thread_binding() % LANES
+            warp = T.get_thread_binding() // LANES
+            keys = T.alloc_local((WIDE_PER_LANE,), T.int32)
+            won = T.alloc_local((2,), T.int32)
+            list_keys = T.alloc_shared((warps, num_topk), T.int32)
+            list_experts = T.alloc_shared((warps, num_topk), T.int32)
+            taken = T.alloc_var(T.int32, init=0)
+            head = T.alloc_var(T.int32, init=LOWEST_KEY)
+            best = T.alloc_var(T.int32)
+            owner = T.alloc_var(T.int32)
+            load(scores, token, warp * per_warp + lane * WIDE_PER_LANE, keys)
+            topk(lane, keys, won)
+            if lane < num_topk:
+                list_keys[warp, lane] = won[0]
+                list_experts[warp, lane] = warp * per_warp + won[1]
+            T.sync_threads()
+            if warp == 0:
+                if lane < warps:
+                    head = list_keys[lane, 0]
+                for p in T.serial(num_topk):
+                    best = warp_max(head)
+                    owner = first_lane(T.cast(T.ballot(head == best), T.int32))
+                    if lane == owner:
+                        topk_idx[token, p] = T.cast(list_experts[lane, taken], T.int64)
+                        taken = taken + 1
+                        head = LOWEST_KEY
+                        if taken < num_topk:
+                            head = list_keys[lane, taken]
+
+    return topk_gate
+
+
+class BlockPlan(NamedTuple):
+    num_experts: int
+    num_topk: int
+    threads: int
+
+
+def plan_block(num_experts: int, num_topk: int, device: Device) -> BlockPlan:
+    return BlockPlan(num_experts, num_topk, threads=min(1024, max(32, num_experts // 2)))
+
+
+# Pairs of one step are disjoint, which TileLang cannot see: it would put barriers between the
+# loads and stores of each. All barriers that are needed are written out.
+@kernel(
+    plan=plan_block,
+    access_bits=lambda *_: (32, 64),
+    pass_configs={"tl.disable_thread_storage_sync": True},
+)
+def topk_gate_block(num_experts: int, num_topk: int, threads: int) -> Any:
+    """One block per token: a bitonic sort of (key, index) pairs in shared memory, for any top-k."""
+    levels = max(1, (num_experts - 1).bit_length())
+    size = 1 << levels
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def topk_gate(
+        scores: T.Tensor[(num_tokens, num_experts), T.float32],
+        topk_idx: T.Tensor[(num_tokens, num_topk), T.int64],
+    ):
+        with T.Kernel(num_tokens, threads=threads) as token:
+            pairs = T.alloc_shared((size,), T.int64)
+            here = T.alloc_var(T.int32)
+            one = T.alloc_var(T.int64)
+            other = T.alloc_var(T.int64)
+            tx = T.get_thread_binding()
+            for step in T.serial(T.ceildiv(size, threads)):
+                e = step * threads + tx
+                if e < num_experts:
+                    # Equal keys: the smaller index makes the larger pair.
+                    key = T.cast(order_key(scores[token, e]), T.int64)
+                    pairs[e] = key * (1 << 32) + (num_experts - 1 - e)
+                elif e < size:
+                    pairs[e] = T.int64(-(1 << 63))
+            T.sync_threads()
+            for level in T.serial(levels):  # runs of 2 << level become sorted, in turns
+                for sub in T.serial(level + 1):
+                    shift = level - sub
+                    stride = T.shift_left(1, shift)
+                    for step in T.serial(T.ceildiv(size // 2, threads)):
+                        i = step * threads + tx
+                        if i < size // 2:
+                            here = T.shift_left(T.shift_right(i, shift), shift + 1) + (
+                                i & (stride - 1)
+                            )
+                            one = pairs[here]
+                            other = pairs[here + stride]
+                            descending = (here & T.shift_left(2, level)) == 0
+                            if (one < other) == descending:
+                                pairs[here] = other
+                                pairs[here + stride] = one
+                    T.sync_threads()
+            for step in T.serial(T.ceildiv(num_topk, threads)):
+                p = step * threads + tx
+                if p < num_topk:
+                    topk_idx[token, p] = (num_experts - 1) - (pairs[p] & T.int64(0xFFFFFFFF))
+
+    return topk_gate

@@ -1,0 +1,88 @@
+"""Which backend serves a call.
+
+| backend | tensors | runs |
+|---|---|---|
+| `tilelang` | CUDA | the kernel |
+| `torch` | any | the PyTorch oracle |
+| `emulate` | CPU | the kernel's generated CUDA, executed on the CPU |
+
+By default (`auto`) the tensors decide: CUDA tensors take `tilelang`, CPU tensors `torch`. Meta
+tensors only compute shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Iterator
+
+import torch
+
+from tile_kernels.runtime import checks
+
+BACKENDS = ("tilelang", "torch", "emulate")
+CHOICES = ("auto", *BACKENDS)
+_BY_DEVICE = {"cuda": "tilelang", "cpu": "torch", "meta": "meta"}
+_NEEDS = {"tilelang": "cuda", "emulate": "cpu"}
+
+
+def _from_environment() -> str:
+    choice = os.environ.get("TILE_KERNELS_BACKEND", "auto")
+    checks.one_of("TILE_KERNELS_BACKEND", choice, CHOICES)
+    return choice
+
+
+# Read once at import; per context after that, so that threads and async tasks do not disturb
+# each other.
+_default = _from_environment()
+_chosen: contextvars.ContextVar[str] = contextvars.ContextVar("tile_kernels_backend")
+
+
+class _Overrides:
+    """How many overrides are active anywhere in the process; a call need not look further at 0."""
+
+    count: int = int(_default != "auto")
+
+
+overrides = _Overrides()
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Serve every operator called inside by the named backend.
+
+    `name` is `auto`, `tilelang`, `torch` or `emulate`.
+
+    >>> import tile_kernels
+    >>> with tile_kernels.backend("torch"):
+    ...     tile_kernels.transpose.transpose(torch.tensor([[1, 2], [3, 4]])).tolist()
+    [[1, 3], [2, 4]]
+    """
+    checks.one_of("backend: name", name, CHOICES)
+    token = _chosen.set(name)
+    overrides.count += 1
+    try:
+        yield
+    finally:
+        overrides.count -= 1
+        _chosen.reset(token)
+
+
+def choose(device: torch.device) -> str:
+    """The backend for tensors on `device`, by the caller's choice or by the device."""
+    choice = _chosen.get(_default)
+    kind = device.type
+    if choice == "auto" or kind == "meta":
+        served = _BY_DEVICE.get(kind)
+        if served is None:
+            raise ValueError(f"tensors must be on a CUDA device or the CPU, got {device}")
+        return served
+    if _NEEDS.get(choice, kind) != kind:
+        raise ValueError(f"the backend {choice!r} needs {_NEEDS[choice]} tensors, got {device}")
+    return choice
+
+
+def present() -> list[str]:
+    """The backends that this machine can run."""
+    return [*(["tilelang"] if torch.cuda.is_available() else []), "torch", "emulate"]

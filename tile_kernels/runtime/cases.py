@@ -1,0 +1,95 @@
+"""What an operator's declaration says for tests, benchmarks and warm-up: argument sets."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Arguments = dict[str, Any]
+Build = Callable[[torch.device], Arguments]
+
+
+def assert_equal_results(result: Any, expected: Any) -> None:
+    """Byte for byte, strides included; tuples by element."""
+    from tile_kernels.testing.numeric import assert_equal
+
+    if isinstance(expected, torch.Tensor):
+        assert_equal(result, expected)
+    elif isinstance(expected, (tuple, list)):
+        if len(result) != len(expected):
+            raise AssertionError(f"{len(result)} results, expected {len(expected)}")
+        for one, other in zip(result, expected):
+            assert_equal_results(one, other)
+    elif result != expected:
+        raise AssertionError(f"{result!r} != {expected!r}")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call must do at least: bytes through device memory, floating-point operations."""
+
+    bytes: int
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One argument set. `make(device)` builds it; the random state follows from the label."""
+
+    label: str
+    make: Build
+
+    def build(self, device: torch.device | str) -> Arguments:
+        """The arguments on `device`; same label, same device type: same values."""
+        device = torch.device(device)
+        if device.type == "meta":
+            return self.make(device)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(zlib.crc32(self.label.encode()))
+            return self.make(device)
+
+
+@dataclass(frozen=True)
+class Benchmark(Sample):
+    """A sample worth timing; `goal_us` is the device time we hold ourselves to on an H200."""
+
+    goal_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A worked example from the specification: arguments and the result, by hand."""
+
+    label: str
+    arguments: Callable[[], Arguments]
+    expected: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A wrong argument that must raise with its name in the message; `change` edits good ones."""
+
+    argument: str
+    label: str
+    change: Callable[[Arguments], Arguments]
+
+
+@dataclass(frozen=True)
+class Cases:
+    """All argument sets of one operator.
+
+    `small` cross every guard of the kernel at sizes that an emulator runs quickly, zero and one
+    token included; `large` are for GPUs; `benchmarks` are timed. `compare(result, oracle's)` raises
+    `AssertionError` where they differ; by default every bit and stride counts.
+    """
+
+    small: Sequence[Sample]
+    large: Sequence[Sample] = ()
+    benchmarks: Sequence[Benchmark] = ()
+    vectors: Sequence[Vector] = ()
+    rejects: Sequence[Reject] = ()
+    compare: Callable[[Any, Any], None] = assert_equal_results

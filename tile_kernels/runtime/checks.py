@@ -1,0 +1,80 @@
+"""Argument checks. Each raises `TypeError` or `ValueError` with the argument's name, what was
+expected and what came. The operator's name is put in front by the caller (`runtime/op.py`).
+
+They run on every call, so the good path is a few attribute reads; sentences are built on failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def tensor(
+    name: str,
+    value: object,
+    dims: tuple[str, ...],
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+    *,
+    shape: tuple[int | None, ...] | None = None,
+    contiguous: bool = False,
+    unit_inner_stride: bool = False,
+) -> None:
+    """`value` is a tensor with the dimensions named `dims`.
+
+    `shape` fixes sizes (None: any); `dtype` is one or several; `unit_inner_stride` asks for
+    stride 1 in the last dimension, unless that has one element and the stride no meaning.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if dtype is not None and value.dtype is not dtype:
+        allowed = dtype if isinstance(dtype, tuple) else (dtype,)
+        if value.dtype not in allowed:
+            raise TypeError(f"{name} must be {_dtypes(allowed)}, got {_dtypes((value.dtype,))}")
+    if value.dim() != len(dims):
+        wanted = f"[{', '.join(dims)}]"
+        raise ValueError(
+            f"{name} must have {len(dims)} dimensions {wanted}, got shape {tuple(value.shape)}"
+        )
+    if shape is not None:
+        for expected, size in zip(shape, value.shape):
+            if expected is not None and expected != size:
+                sizes = (dim if fixed is None else str(fixed) for dim, fixed in zip(dims, shape))
+                wanted = f"[{', '.join(sizes)}]"
+                raise ValueError(f"{name} must have shape {wanted}, got {tuple(value.shape)}")
+    if contiguous and not value.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous, got strides {tuple(value.stride())} for shape "
+            f"{tuple(value.shape)}"
+        )
+    if unit_inner_stride and value.stride(-1) != 1 and value.shape[-1] > 1:
+        raise ValueError(f"{name} must have stride 1 in its last dimension, got {value.stride(-1)}")
+
+
+def integer(
+    name: str, value: object, low: int, high: int | None = None, *, because: str = ""
+) -> None:
+    """`value` is an int in `low..high`; `because` explains the bound, e.g. `(the experts)`."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"in {low}..{high}"
+        raise ValueError(f"{name} must be {bounds}{because and ' ' + because}, got {value}")
+
+
+def boolean(name: str, value: object) -> None:
+    """`value` is a Python bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
+def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    """`value` is one of a few."""
+    if value not in allowed:
+        listed = ", ".join(str(item) for item in allowed)
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}")
+
+
+def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -1,0 +1,217 @@
+"""Compile kernels with g++: header search, runtime library, precompiled header, cache.
+
+The cache may be shared by any number of processes: every file is written under a private name and
+renamed into place, and its name is a hash of everything that went into it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .errors import EmulationError
+
+INCLUDE = Path(__file__).parent / "include"
+MODES = ("fast", "check")
+
+_BASE = ["-std=c++17", "-fPIC", "-w", "-fno-strict-aliasing", "-fwrapv", "-fvisibility=hidden"]
+# Line tables cost nothing at run time and let a failure quote its source line.
+_OPTIMISE = ["-O1", "-g1"]
+# g++ contracts a * b + c only from -O2 on, and only with the instruction available.
+_CONTRACT = ["-O2", "-g1", "-mfma", "-ffp-contract=fast"]
+# Only the compiler half of the sanitizer: each access calls a hook that runtime.cpp defines.
+_CHECK = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: `TILE_KERNELS_CACHE`, or the user's cache folder."""
+    root = os.environ.get("TILE_KERNELS_CACHE")
+    if root:
+        return Path(root) / "emulator"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "tile_kernels" / "emulator"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that other processes see all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(fd, "w") as f:
+        f.write(text)
+    Path(part).replace(path)
+
+
+@functools.lru_cache(maxsize=1)
+def compiler() -> str:
+    """The g++ to use, or an error that says what to install."""
+    cxx = os.environ.get("TILE_KERNELS_CXX") or shutil.which("g++")
+    if not cxx or not shutil.which(cxx):
+        raise EmulationError(
+            "running kernels on a CPU needs g++ (any version from 11 on); install it, or name one "
+            "in TILE_KERNELS_CXX",
+            kind="toolchain",
+        )
+    return cxx
+
+
+@functools.lru_cache(maxsize=1)
+def _compiler_version() -> str:
+    out = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False)
+    return out.stdout
+
+
+@functools.lru_cache(maxsize=1)
+def cuda_include() -> tuple[str, ...]:
+    """Folders of CUDA's headers: from a toolkit, or from NVIDIA's three header packages."""
+    found = next((Path(p) for p in _include_candidates() if _has_headers(Path(p))), None)
+    if found is None:
+        raise EmulationError(
+            "running kernels on a CPU needs CUDA's header files (not the compiler): install "
+            "nvidia-cuda-runtime, nvidia-cuda-crt and nvidia-cuda-cccl (pip install "
+            "'tile-kernels[emulate]'), or a CUDA 13 toolkit, or name an include folder in "
+            "TILE_KERNELS_CUDA_INCLUDE",
+            kind="toolchain",
+        )
+    return (str(found), str(found / "cccl"))
+
+
+def _include_candidates() -> Iterator[str]:
+    yield os.environ.get("TILE_KERNELS_CUDA_INCLUDE", "")
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if variable in os.environ:
+            yield str(Path(os.environ[variable]) / "include")
+    site = Path(sysconfig.get_paths()["purelib"])
+    yield from (str(p) for p in sorted(site.glob("nvidia/cu1*/include"), reverse=True))
+    yield "/usr/local/cuda/include"
+    nvcc = shutil.which("nvcc")
+    if nvcc:  # last, because it takes a while; it may be a wrapper script, so ask it
+        command = [nvcc, "--dryrun", "-E", "-x", "cu", os.devnull]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+        yield from re.findall(r'"-I(.*?)"', answer)
+        yield from (str(Path(t) / "include") for t in re.findall(r"#\$ TOP=(.*)", answer))
+
+
+def _has_headers(folder: Path) -> bool:
+    names = ("cuda_fp8.h", "cuda_fp4.h", "crt/host_defines.h")
+    return folder != Path() and all((folder / n).exists() for n in names)
+
+
+def flags(mode: str, *, contract: bool = False) -> list[str]:
+    """Compiler flags of a mode."""
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
+    if contract and not _cpu_has_fma():
+        raise EmulationError("contract=True needs a CPU with fused multiply-add", kind="toolchain")
+    return [*_BASE, *(_CONTRACT if contract else _OPTIMISE), *(_CHECK if mode == "check" else [])]
+
+
+@functools.lru_cache(maxsize=1)
+def _cpu_has_fma() -> bool:
+    info = Path("/proc/cpuinfo")
+    return info.exists() and re.search(r"^flags\b.*\bfma\b", info.read_text(), re.M) is not None
+
+
+@functools.lru_cache(maxsize=1)
+def _shim_hash() -> str:
+    text = b"".join(p.read_bytes() for p in sorted(INCLUDE.iterdir()) if p.is_file())
+    return hashlib.sha256(text + _compiler_version().encode()).hexdigest()
+
+
+def _hash(*parts: object) -> str:
+    text = repr((_shim_hash(), cuda_include(), parts))
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def includes() -> list[str]:
+    """Include options for the emulator's and CUDA's headers."""
+    return [f"-I{INCLUDE}", *(f"-isystem{p}" for p in cuda_include())]
+
+
+def run_compiler(arguments: Sequence[str | Path]) -> None:
+    """Run g++; a failure becomes an EmulationError that names what is missing."""
+    command = [compiler(), *map(str, arguments)]
+    plain = {**os.environ, "LC_ALL": "C"}  # English messages with ASCII quotes, for explain()
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=plain)
+    if done.returncode:
+        raise EmulationError(explain(done.stderr), kind="unsupported")
+
+
+_MISSING = [
+    re.compile(r"error: '([\w:]+)' was not declared"),
+    re.compile(r"error: '([\w:]+)' is not a member of '(\w+)'"),
+    re.compile(r"error: '([\w:]+)' does not name a type"),
+    re.compile(r"error: no matching function for call to '(.*?)'\n"),
+    re.compile(r"error: static assertion failed: (.*)"),
+]
+_QUOTED = re.compile(r"^\s*\d+ \| (.*)$", re.M)
+
+
+def explain(stderr: str) -> str:
+    """One sentence from g++'s output: which name of the generated code the emulator lacks."""
+    for pattern in _MISSING:
+        m = pattern.search(stderr)
+        if not m:
+            continue
+        name = m[1] if m.lastindex == 1 else f"{m[2]}::{m[1]}"
+        quoted = _QUOTED.search(stderr, m.start())
+        line = f": {quoted[1].strip()}" if quoted else ""
+        if "static assertion" in m[0]:
+            return f"the kernel uses something the emulator does not provide ({name}){line}"
+        return f"the kernel uses {name}, which the emulator does not provide{line}"
+    return "g++ could not compile the generated kernel:\n" + stderr[-3000:]
+
+
+def runtime_library() -> Path:
+    """The emulator's runtime as a shared library, compiled once."""
+    options = [*_BASE, "-O2", "-g1", "-shared"]
+    library = cache_dir() / f"runtime-{_hash(options)}.so"
+    if not library.exists():
+        _compile(library, [*options, *includes(), INCLUDE / "runtime.cpp"])
+    return library
+
+
+def _precompiled_header(options: list[str]) -> Path:
+    """Folder with the precompiled emu.h for these flags; g++ uses it only when all flags match."""
+    folder = cache_dir() / f"header-{_hash(options)}"
+    if not (folder / "emu.h.gch").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        header = [*options, *includes(), "-x", "c++-header", str(INCLUDE / "emu.h")]
+        _compile(folder / "emu.h.gch", header)
+    return folder
+
+
+def _compile(output: Path, arguments: Sequence[str | Path]) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    part = output.with_name(f".{output.name}.{os.getpid()}.{id(output):x}")
+    try:
+        run_compiler([*arguments, "-o", part])
+        part.replace(output)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def compile_kernel(source: str, options: list[str]) -> Path:
+    """Compile a rewritten source to a shared library; its .cpp lies beside it."""
+    runtime = runtime_library()
+    library = cache_dir() / f"{_hash(source, options, runtime.name)}.so"
+    if library.exists():
+        return library
+    cpp = library.with_suffix(".cpp")
+    write_atomically(cpp, source)
+    header = _precompiled_header(options)
+    # Linked in a second step: the link must not know of the sanitizer, or it would add its library.
+    unit = library.with_name(f".{library.stem}.{os.getpid()}.o")
+    try:
+        run_compiler([*options, f"-I{header}", *includes(), "-c", cpp, "-o", unit])
+        _compile(library, ["-shared", unit, runtime])
+    finally:
+        unit.unlink(missing_ok=True)
+    return library

@@ -1,0 +1,50 @@
+"""What goes wrong when a kernel is emulated, as one exception with structured fields."""
+
+from __future__ import annotations
+
+
+class EmulationError(RuntimeError):
+    """The kernel misbehaved, or the emulator cannot run it.
+
+    `str(error)` is a sentence for people; the fields are for tests and tools.
+
+    | field | meaning |
+    |---|---|
+    | `kind` | `"out of bounds"`, `"race"`, `"misaligned"`, `"deadlock"`, `"divergence"`, `"barrier"`, `"assert"`, `"shared memory"`, `"stack"`, `"launch"`, `"unsupported"`, `"toolchain"` |
+    | `kernel` | name of the device function, if one was running |
+    | `buffer`, `byte_offset`, `element` | where in which tensor or shared buffer |
+    | `block`, `thread` | indices of the CUDA thread that noticed |
+    | `source_file`, `source_line`, `source_text` | the generated line |
+    | `other_line`, `other_text` | of a race: the line it conflicts with, where known |
+    """  # noqa: E501
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str = "unsupported",
+        kernel: str | None = None,
+        buffer: str | None = None,
+        byte_offset: int | None = None,
+        element: int | None = None,
+        block: tuple[int, int, int] | None = None,
+        thread: tuple[int, int, int] | None = None,
+        source_file: str | None = None,
+        source_line: int | None = None,
+        source_text: str | None = None,
+        other_line: int | None = None,
+        other_text: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.kernel = kernel
+        self.buffer = buffer
+        self.byte_offset = byte_offset
+        self.element = element
+        self.block = block
+        self.thread = thread
+        self.source_file = source_file
+        self.source_line = source_line
+        self.source_text = source_text
+        self.other_line = other_line
+        self.other_text = other_text

@@ -1,0 +1,242 @@
+// Stand-ins for TileLang's device templates (tilelang 0.1.15), written from their documented meaning.
+#pragma once
+#include "types.h"
+
+// ---- asserts and printing ----------------------------------------------------------------------------------------
+inline void device_assert_with_msg(bool c, const char *m) { if (!c) emu::fail("assert", "device assert failed: %s", m); }
+inline void device_assert(bool c) { device_assert_with_msg(c, ""); }
+inline void emu_print_place(const char *m) {
+  printf("msg='%s' BlockIdx=(%u, %u, %u), ThreadIdx=(%u, %u, %u)", m, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x, threadIdx.y, threadIdx.z);
+}
+inline void debug_print_msg(const char *m) { emu_print_place(m); printf("\n"); }
+template <class T> void debug_print_var(const char *m, T v) { emu_print_place(m); printf(": value=%g\n", double(v)); }
+template <class T> void debug_print_buffer_value(const char *m, const char *b, int i, T v) {
+  emu_print_place(m);
+  printf(": buffer=%s, index=%d, value=%g\n", b, i, double(float(v)));
+}
+
+// ---- atomics: the last argument is the C++ memory order --------------------------------------------------------------
+#define EMU_ATOMIC(N, EXPR)                                                                                                     \
+  template <class T, class V> T N##Ret(T *p, V x, int order = 0) { T v = T(x); return emu::rmw(p, [=](T o) { return T(EXPR); }, order); } \
+  template <class T, class V> void N(T *p, V x, int order = 0) { N##Ret(p, x, order); }
+EMU_ATOMIC(AtomicAdd, o + v) EMU_ATOMIC(AtomicMax, o < v ? v : o) EMU_ATOMIC(AtomicMin, v < o ? v : o)
+EMU_ATOMIC(AtomicAnd, o & v) EMU_ATOMIC(AtomicOr, o | v) EMU_ATOMIC(AtomicXor, o ^ v)
+template <class T, class V> void AtomicStore(T *p, V x, int order = 0) { T v = T(x); emu::rmw(p, [=](T) { return v; }, order); }
+template <class T> EMU_RT T AtomicLoad(T *p, int order = 0) {
+  emu::yield();                                        // lets the thread this one may be waiting for go on
+  emu::access(p, sizeof(T), emu::ATOMIC_READ);
+  emu::atomic_order(p, order);
+  T r;
+  memcpy(&r, p, sizeof(T));
+  return r;
+}
+// Vector forms add element by element; the source is a pointer or a CUDA vector, converted when it is float.
+namespace emu {
+template <class V, size_t N, class T, class S> inline V atomic_addn(T *p, const S *v, int order) {
+  static_assert(sizeof(V) == sizeof(T) * N);
+  T old[N];
+  for (size_t i = 0; i < N; ++i) old[i] = AtomicAddRet(p + i, T(float(v[i])), order);
+  V r;
+  memcpy(&r, old, sizeof r);
+  return r;
+}
+template <class T> using pair_of = std::conditional_t<std::is_same_v<T, half_t>, __half2, std::conditional_t<std::is_same_v<T, bfloat16_t>, __nv_bfloat162, float2>>;
+template <class T> using quad_of = std::conditional_t<sizeof(T) == 2, uint2, float4>;
+}  // namespace emu
+template <class T, class S> emu::pair_of<T> AtomicAddx2Ret(T *p, S *v, int order = 0) { return emu::atomic_addn<emu::pair_of<T>, 2>(p, v, order); }
+template <class T, class S> emu::quad_of<T> AtomicAddx4Ret(T *p, S *v, int order = 0) { return emu::atomic_addn<emu::quad_of<T>, 4>(p, v, order); }
+template <class T> emu::pair_of<T> AtomicAddx2Ret(T *p, float2 v, int order = 0) { return AtomicAddx2Ret(p, &v.x, order); }
+template <class T> emu::quad_of<T> AtomicAddx4Ret(T *p, float4 v, int order = 0) { return AtomicAddx4Ret(p, &v.x, order); }
+// 16-bit pairs also arrive packed: a bf16x2, a half2 or the word that stores one.
+template <class T, class V, class = std::enable_if_t<sizeof(T) == 2 && sizeof(V) == 4 && !std::is_pointer_v<V>>>
+emu::pair_of<T> AtomicAddx2Ret(T *p, V v, int order = 0) { return AtomicAddx2Ret(p, reinterpret_cast<T *>(&v), order); }
+template <class T, class V> void AtomicAddx2(T *p, V v, int order = 0) { AtomicAddx2Ret(p, v, order); }
+template <class T, class V> void AtomicAddx4(T *p, V v, int order = 0) { AtomicAddx4Ret(p, v, order); }
+template <class I, class O> void DP4A(I *a, I *b, O *c) {
+  *c = __dp4a(*reinterpret_cast<int *>(a), *reinterpret_cast<int *>(b), *reinterpret_cast<int *>(c));
+}
+
+namespace tl {
+enum class DataType : int {
+  kInt4, kUInt4, kInt8, kUInt8, kInt16, kUInt16, kInt32, kUInt32, kInt64, kUInt64, kFloat8_e4m3, kFloat8_e5m2, kFloat16, kBFloat16,
+  kFloat16x2, kFloat32, kTensorFloat32, kFloat64, kBit1, kBit8, kBit16, kBit32, kBit64, kFloat6_e2m3fn, kFloat6_e3m2fn, kFloat4_e2m1fn
+};
+
+// ---- small vectors -------------------------------------------------------------------------------------------------------
+template <class V, class U> V broadcast(U u) {
+  V r;
+  for (size_t i = 0; i < sizeof(V) / sizeof(U); ++i) memcpy(reinterpret_cast<char *>(&r) + i * sizeof(U), &u, sizeof(U));
+  return r;
+}
+template <class V, class E, class... R> V make_vec(E e, R... r) { return emu::pack<V>(e, r...); }
+template <class T> T from_uint1(uint1 v) { return emu::bit_cast<T>(v); }
+template <class T> uint1 to_uint1(T v) { return emu::bit_cast<uint1>(v); }
+inline uint1 pack_half2(half_t a, half_t b) { return emu::pack<uint1>(a, b); }
+inline uint1 pack_bfloat162(bfloat16_t a, bfloat16_t b) { return emu::pack<uint1>(a, b); }
+template <class T> bool Any(T *a, int n) { for (int i = 0; i < n; ++i) if (a[i]) return true; return false; }
+template <class T> bool All(T *a, int n) { for (int i = 0; i < n; ++i) if (!a[i]) return false; return true; }
+inline unsigned cast_smem_ptr_to_int(const void *p) { return emu::smem_addr(p); }
+
+// ---- math ------------------------------------------------------------------------------------------------------------------
+inline float fast_rcp(float x) { return 1.f / x; }
+template <class T> T fast_max(T a, T b) { if constexpr (std::is_same_v<T, float>) return std::fmax(a, b); else return a < b ? b : a; }
+template <class T> T fast_min(T a, T b) { if constexpr (std::is_same_v<T, float>) return std::fmin(a, b); else return b < a ? b : a; }
+template <int Y = 1, class T> T pow_of_int(T x) { T r = x; for (int i = 1; i < Y; ++i) r *= x; return r; }
+template <class T> T max(T a, T b) { return T(std::fmax(float(a), float(b))); }
+template <class T> T min(T a, T b) { return T(std::fmin(float(a), float(b))); }
+// NaN in either operand wins
+inline float max_nan(float a, float b) { return a != a ? a : b != b ? b : std::fmax(a, b); }
+inline float min_nan(float a, float b) { return a != a ? a : b != b ? b : std::fmin(a, b); }
+template <class T> T clamp(T x, T lo, T hi) {
+  if constexpr (std::is_same_v<T, double>) return x != x ? x : std::fmin(std::fmax(x, lo), hi);
+  else return T(min_nan(max_nan(float(x), float(lo)), float(hi)));
+}
+template <class T> T RoundTiesAwayFromZero(T x) { return T(std::round(std::conditional_t<std::is_same_v<T, double>, double, float>(x))); }
+#define EMU_X2(N, EX, EY)                                                                                                                        \
+  inline float2 N(float2 a, float2 b) { return make_float2(EX, EY); }                                                                            \
+  inline __nv_bfloat162 N(__nv_bfloat162 p, __nv_bfloat162 q) { return __float22bfloat162_rn(N(__bfloat1622float2(p), __bfloat1622float2(q))); } \
+  inline __half2 N(__half2 p, __half2 q) { return __float22half2_rn(N(__half22float2(p), __half22float2(q))); }
+EMU_X2(add2, a.x + b.x, a.y + b.y) EMU_X2(sub2, a.x - b.x, a.y - b.y) EMU_X2(mul2, a.x * b.x, a.y * b.y)
+EMU_X2(max2, std::fmax(a.x, b.x), std::fmax(a.y, b.y)) EMU_X2(min2, std::fmin(a.x, b.x), std::fmin(a.y, b.y))
+EMU_X2(max2_nan, max_nan(a.x, b.x), max_nan(a.y, b.y)) EMU_X2(min2_nan, min_nan(a.x, b.x), min_nan(a.y, b.y))
+template <class T> T clamp2(T x, T lo, T hi) { return min2_nan(max2_nan(x, lo), hi); }
+inline float2 abs2(float2 a) { return make_float2(std::fabs(a.x), std::fabs(a.y)); }
+inline __nv_bfloat162 abs2(__nv_bfloat162 a) { return __float22bfloat162_rn(abs2(__bfloat1622float2(a))); }
+inline __half2 abs2(__half2 a) { return __float22half2_rn(abs2(__half22float2(a))); }
+inline float2 fma2(float2 a, float2 b, float2 c) { return make_float2(std::fma(a.x, b.x, c.x), std::fma(a.y, b.y, c.y)); }
+inline __half2 fma2(__half2 a, __half2 b, __half2 c) {
+  return __halves2half2(__hfma(half_t(a.x), half_t(b.x), half_t(c.x)).to_half(), __hfma(half_t(a.y), half_t(b.y), half_t(c.y)).to_half());
+}
+inline __nv_bfloat162 fma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162 c) {
+  return __halves2bfloat162(__hfma(bfloat16_t(a.x), bfloat16_t(b.x), bfloat16_t(c.x)).to_nv_bfloat16(),
+                            __hfma(bfloat16_t(a.y), bfloat16_t(b.y), bfloat16_t(c.y)).to_nv_bfloat16());
+}
+
+// ---- who am I ------------------------------------------------------------------------------------------------------------
+EMU_RT inline int get_lane_idx(int w = 32) { return emu::self->lin % (w > 0 ? w : 32); }
+EMU_RT inline int get_warp_idx(int w = 32) { return emu::self->lin / (w > 0 ? w : 32); }
+EMU_RT inline int get_warp_idx_sync(int w = 32) { return get_warp_idx(w); }
+EMU_RT inline int get_warp_group_idx(int w = 32, int g = 4) { return emu::self->lin / ((w > 0 ? w : 32) * (g > 0 ? g : 4)); }
+// One lane per `EXTENT` threads (0: one of the block). The hardware elects among converged lanes; always lane 0 here.
+template <int EXTENT> EMU_RT bool tl_shuffle_elect() {
+  if (emu::self->lane != 0) return false;
+  if constexpr (EXTENT == 0) return emu::self->warp == 0; else return emu::self->warp % ((EXTENT + 31) / 32) == 0;
+}
+
+// ---- reductions and scans: the device's pairing order, so that float sums agree bit for bit ---------------------------------
+template <class T> T shfl_xor_sync(unsigned m, T v, int x) { return __shfl_xor_sync(m, v, x); }
+template <class T> T shfl_down_sync(unsigned m, T v, int d) { return __shfl_down_sync(m, v, d); }
+template <class T> T shfl_up_sync(unsigned m, T v, int d) { return __shfl_up_sync(m, v, d); }
+template <class T> T shfl_sync(unsigned m, T v, int l) { return __shfl_sync(m, v, l); }
+#define EMU_OP(N, EXPR) struct N { template <class T> T operator()(const T &x, const T &y) const { return EXPR; } };
+template <class T> constexpr bool is_16bit = std::is_same_v<T, half_t> || std::is_same_v<T, bfloat16_t>;
+template <class T> T op_max(T x, T y) { if constexpr (is_16bit<T>) return T(std::fmax(float(x), float(y))); else return fast_max(x, y); }
+template <class T> T op_min(T x, T y) { if constexpr (is_16bit<T>) return T(std::fmin(float(x), float(y))); else return fast_min(x, y); }
+template <class T> T op_max_nan(T x, T y) { if constexpr (is_16bit<T>) return T(max_nan(x, y)); else return fast_max(x, y); }
+template <class T> T op_min_nan(T x, T y) { if constexpr (is_16bit<T>) return T(min_nan(x, y)); else return fast_min(x, y); }
+EMU_OP(SumOp, T(x + y)) EMU_OP(MaxOp, op_max(x, y)) EMU_OP(MinOp, op_min(x, y)) EMU_OP(MaxOpNan, op_max_nan(x, y)) EMU_OP(MinOpNan, op_min_nan(x, y))
+EMU_OP(BitAndOp, T(x & y)) EMU_OP(BitOrOp, T(x | y)) EMU_OP(BitXorOp, T(x ^ y))
+EMU_OP(SumOp_f32x2, add2(x, y)) EMU_OP(MaxOp_f32x2, max2(x, y)) EMU_OP(MinOp_f32x2, min2(x, y))
+#define EMU_OP_X2(S, V)                                                                                              \
+  EMU_OP(SumOp_##S, to_uint1(add2(from_uint1<V>(x), from_uint1<V>(y)))) EMU_OP(MaxOp_##S, to_uint1(max2(from_uint1<V>(x), from_uint1<V>(y)))) \
+  EMU_OP(MinOp_##S, to_uint1(min2(from_uint1<V>(x), from_uint1<V>(y)))) EMU_OP(MaxOpNan_##S, to_uint1(max2_nan(from_uint1<V>(x), from_uint1<V>(y)))) \
+  EMU_OP(MinOpNan_##S, to_uint1(min2_nan(from_uint1<V>(x), from_uint1<V>(y))))
+EMU_OP_X2(bf16x2, __nv_bfloat162) EMU_OP_X2(fp16x2, __half2)
+
+struct SyncThreadsBarrier { template <int P = 0> static void sync() { __syncthreads(); } };
+template <int N> struct NamedBarrier { template <int P = 1> static void sync() { emu::bar_sync(P, N); } };
+inline void __sync_thread_partial(int id = 0, int n = 0) { emu::bar_sync(id, n); }
+inline void __named_barrier_arrive(int id, int n) { emu::bar_sync(id, n, false); }
+
+// Butterfly over `threads` threads at stride `scale`: through shared memory beyond a warp, shuffles inside.
+template <class Op, int threads, int scale, int base = 0, class Barrier = SyncThreadsBarrier, int batch = 1, int stride = 0> struct AllReduce {
+  static_assert(threads % scale == 0 && ((threads / scale) & (threads / scale - 1)) == 0, "the reduced width must be a power of two");
+  template <class T> static T run(T x, T *buf = nullptr) { run_n<1>(&x, buf); return x; }
+  template <class T> static void run_batch(T *x, T *buf = nullptr) { run_n<batch>(x, buf); }
+
+private:
+  template <int B, class T> static void run_n(T *x, T *buf) {
+    int t = int(threadIdx.x) - base;
+    for (int off = threads / 2; off >= scale; off /= 2) {
+      if (off >= 32) {
+        Barrier::template sync<1>();
+        for (int i = 0; i < B; ++i) buf[t + i * stride] = x[i];
+        Barrier::template sync<2>();
+        for (int i = 0; i < B; ++i) x[i] = Op()(x[i], buf[(t ^ off) + i * stride]);
+      } else {
+        for (int i = 0; i < B; ++i) x[i] = Op()(x[i], __shfl_xor_sync(~0u, x[i], off));
+      }
+    }
+  }
+};
+template <class Op, class T> T warp_fold(T v) { for (int o = 16; o; o /= 2) v = Op()(v, __shfl_xor_sync(~0u, v, o)); return v; }
+template <class T> T warp_reduce_sum(T v) { return warp_fold<SumOp>(v); }
+template <class T> T warp_reduce_max(T v) { return warp_fold<MaxOp>(v); }
+template <class T> T warp_reduce_min(T v) { return warp_fold<MinOp>(v); }
+template <class T> T warp_reduce_bitand(T v) { return warp_fold<BitAndOp>(v); }
+template <class T> T warp_reduce_bitor(T v) { return warp_fold<BitOrOp>(v); }
+
+// Inclusive scan of one line by one warp, in segments of SEG with a carry.
+template <class Op, bool REVERSE, int SEG, class T> void scan_line(const T *s, T *d, int n, int ss, int ds, T identity) {
+  int lane = int(threadIdx.x) % SEG, segments = (n + SEG - 1) / SEG;
+  T carry = identity;
+  for (int q = 0; q < segments; ++q) {
+    int i = (REVERSE ? segments - 1 - q : q) * SEG + lane;
+    T v = i < n ? s[i * ss] : identity;
+    for (int o = 1; o < SEG; o *= 2) {
+      T u = REVERSE ? __shfl_down_sync(~0u, v, o) : __shfl_up_sync(~0u, v, o);
+      if (REVERSE ? lane < SEG - o : lane >= o) v = Op()(v, u);
+    }
+    v = Op()(v, carry);
+    if (i < n) d[i * ds] = v;
+    carry = __shfl_sync(~0u, v, REVERSE ? 0 : SEG - 1);
+  }
+}
+template <class T> T lowest() {
+  if constexpr (std::is_integral_v<T>) return std::numeric_limits<T>::lowest(); else return T(-std::numeric_limits<float>::infinity());
+}
+#define EMU_SCAN(NAME, OP, IDENTITY)                                                                                          \
+  template <int threads, bool rev = false> struct NAME##1D {                                                                  \
+    template <class T, int SEG = 32> static void run(const T *s, T *d, int n) {                                               \
+      if (int(threadIdx.x) < SEG) scan_line<OP, rev, SEG>(s, d, n, 1, 1, T(IDENTITY));                                        \
+    }                                                                                                                         \
+  };                                                                                                                          \
+  template <int threads, int Axis = 0, bool rev = false> struct NAME##2D {                                                    \
+    template <class T, int SEG = 32> static void run(const T *s, T *d, int H, int W, int ss, int ds) {                        \
+      for (int r = int(threadIdx.x) / SEG; r < (Axis ? H : W); r += threads / SEG)                                            \
+        if (Axis) scan_line<OP, rev, SEG>(s + r * ss, d + r * ds, W, 1, 1, T(IDENTITY));                                      \
+        else scan_line<OP, rev, SEG>(s + r, d + r, H, ss, ds, T(IDENTITY));                                                   \
+    }                                                                                                                         \
+  };
+EMU_SCAN(CumSum, SumOp, 0)
+EMU_SCAN(CumMax, MaxOp, lowest<T>())
+
+// ---- explicit accesses -------------------------------------------------------------------------------------------------------
+#define EMU_LDST(B, T)                                                                                           \
+  inline T load_global_##B(const void *p) { return *static_cast<const T *>(p); }                                 \
+  inline T load_global_##B##_conditional(const void *p, bool c) { return c ? *static_cast<const T *>(p) : T{}; } \
+  inline T load_shared_##B(const void *p) { return *static_cast<const T *>(p); }                                 \
+  inline void store_shared_##B(void *p, T v) { *static_cast<T *>(p) = v; }                                       \
+  inline void store_global_##B(void *p, T v) { *static_cast<T *>(p) = v; }                                       \
+  inline void store_global_##B##_conditional(void *p, T v, bool c) { if (c) *static_cast<T *>(p) = v; }
+EMU_LDST(32, uint32_t) EMU_LDST(64, uint2) EMU_LDST(128, uint4) EMU_LDST(256, ulonglong4)
+
+// ---- block swizzle: panels of W rows (columns), alternating direction ----------------------------------------------------------
+inline void panel_walk(unsigned w, unsigned along, unsigned across, unsigned id, unsigned &a, unsigned &b) {
+  unsigned all = along * across, size = w * along, off = id % size, p = id / size;
+  unsigned width = p + 1 < (all + size - 1) / size ? w : (all - p * size) / along;
+  a = p & 1 ? along - 1 - off / width : off / width;
+  b = off % width + p * w;
+}
+template <int W> dim3 rasterization2DRow() {
+  unsigned x, y;
+  panel_walk(W, gridDim.x, gridDim.y, ::blockIdx.x + ::blockIdx.y * gridDim.x, x, y);
+  return dim3(x, y, ::blockIdx.z);
+}
+template <int W> dim3 rasterization2DColumn() {
+  unsigned x, y;
+  panel_walk(W, gridDim.y, gridDim.x, ::blockIdx.x + ::blockIdx.y * gridDim.x, y, x);
+  return dim3(x, y, ::blockIdx.z);
+}
+}  // namespace tl
+template <class T> unsigned pack_b8x4(T a, T b, T c, T d) { return emu::pack<unsigned>(a, b, c, d); }

@@ -1,0 +1,620 @@
+"""Bind tensors to an emulated kernel, run it, and turn a failure into an exception."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import build as _build
+from . import debug as _debug
+from .errors import EmulationError
+from .lowering import DEFAULT_ARCH, Kernel, Lowered, Param, compile_expressions, lower
+from .report import KernelRun, Report, Traffic
+from .rewrite import rewrite
+
+ORDERS = {"forward": 0, "reverse": 1, "random": 2}
+# Shared memory a block may use, by architecture, as the launch would enforce it.
+SHARED_LIMIT = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_120": 101376}
+SHARED_LIMIT_DEFAULT = 232448
+
+
+# ---- the C side's structures (include/core.h) --------------------------------------------------
+
+
+_TRAFFIC = ("read", "written", "atomic", "distinct_read", "distinct_written")
+
+
+class CTraffic(ctypes.Structure):
+    """emu::Traffic."""
+
+    _fields_ = [(n, ctypes.c_uint64) for n in _TRAFFIC]
+
+
+class CRange(ctypes.Structure):
+    """emu::Range."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("size", ctypes.c_uint64),
+        ("elem_bits", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+        ("traffic", CTraffic),
+    ]
+
+
+class CFailure(ctypes.Structure):
+    """emu::Failure."""
+
+    _fields_ = [
+        ("kind", ctypes.c_char * 24),
+        ("text", ctypes.c_char * 1000),
+        ("buffer", ctypes.c_char * 80),
+        ("offset", ctypes.c_int64),
+        ("element", ctypes.c_int64),
+        ("block", ctypes.c_uint32 * 3),
+        ("thread", ctypes.c_uint32 * 3),
+        ("pcs", ctypes.c_void_p * 24),
+        ("other_pc", ctypes.c_void_p),
+        ("num_pcs", ctypes.c_int32),
+        ("has_thread", ctypes.c_int32),
+    ]
+
+
+class CLaunch(ctypes.Structure):
+    """emu::Launch."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("dyn_bytes", ctypes.c_uint64),
+        ("order", ctypes.c_int32),
+        ("seed", ctypes.c_uint32),
+        ("cooperative", ctypes.c_int32),
+        ("check", ctypes.c_int32),
+        ("async_late", ctypes.c_int32),
+        ("num_ranges", ctypes.c_int32),
+        ("ranges", ctypes.POINTER(CRange)),
+        ("failure", ctypes.POINTER(CFailure)),
+        ("blocks", ctypes.c_uint64),
+        ("threads", ctypes.c_uint64),
+        ("barriers", ctypes.c_uint64),
+        ("warp_ops", ctypes.c_uint64),
+        ("async_ops", ctypes.c_uint64),
+    ]
+
+
+class CTensorMap(ctypes.Structure):
+    """emu::TensorMap."""
+
+    _fields_ = [
+        ("base", ctypes.c_void_p),
+        ("elem_bytes", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("swizzle", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
+        ("dims", ctypes.c_int64 * 5),
+        ("strides", ctypes.c_int64 * 5),
+        ("box", ctypes.c_int32 * 5),
+        ("steps", ctypes.c_int32 * 5),
+    ]
+
+
+_SCALARS: dict[str, Any] = {
+    "int8": ctypes.c_int8,
+    "int16": ctypes.c_int16,
+    "int32": ctypes.c_int32,
+    "int64": ctypes.c_int64,
+    "uint8": ctypes.c_uint8,
+    "uint16": ctypes.c_uint16,
+    "uint32": ctypes.c_uint32,
+    "uint64": ctypes.c_uint64,
+    "float32": ctypes.c_float,
+    "float64": ctypes.c_double,
+    "bool": ctypes.c_bool,
+}
+
+# TileLang's name of a dtype -> torch's. Packed fp4 is two values per byte, in a byte tensor of half
+# the last dimension.
+_DTYPES = {
+    "float8_e4m3": "float8_e4m3fn",
+    "float8_e8m0": "float8_e8m0fnu",
+    "e4m3_float8": "float8_e4m3fn",
+    "e5m2_float8": "float8_e5m2",
+}
+_PACKED = {
+    "float4_e2m1fn": ("float4_e2m1fn_x2", "uint8", "int8"),
+    "int4": ("int8", "uint8"),
+    "uint4": ("uint8", "int8"),
+}
+_lock = threading.RLock()  # the runtime keeps its state in globals
+
+
+def _accepted_dtypes(name: str) -> tuple[torch.dtype, ...]:
+    names = _PACKED.get(name, (_DTYPES.get(name, name),))
+    found = tuple(d for n in names if isinstance(d := getattr(torch, n, None), torch.dtype))
+    if not found:
+        raise EmulationError(f"the emulator does not know the dtype {name}")
+    return found
+
+
+def _span(t: torch.Tensor) -> int:
+    """Bytes from the first to the last addressed element."""
+    if t.numel() == 0:
+        return 0
+    return (
+        sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+    ) * t.element_size()
+
+
+class _TensorSlot:
+    """Checks one tensor argument and solves for the symbols in its shape."""
+
+    def __init__(self, param: Param, used: bool) -> None:
+        self.name = param.name
+        self.used = used
+        self.shape = param.shape or ()
+        self.strides = param.strides
+        self.dtypes = _accepted_dtypes(param.dtype)
+        self.packed = param.dtype in _PACKED
+        bits = re.search(r"\d+", param.dtype)
+        self.elem_bits = 8 if param.dtype == "bool" else int(bits[0]) if bits else 8
+        self.symbols = [(i, e) for i, e in enumerate(self.shape) if e.isidentifier()]
+        self.constants = [(i, int(e)) for i, e in enumerate(self.shape) if e.isdigit()]
+        rest = [(i, e) for i, e in enumerate(self.shape) if not (e.isidentifier() or e.isdigit())]
+        self.derived = [(i, e, compile_expressions([e])) for i, e in rest]
+        self.stride_symbols = [(i, e) for i, e in enumerate(self.strides or ()) if e.isidentifier()]
+        self.stride_rest = [
+            (i, e, compile_expressions([e]))
+            for i, e in enumerate(self.strides or ())
+            if not e.isidentifier()
+        ]
+
+    def sizes(self, t: torch.Tensor) -> list[int]:
+        sizes = list(t.shape)
+        if self.packed and sizes:
+            sizes[-1] *= 2
+        return sizes
+
+    def bind(self, t: Any, symbols: dict[str, Any]) -> None:
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{self.name}: expected a tensor, got {type(t).__name__}")
+        if t.device.type != "cpu":
+            raise ValueError(f"{self.name}: expected a CPU tensor, got one on {t.device}")
+        if t.dtype not in self.dtypes:
+            want = " or ".join(str(d) for d in self.dtypes)
+            raise TypeError(f"{self.name}: expected dtype {want}, got {t.dtype}")
+        if t.dim() != len(self.shape):
+            raise ValueError(
+                f"{self.name}: expected {len(self.shape)} dimensions ({', '.join(self.shape)}), "
+                f"got {t.dim()}"
+            )
+        sizes = self.sizes(t)
+        for i, e in self.symbols:
+            if symbols.setdefault(e, sizes[i]) != sizes[i]:
+                raise ValueError(
+                    f"{self.name}: dimension {i} ({e}) is {sizes[i]}, elsewhere {e} is {symbols[e]}"
+                )
+        for i, size in self.constants:
+            if sizes[i] != size:
+                raise ValueError(f"{self.name}: dimension {i} must be {size}, got {sizes[i]}")
+        if self.strides is None:
+            if not t.is_contiguous():
+                raise ValueError(f"{self.name}: expected a contiguous tensor, got {t.stride()}")
+            return
+        for i, e in self.stride_symbols:
+            stride = t.stride(i)
+            if symbols.setdefault(e, stride) != stride:
+                raise ValueError(
+                    f"{self.name}: stride {i} ({e}) is {stride}, elsewhere {e} is {symbols[e]}"
+                )
+
+    def check_derived(self, t: torch.Tensor, symbols: dict[str, Any]) -> None:
+        for i, e, value in self.derived:
+            want = value(symbols)[0]
+            if self.sizes(t)[i] != want:
+                raise ValueError(
+                    f"{self.name}: dimension {i} must be {e} = {want}, got {self.sizes(t)[i]}"
+                )
+        for i, e, value in self.stride_rest:
+            want = value(symbols)[0]
+            if self.packed and i < t.dim() - 1:
+                want //= 2
+            if t.stride(i) != want and t.shape[i] > 1 and t.numel():
+                said = want if e.isdigit() else f"{e} = {want}"
+                raise ValueError(f"{self.name}: stride {i} must be {said}, got {t.stride(i)}")
+
+
+class _Launcher:
+    """One device function with its library symbol and compiled launch sizes."""
+
+    def __init__(self, kernel: Kernel, function: Any) -> None:
+        self.kernel = kernel
+        self.function = function
+        self.sizes = compile_expressions([*kernel.grid, *kernel.block, kernel.dyn_bytes])
+
+
+class Emulated:
+    """A kernel ready to run on CPU tensors: lowered, compiled, bound again at every call.
+
+    Call it with tensors and scalars in the prim_func's parameter order, exactly as the compiled
+    kernel is called; outputs are written in place. `None` stands for an optional tensor that the
+    kernel does not use.
+    """
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        library: Path,
+        *,
+        name: str,
+        mode: str,
+        keep: Path | None,
+        cooperative: bool,
+    ) -> None:
+        self.name = name
+        self.lowered = lowered
+        self.library = library
+        self.mode = mode
+        self.cooperative = cooperative
+        self.keep = keep
+        handle = ctypes.CDLL(str(library))
+        self._launchers = [_Launcher(k, handle[f"emu_launch_{k.name}"]) for k in lowered.kernels]
+        used = {n for k in lowered.kernels for n, kind in k.args if kind == "tensor"}
+        used |= {
+            lowered.maps[n].tensor for k in lowered.kernels for n, _ in k.args if n in lowered.maps
+        }
+        self._slots: list[_TensorSlot | Param] = [
+            p if p.shape is None else _TensorSlot(p, p.name in used) for p in lowered.params
+        ]
+        self._maps = {
+            name: (m, compile_expressions([*m.dims, *m.strides, *m.box, *m.steps]))
+            for name, m in lowered.maps.items()
+        }
+        for descriptor, m in lowered.maps.items():
+            if m.interleave or m.fill:
+                raise EmulationError(
+                    f"the tensor map {descriptor} uses interleaving or NaN fill, which the emulator"
+                    " does not provide"
+                )
+
+    @classmethod
+    def build(
+        cls,
+        prim_func: Any,
+        *,
+        arch: str = DEFAULT_ARCH,
+        pass_configs: Mapping[Any, Any] | None = None,
+        mode: str = "check",
+        split_shared: bool = True,
+        contract: bool = False,
+        name: str | None = None,
+        cooperative: bool | None = None,
+        keep: str | Path | None = None,
+        transform: Callable[[str], str] | None = None,
+    ) -> Emulated:
+        """Lower and compile a prim_func for the CPU; both steps are cached on disk.
+
+        | argument | meaning |
+        |---|---|
+        | `arch` | architecture whose source is generated, e.g. `"sm_80"` for the mma.sync route |
+        | `pass_configs` | as given to `tilelang.jit`; must equal the shipped kernel's |
+        | `mode` | `"check"`: every access is checked; `"fast"`: only results, deadlock, asserts |
+        | `split_shared` | each shared buffer in its own memory (overruns show), or TileLang's placement (hazards of reuse show) |
+        | `contract` | let the compiler fuse multiply-adds, as nvcc does by default |
+        | `name` | name in reports, default the prim_func's |
+        | `cooperative` | keep all blocks resident; default: when the source has a grid barrier |
+        | `keep` | folder that receives the C++ file, the inputs of the last call and `debug.sh` |
+        | `transform` | edits the generated source before compilation, for mutation tests |
+        """  # noqa: E501
+        lowered = lower(
+            prim_func, arch=arch, pass_configs=pass_configs, cache_dir=_build.cache_dir()
+        )
+        return cls.from_lowered(
+            lowered,
+            mode=mode,
+            split_shared=split_shared,
+            contract=contract,
+            name=name,
+            cooperative=cooperative,
+            keep=keep,
+            transform=transform,
+        )
+
+    @classmethod
+    def from_lowered(
+        cls,
+        lowered: Lowered,
+        *,
+        mode: str = "check",
+        split_shared: bool = True,
+        contract: bool = False,
+        name: str | None = None,
+        cooperative: bool | None = None,
+        keep: str | Path | None = None,
+        transform: Callable[[str], str] | None = None,
+    ) -> Emulated:
+        """Compile an already lowered kernel; the arguments are those of `build`."""
+        options = _build.flags(mode, contract=contract)
+        source = lowered.source if transform is None else transform(lowered.source)
+        kernels = [k.name for k in lowered.kernels]
+        shared = {k.name: k.shared for k in lowered.kernels}
+        try:
+            text = rewrite(source, shared, kernels, split_shared=split_shared)
+            library = _build.compile_kernel(text, options)
+        except EmulationError as e:
+            raise EmulationError(f"{lowered.name}: {e}", kind=e.kind) from None
+        folder = None if keep is None else Path(keep)
+        if folder is not None:
+            _debug.write_sources(folder, text, source, options, kernels)
+        return cls(
+            lowered,
+            library,
+            name=name or lowered.name,
+            mode=mode,
+            keep=folder,
+            cooperative=lowered.cooperative if cooperative is None else cooperative,
+        )
+
+    @property
+    def source(self) -> str:
+        """The CUDA source TileLang generated."""
+        return self.lowered.source
+
+    def __call__(
+        self, *args: Any, order: str = "forward", seed: int = 0, async_late: bool = True
+    ) -> Report:
+        """Run every kernel of the prim_func.
+
+        | argument | meaning |
+        |---|---|
+        | `args` | tensors and scalars in the prim_func's parameter order |
+        | `order` | order in which threads and blocks run: `"forward"`, `"reverse"`, `"random"` |
+        | `seed` | of the random order |
+        | `async_late` | True: asynchronous copies land as late as allowed; False: at once |
+        """
+        if order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
+        started = time.perf_counter()
+        tensors, symbols = self._bind(args)
+        with _lock:
+            ranges = (CRange * max(1, len(tensors)))()
+            for r, (slot, t) in zip(ranges, tensors.values(), strict=False):
+                r.name, r.base = slot.name.encode(), t.data_ptr()
+                r.size, r.elem_bits = _span(t), slot.elem_bits
+            failure = CFailure()
+            launch = CLaunch(
+                order=ORDERS[order],
+                seed=seed & 0xFFFFFFFF,
+                cooperative=self.cooperative,
+                check=self.mode == "check",
+                async_late=async_late,
+                num_ranges=len(tensors),
+                ranges=ranges,
+                failure=ctypes.pointer(failure),
+            )
+            runs, totals = [], {n: [0] * 5 for n in tensors}
+            for launcher in self._launchers:
+                runs.append(self._launch(launcher, launch, tensors, symbols))
+                for r, name in zip(ranges, tensors, strict=False):
+                    for i, field in enumerate(_TRAFFIC):
+                        totals[name][i] += getattr(r.traffic, field)
+        buffers = {n: Traffic(*t) for n, t in totals.items()} if self.mode == "check" else None
+        seconds = time.perf_counter() - started
+        return Report(self.name, self.mode, tuple(runs), buffers, seconds)
+
+    def _bind(
+        self, args: tuple[Any, ...]
+    ) -> tuple[dict[str, tuple[_TensorSlot, torch.Tensor]], dict[str, Any]]:
+        if len(args) != len(self._slots):
+            names = ", ".join(s.name for s in self._slots)
+            raise TypeError(
+                f"{self.name}: expected {len(self._slots)} arguments ({names}), got {len(args)}"
+            )
+        tensors: dict[str, tuple[_TensorSlot, torch.Tensor]] = {}
+        symbols: dict[str, Any] = {}
+        for slot, value in zip(self._slots, args, strict=True):
+            if isinstance(slot, Param):
+                if isinstance(value, torch.Tensor) or not isinstance(value, (bool, int, float)):
+                    raise TypeError(
+                        f"{slot.name}: expected a {slot.dtype} scalar, got {type(value).__name__}"
+                    )
+                symbols[slot.name] = value
+            elif value is None and not slot.used:
+                continue
+            else:
+                slot.bind(value, symbols)
+                tensors[slot.name] = (slot, value)
+        for slot, t in tensors.values():
+            slot.check_derived(t, symbols)
+        return tensors, symbols
+
+    def _launch(
+        self,
+        launcher: _Launcher,
+        launch: CLaunch,
+        tensors: Mapping[str, tuple[_TensorSlot, torch.Tensor]],
+        symbols: dict[str, Any],
+    ) -> KernelRun:
+        kernel = launcher.kernel
+        try:
+            *size, dyn = launcher.sizes(symbols)
+        except NameError as e:
+            raise EmulationError(
+                f"{kernel.name}: the launch size needs {e.name}, which no argument determines",
+                kind="launch",
+                kernel=kernel.name,
+            ) from None
+        grid, block = tuple(size[:3]), tuple(size[3:])
+        self._check_limits(kernel, grid, block, dyn)
+        launch.grid[:], launch.block[:], launch.dyn_bytes = grid, block, dyn
+        values = [self._argument(n, kind, tensors, symbols) for n, kind in kernel.args]
+        pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
+        if self.keep is not None:
+            _debug.write_launch(self.keep, kernel.name, launch, values, tensors)
+        t0 = time.perf_counter()
+        if launcher.function(ctypes.byref(launch), pointers):
+            raise self._error(kernel, launch.failure.contents, tensors)
+        seconds = time.perf_counter() - t0
+        return KernelRun(
+            name=kernel.name,
+            grid=grid,
+            block=block,
+            blocks=launch.blocks,
+            threads=launch.threads,
+            barriers=launch.barriers,
+            warp_ops=launch.warp_ops,
+            async_ops=launch.async_ops,
+            seconds=seconds,
+        )
+
+    def _check_limits(
+        self, kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], dyn: int
+    ) -> None:
+        arch = self.lowered.arch.rstrip("abcdef")
+        limit = SHARED_LIMIT.get(arch, SHARED_LIMIT_DEFAULT)
+        threads = block[0] * block[1] * block[2]
+        problem = None
+        if dyn > limit:
+            problem = f"{dyn} bytes of shared memory, {self.lowered.arch} has {limit}"
+        elif not 1 <= threads <= 1024:
+            problem = f"{threads} threads per block, the limit is 1024"
+        elif grid[0] >= 2**31 or max(grid[1:]) > 65535:
+            problem = f"a grid of {grid}, the limits are (2147483647, 65535, 65535)"
+        if problem:
+            raise EmulationError(
+                f"{kernel.name}: needs {problem}; the launch would fail on a GPU",
+                kind="launch",
+                kernel=kernel.name,
+            )
+
+    def _argument(
+        self,
+        name: str,
+        kind: str,
+        tensors: Mapping[str, tuple[_TensorSlot, torch.Tensor]],
+        symbols: dict[str, Any],
+    ) -> Any:
+        if kind == "tensor":
+            return ctypes.c_void_p(tensors[name][1].data_ptr())
+        if kind == "map":
+            spec, evaluate = self._maps[name]
+            values, rank = evaluate(symbols), len(spec.dims)
+            dims, strides, box, steps = (values[i * rank : (i + 1) * rank] for i in range(4))
+            if any(s != 1 for s in steps):
+                raise EmulationError(f"the tensor map {name} has element strides {steps}, not 1")
+            m = CTensorMap(
+                base=tensors[spec.tensor][1].data_ptr(),
+                elem_bytes=strides[0],
+                rank=rank,
+                swizzle=spec.swizzle,
+                kind=spec.kind,
+            )
+            m.dims[:rank], m.strides[:rank], m.box[:rank], m.steps[:rank] = (
+                dims,
+                strides,
+                box,
+                steps,
+            )
+            return m
+        if name not in symbols:
+            raise EmulationError(f"the kernel needs {name}, which no argument determines")
+        if kind in {"float16", "bfloat16"}:
+            half = torch.tensor(symbols[name], dtype=getattr(torch, kind))
+            return ctypes.c_int16(int(half.view(torch.int16)))
+        if kind not in _SCALARS:
+            raise EmulationError(f"the emulator cannot pass the {kind} scalar {name}")
+        return _SCALARS[kind](symbols[name])
+
+    # ---- failures ----------------------------------------------------------------------------
+
+    def _error(
+        self,
+        kernel: Kernel,
+        f: CFailure,
+        tensors: Mapping[str, tuple[_TensorSlot, torch.Tensor]],
+    ) -> EmulationError:
+        buffer: str | None = f.buffer.decode() or None
+        message = f"{kernel.name}: {f.text.decode(errors='replace')}"
+        if buffer is not None and buffer in tensors:
+            index = _unravel(f.element, tensors[buffer][1], tensors[buffer][0].packed)
+            message += f", {buffer}{list(index)}" if index else ""
+        block, thread = tuple(f.block), tuple(f.thread)
+        if f.has_thread:
+            message += f" [block {block} thread {thread}]"
+        where = _source_line(self.library, [f.pcs[i] for i in range(f.num_pcs)])
+        if where:
+            message += f"\n  {where[0]}:{where[1]}: {where[2]}"
+        other = _source_line(self.library, [f.other_pc]) if f.other_pc else None
+        if other:
+            message += f"\n  conflicts with line {other[1]}: {other[2]}"
+        return EmulationError(
+            message,
+            kind=f.kind.decode(),
+            kernel=kernel.name,
+            buffer=buffer,
+            byte_offset=f.offset if buffer else None,
+            element=f.element if buffer else None,
+            block=block if f.has_thread else None,
+            thread=thread if f.has_thread else None,
+            source_file=where[0] if where else None,
+            source_line=where[1] if where else None,
+            source_text=where[2] if where else None,
+            other_line=other[1] if other else None,
+            other_text=other[2] if other else None,
+        )
+
+
+def _unravel(element: int, t: torch.Tensor, packed: bool) -> tuple[int, ...] | None:
+    """Index of a flat element in a contiguous tensor; None when it lies outside."""
+    sizes = list(t.shape)
+    if packed and sizes:
+        sizes[-1] *= 2
+    total = 1
+    for n in sizes:
+        total *= n
+    if not t.is_contiguous() or not 0 <= element < total or len(sizes) < 2:
+        return None
+    index = []
+    for n in reversed(sizes):
+        element, i = divmod(element, n)
+        index.append(i)
+    return tuple(reversed(index))
+
+
+def _source_line(library: Path, addresses: list[int]) -> tuple[str, int, str] | None:
+    """File, line and text of the innermost generated line among return addresses."""
+    name = str(library)
+    spans = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5] == name:
+            spans.append(tuple(int(x, 16) for x in fields[0].split("-")))
+    if not spans:
+        return None
+    base, end = min(s[0] for s in spans), max(s[1] for s in spans)
+    offsets = [hex(a - 1 - base) for a in addresses if a and base <= a < end]
+    if not offsets:
+        return None
+    try:
+        command = ["addr2line", "-i", "-e", name, *offsets]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return None  # no binutils: the message stays without its line
+    cpp = str(library.with_suffix(".cpp"))
+    for line in answer.splitlines():
+        m = re.match(r"(.*):(\d+)", line)
+        if m and m[1] == cpp:
+            number = int(m[2])
+            lines = Path(cpp).read_text().splitlines()
+            if 0 < number <= len(lines):
+                return cpp, number, lines[number - 1].strip()
+    return None

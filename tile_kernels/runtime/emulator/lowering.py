@@ -1,0 +1,359 @@
+"""From a TileLang kernel to its CUDA source and a launch description made of plain data.
+
+Nothing here runs nvcc or needs a GPU. The result holds no TVM object: sizes that depend on dynamic
+symbols are kept as Python expressions, so it can be stored on disk and evaluated quickly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import EmulationError
+
+DEFAULT_ARCH = "sm_90a"
+_STORED_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter of the prim_func: a tensor with a shape, or a scalar."""
+
+    name: str
+    dtype: str
+    shape: tuple[str, ...] | None = None  # None: a scalar
+    strides: tuple[str, ...] | None = None  # None: contiguous
+
+
+@dataclass(frozen=True)
+class SharedBuffer:
+    """Exact size of a shared buffer, and the width of its elements."""
+
+    size: int
+    elem_bits: int
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Arguments of a TMA descriptor, as the host code would encode them."""
+
+    tensor: str
+    kind: int  # CUtensorMapDataType
+    dims: tuple[str, ...]
+    strides: tuple[str, ...]  # bytes; the first is the element size
+    box: tuple[str, ...]
+    steps: tuple[str, ...]
+    interleave: int
+    swizzle: int
+    fill: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One device function: its arguments in call order and its launch size."""
+
+    name: str
+    args: tuple[tuple[str, str], ...]  # (name, "tensor" | "map" | scalar dtype)
+    grid: tuple[str, str, str]
+    block: tuple[str, str, str]
+    dyn_bytes: str
+    shared: dict[str, SharedBuffer]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A lowered prim_func: generated source plus everything needed to launch it."""
+
+    name: str
+    arch: str
+    source: str
+    params: tuple[Param, ...]
+    kernels: tuple[Kernel, ...]  # in launch order
+    maps: dict[str, TensorMap]
+    cooperative: bool
+
+    def to_json(self) -> str:
+        """Serialise for the cache."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Lowered:
+        """Read back what `to_json` wrote."""
+        d = json.loads(text)
+        d["params"] = tuple(
+            Param(p["name"], p["dtype"], _tuple(p["shape"]), _tuple(p["strides"]))
+            for p in d["params"]
+        )
+        d["kernels"] = tuple(
+            Kernel(
+                name=k["name"],
+                args=tuple((a[0], a[1]) for a in k["args"]),
+                grid=tuple(k["grid"]),
+                block=tuple(k["block"]),
+                dyn_bytes=k["dyn_bytes"],
+                shared={n: SharedBuffer(**s) for n, s in k["shared"].items()},
+            )
+            for k in d["kernels"]
+        )
+        d["maps"] = {
+            name: TensorMap(**{f: _thaw(v) for f, v in m.items()}) for name, m in d["maps"].items()
+        }
+        return cls(**d)
+
+
+def _thaw(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)
+
+
+# ---- Python expressions from TIR -------------------------------------------------------------
+
+_BINARY = {
+    "Add": "({} + {})",
+    "Sub": "({} - {})",
+    "Mul": "({} * {})",
+    "FloorDiv": "({} // {})",
+    "FloorMod": "({} % {})",
+    "Div": "_div({}, {})",
+    "Mod": "_mod({}, {})",
+    "Min": "min({}, {})",
+    "Max": "max({}, {})",
+    "EQ": "({} == {})",
+    "NE": "({} != {})",
+    "LT": "({} < {})",
+    "LE": "({} <= {})",
+    "GT": "({} > {})",
+    "GE": "({} >= {})",
+    "And": "({} and {})",
+    "Or": "({} or {})",
+}
+_CALLS = {
+    "shift_left": "({} << {})",
+    "shift_right": "({} >> {})",
+    "bitwise_and": "({} & {})",
+    "bitwise_or": "({} | {})",
+    "bitwise_xor": "({} ^ {})",
+    "if_then_else": "({1} if {0} else {2})",
+}
+
+
+def _div(a: int, b: int) -> int:
+    """C division: towards zero."""
+    q = abs(a) // abs(b)
+    return q if (a < 0) == (b < 0) else -q
+
+
+def _mod(a: int, b: int) -> int:
+    return a - _div(a, b) * b
+
+
+def to_python(expr: Any) -> str:
+    """A TIR integer expression as Python source over the names of its variables."""
+    if isinstance(expr, int):
+        return str(expr)
+    kind = type(expr).__name__
+    if kind == "IntImm":
+        return str(int(expr.value))
+    if kind in {"Var", "SizeVar"}:
+        return str(expr.name)
+    if kind == "Cast":
+        return to_python(expr.value)
+    if kind == "Not":
+        return f"(not {to_python(expr.a)})"
+    if kind == "Select":
+        yes, no = to_python(expr.true_value), to_python(expr.false_value)
+        return f"({yes} if {to_python(expr.condition)} else {no})"
+    if kind in _BINARY:
+        return _BINARY[kind].format(to_python(expr.a), to_python(expr.b))
+    if kind == "Call":
+        form = _CALLS.get(str(expr.op.name).rsplit(".", 1)[-1])
+        if form is not None:
+            return form.format(*(to_python(a) for a in expr.args))
+    raise EmulationError(f"a launch size uses an expression the emulator cannot evaluate: {expr}")
+
+
+def compile_expressions(exprs: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """One function that evaluates several expressions over a dict of symbols."""
+    body = ", ".join(exprs) + ("," if exprs else "")
+    code = compile(f"({body})", "<launch sizes>", "eval")
+    scope = {"__builtins__": {}, "min": min, "max": max, "_div": _div, "_mod": _mod}
+    return lambda symbols: eval(code, scope, symbols)  # noqa: S307 (written by to_python)
+
+
+# ---- lowering ----------------------------------------------------------------------------------
+
+
+def plain_configs(pass_configs: Mapping[Any, Any] | None) -> dict[str, Any]:
+    """Pass configs keyed by string, whichever of string or enum the caller used."""
+    return {str(getattr(k, "value", k)): v for k, v in (pass_configs or {}).items()}
+
+
+def lower(
+    prim_func: Any,
+    *,
+    arch: str = DEFAULT_ARCH,
+    pass_configs: Mapping[Any, Any] | None = None,
+    cache_dir: Path | None = None,
+) -> Lowered:
+    """Lower a prim_func to CUDA source and a launch description.
+
+    With `cache_dir` the result is kept on disk, keyed by the prim_func's text, the architecture,
+    the pass configs and the TileLang version.
+    """
+    import tilelang
+    from tilelang import tvm
+
+    if not isinstance(prim_func, tvm.tirx.PrimFunc):
+        raise TypeError(f"expected a TileLang prim_func, got {type(prim_func).__name__}")
+    attrs = prim_func.attrs
+    own = attrs["tilelang_pass_configs"] if attrs and "tilelang_pass_configs" in attrs else {}
+    configs = {**plain_configs(dict(own)), **plain_configs(pass_configs)}
+    stored: Path | None = None
+    if cache_dir is not None:
+        facts = [
+            prim_func.script(show_meta=True),
+            arch,
+            sorted((k, repr(v)) for k, v in configs.items()),
+            str(tilelang.__version__),
+            _STORED_FORMAT,
+            Path(__file__).read_text(),
+        ]
+        key = hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
+        stored = cache_dir / f"{key}.json"
+        if stored.exists():
+            return Lowered.from_json(stored.read_text())
+    result = _lower(prim_func, arch, configs)
+    if stored is not None:
+        from .build import write_atomically
+
+        write_atomically(stored, result.to_json())
+    return result
+
+
+def _lower(prim_func: Any, arch: str, configs: dict[str, Any]) -> Lowered:
+    from tilelang import tvm
+    from tilelang.backend.target import determine_target
+    from tilelang.engine.lower import lower as tilelang_lower
+
+    target = determine_target({"kind": "cuda", "arch": arch}, return_object=True)
+    with tvm.transform.PassContext(opt_level=3, config=configs), target:
+        artifact = tilelang_lower(prim_func, target=target)
+    host = artifact.host_mod
+    maps: dict[str, TensorMap] = {}
+    for f in host.functions.values():
+        for var, args in dict((f.attrs or {}).get("tma_descriptor_args", {}) or {}).items():
+            maps[str(var.name)] = _tensor_map(list(args))
+    kernels = {}
+    for f in artifact.device_mod.functions.values():
+        kernel = _kernel(f, maps)
+        kernels[kernel.name] = kernel
+    order = re.findall(r'call_packed\("([A-Za-z_0-9]+)"', host.script())
+    source = artifact.kernel_source
+    return Lowered(
+        name=str((prim_func.attrs or {}).get("global_symbol", "kernel")),
+        arch=arch,
+        source=source,
+        params=tuple(_param(prim_func, p) for p in prim_func.params),
+        kernels=tuple(kernels[n] for n in order if n in kernels),
+        maps=maps,
+        cooperative="this_grid()" in source,
+    )
+
+
+def _param(prim_func: Any, var: Any) -> Param:
+    if var not in prim_func.buffer_map:
+        return Param(str(var.name), str(var.dtype))
+    buffer = prim_func.buffer_map[var]
+    return Param(
+        name=str(buffer.name),
+        dtype=str(buffer.dtype),
+        shape=tuple(to_python(e) for e in buffer.shape),
+        strides=tuple(to_python(e) for e in buffer.strides) if len(buffer.strides) else None,
+    )
+
+
+def _tensor_map(args: list[Any]) -> TensorMap:
+    """Decode ("...create_tiled", desc, type, rank, base, dims, strides, box, steps, 4 options)."""
+    what = str(args[0].value)
+    if "tiled" not in what:
+        raise EmulationError(
+            f"the kernel builds a TMA descriptor with {what}; the emulator has tiled ones only"
+        )
+    rank = int(args[3])
+    parts = [tuple(to_python(e) for e in args[5 + i * rank : 5 + (i + 1) * rank]) for i in range(4)]
+    interleave, swizzle, _promotion, fill = (int(a) for a in args[5 + 4 * rank :])
+    return TensorMap(
+        tensor=str(args[4].name),
+        kind=int(args[2]),
+        dims=parts[0],
+        strides=parts[1],
+        box=parts[2],
+        steps=parts[3],
+        interleave=interleave,
+        swizzle=swizzle,
+        fill=fill,
+    )
+
+
+def _kernel(f: Any, maps: Mapping[str, TensorMap]) -> Kernel:
+    extent = f.attrs["thread_extent"]
+
+    def size(axis: str) -> tuple[str, str, str]:
+        x, y, z = (to_python(extent.get(f"{axis}.{c}", 1)) for c in "xyz")
+        return x, y, z
+
+    args = []
+    for p in f.params:
+        name, dtype = str(p.name), str(p.dtype)
+        args.append((name, ("map" if name in maps else "tensor") if dtype == "handle" else dtype))
+    return Kernel(
+        name=str(f.attrs["global_symbol"]),
+        args=tuple(args),
+        grid=size("blockIdx"),
+        block=size("threadIdx"),
+        dyn_bytes=to_python(f.attrs.get("dyn_shared_memory_buf", 0)),
+        shared=_shared_buffers(f),
+    )
+
+
+def _shared_buffers(f: Any) -> dict[str, SharedBuffer]:
+    """Sizes of the shared buffers of a device function, where the lowered code states them."""
+    from tilelang import tvm
+
+    tirx = tvm.tirx
+    found: dict[str, SharedBuffer] = {}
+
+    def note(var: Any, extents: Sequence[Any], dtype: Any) -> None:
+        count = 1
+        for e in extents:
+            if not isinstance(e, (int, tirx.IntImm)):
+                return
+            count *= int(e)
+        bits = tvm.DataType(str(dtype)).bits
+        size = (count * bits + 7) // 8
+        before = found.get(str(var.name), SharedBuffer(0, bits))
+        found[str(var.name)] = SharedBuffer(max(size, before.size), min(bits, before.elem_bits))
+
+    def visit(node: Any) -> None:
+        buffer = getattr(node, "buffer", None)
+        if buffer is not None and str(buffer.scope()).startswith("shared"):
+            note(buffer.data, buffer.shape, buffer.dtype)
+        elif (
+            isinstance(node, tirx.Call)
+            and str(node.op.name).endswith("tvm_access_ptr")
+            and isinstance(node.args[1], tirx.Var)
+            and all(isinstance(a, tirx.IntImm) for a in node.args[2:4])
+        ):
+            reach = int(node.args[2]) + int(node.args[3])
+            note(node.args[1], [reach], node.args[0].dtype)
+
+    tirx.stmt_functor.post_order_visit(f.body, visit)
+    return found

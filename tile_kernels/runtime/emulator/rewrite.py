@@ -1,0 +1,109 @@
+"""Turn TileLang's generated CUDA into C++ for the emulator's headers.
+
+Only declarations change: includes, shared memory, one exported entry per kernel. The arithmetic and
+the indexing that g++ compiles are the generated text, on the same lines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from .errors import EmulationError
+from .lowering import SharedBuffer
+
+_MSVC_GUARD = re.compile(r"^#if defined\(_MSC_VER\).*?^#endif\n", re.S | re.M)
+_INCLUDE = re.compile(
+    r"^#include <(tl_templates/|cooperative_groups|cuda\.h|math_constants|curand).*\n", re.M
+)
+_KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\([^;{]*\{")
+_DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?([\w: ]+?) (\w+)\[\];")
+_PART = re.compile(r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\);")
+_STATIC = re.compile(r"__shared__ (?:__align__\(\d+\) )?([\w: ]+?) (\w+)\[(\d+)\];")
+_ARENA = "buf_dyn_shmem"
+_UNSUPPORTED = [
+    (re.compile(r"\b(?:asm|__asm__)\b"), "inline PTX, which has no meaning on a CPU"),
+    (re.compile(r"\btl::tcgen05|\btcgen05"), "tcgen05 (tensor memory of sm_100)"),
+    (re.compile(r"\bcurand"), "cuRAND"),
+    (re.compile(r"\btl::cluster_|\bcluster_(?:arrive|wait|sync)"), "thread-block clusters"),
+    (re.compile(r"_rs_sat\b"), "stochastic rounding, whose random bits only the hardware defines"),
+]
+
+
+def rewrite(
+    source: str,
+    shared: Mapping[str, Mapping[str, SharedBuffer]],
+    kernels: Sequence[str],
+    *,
+    split_shared: bool = True,
+) -> str:
+    """C++ for the emulator from a generated source.
+
+    | argument | meaning |
+    |---|---|
+    | `shared` | per kernel, the sizes of its shared buffers |
+    | `kernels` | names of the device functions to export |
+    | `split_shared` | True: every buffer whose size is known gets its own memory, so overruns show; False: TileLang's own placement, so hazards of reused memory show |
+    """  # noqa: E501
+    refuse_unsupported(source)
+    source = _INCLUDE.sub("", _MSVC_GUARD.sub("", source))
+    starts = [(m.start(), m[1]) for m in _KERNEL.finditer(source)]
+    if not starts:
+        raise EmulationError("the generated source contains no kernel")
+    pieces = [source[: starts[0][0]]]
+    ends = [s for s, _ in starts[1:]] + [len(source)]
+    for (start, name), end in zip(starts, ends, strict=True):
+        pieces.append(_place_shared(source[start:end], shared.get(name, {}), split_shared))
+    text = "".join(pieces)
+    if "__shared__" in text:
+        line = next(ln.strip() for ln in text.splitlines() if "__shared__" in ln)
+        raise EmulationError(f"the emulator cannot place this shared-memory declaration: {line}")
+    exports = "".join(f"\nEMU_EXPORT({k})" for k in dict.fromkeys(kernels))
+    return f'#include "emu.h"\n{text}{exports}\n'
+
+
+def refuse_unsupported(source: str) -> None:
+    """Raise a sentence for what is known not to work, before g++ says it in its own words."""
+    body = _INCLUDE.sub("", _MSVC_GUARD.sub("", source))
+    for pattern, what in _UNSUPPORTED:
+        m = pattern.search(body)
+        if m:
+            line = body[body.rfind("\n", 0, m.start()) + 1 : body.find("\n", m.start())].strip()
+            raise EmulationError(
+                f"the kernel uses {what}; the emulator does not provide it: {line}"
+            )
+
+
+def _place_shared(text: str, sizes: Mapping[str, SharedBuffer], split: bool) -> str:
+    """Replace the shared-memory declarations of one kernel."""
+    offsets = sorted(int(m[2]) for m in _PART.finditer(text))
+
+    def dynamic(m: re.Match[str]) -> str:
+        kind, name = m[1], m[2]
+        label = "dynamic shared memory" if name == _ARENA else name
+        known = sizes.get(name) if split else None
+        size = known.size if known else 0  # 0: all of the launch's dynamic shared memory
+        return f'{kind}* {name} = ({kind}*)emu::dyn_shared("{label}", {size}, 8 * sizeof({kind}));'
+
+    def part(m: re.Match[str]) -> str:
+        name, offset = m[1], int(m[2])
+        known = sizes.get(name)
+        if split and known:
+            return (
+                f'void* {name} = emu::shared_buf("{name}", {known.size}, {known.elem_bits}, 1024);'
+            )
+        room = next((o for o in offsets if o > offset), 1 << 20) - offset
+        size, bits = (known.size, known.elem_bits) if known else (room, 8)
+        return f'{m[0]} emu::name_shared("{name}", {name}, {size}, {bits});'
+
+    def static(m: re.Match[str]) -> str:
+        return f'auto (&{m[2]})[{m[3]}] = emu::static_shared<{m[1]}, {m[3]}>("{m[2]}");'
+
+    text = _PART.sub(part, text)
+    text = _DYNAMIC.sub(dynamic, text)
+    text = _STATIC.sub(static, text)
+    # An arena that no buffer lives in any more must not be reserved: it would hide overruns.
+    uses = re.findall(rf"\b{_ARENA}\b", text)
+    if len(uses) == 1:
+        text = re.sub(rf"^ *uchar\* {_ARENA} = .*;$", "", text, flags=re.M)
+    return text

@@ -1,0 +1,224 @@
+"""Kernels: their definition, their compiled handles, and the launch.
+
+A kernel file defines kernels with `@kernel`; host files name them with `Kernel(module, name)`,
+which imports that file (and with it TileLang) at the first launch. A launch goes
+
+    problem -> plan(problem, device) -> static arguments -> handle (compiled once) -> call
+
+`problem` is what the host knows (sizes, flags); the plan in the kernel file turns it into the
+static arguments of the builder, so that one compiled handle serves many problems.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tile_kernels import config
+from tile_kernels.runtime import emulation, logs
+from tile_kernels.runtime.device import Device
+
+Handle = Callable[..., Any]
+_MOST_PLANNED = 4096
+# torch.cuda.current_device() without its check for initialisation: a CUDA tensor exists already.
+_current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+
+# Set for every kernel. Warp specialisation only pays for TMA-fed matrix products; lowering vector
+# accesses to PTX keeps nvcc 13.0 from splitting 16-byte stores.
+COMMON_PASS_CONFIGS: dict[str, Any] = {
+    "tl.disable_warp_specialized": True,
+    "tl.enable_lower_ldgstg": True,
+}
+
+
+@dataclass(frozen=True)
+class KernelDefinition:
+    """One TileLang kernel: `plan(*problem, device)` gives the arguments of `build`.
+
+    `access_bits(*static)` is the width of its global loads and of its stores that the plan
+    promises; tests hold the machine code to it.
+    """
+
+    build: Callable[..., Any]
+    plan: Callable[..., tuple[Any, ...]]
+    pass_configs: dict[str, Any]
+    access_bits: Callable[..., tuple[int, int]] | None
+
+    def prim_func(self, static: tuple[Any, ...]) -> Any:
+        """The kernel for these static arguments, under a name that contains them."""
+        words = [str(value) for value in static]
+        symbol = "_".join([self.build.__name__, *words]).replace("-", "m").replace(".", "p")
+        return self.build(*static).with_attr("global_symbol", symbol)
+
+    def compile(self, static: tuple[Any, ...], arch: str) -> Handle:
+        """Compile for `arch` (or load from TileLang's disk cache) and return the bare callable."""
+        os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")  # our own log says it
+        import tilelang
+
+        started = time.perf_counter()
+        compiled = tilelang.compile(
+            self.prim_func(static),
+            target={"kind": "cuda", "arch": arch},
+            execution_backend="tvm_ffi",
+            pass_configs=self.pass_configs,
+        )
+        if logs.settings.level:
+            seconds = time.perf_counter() - started
+            name = f"{self.build.__name__}{tuple(static)}"
+            logs.logger.info("compiled %s for %s in %.1f s", name, arch, seconds)
+        return _bare(compiled)
+
+
+def _bare(compiled: Any) -> Handle:
+    """The function inside a compiled kernel. TileLang's own wrapper around it re-derives output
+    shapes per call, which costs several microseconds and which we do not need."""
+    executable = compiled.adapter.get_exportable_executable()
+    module = executable.jit() if hasattr(executable, "jit") else executable
+    return module["main"]
+
+
+def kernel(
+    *,
+    plan: Callable[..., tuple[Any, ...]],
+    pass_configs: dict[str, Any] | None = None,
+    access_bits: Callable[..., tuple[int, int]] | None = None,
+) -> Callable[[Callable[..., Any]], KernelDefinition]:
+    """Define a kernel: the decorated builder returns a `T.prim_func` for its static arguments."""
+
+    def define(build: Callable[..., Any]) -> KernelDefinition:
+        configs = {**COMMON_PASS_CONFIGS, **(pass_configs or {})}
+        return KernelDefinition(build, plan, configs, access_bits)
+
+    return define
+
+
+@dataclass(frozen=True)
+class Request:
+    """A launch that was recorded instead of made: the kernel and the problem."""
+
+    kernel: Kernel
+    problem: tuple[Any, ...]
+
+
+class _Road(threading.local):
+    """Per thread: where launches go. None: the hardware. A list: only recorded there."""
+
+    recorded: list[Request] | None = None
+
+
+_road = _Road()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Request]]:
+    """Record launches instead of making them: shape inference, warm-up, looking at sources."""
+    outer = _road.recorded
+    requests: list[Request] = []
+    _road.recorded = requests
+    try:
+        yield requests
+    finally:
+        _road.recorded = outer
+        if outer is not None:
+            outer.extend(requests)
+
+
+def alignment(x: torch.Tensor, most: int = 16) -> int:
+    """The largest power of two, up to `most` bytes, that divides the address of `x`.
+
+    Where there is no address (recording), that of a tensor whose storage is well aligned.
+    """
+    recorded = _road.recorded is not None
+    address = x.storage_offset() * x.element_size() if recorded else x.data_ptr()
+    return math.gcd(address, most)
+
+
+@dataclass(eq=False)
+class Kernel:
+    """A kernel by name, imported at its first use; holds the compiled handles."""
+
+    module: str
+    name: str
+    _planned: dict[tuple[Any, ...], Handle] = field(default_factory=dict, repr=False)
+    _handles: dict[tuple[Any, ...], Handle] = field(default_factory=dict, repr=False)
+    _pending: dict[tuple[Any, ...], Future[Handle]] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _definition: KernelDefinition | None = field(default=None, repr=False)
+
+    @property
+    def definition(self) -> KernelDefinition:
+        if self._definition is None:
+            self._definition = getattr(importlib.import_module(self.module), self.name)
+        return self._definition
+
+    def launch(self, problem: tuple[Any, ...], *arguments: Any) -> None:
+        """Run the kernel for `problem` on `arguments`, in the order of its prim_func.
+
+        The first argument is a tensor; its device is where the kernel runs, on that device's
+        current stream, whichever device is current.
+        """
+        if _road.recorded is not None:
+            _road.recorded.append(Request(self, problem))
+            return
+        index = arguments[0].get_device()
+        if index < 0:
+            emulation.run(self, problem, arguments)
+            return
+        handle = self._planned.get((problem, index, config.generation)) or self._plan(problem, index)
+        if index == _current_cuda_device():
+            handle(*arguments)
+        else:
+            with torch.cuda.device(index):
+                handle(*arguments)
+
+    def _plan(self, problem: tuple[Any, ...], index: int) -> Handle:
+        """Plan for a CUDA device and remember the handle for this very problem."""
+        device = config.planned_device(index)
+        handle = self.handle(self.definition.plan(*problem, device), device.arch)
+        if len(self._planned) >= _MOST_PLANNED:  # token counts vary without end
+            self._planned.clear()
+        self._planned[problem, index, config.generation] = handle
+        return handle
+
+    def handle(self, static: tuple[Any, ...], arch: str) -> Handle:
+        """The compiled kernel, held or compiled now."""
+        return self.once((arch, static), lambda: self.definition.compile(static, arch))
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], Handle]) -> Handle:
+        """Make a handle exactly once, however many threads ask; the others wait for it."""
+        with self._lock:
+            held = self._handles.get(key)
+            if held is not None:
+                return held
+            future = self._pending.get(key)
+            mine = future is None
+            if future is None:
+                future = self._pending[key] = Future()
+        if not mine:
+            return future.result()
+        try:
+            made = make()
+        except BaseException as error:
+            with self._lock:
+                del self._pending[key]
+            future.set_exception(error)
+            raise
+        with self._lock:
+            self._handles[key] = made
+            del self._pending[key]
+        future.set_result(made)
+        return made
+
+    def static_arguments(self, problem: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
+        """What the plan chooses for `problem` on `device`."""
+        return self.definition.plan(*problem, device)

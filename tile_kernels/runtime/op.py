@@ -1,0 +1,279 @@
+"""`@op`: one declaration per public operator, and the registry that everything else reads.
+
+    @op(check=_check, oracle=oracles.f, cost=_cost, cases=cases.F)
+    def f(x: Tensor, n: int) -> Tensor:
+        '''Docstring.'''
+        out = torch.empty(...)              # on the input's device
+        _KERNEL.launch((sizes...), x, out)
+        return out
+
+The decorated body only allocates and launches. A call of the public function goes
+
+    checks -> one device? -> backend -> body (kernel) or oracle
+
+and through PyTorch's dispatcher first where that is needed: under `torch.compile`, for tensor
+subclasses and dispatch modes, and when autograd must see the operator. Shape inference for the
+dispatcher is the body itself with its launches left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as dispatch_modes
+from torch._C._functorch import peek_interpreter_stack as functorch_transform
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
+
+from tile_kernels.runtime import backends, logs
+from tile_kernels.runtime.cases import Cases, Cost
+from tile_kernels.runtime.launch import recording
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_registry: dict[str, Op] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One operator. `function` is what users call; `name` is `family.function`."""
+
+    name: str
+    function: Callable[..., Any]
+    body: Callable[..., Any]
+    check: Callable[..., None]
+    oracle: Callable[..., Any]
+    cost: Callable[..., Cost]
+    cases: Cases
+    mutates: tuple[str, ...]
+    signature: inspect.Signature
+    custom_op: torch.library.CustomOpDef
+
+    @property
+    def short_name(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def family(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def tensor_parameters(self) -> list[str]:
+        """The parameters that take tensors, optional ones included."""
+        return [
+            name
+            for name, parameter in self.signature.parameters.items()
+            if parameter.annotation in (Tensor, Tensor | None)
+        ]
+
+    def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The arguments by name, defaults filled in."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+
+def op(
+    *,
+    check: Callable[..., None],
+    oracle: Callable[..., Any],
+    cost: Callable[..., Cost],
+    cases: Cases,
+    mutates: Iterable[str] = (),
+) -> Callable[[F], F]:
+    """Declare the decorated function as a public operator of its family.
+
+    - `check(*arguments)` raises `ValueError`/`TypeError` on bad arguments;
+    - `oracle(*arguments)` is the definition in PyTorch, with the operator's signature;
+    - `cost(**arguments)` is the least work of a call;
+    - `cases` are the argument sets for tests and benchmarks;
+    - `mutates` names the arguments written in place.
+    """
+
+    def declare(body: F) -> F:
+        family = (body.__module__.split(".") * 2)[1]  # tile_kernels.FAMILY.module
+        name = f"{family}.{body.__name__}"
+        if name in _registry:
+            raise ValueError(f"the operator {name} is declared twice")
+        signature = inspect.signature(body, eval_str=True)
+        road = _Road(name, body, check, oracle, signature)
+        function = _public_function(road, body)
+        custom_op = _custom_op(f"tile_kernels::{family}_{body.__name__}", road, tuple(mutates))
+        road.dispatched = custom_op._opoverload
+        _registry[name] = Op(
+            name=name,
+            function=function,
+            body=body,
+            check=check,
+            oracle=oracle,
+            cost=cost,
+            cases=cases,
+            mutates=tuple(mutates),
+            signature=signature,
+            custom_op=custom_op,
+        )
+        return function  # type: ignore[return-value]
+
+    return declare
+
+
+def gradient(
+    function: Callable[..., Any],
+    backward: Callable[..., Any],
+    *,
+    setup_context: Callable[..., None] | None = None,
+) -> None:
+    """Make a declared operator differentiable.
+
+    `setup_context(ctx, inputs, output)` saves what `backward(ctx, *grads)` needs; `backward`
+    returns one gradient (or None) per argument. It then holds on every backend, in eager code and
+    under `torch.compile`.
+    """
+    get(function).custom_op.register_autograd(backward, setup_context=setup_context)
+
+
+class _Road:
+    """What one call needs, apart from `Op` so that the hot path reads few plain attributes."""
+
+    __slots__ = ("body", "check", "dispatched", "full_name", "name", "oracle", "signature")
+    dispatched: Callable[..., Any]
+
+    def __init__(
+        self,
+        full_name: str,
+        body: Callable[..., Any],
+        check: Callable[..., None],
+        oracle: Callable[..., Any],
+        signature: inspect.Signature,
+    ) -> None:
+        self.full_name, self.name, self.signature = full_name, body.__name__, signature
+        self.body, self.check, self.oracle = body, check, oracle
+
+    def explained(self, error: Exception, args: Any, kwargs: Any) -> Exception:
+        """The checks' error with the operator's name in front, to be raised instead."""
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as unbound:  # a wrong number of arguments, a wrong name
+            error = unbound
+        return type(error)(f"{self.name}: {error}")
+
+    def run(self, device: torch.device, args: Any, kwargs: Any) -> Any:
+        """Serve a checked call by the backend of `device`."""
+        try:
+            backend = backends.choose(device)
+        except ValueError as error:
+            raise self.explained(error, args, kwargs) from None
+        if logs.settings.level:
+            logs.call(self.full_name, backend, self.signature.bind(*args, **kwargs).arguments)
+        if backend == "torch":
+            return self.oracle(*args, **kwargs)
+        if backend == "meta":
+            return self.shapes(*args, **kwargs)
+        return self.body(*args, **kwargs)
+
+    def checked(self, args: Any, kwargs: Any) -> None:
+        try:
+            self.check(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            raise self.explained(error, args, kwargs) from None
+
+    def from_dispatcher(self, *args: Any, **kwargs: Any) -> Any:
+        """The custom op's implementation: PyTorch calls it with plain tensors."""
+        self.checked(args, kwargs)
+        return self.run(_inspect(self, args, kwargs)[0], args, kwargs)
+
+    def shapes(self, *args: Any, **kwargs: Any) -> Any:
+        """The custom op's fake implementation: allocate as the body does, launch nothing."""
+        self.checked(args, kwargs)
+        with recording():
+            return self.body(*args, **kwargs)
+
+
+def _public_function(road: _Road, body: Callable[..., Any]) -> Callable[..., Any]:
+    check, overrides, settings = road.check, backends.overrides, logs.settings
+
+    @functools.wraps(body)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return road.dispatched(*args, **kwargs)
+        try:
+            check(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            raise road.explained(error, args, kwargs) from None
+        device, plain = _inspect(road, args, kwargs)
+        if not plain or dispatch_modes() or functorch_transform():
+            return road.dispatched(*args, **kwargs)
+        if device.type == "cuda" and not (overrides.count or settings.level):
+            return body(*args, **kwargs)  # as `run` would, by the shortest way
+        return road.run(device, args, kwargs)
+
+    return function
+
+
+def _inspect(road: _Road, args: Any, kwargs: Any) -> tuple[torch.device, bool]:
+    """The one device of all tensors, and whether they are plain ones that autograd ignores."""
+    device, plain = None, True
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            if device is None:
+                device = value.device
+            elif value.device != device:
+                raise _mixed(road, args, kwargs)
+            kind = type(value)
+            if kind is not Tensor and kind is not Parameter:
+                plain = False
+            if value.requires_grad and torch.is_grad_enabled():
+                plain = False
+    if device is None:
+        raise TypeError(f"{road.name}: at least one argument must be a torch.Tensor")
+    return device, plain
+
+
+def _mixed(road: _Road, args: Any, kwargs: Any) -> ValueError:
+    named = road.signature.bind(*args, **kwargs).arguments
+    places = [f"{name} is on {t.device}" for name, t in named.items() if isinstance(t, Tensor)]
+    return ValueError(f"{road.name}: all tensors must be on one device, but {', '.join(places)}")
+
+
+def _custom_op(name: str, road: _Road, mutates: tuple[str, ...]) -> torch.library.CustomOpDef:
+    def implementation(*args: Any, **kwargs: Any) -> Any:
+        return road.from_dispatcher(*args, **kwargs)
+
+    implementation.__signature__ = road.signature  # type: ignore[attr-defined]
+    custom_op = torch.library.custom_op(name, implementation, mutates_args=mutates)
+    custom_op.register_fake(road.shapes)
+    return custom_op
+
+
+def get(function: str | Callable[..., Any]) -> Op:
+    """The declaration of an operator, by `family.name` or by its public function."""
+    if not isinstance(function, str):
+        for declared in _registry.values():
+            if declared.function is function:
+                return declared
+        raise KeyError(f"{function!r} is not a declared operator")
+    load_all()
+    if function not in _registry:
+        raise KeyError(f"no operator {function!r}; there are {', '.join(sorted(_registry))}")
+    return _registry[function]
+
+
+def all_ops() -> list[Op]:
+    """Every operator of the library, by name; those declared elsewhere are left out."""
+    load_all()
+    found = [_registry[name] for name in sorted(_registry)]
+    return [declared for declared in found if declared.body.__module__.startswith("tile_kernels.")]
+
+
+def load_all() -> None:
+    """Import every family, so that the registry is complete."""
+    import tile_kernels
+
+    for family in tile_kernels.FAMILIES:
+        getattr(tile_kernels, family)

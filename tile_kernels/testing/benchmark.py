@@ -1,0 +1,234 @@
+"""Measuring operators: device time against the machine's copy bandwidth, host time, the oracle.
+
+`tile-kernels bench` is the way to call it; `docs/benchmarks.md` says how to read the numbers.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tile_kernels
+from tile_kernels.runtime.cases import Arguments, Benchmark
+from tile_kernels.runtime.op import Op
+from tile_kernels.testing import timing
+
+DEFAULT_FOLDER = Path("benchmarks/results")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One benchmark case. Times are microseconds; None where this machine cannot measure it."""
+
+    case: str
+    bytes: int
+    device_us: float | None
+    device_min_us: float | None
+    goal_us: float | None
+    host_us: float
+    oracle_us: float | None
+    oracle_compiled_us: float | None
+    copy_fraction: float | None
+    method: str
+
+    @property
+    def gb_per_s(self) -> float | None:
+        return None if self.device_us is None else self.bytes / self.device_us / 1e3
+
+
+@dataclass(frozen=True)
+class Report:
+    """A benchmark run: the machine, the yardstick and the results."""
+
+    machine: dict[str, Any]
+    copy_gb_per_s: float | None
+    results: list[Result]
+
+    def as_json(self) -> str:
+        results = [
+            {**asdict(r), "gb_per_s": r.gb_per_s and round(r.gb_per_s, 1)} for r in self.results
+        ]
+        content = {
+            "machine": self.machine,
+            "copy_gb_per_s": self.copy_gb_per_s,
+            "results": results,
+        }
+        return json.dumps(content, indent=2) + "\n"
+
+
+def machine() -> dict[str, Any]:
+    """What a result must be read with: hardware, versions, date."""
+    import importlib.metadata
+
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "cpu": platform.processor() or platform.machine(),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "tilelang": importlib.metadata.version("tilelang"),
+        "tile_kernels": tile_kernels.__version__,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def run(
+    ops: Sequence[Op],
+    *,
+    compile_oracle: bool = True,
+    on_case: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Measure every benchmark case of `ops` on this machine; `on_case` is told each name."""
+    cuda = torch.cuda.is_available()
+    bandwidth = timing.copy_bandwidth() if cuda else None
+    results = []
+    for op in ops:
+        for case in op.cases.benchmarks:
+            on_case(f"{op.name}.{case.label}")
+            results.append(_measure(op, case, bandwidth, compile_oracle))
+    return Report(machine(), bandwidth and round(bandwidth, 1), results)
+
+
+def _measure(op: Op, case: Benchmark, bandwidth: float | None, compile_oracle: bool) -> Result:
+    arguments = case.build("cuda" if bandwidth else "cpu")
+    must_move = op.cost(**arguments).bytes
+    name = f"{op.name}.{case.label}"
+    host = timing.time_host(_host_call(op), calls=400)
+    if bandwidth is None:
+        oracle = timing.time_host(lambda: op.oracle(**arguments), calls=3)
+        return Result(
+            name, must_move, None, None, case.goal_us, _us(host), _us(oracle), None, None, "host"
+        )
+    device = timing.time_device(lambda: op.function(**arguments))
+    oracle_us = timing.time_device(lambda: op.oracle(**arguments), repeats=5).us
+    compiled = _compiled_time(op, arguments) if compile_oracle else None
+    return Result(
+        case=name,
+        bytes=must_move,
+        device_us=_us(device.us),
+        device_min_us=_us(device.min_us),
+        goal_us=case.goal_us,
+        host_us=_us(host),
+        oracle_us=_us(oracle_us),
+        oracle_compiled_us=compiled,
+        copy_fraction=round(must_move / device.us / 1e3 / bandwidth, 4),
+        method=device.method,
+    )
+
+
+def _host_call(op: Op) -> Callable[[], Any]:
+    """The operator on a small input of its kind: what the host spends, the device hardly working.
+
+    Without a GPU the launch is recorded instead of made, so that only our own road is timed.
+    """
+    sample = next(s for s in op.cases.small if _is_ordinary(s.build("meta")))
+    if torch.cuda.is_available():
+        arguments = sample.build("cuda")
+        return lambda: op.function(**arguments)
+    arguments = sample.build("meta")
+    return lambda: op.function(**arguments)
+
+
+def _is_ordinary(arguments: Arguments) -> bool:
+    tensors = [v for v in arguments.values() if isinstance(v, torch.Tensor)]
+    return all(size > 1 for tensor in tensors for size in tensor.shape)
+
+
+def _compiled_time(op: Op, arguments: Arguments) -> float | None:
+    """Device time of the oracle under `torch.compile`; None where that fails to compile it."""
+    torch._dynamo.reset()
+    compiled = torch.compile(op.oracle)
+    try:
+        return _us(timing.time_device(lambda: compiled(**arguments), repeats=5).us)
+    except torch._dynamo.exc.TorchDynamoException:
+        return None
+
+
+def _us(value: float) -> float:
+    return round(value, 2)
+
+
+# ---- files and pictures -------------------------------------------------------------------------
+
+
+def slug(device: str) -> str:
+    """A device's name as a folder's.
+
+    >>> slug("NVIDIA H200")
+    'nvidia-h200'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def save(report: Report, folder: Path = DEFAULT_FOLDER) -> list[Path]:
+    """Write one file per family, `FOLDER/DEVICE/FAMILY.json`; cases not in the run are kept."""
+    target = folder / slug(report.machine["device"])
+    target.mkdir(parents=True, exist_ok=True)
+    written = []
+    for family in dict.fromkeys(result.case.partition(".")[0] for result in report.results):
+        results = [r for r in report.results if r.case.startswith(f"{family}.")]
+        path = target / f"{family}.json"
+        path.write_text(Report(report.machine, report.copy_gb_per_s, results).as_json())
+        written.append(path)
+    return written
+
+
+def load(path: Path) -> Report:
+    """A report as `save` wrote it."""
+    content = json.loads(path.read_text())
+    results = [
+        Result(**{key: value for key, value in result.items() if key != "gb_per_s"})
+        for result in content["results"]
+    ]
+    return Report(content["machine"], content["copy_gb_per_s"], results)
+
+
+def plot(report: Report, path: Path) -> None:
+    """A roofline-style picture: bytes against time, with the floor that the copy bandwidth sets."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    measured = [r for r in report.results if r.device_us is not None]
+    if not measured or report.copy_gb_per_s is None:
+        raise ValueError("plot: the report holds no device times")
+    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    sizes = sorted(r.bytes for r in measured)
+    line = [sizes[0] / 2, sizes[-1] * 2]
+    floor = [size / report.copy_gb_per_s / 1e3 for size in line]
+    label = f"copy bandwidth, {report.copy_gb_per_s / 1e3:.2f} TB/s"
+    axes.plot(line, floor, color="0.4", linewidth=1, label=label)
+    series = [
+        ("oracle", "x", "#b55d4c", [r.oracle_us for r in measured]),
+        ("oracle, compiled", "+", "#c9a227", [r.oracle_compiled_us for r in measured]),
+        ("goal", "_", "#4c956c", [r.goal_us for r in measured]),
+        ("tile_kernels", "o", "#2c5f8a", [r.device_us for r in measured]),
+    ]
+    for name, marker, color, times in series:
+        points = [(r.bytes, time) for r, time in zip(measured, times) if time is not None]
+        if points:
+            axes.scatter(*zip(*points), marker=marker, color=color, label=name, zorder=3)
+    for result in measured:
+        axes.annotate(
+            result.case,
+            (result.bytes, result.device_us or 0),
+            textcoords="offset points",
+            xytext=(6, -8),
+            fontsize=7,
+        )
+    axes.set(xscale="log", yscale="log", xlabel="bytes that must move", ylabel="device time, us")
+    axes.set_title(f"{report.machine['device']}, {report.machine['date']}", fontsize=10)
+    axes.grid(True, which="both", linewidth=0.3, alpha=0.5)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,6 @@
+"""The PyTorch oracles: plain, readable, the definition of right. They run on any device."""
+
+from tile_kernels.torch.topk import stable_topk
+from tile_kernels.torch.transpose import batched_transpose, transpose
+
+__all__ = ["batched_transpose", "stable_topk", "transpose"]

@@ -1,0 +1,160 @@
+"""Transpose of a batch of matrices through a swizzled tile in shared memory."""
+
+import math
+from typing import Any, NamedTuple
+
+from tilelang import language as T
+
+from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.launch import kernel
+
+ACCESS_BYTES = 16  # the widest global access, and the unit of the swizzle
+WORD_BYTES = 4  # a shared-memory bank
+TILES = {1: (256, 128), 2: (128, 128), 4: (64, 64), 8: (32, 32)}  # rows, columns by width
+MOST_BLOCKS_ON_Y = 65535
+
+
+class Plan(NamedTuple):
+    """`load` and `store` are elements of `width` bytes per global access."""
+
+    dtype: str
+    width: int
+    batched: bool
+    load: int
+    store: int
+    tile_rows: int
+    tile_cols: int
+    threads: int
+    rows_on_x: bool
+
+
+def plan(
+    dtype: str,
+    width: int,
+    rows: int,
+    cols: int,
+    row_stride: int,
+    batch_stride: int | None,
+    alignment: int,
+    device: Device,
+) -> Plan:
+    """The widest accesses that every row start allows, of `x` and of the output.
+
+    Strides are in elements, `batch_stride` is None for a single matrix; `alignment` is what
+    divides the address of `x`, in bytes.
+    """
+    widest = ACCESS_BYTES // width
+    starts = (cols, row_stride, batch_stride or 0, max(alignment // width, 1))
+    load, store = math.gcd(widest, *starts), math.gcd(widest, rows)
+    # Writing long runs of the output pays more than reading long runs of x, so blocks walk down
+    # the rows, unless the columns need the grid's x axis, the only one without a limit.
+    tile_rows, tile_cols = TILES[width]
+    return Plan(
+        dtype=dtype,
+        width=width,
+        batched=batch_stride is not None,
+        load=load,
+        store=store,
+        tile_rows=tile_rows,
+        tile_cols=tile_cols,
+        threads=256,
+        rows_on_x=cols <= tile_cols * MOST_BLOCKS_ON_Y,
+    )
+
+
+def access_bits(
+    dtype: str, width: int, batched: bool, load: int, store: int, *_: int
+) -> tuple[int, int]:
+    return 8 * width * load, 8 * width * store
+
+
+@kernel(plan=plan, access_bits=access_bits)
+def batched_transpose(
+    dtype: str,
+    width: int,
+    batched: bool,
+    load: int,
+    store: int,
+    tile_rows: int,
+    tile_cols: int,
+    threads: int,
+    rows_on_x: bool,
+) -> Any:
+    """`out[b, j, i] = x[b, i, j]`; without `batched` the tensors are single matrices.
+
+    A thread loads `word` rows of `load` columns, so that for each column it holds one 4-byte word
+    of the transposed tile. In that tile the 16-byte chunk `c` of column `j` is kept at chunk
+    `c ^ (j // load % 8)`: the 32 lanes of a warp then write 32 different banks, and reading whole
+    chunks back along a column is free of conflicts too.
+    """
+    word = max(WORD_BYTES // width, 1)
+    chunk = ACCESS_BYTES // width
+    in_lanes = tile_cols // load  # threads along a row of x
+    out_lanes = tile_rows // store  # threads along a row of out
+    in_steps = T.ceildiv(tile_rows // word * in_lanes, threads)
+    out_steps = tile_cols * out_lanes // threads
+    batch, rows, cols = T.dynamic("batch rows cols")
+    batch_stride, row_stride = T.dynamic("batch_stride row_stride", "int64")
+
+    if batched:
+        x_type = T.StridedTensor[(batch, rows, cols), (batch_stride, row_stride, 1), dtype]
+        out_type = T.Tensor[(batch, cols, rows), dtype]
+    else:
+        x_type = T.StridedTensor[(rows, cols), (row_stride, 1), dtype]
+        out_type = T.Tensor[(cols, rows), dtype]
+
+    @T.prim_func
+    def transpose(x: x_type, out: out_type):
+        tiles_down = T.ceildiv(rows, tile_rows)
+        tiles_across = T.ceildiv(cols, tile_cols)
+        with T.Kernel(
+            tiles_down if rows_on_x else tiles_across,
+            tiles_across if rows_on_x else tiles_down,
+            batch if batched else 1,
+            threads=threads,
+        ) as (bx, by, b):
+            if batched:
+                T.assume(batch_stride % load == 0)
+            T.assume(row_stride % load == 0)
+            T.assume(cols % load == 0)
+            T.assume(rows % store == 0)
+            first_row = (bx if rows_on_x else by) * tile_rows
+            first_col = (by if rows_on_x else bx) * tile_cols
+            tx = T.get_thread_binding()
+            tile = T.alloc_shared((tile_cols, tile_rows), dtype)
+            loaded = T.alloc_local((in_steps, word, load), dtype)
+            turned = T.alloc_local((word,), dtype)
+            line = T.alloc_local((store,), dtype)
+
+            for step in T.unroll(in_steps):
+                col = tx % in_lanes * load
+                row = (step * threads + tx) // in_lanes * word
+                for w in T.unroll(word):
+                    if first_row + row + w < rows and first_col + col < cols:
+                        i, j = first_row + row + w, first_col + col
+                        for v in T.vectorized(load):
+                            loaded[step, w, v] = x[b, i, j + v] if batched else x[i, j + v]
+            for step in T.unroll(in_steps):
+                col = tx % in_lanes * load
+                row = (step * threads + tx) // in_lanes * word
+                swizzle = row // chunk ^ (col // load % 8)
+                for v in T.unroll(load):
+                    for w in T.unroll(word):
+                        turned[w] = loaded[step, w, v]
+                    for w in T.vectorized(word):
+                        tile[col + v, swizzle * chunk + row % chunk + w] = turned[w]
+            T.sync_threads()
+            for step in T.unroll(out_steps):
+                col = (step * threads + tx) // out_lanes
+                row = tx % out_lanes * store
+                swizzle = row // chunk ^ (col // load % 8)
+                if first_col + col < cols and first_row + row < rows:
+                    for v in T.vectorized(store):
+                        line[v] = tile[col, swizzle * chunk + row % chunk + v]
+                    for v in T.vectorized(store):
+                        if batched:
+                            out[b, first_col + col, first_row + row + v] = line[v]
+                        else:
+                            out[first_col + col, first_row + row + v] = line[v]
+
+    return transpose
