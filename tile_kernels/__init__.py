@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from tile_kernels import config, moe, testing, torch, transpose
     from tile_kernels.config import get_device_num_sms, get_num_sms, set_num_sms
     from tile_kernels.runtime.backends import backend
+    from tile_kernels.runtime.emulator import EmulationError, emulate
     from tile_kernels.runtime.logs import set_log_level
     from tile_kernels.runtime.warmup import warmup
 
 FAMILIES = ("moe", "transpose")
 _SUBMODULES = (*FAMILIES, "config", "testing", "torch")
 _FUNCTIONS = {
+    "EmulationError": "tile_kernels.runtime.emulator",
     "backend": "tile_kernels.runtime.backends",
+    "emulate": "tile_kernels.runtime.emulator",
     "get_device_num_sms": "tile_kernels.config",
     "get_num_sms": "tile_kernels.config",
     "set_log_level": "tile_kernels.runtime.logs",
@@ -32,9 +35,11 @@ _FUNCTIONS = {
 
 __all__ = [
     "FAMILIES",
+    "EmulationError",
     "__version__",
     "backend",
     "config",
+    "emulate",
     "get_device_num_sms",
     "get_num_sms",
     "moe",

@@ -52,7 +52,7 @@ def set_num_sms(num_sms: int, device: torch.device | int | None = None) -> None:
     Without `device` the budget holds for the whole process, with it for that device alone.
     It persists; setting the device's own count lifts it. Results never depend on it.
     """
-    global _budget, generation
+    global _budget, generation  # noqa: PLW0603 - module state by contract: it is process-wide
     if isinstance(num_sms, bool) or not isinstance(num_sms, int):
         raise TypeError(f"set_num_sms: num_sms must be an int, got {type(num_sms).__name__}")
     available = get_device_num_sms(device)
@@ -72,13 +72,16 @@ def get_num_sms(device: torch.device | int | None = None) -> int:
     return planned_device(_index(device)).num_sms
 
 
+def with_budget(device: _device.Device, index: int | None = None) -> _device.Device:
+    """`device` with the SM budget of CUDA device `index` (None: the process's) as its SM count."""
+    budget = _device_budgets.get(index) if index is not None else None
+    budget = min(budget or _budget or device.num_sms, device.num_sms)
+    return dataclasses.replace(device, num_sms=budget)
+
+
 def planned_device(index: int | None) -> _device.Device:
     """The device a kernel's plan sees: CUDA device `index` with the SM budget as its SM count."""
     device = _planned.get(index)
     if device is None:
-        physical = _physical(index)
-        own = None if index is None else _device_budgets.get(index)
-        budget = own or min(_budget or physical.num_sms, physical.num_sms)
-        device = dataclasses.replace(physical, num_sms=budget)
-        _planned[index] = device
+        device = _planned[index] = with_budget(_physical(index), index)
     return device

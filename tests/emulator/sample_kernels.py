@@ -495,6 +495,18 @@ def fp4_widen(n: int) -> Any:
     return fp4_widen
 
 
+def fp4_rows(H: int) -> Any:
+    n = T.dynamic("n")
+
+    @T.prim_func
+    def fp4_rows(packed: T.Tensor[(n, H), T.float4_e2m1fn], y: T.Tensor[(n, H), T.float32]):
+        with T.Kernel(n, threads=32) as i:
+            for j in T.Parallel(H):
+                y[i, j] = T.cast(packed[i, j], T.float32)
+
+    return fp4_rows
+
+
 def scale_rows(H: int, *, with_bias: bool) -> Any:
     """Strided input, optional tensor, scalar argument."""
     n, s0 = T.dynamic("n s0")

@@ -157,6 +157,24 @@ def test_fast_mode_gives_the_same_results(case: Any) -> None:
     case(mode="fast", order="reverse")
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
+@pytest.mark.parametrize("case", [check_cast, check_rowsum, check_offsets])
+def test_sources_of_other_architectures(case: Any, arch: str) -> None:
+    case(arch=arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_explicit_vector_accesses(arch: str) -> None:
+    """TileLang can spell loads and stores as PTX: plain and predicated, 16 and 32 bytes wide."""
+    configs = {
+        **k.PLAIN,
+        k.CFG.TL_ENABLE_LOWER_LDGSTG: True,
+        k.CFG.TL_ENABLE_LOWER_LDGSTG_PREDICATED: True,
+    }
+    check_cast(configs=configs, arch=arch)
+    check_softmax(configs=configs, arch=arch)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -327,6 +345,13 @@ def test_fp4_widening_covers_all_codes() -> None:
     for got in (b, q, h):
         assert torch.equal(got.float(), want)
         assert torch.equal(torch.signbit(got.float()), torch.signbit(want))
+
+
+def test_packed_fp4_matrix() -> None:
+    packed = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    y = torch.zeros(4, 128)
+    run(k.fp4_rows(128), packed, y)
+    assert torch.equal(y, unpack_fp4(packed))
 
 
 def test_scalar_fp4_stores_of_neighbouring_threads_race() -> None:

@@ -222,6 +222,7 @@ UNSWIZZLED = """
   float acc[4];
   tl::wgmma_ss<tl::DataType::kBFloat16, tl::DataType::kBFloat16, tl::DataType::kFloat32, 64, 8, 16, false, false>(
       uint64_t(da), uint64_t(db), (uint32_t *)acc, false);
+  tl::warpgroup_commit_batch();
   tl::warpgroup_wait<0>();
   int l = t % 32, row = t / 32 * 16 + l / 4, col = l % 4 * 2;
   for (int i = 0; i < 4; ++i) c[(row + 8 * (i / 2)) * 8 + col + i % 2] = acc[i];
@@ -234,11 +235,15 @@ def test_unswizzled_wgmma() -> None:
     probe = cuda_source(UNSWIZZLED, {"a": "float", "b": "float", "c": "float"}, threads=128)
     probe(a.flatten(), b.flatten(), c)
     assert torch.equal(c.view(64, 8), a @ b.t())
-    broken = UNSWIZZLED.replace("__syncthreads();", "")
-    with pytest.raises(EmulationError, match="race"):
-        cuda_source(broken, {"a": "float", "b": "float", "c": "float"}, threads=128)(
-            a.flatten(), b.flatten(), c
-        )
+    for gone, match in (
+        ("__syncthreads();", "race"),
+        ("tl::warpgroup_wait<0>();", "ends with a wgmma it has not waited for"),
+    ):
+        broken = UNSWIZZLED.replace(gone, "")
+        with pytest.raises(EmulationError, match=match):
+            cuda_source(broken, {"a": "float", "b": "float", "c": "float"}, threads=128)(
+                a.flatten(), b.flatten(), c
+            )
 
 
 def test_stmatrix_then_ldmatrix_is_the_identity_and_trans_transposes() -> None:

@@ -24,6 +24,7 @@ SYNC = r"__syncthreads\(\);"
 CP_WAIT = r"tl::cp_async_wait<\d+>\(\);"
 MBAR_WAIT = r"\w+\[[^;]*\]\.wait\([^;]*\);"
 STORE_WAIT = r"tl::tma_store_wait<[^;]*>\(\);"
+WGMMA_WAIT = r"tl::(?:warpgroup_wait|wait_wgmma)<\d+>\(\);"
 BF16 = torch.bfloat16
 
 
@@ -119,8 +120,8 @@ def _mutations() -> list[tuple[str, str, int]]:
         "softmax": {SYNC: 1},
         "pipelined_rowsum": {SYNC: 5, CP_WAIT: 3},
         "gemm_mma": {SYNC: 3, CP_WAIT: 2},
-        "gemm_wgmma": {SYNC: 3, CP_WAIT: 2},
-        "gemm_tma": {SYNC: 1, MBAR_WAIT: 2},
+        "gemm_wgmma": {SYNC: 3, CP_WAIT: 2, WGMMA_WAIT: 2},
+        "gemm_tma": {SYNC: 1, MBAR_WAIT: 2, WGMMA_WAIT: 1},
         "tma_copy": {SYNC: 2, MBAR_WAIT: 1, STORE_WAIT: 1},
         "bulk_copy": {SYNC: 2, MBAR_WAIT: 1, STORE_WAIT: 1},
         "count_and_offsets": {SYNC: 4},
@@ -133,6 +134,7 @@ PATTERN_NAMES = {
     CP_WAIT: "cp_async_wait",
     MBAR_WAIT: "mbarrier_wait",
     STORE_WAIT: "store_wait",
+    WGMMA_WAIT: "wgmma_wait",
 }
 
 

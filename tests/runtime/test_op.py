@@ -40,9 +40,8 @@ axpy_launches: list[str] = []
 gradient(
     axpy,
     lambda ctx, grad: (ctx.alpha * grad, grad, None, grad if ctx.with_bias else None),
-    setup_context=lambda ctx, inputs, output: (
-        setattr(ctx, "alpha", inputs[2]),
-        setattr(ctx, "with_bias", inputs[3] is not None),
+    setup_context=lambda ctx, inputs, output: ctx.__dict__.update(  # noqa: ARG005
+        alpha=inputs[2], with_bias=inputs[3] is not None
     ),
 )
 
@@ -68,7 +67,7 @@ def test_cpu_tensors_run_the_oracle() -> None:
 
 
 def test_mixed_devices_are_named() -> None:
-    with pytest.raises(ValueError, match="axpy: .*x is on cpu, y is on meta"):
+    with pytest.raises(ValueError, match=r"axpy: .*x is on cpu, y is on meta"):
         axpy(torch.ones(3), torch.ones(3, device="meta"), 1.0)
 
 
@@ -88,7 +87,7 @@ def test_a_declared_name_cannot_be_declared_again() -> None:
 
 def test_registry_finds_by_function_and_by_name() -> None:
     assert ops.get(tile_kernels.moe.topk_gate) is ops.get("moe.topk_gate")
-    with pytest.raises(KeyError, match="no operator 'moe.nothing'"):
+    with pytest.raises(KeyError, match=r"no operator 'moe\.nothing'"):
         ops.get("moe.nothing")
     assert ops.get(axpy) not in ops.all_ops()  # the library's own only
 
@@ -99,7 +98,8 @@ def test_registry_finds_by_function_and_by_name() -> None:
 def test_gradient_in_eager_code() -> None:
     x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     axpy(x, y, 3.0).sum().backward()
-    assert x.grad is not None and y.grad is not None
+    assert x.grad is not None
+    assert y.grad is not None
     assert x.grad.tolist() == [3, 3, 3]
     assert y.grad.tolist() == [1, 1, 1]
 

@@ -97,6 +97,10 @@ TOPK_GATE = Cases(
             "scores", "too many experts", lambda a: {**a, "scores": a["scores"].new_empty(1, 8193)}
         ),
         Reject("scores", "half precision", lambda a: {**a, "scores": a["scores"].half()}),
-        Reject("scores", "transposed", lambda a: {"scores": a["scores"].new_empty(9, 5).T, "num_topk": 1}),
+        Reject(
+            "scores",
+            "transposed",
+            lambda a: {"scores": a["scores"].new_empty(9, 5).T, "num_topk": 1},
+        ),
     ],
 )

@@ -34,9 +34,7 @@ def _cost_topk_gate(scores: Tensor, num_topk: int) -> Cost:
     return Cost(bytes=4 * num_tokens * num_experts + 8 * num_tokens * num_topk)
 
 
-@op(
-    check=_check_topk_gate, oracle=oracles.stable_topk, cost=_cost_topk_gate, cases=TOPK_GATE
-)
+@op(check=_check_topk_gate, oracle=oracles.stable_topk, cost=_cost_topk_gate, cases=TOPK_GATE)
 def topk_gate(scores: Tensor, num_topk: int) -> Tensor:
     """The best experts of each token, best first, ties to the smaller expert index.
 

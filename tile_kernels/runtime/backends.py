@@ -16,10 +16,11 @@ import contextlib
 import contextvars
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from tile_kernels.runtime import checks
+from tile_kernels.runtime import checks, emulation
 
 BACKENDS = ("tilelang", "torch", "emulate")
 CHOICES = ("auto", *BACKENDS)
@@ -49,10 +50,11 @@ overrides = _Overrides()
 
 
 @contextlib.contextmanager
-def backend(name: str) -> Iterator[None]:
+def backend(name: str, **options: Any) -> Iterator[None]:
     """Serve every operator called inside by the named backend.
 
-    `name` is `auto`, `tilelang`, `torch` or `emulate`.
+    `name` is `auto`, `tilelang`, `torch` or `emulate`; the last takes options: `arch`, `mode`,
+    `order`, `seed`, `split_shared`, `contract` (see `tile_kernels.runtime.emulation.Options`).
 
     >>> import tile_kernels
     >>> with tile_kernels.backend("torch"):
@@ -60,10 +62,13 @@ def backend(name: str) -> Iterator[None]:
     [[1, 3], [2, 4]]
     """
     checks.one_of("backend: name", name, CHOICES)
+    if options and name != "emulate":
+        raise TypeError(f"backend: {name!r} takes no options, got {', '.join(options)}")
     token = _chosen.set(name)
     overrides.count += 1
     try:
-        yield
+        with emulation.emulating(**options):
+            yield
     finally:
         overrides.count -= 1
         _chosen.reset(token)

@@ -62,7 +62,7 @@ def cuda_device(index: int) -> Device:
         name=properties.name,
         arch=arch_of_capability(properties.major, properties.minor),
         num_sms=properties.multi_processor_count,
-        smem_per_block=properties.shared_memory_per_block_optin,
+        smem_per_block=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         smem_per_sm=properties.shared_memory_per_multiprocessor,
     )
 

@@ -157,6 +157,7 @@ class Kernel:
 
     @property
     def definition(self) -> KernelDefinition:
+        """What the kernel's file says; imports that file."""
         if self._definition is None:
             self._definition = getattr(importlib.import_module(self.module), self.name)
         return self._definition
@@ -174,7 +175,9 @@ class Kernel:
         if index < 0:
             emulation.run(self, problem, arguments)
             return
-        handle = self._planned.get((problem, index, config.generation)) or self._plan(problem, index)
+        handle = self._planned.get((problem, index, config.generation)) or self._plan(
+            problem, index
+        )
         if index == _current_cuda_device():
             handle(*arguments)
         else:

@@ -5,8 +5,10 @@
 | 0 | nothing (default) |
 | 1 | every call of an operator with its backend, every compile |
 | 2 | also shapes, dtypes, strides and plain arguments |
-| 3 | also saves every call's inputs to `TILE_KERNELS_LOG_DIR` (default `tile_kernels_dump`), before |
-|   | the call runs, so that `tile-kernels check --replay FILE` can reproduce a failure |
+| 3 | also saves every call's inputs to `TILE_KERNELS_LOG_DIR` (default `tile_kernels_dump`) |
+
+Inputs are saved before the call runs, so that `tile-kernels check --replay FILE` can reproduce a
+failure.
 
 Lines go to the standard logger `tile_kernels`.
 """

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch._C._functorch import peek_interpreter_stack as functorch_transform
+from torch._library.custom_ops import CustomOpDef
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
@@ -53,14 +54,16 @@ class Op:
     cases: Cases
     mutates: tuple[str, ...]
     signature: inspect.Signature
-    custom_op: torch.library.CustomOpDef
+    custom_op: CustomOpDef
 
     @property
     def short_name(self) -> str:
+        """The public function's name."""
         return self.name.rpartition(".")[2]
 
     @property
     def family(self) -> str:
+        """The package it lives in."""
         return self.name.partition(".")[0]
 
     @property
@@ -241,7 +244,7 @@ def _mixed(road: _Road, args: Any, kwargs: Any) -> ValueError:
     return ValueError(f"{road.name}: all tensors must be on one device, but {', '.join(places)}")
 
 
-def _custom_op(name: str, road: _Road, mutates: tuple[str, ...]) -> torch.library.CustomOpDef:
+def _custom_op(name: str, road: _Road, mutates: tuple[str, ...]) -> CustomOpDef:
     def implementation(*args: Any, **kwargs: Any) -> Any:
         return road.from_dispatcher(*args, **kwargs)
 

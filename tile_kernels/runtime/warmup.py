@@ -11,8 +11,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class Compilation:
 
     @property
     def label(self) -> str:
+        """The kernel's name with its static arguments."""
         return f"{self.kernel.name}({', '.join(str(value) for value in self.static)})"
 
 

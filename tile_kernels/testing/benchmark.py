@@ -40,7 +40,13 @@ class Result:
     method: str
 
     @property
+    def op(self) -> str:
+        """The operator's name, in front of the case's."""
+        return ".".join(self.case.split(".")[:2])
+
+    @property
     def gb_per_s(self) -> float | None:
+        """Bytes that must move over device time."""
         return None if self.device_us is None else self.bytes / self.device_us / 1e3
 
 
@@ -53,6 +59,7 @@ class Report:
     results: list[Result]
 
     def as_json(self) -> str:
+        """The text of a results file."""
         results = [
             {**asdict(r), "gb_per_s": r.gb_per_s and round(r.gb_per_s, 1)} for r in self.results
         ]
@@ -170,13 +177,13 @@ def slug(device: str) -> str:
 
 
 def save(report: Report, folder: Path = DEFAULT_FOLDER) -> list[Path]:
-    """Write one file per family, `FOLDER/DEVICE/FAMILY.json`; cases not in the run are kept."""
+    """Write one file per operator, `FOLDER/DEVICE/FAMILY.OP.json`, over what was there."""
     target = folder / slug(report.machine["device"])
     target.mkdir(parents=True, exist_ok=True)
     written = []
-    for family in dict.fromkeys(result.case.partition(".")[0] for result in report.results):
-        results = [r for r in report.results if r.case.startswith(f"{family}.")]
-        path = target / f"{family}.json"
+    for name in dict.fromkeys(result.op for result in report.results):
+        results = [result for result in report.results if result.op == name]
+        path = target / f"{name}.json"
         path.write_text(Report(report.machine, report.copy_gb_per_s, results).as_json())
         written.append(path)
     return written

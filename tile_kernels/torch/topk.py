@@ -15,5 +15,8 @@ def stable_topk(scores: torch.Tensor, num_topk: int) -> torch.Tensor:
     >>> stable_topk(torch.tensor([[1.0, float("nan"), 3.0, 3.0]]), 3).tolist()
     [[1, 2, 3]]
     """
+    if scores.is_floating_point():
+        # CUDA's sort tells NaNs of different sign apart; here there is one NaN on every device.
+        scores = scores.masked_fill(scores.isnan(), float("nan"))
     order = torch.sort(scores, dim=1, descending=True, stable=True).indices
     return order[:, :num_topk].clone(memory_format=torch.contiguous_format)

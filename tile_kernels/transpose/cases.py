@@ -78,7 +78,7 @@ TRANSPOSE = Cases(
         Benchmark("fp32", _bits(8192, 7168, dtype=torch.float32)),
     ],
     vectors=[
-        Vector("64i+j", lambda: {"x": _counted(64, 64)}, lambda: _counted(64, 64).T.contiguous()),
+        Vector("64i+j", lambda: {"x": _counted(64, 64)}, lambda: _counted(64, 64).T.contiguous()),  # noqa: PLW0108
         Vector(
             "2x3",
             lambda: {"x": torch.tensor([[1, 2, 3], [4, 5, 6]])},
@@ -100,8 +100,9 @@ BATCHED_TRANSPOSE = Cases(
         Sample("over-2^31.e4m3", _bits(3, 27008, 27008, dtype=_FP8)),
     ],
     benchmarks=[
-        Benchmark("e4m3", _bits(8, 2048, 7168, dtype=_FP8), goal_us=58.7),
-        Benchmark("bf16", _bits(8, 1024, 7168)),
+        Benchmark("e4m3", _bits(2, 8192, 7168, dtype=_FP8), goal_us=58.7),
+        Benchmark("e4m3.32x512", _bits(32, 512, 7168, dtype=_FP8)),
+        Benchmark("bf16.8x1024", _bits(8, 1024, 7168)),
     ],
     vectors=[
         Vector(

@@ -35,15 +35,17 @@ def first_lane(mask):
 
 def sorting_network(size: int) -> list[tuple[int, int]]:
     """Comparators (Batcher's odd-even merge sort) that bring `size` values into order."""
-    pairs = []
+    pairs: list[tuple[int, int]] = []
     span = 1
     while span < size:
         step = span
         while step:
             for first in range(step % span, size - step, 2 * step):
-                for low in range(first, min(first + step, size - step)):
-                    if low // (2 * span) == (low + step) // (2 * span):
-                        pairs.append((low, low + step))
+                pairs += [
+                    (low, low + step)
+                    for low in range(first, min(first + step, size - step))
+                    if low // (2 * span) == (low + step) // (2 * span)
+                ]
             step //= 2
         span *= 2
     return pairs

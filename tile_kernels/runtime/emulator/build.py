@@ -28,16 +28,16 @@ _OPTIMISE = ["-O1", "-g1"]
 # g++ contracts a * b + c only from -O2 on, and only with the instruction available.
 _CONTRACT = ["-O2", "-g1", "-mfma", "-ffp-contract=fast"]
 # Only the compiler half of the sanitizer: each access calls a hook that runtime.cpp defines.
-_CHECK = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
+_CHECK = ["-fsanitize=thread"]
 
 
 def cache_dir() -> Path:
     """Where compiled kernels are kept: `TILE_KERNELS_CACHE`, or the user's cache folder."""
     root = os.environ.get("TILE_KERNELS_CACHE")
     if root:
-        return Path(root) / "emulator"
+        return Path(root).expanduser().absolute() / "emulator"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "tile_kernels" / "emulator"
+    return Path(base).absolute() / "tile_kernels" / "emulator"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -110,7 +110,15 @@ def flags(mode: str, *, contract: bool = False) -> list[str]:
         raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}")
     if contract and not _cpu_has_fma():
         raise EmulationError("contract=True needs a CPU with fused multiply-add", kind="toolchain")
-    return [*_BASE, *(_CONTRACT if contract else _OPTIMISE), *(_CHECK if mode == "check" else [])]
+    checks = [*_CHECK, *_no_entry_hooks()] if mode == "check" else []
+    return [*_BASE, *(_CONTRACT if contract else _OPTIMISE), *checks]
+
+
+def _no_entry_hooks() -> list[str]:
+    """Spare the calls at function entry, which g++ can leave out from version 12 on."""
+    version = re.search(r"\b(\d+)\.\d+\.\d+", _compiler_version())
+    new = version is not None and int(version[1]) >= 12
+    return ["--param=tsan-instrument-func-entry-exit=0"] if new else []
 
 
 @functools.lru_cache(maxsize=1)

@@ -592,7 +592,7 @@ def _unravel(element: int, t: torch.Tensor, packed: bool) -> tuple[int, ...] | N
 
 def _source_line(library: Path, addresses: list[int]) -> tuple[str, int, str] | None:
     """File, line and text of the innermost generated line among return addresses."""
-    name = str(library)
+    name = str(library.resolve())  # as the loader reports it
     spans = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)

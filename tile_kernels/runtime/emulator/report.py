@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one tensor touched by the checked accesses of a call.
+    """Bytes of one tensor touched by the checked accesses of a call, summed over its kernels.
 
     `read == distinct_read == tensor.nbytes` says that every byte was read exactly once.
     """

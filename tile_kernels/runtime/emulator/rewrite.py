@@ -25,7 +25,7 @@ _UNSUPPORTED = [
     (re.compile(r"\b(?:asm|__asm__)\b"), "inline PTX, which has no meaning on a CPU"),
     (re.compile(r"\btl::tcgen05|\btcgen05"), "tcgen05 (tensor memory of sm_100)"),
     (re.compile(r"\bcurand"), "cuRAND"),
-    (re.compile(r"\btl::cluster_|\bcluster_(?:arrive|wait|sync)"), "thread-block clusters"),
+    (re.compile(r"\bcluster_|__cluster_dims__"), "thread-block clusters"),
     (re.compile(r"_rs_sat\b"), "stochastic rounding, whose random bits only the hardware defines"),
 ]
 

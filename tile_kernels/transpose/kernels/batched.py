@@ -120,6 +120,7 @@ def batched_transpose(
             T.assume(rows % store == 0)
             first_row = (bx if rows_on_x else by) * tile_rows
             first_col = (by if rows_on_x else bx) * tile_cols
+            T.annotate_min_blocks_per_sm(4)
             tx = T.get_thread_binding()
             tile = T.alloc_shared((tile_cols, tile_rows), dtype)
             loaded = T.alloc_local((in_steps, word, load), dtype)

@@ -96,6 +96,13 @@ void atomic_order(const void *p, int order);         // the C++ memory order of 
 // Warp operation: every lane publishes `arg` and blocks; the last to arrive computes all results.
 using CollFn = void (*)(unsigned lanes, void **args);
 void collective(unsigned mask, CollFn fn, void *arg);
+// Asynchronous warp operation (wgmma): runs at the wait, on a copy of `arg`.
+constexpr size_t kDeferredBytes = 48;
+void defer(CollFn fn, const void *arg, size_t bytes);
+void defer_commit();
+void defer_wait(int keep);
+bool marks_operands();                                     // check mode with late operations
+void mark_operand(const void *p, size_t bytes, bool on);   // must not be written while on
 unsigned live_lanes();
 
 // ---- memory ------------------------------------------------------------------------------------------------------

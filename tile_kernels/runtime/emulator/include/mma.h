@@ -117,8 +117,15 @@ template <DataType D, bool MN_MAJOR, int K> EMU_RT void gmma_operand(uint64_t d,
     out[r * K + k] = elem<D>(p, 0);
   }
 }
+// From issue to wait the operands may not be overwritten; lane 0 marks them for its warp.
+template <DataType D, bool MN_MAJOR, int K> EMU_RT void gmma_mark(uint64_t d, int first, int rows, bool on) {
+  constexpr int SZ = bytes_of<D>(), RUN = 16 / SZ;
+  for (int r = 0; r < rows; r += MN_MAJOR ? RUN : 1) for (int k = 0; k < K; k += MN_MAJOR ? 1 : RUN)
+    emu::mark_operand(gmma_at<MN_MAJOR, SZ>(d, first + r, k), 16, on);
+}
 // A warp computes its 16 rows together: B is read once per warp, by the last lane to arrive.
 struct WgmmaArg { const void *a; uint64_t da, db; void *c; bool keep; };
+static_assert(sizeof(WgmmaArg) <= emu::kDeferredBytes);
 template <DataType A, DataType B, DataType C, int N, int K, bool TA, bool TB, bool A_IN_REGS, int SCALE> EMU_RT void wgmma_fn(unsigned lanes, void **args) {
   if (lanes != ~0u) return emu::note_failure("divergence", "wgmma needs all 32 lanes of a warp");
   static double a[16 * K], b[N * K];                   // not on the fiber's stack; one OS thread runs all fibers
@@ -131,6 +138,10 @@ template <DataType A, DataType B, DataType C, int N, int K, bool TA, bool TB, bo
     gmma_operand<A, TA, K>(first->da, emu::self->warp % 4 * 16, 16, a);
   }
   gmma_operand<B, TB, K>(first->db, 0, N, b);
+  if (emu::marks_operands()) {
+    if constexpr (!A_IN_REGS) gmma_mark<A, TA, K>(first->da, emu::self->warp % 4 * 16, 16, false);
+    gmma_mark<B, TB, K>(first->db, 0, N, false);
+  }
   for (int l = 0; l < 32; ++l) {
     auto *x = static_cast<WgmmaArg *>(args[l]);
     for (int i = 0; i < N / 2; ++i) {
@@ -144,17 +155,22 @@ template <DataType A, DataType B, DataType C, int N, int K, bool TA, bool TB, bo
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool TA, bool TB, int SA = 1, int SB = 1>
 EMU_RT void wgmma_ss(uint64_t da, uint64_t db, uint32_t *c, bool keep) {
   WgmmaArg x{nullptr, da, db, c, keep};
-  emu::collective(~0u, wgmma_fn<A, B, C, N, K, TA, TB, false, SA * SB>, &x);
+  if (emu::self->lane == 0 && emu::marks_operands()) {
+    gmma_mark<A, TA, K>(da, emu::self->warp % 4 * 16, 16, true);
+    gmma_mark<B, TB, K>(db, 0, N, true);
+  }
+  emu::defer(wgmma_fn<A, B, C, N, K, TA, TB, false, SA * SB>, &x, sizeof x);
 }
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool TA, bool TB, int SA = 1, int SB = 1>
 EMU_RT void wgmma_rs(const uint32_t *a, uint64_t db, uint32_t *c, bool keep) {
   WgmmaArg x{a, 0, db, c, keep};
-  emu::collective(~0u, wgmma_fn<A, B, C, N, K, TA, TB, true, SA * SB>, &x);
+  if (emu::self->lane == 0 && emu::marks_operands()) gmma_mark<B, TB, K>(db, 0, N, true);
+  emu::defer(wgmma_fn<A, B, C, N, K, TA, TB, true, SA * SB>, &x, sizeof x);
 }
 inline void warpgroup_arrive() {}
-inline void warpgroup_commit_batch() {}
-template <int N> void warpgroup_wait() { __syncwarp(); }
-template <int N> void wait_wgmma() { __syncwarp(); }
+inline void warpgroup_commit_batch() { emu::defer_commit(); }
+template <int N> void warpgroup_wait() { emu::defer_wait(N); }
+template <int N> void wait_wgmma() { emu::defer_wait(N); }
 template <class T> void warpgroup_fence_operand(T *, int) {}
 template <uint32_t R> void warpgroup_reg_alloc() {}
 template <uint32_t R> void warpgroup_reg_dealloc() {}

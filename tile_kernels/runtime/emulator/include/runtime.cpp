@@ -33,7 +33,9 @@ asm(".text\n.hidden emu_switch\n.globl emu_switch\n.type emu_switch,@function\ne
 namespace emu {
 
 // ---- state ---------------------------------------------------------------------------------------------------------
-constexpr size_t kStack = 256 << 10;       // address space per thread; only touched pages are real
+// Address space per thread; only touched pages are real. Not a power of two, or the tops of all stacks would share
+// one cache set and every switch would miss.
+constexpr size_t kStack = (256 << 10) + 4096 + 192;
 constexpr uint64_t kCanary = 0x5afe57ac5afe57acull;
 constexpr size_t kArena = 1 << 20;         // shared address space of one block: 20-bit offsets fit a wgmma descriptor
 constexpr int kMaxWarps = 32;
@@ -54,6 +56,7 @@ struct Copy {  // cp.async, or a bulk store, not yet landed
   TensorMap map;
   int32_t coords[5];
 };
+struct Deferred { CollFn fn; int group; char arg[kDeferredBytes]; };
 struct Fiber : Thread {
   void *sp;
   char *stack;
@@ -67,11 +70,16 @@ struct Fiber : Thread {
   void *carg;
   unsigned cmask;
   std::vector<Copy> loads, stores;          // oldest first
-  int load_groups, store_groups;
+  std::vector<Deferred> deferred;
+  int load_groups, store_groups, deferred_groups;
 };
+static int num_warps = 0;                   // of a block of this launch
 struct Clock {
   uint32_t t[kAgents];
-  void join(const Clock &o) { for (int i = 0; i < kAgents; ++i) if (o.t[i] > t[i]) t[i] = o.t[i]; }
+  void join(const Clock &o) {
+    for (int i = 0; i < num_warps; ++i) if (o.t[i] > t[i]) t[i] = o.t[i];
+    if (o.t[kAsync] > t[kAsync]) t[kAsync] = o.t[kAsync];
+  }
 };
 struct Bar { int arrived; Clock released; };
 struct MBar {
@@ -96,7 +104,7 @@ struct alignas(64) Cell {                             // shadow of one granule o
   uint32_t wpc;                             // instruction of the last write
   uint32_t pend_serial;
   uint16_t pend_tid;
-  uint8_t pend_kind, unused;                // 1: target of a copy in flight, 2: source of one
+  uint8_t pend_kind, unused;                // a copy in flight: 1 its target, 2 its source, 3 operand of a wgmma
 };
 static_assert(sizeof(Cell) == 64, "one cache line per granule");
 struct Shadow {
@@ -334,9 +342,9 @@ static void check_cell(Cell &c, Region *r, char *p, size_t n, Access kind, Fiber
   bool global = r->traffic != nullptr, write = kind == WRITE || kind == ATOMIC, atomic = kind >= ATOMIC;
   if (c.pend_kind && c.pend_serial == b->serial) {
     bool mine = c.pend_kind == 1 && write && c.pend_tid == uint16_t(f->lin + 1);
-    if (!(c.pend_kind == 2 && !write) && !mine)
-      fail("race", "race: %zu-byte %s %s, the %s of an asynchronous copy of thread %d not yet waited for", n, kVerb[kind], place(r, p),
-           c.pend_kind == 1 ? "target" : "source", c.pend_tid - 1);
+    static const char *const role[] = {"", "the target of an asynchronous copy", "the source of an asynchronous copy", "an operand of a wgmma"};
+    if (!(c.pend_kind >= 2 && !write) && !mine)
+      fail("race", "race: %zu-byte %s %s, %s of thread %d not yet waited for", n, kVerb[kind], place(r, p), role[c.pend_kind], c.pend_tid - 1);
   }
   // Stamps of other blocks: stale in shared memory, concurrent in global memory unless an acquire covers them.
   bool w_here = c.w.tid1 && c.w.serial == b->serial, r_here = c.r.tid1 && c.r.serial == b->serial;
@@ -441,6 +449,8 @@ static void mark_pending(const void *ptr, size_t n, uint8_t kind, bool on) {
   s.hi = std::max(s.hi, ((off + n - 1) >> s.shift) + 1);
   for (size_t i = off >> s.shift; i <= (off + n - 1) >> s.shift; ++i) {
     Cell &c = s.cells[i];
+    // An operand mark must not hide that a copy into the same place is still in flight.
+    if (kind == 3 && c.pend_serial == b->serial && c.pend_kind && c.pend_kind != 3) continue;
     c.pend_serial = b->serial; c.pend_tid = uint16_t(cur->lin + 1); c.pend_kind = on ? kind : 0;
   }
 }
@@ -483,6 +493,7 @@ static void on_exit_fiber(Fiber *f);
 static void fiber_main() {
   entry_fn(entry_args);
   if (!cur->stores.empty()) fail("race", "race: the thread ends with a bulk store it has not waited for");
+  if (!cur->deferred.empty()) fail("race", "race: the thread ends with a wgmma it has not waited for");
   if (num_suspects) settle_suspects();
   cur->state = DONE;
   progress = true;
@@ -497,7 +508,8 @@ static void prepare(Fiber *f) {
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   *reinterpret_cast<uint64_t *>(f->stack) = kCanary;
   f->sp = top; f->state = READY; f->why = NOTHING; f->bar = -1;
-  f->loads.clear(); f->stores.clear(); f->load_groups = f->store_groups = 0;
+  f->loads.clear(); f->stores.clear(); f->deferred.clear();
+  f->load_groups = f->store_groups = f->deferred_groups = 0;
 }
 static void *map_memory(size_t bytes) {
   void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -553,7 +565,7 @@ static void reset_block(Block *b, uint64_t id) {
 static void resume(Fiber *f) {
   cur = f; self = f; threadIdx = f->tid; blockIdx = f->blk->bid;
   emu_switch(&sched_sp, f->sp);
-  if (*reinterpret_cast<uint64_t *>(f->stack) != kCanary && !failed)
+  if (f->state == DONE && *reinterpret_cast<uint64_t *>(f->stack) != kCanary && !failed)
     note_failure("stack", "the thread overran its emulated stack of %zu bytes", kStack);
   cur = nullptr; self = nullptr;
 }
@@ -620,7 +632,7 @@ static void wake_bar(Block *b, int id, int extra_warp) {
   unsigned warps = extra_warp >= 0 ? 1u << extra_warp : 0;
   for (Fiber *f : b->f)
     if (f->state == BLOCKED && (f->why == IN_BARRIER || f->why == IN_GRID_BARRIER) && f->bar == id) { f->state = READY; f->bar = -1; warps |= 1u << f->warp; }
-  for (int w = 0; w < kMaxWarps; ++w) if (warps >> w & 1) acquire(b, w, r.released);
+  for (int w = 0; w < num_warps; ++w) if (warps >> w & 1) acquire(b, w, r.released);
   memset(&r.released, 0, sizeof r.released);
 }
 void bar_sync(int id, int count, bool wait) {
@@ -702,6 +714,23 @@ void collective(unsigned mask, CollFn fn, void *arg) {
   if ((b->wwait[w] & need) != need) return block_on(IN_WARP_OP);
   fire(b, w, need);
   if (failed) { f->state = DONE; to_sched(); }
+}
+void defer(CollFn fn, const void *arg, size_t bytes) {
+  Deferred d{fn, cur->deferred_groups, {}};
+  memcpy(d.arg, arg, bytes);
+  if (L->async_late) cur->deferred.push_back(d); else collective(~0u, fn, d.arg);
+}
+bool marks_operands() { return L->check && L->async_late; }
+void mark_operand(const void *p, size_t bytes, bool on) { mark_pending(p, bytes, 3, on); }
+void defer_commit() { cur->deferred_groups++; }
+void defer_wait(int keep) {
+  Fiber *f = cur;
+  size_t i = 0;
+  while (i < f->deferred.size() && f->deferred[i].group < f->deferred_groups - keep) {
+    collective(~0u, f->deferred[i].fn, f->deferred[i].arg);
+    ++i;
+  }
+  f->deferred.erase(f->deferred.begin(), f->deferred.begin() + long(i));
 }
 static void on_exit_fiber(Fiber *f) {
   Block *b = f->blk;
@@ -1005,6 +1034,7 @@ int launch(Launch *l, void (*entry)(void **), void **args) {
   released_at.clear();
   readers.clear();
   int n = int(blockDim.x * blockDim.y * blockDim.z);
+  num_warps = (n + 31) / 32;
   uint64_t total = uint64_t(gridDim.x) * gridDim.y * gridDim.z;
   tensors.clear();
   if (l->check) {

@@ -52,6 +52,8 @@ template <class T, class V, class = std::enable_if_t<sizeof(T) == 2 && sizeof(V)
 emu::pair_of<T> AtomicAddx2Ret(T *p, V v, int order = 0) { return AtomicAddx2Ret(p, reinterpret_cast<T *>(&v), order); }
 template <class T, class V> void AtomicAddx2(T *p, V v, int order = 0) { AtomicAddx2Ret(p, v, order); }
 template <class T, class V> void AtomicAddx4(T *p, V v, int order = 0) { AtomicAddx4Ret(p, v, order); }
+inline unsigned smem_ptr_to_uint(const void *p) { return emu::smem_addr(p); }
+inline unsigned cast_smem_ptr_to_int(const void *p) { return emu::smem_addr(p); }
 template <class I, class O> void DP4A(I *a, I *b, O *c) {
   *c = __dp4a(*reinterpret_cast<int *>(a), *reinterpret_cast<int *>(b), *reinterpret_cast<int *>(c));
 }
@@ -75,7 +77,11 @@ inline uint1 pack_half2(half_t a, half_t b) { return emu::pack<uint1>(a, b); }
 inline uint1 pack_bfloat162(bfloat16_t a, bfloat16_t b) { return emu::pack<uint1>(a, b); }
 template <class T> bool Any(T *a, int n) { for (int i = 0; i < n; ++i) if (a[i]) return true; return false; }
 template <class T> bool All(T *a, int n) { for (int i = 0; i < n; ++i) if (!a[i]) return false; return true; }
-inline unsigned cast_smem_ptr_to_int(const void *p) { return emu::smem_addr(p); }
+template <uint64_t BYTES, uint64_t VALUE> EMU_RT void st_bulk_shared(void *p) {
+  static_assert(VALUE == 0, "st.bulk stores zeros only");
+  emu::access(p, BYTES, emu::WRITE);
+  memset(p, 0, BYTES);
+}
 
 // ---- math ------------------------------------------------------------------------------------------------------------------
 inline float fast_rcp(float x) { return 1.f / x; }
@@ -219,7 +225,15 @@ EMU_SCAN(CumMax, MaxOp, lowest<T>())
   inline void store_shared_##B(void *p, T v) { *static_cast<T *>(p) = v; }                                       \
   inline void store_global_##B(void *p, T v) { *static_cast<T *>(p) = v; }                                       \
   inline void store_global_##B##_conditional(void *p, T v, bool c) { if (c) *static_cast<T *>(p) = v; }
-EMU_LDST(32, uint32_t) EMU_LDST(64, uint2) EMU_LDST(128, uint4) EMU_LDST(256, ulonglong4)
+EMU_LDST(32, uint32_t) EMU_LDST(64, uint2) EMU_LDST(128, uint4)
+// sm_100 and later: 32 bytes, typed by the pointer
+template <class T> using wide_t = std::conditional_t<std::is_void_v<T>, ulonglong4, T>;
+template <class T> wide_t<T> load_global_256(const T *p) { return *reinterpret_cast<const wide_t<T> *>(p); }
+template <class T> wide_t<T> load_global_256_conditional(const T *p, bool c) { return c ? load_global_256(p) : wide_t<T>{}; }
+template <class T> void store_global_256(void *p, const T &v) { static_assert(sizeof(T) == 32); *static_cast<T *>(p) = v; }
+template <class T> void store_global_256_conditional(void *p, const T &v, bool c) { if (c) store_global_256(p, v); }
+inline unsigned long long pack_bfloat16x4(bfloat16_t a, bfloat16_t b, bfloat16_t c, bfloat16_t d) { return emu::pack<unsigned long long>(a, b, c, d); }
+inline unsigned long long pack_float16x4(half_t a, half_t b, half_t c, half_t d) { return emu::pack<unsigned long long>(a, b, c, d); }
 
 // ---- block swizzle: panels of W rows (columns), alternating direction ----------------------------------------------------------
 inline void panel_walk(unsigned w, unsigned along, unsigned across, unsigned id, unsigned &a, unsigned &b) {

@@ -2,6 +2,15 @@
 // Conversions are NVIDIA's own software versions from the CUDA headers, so rounding and saturation are theirs.
 #pragma once
 #include "cuda.h"
+namespace emu {   // NVIDIA's names for the bits of small floats
+using fp8_kind = __nv_fp8_interpretation_t;
+using f8 = __nv_fp8_storage_t;
+using f8x2 = __nv_fp8x2_storage_t;
+using f8x4 = __nv_fp8x4_storage_t;
+using f4 = __nv_fp4_storage_t;
+using f4x2 = __nv_fp4x2_storage_t;
+using f4x4 = __nv_fp4x4_storage_t;
+}  // namespace emu
 
 // Storage plus float arithmetic, one rounding per operation.
 #define EMU_OPS(T)                                                                                             \
@@ -49,7 +58,7 @@ using cutlass::bfloat16_t;
 using cutlass::half_t;
 
 namespace tl {
-template <__nv_fp8_interpretation_t K> struct fp8 {
+template <emu::fp8_kind K> struct fp8 {
   uint8_t storage;
   static fp8 from(float x) { return bitcast(__nv_cvt_float_to_fp8(x, __NV_SATFINITE, K)); }
   static fp8 bitcast(uint8_t s) { fp8 r; r.storage = s; return r; }
@@ -86,10 +95,10 @@ using int4_t = int4;
 
 // ---- fp4: two values in a byte, the first in the low half ------------------------------------------------------
 struct fp4_e2_t {
-  __nv_fp4_storage_t __x;
+  emu::f4 __x;
   fp4_e2_t() = default;
   fp4_e2_t(__nv_fp4_e2m1 x) : __x(x.__x) {}
-  fp4_e2_t(__nv_fp4_storage_t x) : __x(x) {}
+  fp4_e2_t(emu::f4 x) : __x(x) {}
   explicit fp4_e2_t(float x) : __x(__nv_cvt_float_to_fp4(x, __NV_E2M1, cudaRoundNearest)) {}
   explicit fp4_e2_t(bfloat16_t x) : fp4_e2_t(float(x)) {}
   explicit fp4_e2_t(half_t x) : fp4_e2_t(float(x)) {}
@@ -99,13 +108,13 @@ struct fp4_e2_t {
 };
 class fp4_e2_2_t {
 public:
-  __nv_fp4x2_storage_t __x;
+  emu::f4x2 __x;
   fp4_e2_2_t() = default;
-  fp4_e2_2_t(__nv_fp4x2_storage_t data) : __x(data) {}
-  fp4_e2_t x() const { return fp4_e2_t(__nv_fp4_storage_t(__x & 0x0f)); }
-  fp4_e2_t y() const { return fp4_e2_t(__nv_fp4_storage_t(__x >> 4)); }
-  void set_x(fp4_e2_t v) { __x = __nv_fp4x2_storage_t((__x & 0xf0) | (v.__x & 0x0f)); }
-  void set_y(fp4_e2_t v) { __x = __nv_fp4x2_storage_t((__x & 0x0f) | (v.__x & 0x0f) << 4); }
+  fp4_e2_2_t(emu::f4x2 data) : __x(data) {}
+  fp4_e2_t x() const { return fp4_e2_t(emu::f4(__x & 0x0f)); }
+  fp4_e2_t y() const { return fp4_e2_t(emu::f4(__x >> 4)); }
+  void set_x(fp4_e2_t v) { __x = emu::f4x2((__x & 0xf0) | (v.__x & 0x0f)); }
+  void set_y(fp4_e2_t v) { __x = emu::f4x2((__x & 0x0f) | (v.__x & 0x0f) << 4); }
 };
 struct alignas(2) fp4_e2_4_t { fp4_e2_2_t x, y; };
 struct alignas(4) fp4_e2_8_t { fp4_e2_4_t x, y; };
@@ -125,33 +134,33 @@ template <class V, class... L> V make_fp4_vec(L... lanes) {
 }
 }  // namespace tl
 // E2M1 values are exact in every wider type, so widening goes through float without rounding.
-inline float __tl_cvt_fp4_to_float(__nv_fp4_storage_t x) { return float(fp4_e2_t(x)); }
-inline float2 __tl_cvt_fp4x2_to_float2(__nv_fp4x2_storage_t x) {
+inline float __tl_cvt_fp4_to_float(emu::f4 x) { return float(fp4_e2_t(x)); }
+inline float2 __tl_cvt_fp4x2_to_float2(emu::f4x2 x) {
   return make_float2(__tl_cvt_fp4_to_float(x & 0xf), __tl_cvt_fp4_to_float(x >> 4));
 }
-inline __half __tl_cvt_fp4_to_half(__nv_fp4_storage_t x) { return __float2half_rn(__tl_cvt_fp4_to_float(x)); }
-inline __half2 __tl_cvt_fp4x2_to_half2(__nv_fp4x2_storage_t x) { return __float22half2_rn(__tl_cvt_fp4x2_to_float2(x)); }
-inline double __tl_cvt_fp4_to_double(__nv_fp4_storage_t x) { return __tl_cvt_fp4_to_float(x); }
-inline double2 __tl_cvt_fp4x2_to_double2(__nv_fp4x2_storage_t x) { float2 f = __tl_cvt_fp4x2_to_float2(x); return make_double2(f.x, f.y); }
-inline __nv_bfloat16 __tl_cvt_fp4_to_bfloat16(__nv_fp4_storage_t x) { return __float2bfloat16(__tl_cvt_fp4_to_float(x)); }
-inline __nv_bfloat162 __tl_cvt_fp4x2_to_bfloat162(__nv_fp4x2_storage_t x) { return __float22bfloat162_rn(__tl_cvt_fp4x2_to_float2(x)); }
-inline __nv_fp8_storage_t __tl_cvt_e2m1_to_e4m3(__nv_fp4_storage_t x) {
-  return __nv_cvt_float_to_fp8(__tl_cvt_fp4_to_float(__nv_fp4_storage_t(x & 0xf)), __NV_SATFINITE, __NV_E4M3);
+inline __half __tl_cvt_fp4_to_half(emu::f4 x) { return __float2half_rn(__tl_cvt_fp4_to_float(x)); }
+inline __half2 __tl_cvt_fp4x2_to_half2(emu::f4x2 x) { return __float22half2_rn(__tl_cvt_fp4x2_to_float2(x)); }
+inline double __tl_cvt_fp4_to_double(emu::f4 x) { return __tl_cvt_fp4_to_float(x); }
+inline double2 __tl_cvt_fp4x2_to_double2(emu::f4x2 x) { float2 f = __tl_cvt_fp4x2_to_float2(x); return make_double2(f.x, f.y); }
+inline __nv_bfloat16 __tl_cvt_fp4_to_bfloat16(emu::f4 x) { return __float2bfloat16(__tl_cvt_fp4_to_float(x)); }
+inline __nv_bfloat162 __tl_cvt_fp4x2_to_bfloat162(emu::f4x2 x) { return __float22bfloat162_rn(__tl_cvt_fp4x2_to_float2(x)); }
+inline emu::f8 __tl_cvt_e2m1_to_e4m3(emu::f4 x) {
+  return __nv_cvt_float_to_fp8(__tl_cvt_fp4_to_float(emu::f4(x & 0xf)), __NV_SATFINITE, __NV_E4M3);
 }
-inline __nv_fp8x2_storage_t __tl_cvt_e2m1x2_to_e4m3x2(__nv_fp4x2_storage_t x) {
-  return __nv_fp8x2_storage_t(__tl_cvt_e2m1_to_e4m3(x & 0xf) | __tl_cvt_e2m1_to_e4m3(x >> 4) << 8);
+inline emu::f8x2 __tl_cvt_e2m1x2_to_e4m3x2(emu::f4x2 x) {
+  return emu::f8x2(__tl_cvt_e2m1_to_e4m3(x & 0xf) | __tl_cvt_e2m1_to_e4m3(x >> 4) << 8);
 }
-inline __nv_fp8x4_storage_t __tl_cvt_e2m1x4_to_e4m3x4(__nv_fp4x4_storage_t x) {
-  return __nv_fp8x4_storage_t(__tl_cvt_e2m1x2_to_e4m3x2(uint8_t(x)) | uint32_t(__tl_cvt_e2m1x2_to_e4m3x2(uint8_t(x >> 8))) << 16);
+inline emu::f8x4 __tl_cvt_e2m1x4_to_e4m3x4(emu::f4x4 x) {
+  return emu::f8x4(__tl_cvt_e2m1x2_to_e4m3x2(uint8_t(x)) | uint32_t(__tl_cvt_e2m1x2_to_e4m3x2(uint8_t(x >> 8))) << 16);
 }
-inline __nv_fp4_storage_t __tl_cvt_float_to_fp4(float x) { return __nv_cvt_float_to_fp4(x, __NV_E2M1, cudaRoundNearest); }
-inline __nv_fp4x2_storage_t __tl_cvt_float2_to_fp4x2(float2 x) { return __nv_cvt_float2_to_fp4x2(x, __NV_E2M1, cudaRoundNearest); }
-inline __nv_fp4_storage_t __tl_cvt_double_to_fp4(double x) { return __nv_cvt_double_to_fp4(x, __NV_E2M1, cudaRoundNearest); }
-inline __nv_fp4x2_storage_t __tl_cvt_double2_to_fp4x2(double2 x) { return __nv_cvt_double2_to_fp4x2(x, __NV_E2M1, cudaRoundNearest); }
-inline __nv_fp4_storage_t __tl_cvt_half_to_fp4(__half x) { return __nv_cvt_halfraw_to_fp4(__half_raw(x), __NV_E2M1, cudaRoundNearest); }
-inline __nv_fp4x2_storage_t __tl_cvt_half2_to_fp4x2(__half2 x) { return __nv_cvt_halfraw2_to_fp4x2(__half2_raw(x), __NV_E2M1, cudaRoundNearest); }
-inline __nv_fp4_storage_t __tl_cvt_bfloat16_to_fp4(__nv_bfloat16 x) { return __nv_cvt_bfloat16raw_to_fp4(__nv_bfloat16_raw(x), __NV_E2M1, cudaRoundNearest); }
-inline __nv_fp4x2_storage_t __tl_cvt_bfloat162_to_fp4x2(__nv_bfloat162 x) {
+inline emu::f4 __tl_cvt_float_to_fp4(float x) { return __nv_cvt_float_to_fp4(x, __NV_E2M1, cudaRoundNearest); }
+inline emu::f4x2 __tl_cvt_float2_to_fp4x2(float2 x) { return __nv_cvt_float2_to_fp4x2(x, __NV_E2M1, cudaRoundNearest); }
+inline emu::f4 __tl_cvt_double_to_fp4(double x) { return __nv_cvt_double_to_fp4(x, __NV_E2M1, cudaRoundNearest); }
+inline emu::f4x2 __tl_cvt_double2_to_fp4x2(double2 x) { return __nv_cvt_double2_to_fp4x2(x, __NV_E2M1, cudaRoundNearest); }
+inline emu::f4 __tl_cvt_half_to_fp4(__half x) { return __nv_cvt_halfraw_to_fp4(__half_raw(x), __NV_E2M1, cudaRoundNearest); }
+inline emu::f4x2 __tl_cvt_half2_to_fp4x2(__half2 x) { return __nv_cvt_halfraw2_to_fp4x2(__half2_raw(x), __NV_E2M1, cudaRoundNearest); }
+inline emu::f4 __tl_cvt_bfloat16_to_fp4(__nv_bfloat16 x) { return __nv_cvt_bfloat16raw_to_fp4(__nv_bfloat16_raw(x), __NV_E2M1, cudaRoundNearest); }
+inline emu::f4x2 __tl_cvt_bfloat162_to_fp4x2(__nv_bfloat162 x) {
   return __nv_cvt_bfloat16raw2_to_fp4x2(__nv_bfloat162_raw(x), __NV_E2M1, cudaRoundNearest);
 }
 
@@ -196,20 +205,21 @@ template <class... R> inline longlong4 make_longlong4(schar a, schar b, schar c,
 template <class... R> inline ulonglong4 make_ulonglong4(uchar a, uchar b, uchar c, uchar d, uchar e, R... r) { return emu::pack<ulonglong4>(a, b, c, d, e, r...); }
 
 // ---- fp8 conversions ---------------------------------------------------------------------------------------------------
-inline float2 __tl_cvt_fp8x2_to_float2(__nv_fp8x2_storage_t x, __nv_fp8_interpretation_t k) { return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(x, k))); }
-inline __half2 __tl_cvt_fp8x2_to_half2(__nv_fp8x2_storage_t x, __nv_fp8_interpretation_t k) { return __half2(__nv_cvt_fp8x2_to_halfraw2(x, k)); }
-inline __nv_fp8x2_storage_t __tl_cvt_half2_to_fp8x2(__half2 x, __nv_fp8_interpretation_t k) { return __nv_cvt_halfraw2_to_fp8x2(__half2_raw(x), __NV_SATFINITE, k); }
-inline __half __tl_cvt_fp8_to_half(__nv_fp8_storage_t x, __nv_fp8_interpretation_t k) { return __half(__nv_cvt_fp8_to_halfraw(x, k)); }
-inline __nv_fp8_storage_t __tl_cvt_half_to_fp8(__half x, __nv_fp8_interpretation_t k) { return __nv_cvt_halfraw_to_fp8(__half_raw(x), __NV_SATFINITE, k); }
-inline __nv_fp8_storage_t __tl_cvt_bfloat16_to_fp8(__nv_bfloat16 x, __nv_fp8_interpretation_t k) { return __nv_cvt_bfloat16raw_to_fp8(__nv_bfloat16_raw(x), __NV_SATFINITE, k); }
-inline __nv_bfloat16 __tl_cvt_fp8_to_bfloat16(__nv_fp8_storage_t x, __nv_fp8_interpretation_t k) { return __float2bfloat16(__half2float(__tl_cvt_fp8_to_half(x, k))); }
-inline __nv_bfloat162 __tl_cvt_e4m3x2_to_bfloat162(__nv_fp8x2_storage_t x) { return __float22bfloat162_rn(__tl_cvt_fp8x2_to_float2(x, __NV_E4M3)); }
-inline __nv_bfloat162 __tl_cvt_e5m2x2_to_bfloat162(__nv_fp8x2_storage_t x) { return __float22bfloat162_rn(__tl_cvt_fp8x2_to_float2(x, __NV_E5M2)); }
-inline __nv_fp8x2_storage_t __tl_cvt_bfloat162_to_fp8x2(__nv_bfloat162 x, __nv_fp8_interpretation_t k) { return __nv_cvt_bfloat16raw2_to_fp8x2(__nv_bfloat162_raw(x), __NV_SATFINITE, k); }
-inline __nv_fp8_storage_t __tl_cvt_float_to_e8m0(float x) { return __nv_cvt_float_to_e8m0(x, __NV_SATFINITE, cudaRoundPosInf); }
-inline __nv_fp8x2_storage_t __tl_cvt_float2_to_e8m0x2(float2 x) { return __nv_cvt_float2_to_e8m0x2(x, __NV_SATFINITE, cudaRoundPosInf); }
-inline __nv_bfloat16 __tl_cvt_e8m0_to_bfloat16(__nv_fp8_storage_t x) { return __nv_bfloat16(__nv_cvt_e8m0_to_bf16raw(x)); }
-inline __nv_bfloat162 __tl_cvt_e8m0x2_to_bfloat162(__nv_fp8x2_storage_t x) { return __nv_bfloat162(__nv_cvt_e8m0x2_to_bf162raw(x)); }
+inline float2 __tl_cvt_fp8x2_to_float2(emu::f8x2 x, emu::fp8_kind k) { return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(x, k))); }
+inline __half2 __tl_cvt_fp8x2_to_half2(emu::f8x2 x, emu::fp8_kind k) { return __half2(__nv_cvt_fp8x2_to_halfraw2(x, k)); }
+inline emu::f8x2 __tl_cvt_half2_to_fp8x2(__half2 x, emu::fp8_kind k) { return __nv_cvt_halfraw2_to_fp8x2(__half2_raw(x), __NV_SATFINITE, k); }
+inline __half __tl_cvt_fp8_to_half(emu::f8 x, emu::fp8_kind k) { return __half(__nv_cvt_fp8_to_halfraw(x, k)); }
+inline emu::f8 __tl_cvt_half_to_fp8(__half x, emu::fp8_kind k) { return __nv_cvt_halfraw_to_fp8(__half_raw(x), __NV_SATFINITE, k); }
+inline emu::f8 __tl_cvt_bfloat16_to_fp8(__nv_bfloat16 x, emu::fp8_kind k) { return __nv_cvt_bfloat16raw_to_fp8(__nv_bfloat16_raw(x), __NV_SATFINITE, k); }
+inline __nv_bfloat16 __tl_cvt_fp8_to_bfloat16(emu::f8 x, emu::fp8_kind k) { return __float2bfloat16(__half2float(__tl_cvt_fp8_to_half(x, k))); }
+inline __nv_bfloat162 __tl_cvt_e4m3x2_to_bfloat162(emu::f8x2 x) { return __float22bfloat162_rn(__tl_cvt_fp8x2_to_float2(x, __NV_E4M3)); }
+inline __nv_bfloat162 __tl_cvt_e5m2x2_to_bfloat162(emu::f8x2 x) { return __float22bfloat162_rn(__tl_cvt_fp8x2_to_float2(x, __NV_E5M2)); }
+inline emu::f8x2 __tl_cvt_bfloat162_to_fp8x2(__nv_bfloat162 x, emu::fp8_kind k) { return __nv_cvt_bfloat16raw2_to_fp8x2(__nv_bfloat162_raw(x), __NV_SATFINITE, k); }
+inline emu::f8 __tl_cvt_float_to_e8m0(float x) { return __nv_cvt_float_to_e8m0(x, __NV_SATFINITE, cudaRoundPosInf); }
+inline emu::f8x2 __tl_cvt_float2_to_e8m0x2(float2 x) { return __nv_cvt_float2_to_e8m0x2(x, __NV_SATFINITE, cudaRoundPosInf); }
+inline emu::f8 __tl_cvt_double_to_e8m0(double x) { return __nv_cvt_double_to_e8m0(x, __NV_SATFINITE, cudaRoundPosInf); }
+inline __nv_bfloat16 __tl_cvt_e8m0_to_bfloat16(emu::f8 x) { return __nv_bfloat16(__nv_cvt_e8m0_to_bf16raw(x)); }
+inline __nv_bfloat162 __tl_cvt_e8m0x2_to_bfloat162(emu::f8x2 x) { return __nv_bfloat162(__nv_cvt_e8m0x2_to_bf162raw(x)); }
 
 // ---- 16-bit math: in float, rounded once ------------------------------------------------------------------------------
 #define EMU_H1(N, EXPR)                                                     \

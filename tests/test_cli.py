@@ -1,0 +1,95 @@
+"""The command line, as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tile_kernels
+from tile_kernels import cli
+from tile_kernels.runtime import logs
+from tile_kernels.testing import benchmark
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
+    assert cli.main(words) == status
+    captured = capsys.readouterr()
+    return captured.err if status == 2 else captured.out
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "info")
+    assert tile_kernels.__version__ in text
+    assert torch.__version__ in text
+
+
+def test_ops_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "ops")
+    assert "moe.topk_gate" in text
+    assert "(scores: Tensor, num_topk: int) -> Tensor" in text
+    assert "moe.topk_gate" not in said(capsys, "ops", "transpose")
+    assert "no family or operator 'nothing'; there are" in said(capsys, "ops", "nothing", status=2)
+
+
+def test_check_on_the_oracles(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "check", "transpose.transpose", "--backend", "torch")
+    assert "cases passed" in text
+
+
+def test_check_reports_a_wrong_result(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tile_kernels.transpose import batched
+
+    monkeypatch.setattr(batched, "_launch", lambda _x, out, *_: out.zero_())
+    assert cli.main(["check", "transpose.transpose", "--backend", "emulate"]) == 1
+    captured = capsys.readouterr()
+    assert "cases failed" in captured.out
+    assert "transpose.transpose 64i+j: AssertionError: contents differ" in captured.err
+
+
+def test_replay_of_a_dumped_call(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(logs.settings, "folder", tmp_path)
+    path = logs.dump("moe.topk_gate", {"scores": torch.randn(3, 8), "num_topk": 2})
+    assert "equal to the oracle" in said(capsys, "check", "--replay", str(path))
+
+
+def test_source(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("source", "moe.topk_gate", "scores=float32[64,48]", "num_topk=4", "--arch", "sm_80")
+    text = said(capsys, *words)
+    assert "// topk_gate_warp(48, 4" in text
+    assert "for sm_80" in text
+    assert "__global__" in text
+    wrong = said(capsys, "source", "moe.topk_gate", "topk=4", status=2)
+    assert "'topk=4' is not NAME=VALUE with a name out of scores, num_topk" in wrong
+
+
+def test_bench_without_a_gpu_measures_the_host(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = said(capsys, "bench", "moe.topk_gate", "--save", "--output", str(tmp_path))
+    assert "no GPU here" in text
+    report = benchmark.load(tmp_path / "cpu" / "moe.topk_gate.json")
+    assert all(result.host_us > 0 for result in report.results)
+    assert all(result.device_us is None for result in report.results)
+    saved = json.loads((tmp_path / "cpu" / "moe.topk_gate.json").read_text())
+    assert saved["machine"]["torch"] == torch.__version__
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = benchmark.Result(
+        "moe.topk_gate.x", 10**7, 6.0, 5.9, 6.0, 20.0, 90.0, 50.0, 0.35, "cupti"
+    )
+    report = benchmark.Report({"device": "GPU", "date": "today"}, 4000.0, [result])
+    for ending, magic in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        benchmark.plot(report, tmp_path / f"plot.{ending}")
+        assert (tmp_path / f"plot.{ending}").read_bytes().startswith(magic)
+    with pytest.raises(ValueError, match="holds no device times"):
+        benchmark.plot(benchmark.Report({"device": "CPU"}, None, []), tmp_path / "none.png")

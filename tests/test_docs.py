@@ -1,0 +1,56 @@
+"""The documentation says what is so: generated parts are fresh, examples run, numbers have files."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_operator_table_is_fresh() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "op_table.py"))
+    text = (ROOT / "README.md").read_text()
+    assert page["updated"](text) == text, "run python docs/op_table.py"
+
+
+def python_blocks(path: Path) -> list[str]:
+    """The Python examples of a page; those that begin with `# sketch` are not meant to run."""
+    blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(), flags=re.S | re.M)
+    return [block for block in blocks if not block.startswith("# sketch")]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_examples_run(path: Path) -> None:
+    for block in python_blocks(path):
+        subprocess.run([sys.executable, "-c", block], check=True, cwd=ROOT, capture_output=True)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_to_files_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", path.read_text()):
+        assert (path.parent / target).exists(), target
+
+
+def test_quoted_times_are_in_the_results() -> None:
+    """Each row `| case | us | goal | ... |` of the benchmark table stands in a results file."""
+    results = {
+        result["case"]: result
+        for file in (ROOT / "benchmarks" / "results").rglob("*.json")
+        for result in json.loads(file.read_text())["results"]
+    }
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| ([\d.]+) \| ([\d.]+|-) \|", text, flags=re.M)
+    assert rows
+    for case, us, goal in rows:
+        assert float(us) == results[case]["device_us"], case
+        assert (goal == "-" and results[case]["goal_us"] is None) or float(goal) == results[case][
+            "goal_us"
+        ]

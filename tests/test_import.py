@@ -1,0 +1,56 @@
+"""Importing costs little, needs no GPU and no compiler, and loads nothing that is not used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import tile_kernels
+
+HEAVY = ("tilelang", "tvm", "tvm_ffi", "rich", "matplotlib", "pytest", "hypothesis")
+ATTRIBUTES = ("config", "moe", "transpose", "torch", "testing")
+
+
+def fresh(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_import_loads_nothing_heavy_and_gives_the_families() -> None:
+    code = f"""
+import json, sys, tile_kernels
+found = [getattr(tile_kernels, name).__name__ for name in {ATTRIBUTES}]
+tile_kernels.get_num_sms, tile_kernels.set_num_sms, tile_kernels.get_device_num_sms
+print(json.dumps([found, [name for name in {HEAVY} if name in sys.modules]]))
+"""
+    found, heavy = json.loads(fresh(code))
+    assert found == [f"tile_kernels.{name}" for name in ATTRIBUTES]
+    assert heavy == []
+
+
+def test_import_budget() -> None:
+    """At most 1.2 times `import torch`, all families included; the best of five, interleaved."""
+    code = """
+import time
+start = time.perf_counter()
+import torch
+middle = time.perf_counter()
+import tile_kernels
+[getattr(tile_kernels, family) for family in tile_kernels.FAMILIES]
+print((time.perf_counter() - start) / (middle - start))
+"""
+    assert min(float(fresh(code)) for _ in range(5)) <= 1.2
+
+
+def test_version_is_in_one_place() -> None:
+    import importlib.metadata
+
+    assert importlib.metadata.version("tile-kernels") == tile_kernels.__version__
+
+
+def test_unknown_attributes_are_named() -> None:
+    assert not hasattr(tile_kernels, "no_such_family")
+    assert set(tile_kernels.__all__) <= set(dir(tile_kernels))
+    for name in tile_kernels.__all__:
+        assert getattr(tile_kernels, name) is not None

@@ -1,0 +1,128 @@
+"""The transposes on the reference grid, their properties, and their benchmarks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tile_kernels
+from tile_kernels.testing.bench import dtype_to_str, make_param_id
+from tile_kernels.testing.generator import generate_hidden_sizes, generate_num_tokens
+from tile_kernels.testing.numeric import assert_equal, count_bytes
+from tile_kernels.transpose.cases import random_bits
+
+E4M3 = torch.float8_e4m3fn
+
+
+def grid(is_benchmark: bool = False) -> list[dict[str, Any]]:
+    return [
+        {"num_tokens": num_tokens, "hidden": hidden, "dtype": dtype}
+        for num_tokens in generate_num_tokens(64, is_benchmark=is_benchmark)
+        for hidden in generate_hidden_sizes()
+        for dtype in (E4M3, torch.bfloat16)
+    ]
+
+
+def batched_grid(is_benchmark: bool = False) -> list[dict[str, Any]]:
+    return [
+        {"batch": batch, "num_tokens": num_tokens, "hidden": hidden, "dtype": dtype}
+        for num_tokens in generate_num_tokens(64, is_benchmark=is_benchmark)
+        for hidden in generate_hidden_sizes()
+        for batch in (8, 32)
+        for dtype in (E4M3, torch.bfloat16, torch.float32)
+    ]
+
+
+def left_half(params: dict[str, Any]) -> torch.Tensor:
+    """The input of the reference tests: the left half of a tensor twice as wide."""
+    shape = (params["num_tokens"], 2 * params["hidden"])
+    wide = random_bits(shape, params["dtype"], torch.device("cuda"))
+    return wide[:, : params["hidden"]]
+
+
+def batch_of(params: dict[str, Any]) -> torch.Tensor:
+    shape = (params["batch"], params["num_tokens"], params["hidden"])
+    return random_bits(shape, params["dtype"], torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", grid(), ids=make_param_id)
+def test_transpose(params: dict[str, Any]) -> None:
+    x = left_half(params)
+    assert_equal(tile_kernels.transpose.transpose(x), x.T.contiguous())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", batched_grid(), ids=make_param_id)
+def test_batched_transpose(params: dict[str, Any]) -> None:
+    x = batch_of(params)
+    out = tile_kernels.transpose.batched_transpose(x)
+    assert out.is_contiguous()
+    assert out.shape == (x.shape[0], x.shape[2], x.shape[1])
+    bits = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+    for matrix, transposed in zip(bits, out.view(bits.dtype)):  # one at a time: up to 15 GB
+        assert torch.equal(transposed, matrix.T)
+
+
+def record_time(op: Any, x: torch.Tensor, params: dict[str, Any], timer: Any, record: Any) -> None:
+    time_us = timer(lambda: op(x))
+    moved = count_bytes(x, op(x))
+    record(
+        kernel=op.__name__,
+        operation="fwd",
+        params={**params, "dtype": dtype_to_str(params["dtype"])},
+        time_us=time_us,
+        bandwidth_gbs=moved / time_us / 1e3,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.benchmark
+@pytest.mark.parametrize("params", grid(is_benchmark=True), ids=make_param_id)
+def test_transpose_benchmark(
+    params: dict[str, Any], benchmark_timer: Any, benchmark_record: Any
+) -> None:
+    op = tile_kernels.transpose.transpose
+    record_time(op, left_half(params), params, benchmark_timer, benchmark_record)
+
+
+@pytest.mark.gpu
+@pytest.mark.benchmark
+@pytest.mark.parametrize("params", batched_grid(is_benchmark=True), ids=make_param_id)
+def test_batched_transpose_benchmark(
+    params: dict[str, Any], benchmark_timer: Any, benchmark_record: Any
+) -> None:
+    op = tile_kernels.transpose.batched_transpose
+    record_time(op, batch_of(params), params, benchmark_timer, benchmark_record)
+
+
+# ---- properties ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rows=st.integers(0, 9),
+    cols=st.integers(0, 9),
+    dtype=st.sampled_from([torch.uint8, E4M3, torch.bfloat16, torch.float64, torch.bool]),
+)
+def test_transposing_twice_changes_nothing(rows: int, cols: int, dtype: torch.dtype) -> None:
+    x = (torch.arange(rows * cols).view(rows, cols) % 7).to(dtype)
+    twice = tile_kernels.transpose.transpose(tile_kernels.transpose.transpose(x))
+    assert_equal(twice, x)
+
+
+def test_nan_payloads_and_signed_zeros_survive() -> None:
+    bits = torch.tensor([[0x7FC00001, -0x400000], [-(1 << 31), 0]], dtype=torch.int32)
+    out = tile_kernels.transpose.transpose(bits.view(torch.float32))
+    assert torch.equal(out.view(torch.int32), bits.T)
+
+
+def test_documented_sentences() -> None:
+    with pytest.raises(TypeError, match=r"^transpose: x must have elements of 1, 2, 4 or 8 bytes"):
+        tile_kernels.transpose.transpose(torch.ones(2, 2, dtype=torch.complex128))
+    with pytest.raises(ValueError, match=r"stride 1 in its last dimension, got 2$"):
+        tile_kernels.transpose.transpose(torch.ones(4, 8)[:, ::2])

@@ -1,0 +1,352 @@
+"""`tile-kernels`: what is here, does it work, how fast is it, what does it compile to."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tile_kernels
+from tile_kernels.runtime import backends, terminal
+from tile_kernels.runtime import op as ops
+from tile_kernels.runtime.device import DESCRIBED, current_device, described
+from tile_kernels.runtime.op import Op
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0 if all is well."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (KeyError, ValueError, RuntimeError, FileNotFoundError) as error:
+        print(f"tile-kernels {options.command}: {_sentence(error)}", file=sys.stderr)
+        return 2
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tile-kernels", description=__doc__)
+    parser.add_argument("--version", action="version", version=tile_kernels.__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, run: Callable[[Any], int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(run=run)
+        return added
+
+    def takes_arch(added: argparse.ArgumentParser) -> None:
+        text = "GPU architecture (default: this machine's)"
+        added.add_argument("--arch", choices=list(DESCRIBED), help=text)
+
+    command("info", info, "versions, GPU, compilers, caches; what is missing and how to get it")
+    command("ops", list_ops, "every operator with its signature, cost and backends").add_argument(
+        "which", nargs="*", metavar="FAMILY|OP"
+    )
+    added = command("check", check, "run every operator against worked examples and its oracle")
+    added.add_argument("which", nargs="*", metavar="FAMILY|OP")
+    added.add_argument("--backend", choices=backends.BACKENDS, help="default: the best one here")
+    added.add_argument("--replay", type=Path, metavar="FILE", help="a call saved by the log")
+    added = command("bench", bench, "device time, bandwidth, host time, the oracle beside it")
+    added.add_argument("which", nargs="*", metavar="FAMILY|OP")
+    added.add_argument("--save", action="store_true", help="write JSON files to --output")
+    added.add_argument("--plot", action="store_true", help="write PNG and SVG pictures to --output")
+    added.add_argument("--output", type=Path, default=Path("benchmarks/results"), metavar="FOLDER")
+    added.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    added = command("warmup", warmup, "compile kernels ahead of time into TileLang's disk cache")
+    added.add_argument("op", nargs="?", help="an operator; default: the benchmark shapes of all")
+    added.add_argument(
+        "arguments", nargs="*", metavar="NAME=VALUE", help="as scores=float32[8192,256] num_topk=8"
+    )
+    added.add_argument("--calls", type=Path, metavar="FILE", help="JSON list of [op, {arguments}]")
+    takes_arch(added)
+    added.add_argument("--jobs", type=int, metavar="N", help="compiles at a time")
+    added = command("source", source, "the generated CUDA of an operator's kernels, without a GPU")
+    added.add_argument("op")
+    added.add_argument("arguments", nargs="*", metavar="NAME=VALUE", help="as for warmup")
+    takes_arch(added)
+    return parser
+
+
+def select(which: Sequence[str]) -> list[Op]:
+    """Operators by family or full name; all of them for none."""
+    found = ops.all_ops()
+    if not which:
+        return found
+    for name in which:
+        if not any(name in (op.family, op.name) for op in found):
+            known = ", ".join(sorted({op.family for op in found} | {op.name for op in found}))
+            raise KeyError(f"no family or operator {name!r}; there are {known}")
+    return [op for op in found if op.family in which or op.name in which]
+
+
+# ---- info and ops -------------------------------------------------------------------------------
+
+
+def info(_: argparse.Namespace) -> int:
+    """Show what this machine has."""
+    device = current_device()
+    if torch.cuda.is_available():
+        gpu = f"{device.name}, {device.arch}, {device.num_sms} SMs, CUDA {torch.version.cuda}"
+    else:
+        gpu = "none: CPU tensors run the oracles; kernels compile, and run emulated"
+    rows = [
+        ["tile_kernels", tile_kernels.__version__],
+        ["Python", sys.version.split()[0]],
+        *([name, _version(name)] for name in ("torch", "tilelang", "apache-tvm-ffi", "matplotlib")),
+        ["GPU", gpu],
+        ["nvcc", _tool("nvcc", "--version", "kernels cannot be compiled: install a CUDA toolkit")],
+        ["C++ compiler", _tool("g++", "--version", "kernels cannot be emulated: install g++")],
+        ["backend", os.environ.get("TILE_KERNELS_BACKEND", "auto")],
+        [
+            "kernel cache",
+            os.environ.get("TILELANG_CACHE_DIR", str(Path.home() / ".tilelang/cache")),
+        ],
+    ]
+    terminal.show_table("tile-kernels", [("", "left"), ("", "left")], rows)
+    return 0
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"missing: pip install {package}"
+
+
+def _tool(name: str, flag: str, missing: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        return f"missing: {missing}"
+    lines = subprocess.run([path, flag], capture_output=True, text=True, check=False).stdout
+    versions = [line for line in lines.splitlines() if "release" in line or "g++" in line]
+    return f"{path} ({versions[0].strip() if versions else 'unknown version'})"
+
+
+def list_ops(options: argparse.Namespace) -> int:
+    """Show the registry."""
+    rows = [
+        [op.name, _signature(op), _least_work(op), ", ".join(backends.BACKENDS)]
+        for op in select(options.which)
+    ]
+    columns = [("operator", "left"), ("signature", "left"), ("least work", "left")]
+    terminal.show_table("operators", [*columns, ("backends", "left")], rows)
+    return 0
+
+
+def _signature(op: Op) -> str:
+    return str(inspect.signature(op.body)).replace("'", "")
+
+
+def _least_work(op: Op) -> str:
+    case = op.cases.benchmarks[0]
+    cost = op.cost(**case.build("meta"))
+    flops = f", {cost.flops / 1e9:.1f} GFLOP" if cost.flops else ""
+    return f"{cost.bytes / 1e6:.1f} MB{flops} ({case.label})"
+
+
+# ---- check --------------------------------------------------------------------------------------
+
+
+def best_backend() -> str:
+    """The kernels where they can run: on a GPU, else emulated, else the oracles."""
+    if torch.cuda.is_available():
+        return "tilelang"
+    return "emulate" if shutil.which("g++") and importlib.util.find_spec("tilelang") else "torch"
+
+
+def check(options: argparse.Namespace) -> int:
+    """Run the worked examples and small samples of every operator."""
+    if options.replay:
+        return replay(options.replay, options.backend)
+    backend = options.backend or best_backend()
+    selected = select(options.which)
+    device = "cuda" if backend == "tilelang" else "cpu"
+    rows, failures = [], []
+    steps = sum(len(op.cases.vectors) + len(op.cases.small) for op in selected)
+    with terminal.progress_bar(steps, "checking") as advance, tile_kernels.backend(backend):
+        for op in selected:
+            passed = {"vectors": 0, "small": 0}
+            for kind in passed:
+                for case in getattr(op.cases, kind):
+                    error = _check_case(op, case, device)
+                    passed[kind] += error is None
+                    if error is not None:
+                        failures.append(f"{op.name} {case.label}: {error}")
+                    advance(f"{op.name} {case.label}")
+            counts = [f"{passed[kind]}/{len(getattr(op.cases, kind))}" for kind in passed]
+            good = all(passed[kind] == len(getattr(op.cases, kind)) for kind in passed)
+            rows.append([op.name, *counts, "[green]ok[/]" if good else "[red]FAILED[/]"])
+    columns = [("operator", "left"), ("worked examples", "right"), ("samples = oracle", "right")]
+    terminal.show_table(f"backend: {backend}", [*columns, ("", "left")], rows)
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    verdict = (
+        f"{len(failures)} of {steps} cases failed" if failures else f"all {steps} cases passed"
+    )
+    terminal.console().print(f"[bold]{verdict}[/] on {backend} ({_where(backend)})")
+    return 1 if failures else 0
+
+
+def _where(backend: str) -> str:
+    if backend == "emulate":
+        return f"the generated CUDA for {described().arch}, executed on this CPU"
+    return current_device().name if backend == "tilelang" else "PyTorch, the oracles themselves"
+
+
+def _check_case(op: Op, case: Any, device: str) -> str | None:
+    if hasattr(case, "expected"):
+        arguments = case.arguments()
+        expected = case.expected()
+        arguments = {k: v.to(device) if _is_tensor(v) else v for k, v in arguments.items()}
+    else:
+        arguments = case.build(device)
+        expected = op.oracle(**{k: v.cpu() if _is_tensor(v) else v for k, v in arguments.items()})
+    try:
+        op.cases.compare(_to_cpu(op.function(**arguments)), expected)
+    except Exception as error:  # whatever goes wrong is the result of the check
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _to_cpu(result: Any) -> Any:
+    if isinstance(result, (tuple, list)):
+        return type(result)(_to_cpu(item) for item in result)
+    return result.cpu() if _is_tensor(result) else result
+
+
+def replay(path: Path, backend: str | None) -> int:
+    """Run a call that the log saved (level 3), and compare it with the oracle."""
+    saved = torch.load(path, map_location=None if torch.cuda.is_available() else "cpu")
+    op = ops.get(saved["op"])
+    arguments = saved["arguments"]
+    with tile_kernels.backend(backend or "auto"):
+        result = op.function(**arguments)
+    op.cases.compare(result, op.oracle(**arguments))
+    terminal.console().print(f"{op.name} from {path}: equal to the oracle")
+    return 0
+
+
+# ---- bench --------------------------------------------------------------------------------------
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Measure, show, save."""
+    from tile_kernels.testing import benchmark
+
+    selected = select(options.which)
+    if not torch.cuda.is_available():
+        print("no GPU here: measuring the host's share of a call and the oracles on the CPU")
+    cases = sum(len(op.cases.benchmarks) for op in selected)
+    with terminal.progress_bar(cases, "measuring") as advance:
+        report = benchmark.run(selected, compile_oracle=not options.no_compile, on_case=advance)
+    _show(report)
+    if options.save:
+        for path in benchmark.save(report, options.output):
+            print(f"wrote {path}")
+    if options.plot:
+        options.output.mkdir(parents=True, exist_ok=True)
+        for ending in ("png", "svg"):
+            path = options.output / f"{benchmark.slug(report.machine['device'])}.{ending}"
+            benchmark.plot(report, path)
+            print(f"wrote {path}")
+    return 0
+
+
+def _show(report: Any) -> None:
+    def number(value: float | None, digits: int = 1) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    rows = []
+    for r in report.results:
+        met = r.device_us is not None and r.goal_us is not None and r.device_us <= r.goal_us
+        missed = r.device_us is not None and r.goal_us is not None and not met
+        color = "green" if met else "red" if missed else "default"
+        share = "-" if r.copy_fraction is None else f"{100 * r.copy_fraction:.1f} %"
+        times = (r.device_us, r.goal_us, r.gb_per_s)
+        others = (r.host_us, r.oracle_us, r.oracle_compiled_us)
+        cells = [r.case, f"{r.bytes / 1e6:.1f}", *map(number, times), share, *map(number, others)]
+        cells[2] = f"[{color}]{number(r.device_us, 2)}[/]"
+        rows.append(cells)
+    names = (
+        "case",
+        "MB",
+        "us",
+        "goal us",
+        "GB/s",
+        "of copy",
+        "host us",
+        "oracle us",
+        "compiled us",
+    )
+    columns = [(name, "left" if name == "case" else "right") for name in names]
+    copy = f", copy {report.copy_gb_per_s:.0f} GB/s" if report.copy_gb_per_s else ""
+    terminal.show_table(f"{report.machine['device']}{copy}", columns, rows)
+
+
+# ---- warmup and source --------------------------------------------------------------------------
+
+
+def _call(op: str, arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """`NAME=VALUE` words as a call; without any, the operator's first benchmark case."""
+    declared = ops.get(op)
+    if not arguments:
+        return op, declared.cases.benchmarks[0].build("meta")
+    values: dict[str, Any] = {}
+    for word in arguments:
+        name, equals, text = word.partition("=")
+        if not equals or name not in declared.signature.parameters:
+            known = ", ".join(declared.signature.parameters)
+            raise ValueError(f"{word!r} is not NAME=VALUE with a name out of {known}")
+        values[name] = text if name in declared.tensor_parameters else _plain(text)
+    return op, values
+
+
+def _plain(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def warmup(options: argparse.Namespace) -> int:
+    """Compile ahead of time."""
+    calls: Any = None
+    if options.calls:
+        calls = [(op, values) for op, values in json.loads(options.calls.read_text())]
+    elif options.op:
+        calls = [_call(options.op, options.arguments)]
+    report = tile_kernels.warmup(calls, arch=options.arch, jobs=options.jobs)
+    rows = [[label, f"{seconds:.1f}"] for label, seconds in report.kernels.items()]
+    columns = [("kernel", "left"), ("seconds", "right")]
+    terminal.show_table(f"compiled for {report.arch} in {report.seconds:.1f} s", columns, rows)
+    return 0
+
+
+def source(options: argparse.Namespace) -> int:
+    """Print generated CUDA."""
+    from tile_kernels.runtime import sources
+    from tile_kernels.runtime.warmup import compilations
+
+    device = described(options.arch) if options.arch else current_device()
+    for item in compilations([_call(options.op, options.arguments)], device):
+        print(f"// {item.label} for {item.arch}")
+        print(sources.cuda_source(item.kernel.definition, item.static, item.arch))
+    return 0
