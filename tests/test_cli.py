@@ -78,6 +78,9 @@ def test_bench_without_a_gpu_measures_the_host(
     report = benchmark.load(tmp_path / "cpu" / "moe.topk_gate.json")
     assert all(result.host_us > 0 for result in report.results)
     assert all(result.device_us is None for result in report.results)
+    folder = str(tmp_path / "cpu")
+    assert "moe.topk_gate.256.8" in said(capsys, "bench", "--load", folder)
+    assert "no results in" in said(capsys, "bench", "--load", str(tmp_path), status=2)
     saved = json.loads((tmp_path / "cpu" / "moe.topk_gate.json").read_text())
     assert saved["machine"]["torch"] == torch.__version__
 

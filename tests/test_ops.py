@@ -312,6 +312,15 @@ def test_device_that_is_not_current(op: Op) -> None:
 
 
 @on_gpu
+@pytest.mark.parametrize(("op", "sample"), samples("small"))
+def test_emulator_gives_the_bits_of_the_device(op: Op, sample: Sample) -> None:
+    arguments = sample.build("cuda")
+    with tile_kernels.backend("emulate", mode="fast"):
+        emulated = op.function(**on(arguments, "cpu"))
+    assert_equal_results(emulated, to_cpu(op.function(**arguments)))
+
+
+@on_gpu
 @each_op
 def test_result_does_not_depend_on_the_sm_budget(op: Op) -> None:
     arguments, expected = prepared(op)

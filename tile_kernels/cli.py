@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--save", action="store_true", help="write JSON files to --output")
     added.add_argument("--plot", action="store_true", help="write PNG and SVG pictures to --output")
     added.add_argument("--output", type=Path, default=Path("benchmarks/results"), metavar="FOLDER")
+    added.add_argument("--load", type=Path, metavar="FOLDER", help="show saved results instead")
     added.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     added = command("warmup", warmup, "compile kernels ahead of time into TileLang's disk cache")
     added.add_argument("op", nargs="?", help="an operator; default: the benchmark shapes of all")
@@ -251,12 +252,7 @@ def bench(options: argparse.Namespace) -> int:
     """Measure, show, save."""
     from tile_kernels.testing import benchmark
 
-    selected = select(options.which)
-    if not torch.cuda.is_available():
-        print("no GPU here: measuring the host's share of a call and the oracles on the CPU")
-    cases = sum(len(op.cases.benchmarks) for op in selected)
-    with terminal.progress_bar(cases, "measuring") as advance:
-        report = benchmark.run(selected, compile_oracle=not options.no_compile, on_case=advance)
+    report = benchmark.load_all(options.load) if options.load else _measure(options)
     _show(report)
     if options.save:
         for path in benchmark.save(report, options.output):
@@ -268,6 +264,17 @@ def bench(options: argparse.Namespace) -> int:
             benchmark.plot(report, path)
             print(f"wrote {path}")
     return 0
+
+
+def _measure(options: argparse.Namespace) -> Any:
+    from tile_kernels.testing import benchmark
+
+    selected = select(options.which)
+    if not torch.cuda.is_available():
+        print("no GPU here: measuring the host's share of a call and the oracles on the CPU")
+    cases = sum(len(op.cases.benchmarks) for op in selected)
+    with terminal.progress_bar(cases, "measuring") as advance:
+        return benchmark.run(selected, compile_oracle=not options.no_compile, on_case=advance)
 
 
 def _show(report: Any) -> None:

@@ -199,6 +199,16 @@ def load(path: Path) -> Report:
     return Report(content["machine"], content["copy_gb_per_s"], results)
 
 
+def load_all(folder: Path) -> Report:
+    """All reports of one device's folder as one; machine and yardstick are the newest one's."""
+    reports = [load(path) for path in sorted(folder.glob("*.json"))]
+    if not reports:
+        raise FileNotFoundError(f"no results in {folder}")
+    newest = max(reports, key=lambda report: report.machine["date"])
+    results = [result for report in reports for result in report.results]
+    return Report(newest.machine, newest.copy_gb_per_s, results)
+
+
 def plot(report: Report, path: Path) -> None:
     """A roofline-style picture: bytes against time, with the floor that the copy bandwidth sets."""
     import matplotlib

@@ -8,8 +8,10 @@ from tilelang import language as T
 from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.launch import kernel
 
-ACCESS_BYTES = 16  # the widest global access, and the unit of the swizzle
-WORD_BYTES = 4  # a shared-memory bank
+LANES = 32
+ACCESS_BYTES = 16  # the widest global access
+WORD_BYTES = 4  # one bank of shared memory
+BANK_BYTES = LANES * WORD_BYTES  # all banks
 TILES = {1: (256, 128), 2: (128, 128), 4: (64, 64), 8: (32, 32)}  # rows, columns by width
 MOST_BLOCKS_ON_Y = 65535
 
@@ -83,14 +85,15 @@ def batched_transpose(
     """`out[b, j, i] = x[b, i, j]`; without `batched` the tensors are single matrices.
 
     A thread loads `word` rows of `load` columns, so that for each column it holds one 4-byte word
-    of the transposed tile. In that tile the 16-byte chunk `c` of column `j` is kept at chunk
-    `c ^ (j // load % 8)`: the 32 lanes of a warp then write 32 different banks, and reading whole
-    chunks back along a column is free of conflicts too.
+    of the transposed tile. There, chunk `c` of column `j` is kept at chunk `c ^ (j // load)`
+    (within 128 bytes): lanes with neighbouring columns then write different banks. A chunk is what
+    one thread reads back, or what the lanes of a warp with the same columns write, if that is more.
     """
     word = max(WORD_BYTES // width, 1)
-    chunk = ACCESS_BYTES // width
     in_lanes = tile_cols // load  # threads along a row of x
     out_lanes = tile_rows // store  # threads along a row of out
+    chunk = max(store, word * max(1, LANES // in_lanes))
+    chunks = max(1, BANK_BYTES // (chunk * width))
     in_steps = T.ceildiv(tile_rows // word * in_lanes, threads)
     out_steps = tile_cols * out_lanes // threads
     batch, rows, cols = T.dynamic("batch rows cols")
@@ -138,7 +141,7 @@ def batched_transpose(
             for step in T.unroll(in_steps):
                 col = tx % in_lanes * load
                 row = (step * threads + tx) // in_lanes * word
-                swizzle = row // chunk ^ (col // load % 8)
+                swizzle = row // chunk ^ (col // load % chunks)
                 for v in T.unroll(load):
                     for w in T.unroll(word):
                         turned[w] = loaded[step, w, v]
@@ -148,7 +151,7 @@ def batched_transpose(
             for step in T.unroll(out_steps):
                 col = (step * threads + tx) // out_lanes
                 row = tx % out_lanes * store
-                swizzle = row // chunk ^ (col // load % 8)
+                swizzle = row // chunk ^ (col // load % chunks)
                 if first_col + col < cols and first_row + row < rows:
                     for v in T.vectorized(store):
                         line[v] = tile[col, swizzle * chunk + row % chunk + v]

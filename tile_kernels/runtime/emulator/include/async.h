@@ -37,13 +37,18 @@ struct alignas(8) Barrier {
 };
 
 namespace tl {
-template <class B> void *barrier_address(B &b) { if constexpr (std::is_pointer_v<B>) return b; else return const_cast<std::remove_const_t<B> *>(&b); }
+template <class B> void *barrier_address(B &b) {
+  if constexpr (std::is_pointer_v<B>) return b;
+  else return const_cast<std::remove_const_t<B> *>(&b);
+}
 template <class B> void mbarrier_cp_async_arrive(B &b) { emu::mbar_cp_async_arrive(barrier_address(b), false); }
 template <class B> void mbarrier_cp_async_arrive_noinc(B &b) { emu::mbar_cp_async_arrive(barrier_address(b), true); }
 
 enum class CacheHintSm90 : uint64_t { EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12F0000000000000, EVICT_LAST = 0x14F0000000000000 };
 constexpr CacheHintSm90 kNormal = CacheHintSm90::EVICT_NORMAL;
-template <CacheHintSm90 H = kNormal, class B> void tma_load(void *s, const void *g, B &b, uint32_t n) { emu::bulk_load(s, g, n, barrier_address(b)); }
+template <CacheHintSm90 H = kNormal, class B> void tma_load(void *s, const void *g, B &b, uint32_t n) {
+  emu::bulk_load(s, g, n, barrier_address(b));
+}
 inline void tma_store(void *g, void *s, uint32_t n) { emu::bulk_store(g, s, n, false); }
 inline void tma_store_add(float *s, float *g, int n) { emu::bulk_store(g, s, uint32_t(n), true); }
 template <CacheHintSm90 H = kNormal, class B, class... C> void tma_load(const CUtensorMap &m, B &b, const void *s, C... coords) {

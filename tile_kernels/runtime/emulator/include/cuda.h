@@ -219,7 +219,12 @@ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
   return (unsigned long long)(((unsigned __int128)a * b) >> 64);
 }
 namespace emu {
-template <class To, class From> inline To bit_cast(From x) { static_assert(sizeof(To) == sizeof(From)); To r; memcpy(&r, &x, sizeof r); return r; }
+template <class To, class From> inline To bit_cast(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To r;
+  memcpy(&r, &x, sizeof r);
+  return r;
+}
 }  // namespace emu
 inline unsigned __float_as_uint(float x) { return emu::bit_cast<unsigned>(x); }
 inline int __float_as_int(float x) { return emu::bit_cast<int>(x); }

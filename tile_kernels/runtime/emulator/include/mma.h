@@ -12,7 +12,12 @@ template <DataType D> EMU_RT double elem(const void *base, size_t i) {
   else if constexpr (D == DataType::kInt8) return int8_t(p[i]);
   else if constexpr (D == DataType::kUInt8) return uint8_t(p[i]);
   else if constexpr (D == DataType::kTensorFloat32) { uint32_t u; memcpy(&u, p + 4 * i, 4); return __uint_as_float(u & 0xffffe000u); }
-  else { static_assert(D == DataType::kFloat64, "mma element type not supported by the emulator"); double v; memcpy(&v, p + 8 * i, 8); return v; }
+  else {
+    static_assert(D == DataType::kFloat64, "mma element type not supported by the emulator");
+    double v;
+    memcpy(&v, p + 8 * i, 8);
+    return v;
+  }
 }
 template <DataType D> constexpr int bytes_of() {
   return D == DataType::kBFloat16 || D == DataType::kFloat16 ? 2 : D == DataType::kTensorFloat32 ? 4 : D == DataType::kFloat64 ? 8 : 1;
@@ -21,7 +26,11 @@ template <DataType C> EMU_RT void accumulate(void *c, int i, double s, bool keep
   if constexpr (C == DataType::kFloat32) { float &f = static_cast<float *>(c)[i]; f = float((keep ? double(f) : 0.0) + s); }
   else if constexpr (C == DataType::kFloat16) { half_t &f = static_cast<half_t *>(c)[i]; f = half_t((keep ? double(float(f)) : 0.0) + s); }
   else if constexpr (C == DataType::kInt32) { int &f = static_cast<int *>(c)[i]; f = (keep ? f : 0) + int(s); }
-  else { static_assert(C == DataType::kFloat64, "mma accumulator type not supported by the emulator"); double &f = static_cast<double *>(c)[i]; f = (keep ? f : 0.0) + s; }
+  else {
+    static_assert(C == DataType::kFloat64, "mma accumulator type not supported by the emulator");
+    double &f = static_cast<double *>(c)[i];
+    f = (keep ? f : 0.0) + s;
+  }
 }
 
 // ---- mma.sync, the m16n8 family ---------------------------------------------------------------------------------------
@@ -84,7 +93,9 @@ EMU_LDSM(1) EMU_LDSM(2) EMU_LDSM(4)
 // The two bits above the hardware's 14 address bits are free, which gives the emulator a 1 MB arena.
 struct GmmaDescriptor {
   uint32_t addr = 0, lbo = 0, sbo = 0, mode = 0;   // unpacked; the generated code adds to it and casts it to 64 bits
-  operator uint64_t() const { return uint64_t(addr >> 4 & 0xffff) | uint64_t(lbo & 0x3fff) << 16 | uint64_t(sbo & 0x3fff) << 32 | uint64_t(mode) << 62; }
+  operator uint64_t() const {
+    return uint64_t(addr >> 4 & 0xffff) | uint64_t(lbo & 0x3fff) << 16 | uint64_t(sbo & 0x3fff) << 32 | uint64_t(mode) << 62;
+  }
   template <class T> GmmaDescriptor operator+(T o) const { GmmaDescriptor d = *this; d.addr += uint32_t(o) << 4; return d; }
 };
 template <int MODE = 0, int LBO = 0, int SBO = 0, class T> void initialize_wgmma_descriptor(GmmaDescriptor &d, T *p) {
@@ -126,7 +137,8 @@ template <DataType D, bool MN_MAJOR, int K> EMU_RT void gmma_mark(uint64_t d, in
 // A warp computes its 16 rows together: B is read once per warp, by the last lane to arrive.
 struct WgmmaArg { const void *a; uint64_t da, db; void *c; bool keep; };
 static_assert(sizeof(WgmmaArg) <= emu::kDeferredBytes);
-template <DataType A, DataType B, DataType C, int N, int K, bool TA, bool TB, bool A_IN_REGS, int SCALE> EMU_RT void wgmma_fn(unsigned lanes, void **args) {
+template <DataType A, DataType B, DataType C, int N, int K, bool TA, bool TB, bool A_IN_REGS, int SCALE>
+EMU_RT void wgmma_fn(unsigned lanes, void **args) {
   if (lanes != ~0u) return emu::note_failure("divergence", "wgmma needs all 32 lanes of a warp");
   static double a[16 * K], b[N * K];                   // not on the fiber's stack; one OS thread runs all fibers
   auto *first = static_cast<WgmmaArg *>(args[0]);

@@ -40,11 +40,18 @@ template <class V, size_t N, class T, class S> inline V atomic_addn(T *p, const 
   memcpy(&r, old, sizeof r);
   return r;
 }
-template <class T> using pair_of = std::conditional_t<std::is_same_v<T, half_t>, __half2, std::conditional_t<std::is_same_v<T, bfloat16_t>, __nv_bfloat162, float2>>;
+template <class T> struct pair { using t = float2; };
+template <> struct pair<half_t> { using t = __half2; };
+template <> struct pair<bfloat16_t> { using t = __nv_bfloat162; };
+template <class T> using pair_of = typename pair<T>::t;
 template <class T> using quad_of = std::conditional_t<sizeof(T) == 2, uint2, float4>;
 }  // namespace emu
-template <class T, class S> emu::pair_of<T> AtomicAddx2Ret(T *p, S *v, int order = 0) { return emu::atomic_addn<emu::pair_of<T>, 2>(p, v, order); }
-template <class T, class S> emu::quad_of<T> AtomicAddx4Ret(T *p, S *v, int order = 0) { return emu::atomic_addn<emu::quad_of<T>, 4>(p, v, order); }
+template <class T, class S> emu::pair_of<T> AtomicAddx2Ret(T *p, S *v, int order = 0) {
+  return emu::atomic_addn<emu::pair_of<T>, 2>(p, v, order);
+}
+template <class T, class S> emu::quad_of<T> AtomicAddx4Ret(T *p, S *v, int order = 0) {
+  return emu::atomic_addn<emu::quad_of<T>, 4>(p, v, order);
+}
 template <class T> emu::pair_of<T> AtomicAddx2Ret(T *p, float2 v, int order = 0) { return AtomicAddx2Ret(p, &v.x, order); }
 template <class T> emu::quad_of<T> AtomicAddx4Ret(T *p, float4 v, int order = 0) { return AtomicAddx4Ret(p, &v.x, order); }
 // 16-bit pairs also arrive packed: a bf16x2, a half2 or the word that stores one.
@@ -140,7 +147,8 @@ template <class T> T op_max(T x, T y) { if constexpr (is_16bit<T>) return T(std:
 template <class T> T op_min(T x, T y) { if constexpr (is_16bit<T>) return T(std::fmin(float(x), float(y))); else return fast_min(x, y); }
 template <class T> T op_max_nan(T x, T y) { if constexpr (is_16bit<T>) return T(max_nan(x, y)); else return fast_max(x, y); }
 template <class T> T op_min_nan(T x, T y) { if constexpr (is_16bit<T>) return T(min_nan(x, y)); else return fast_min(x, y); }
-EMU_OP(SumOp, T(x + y)) EMU_OP(MaxOp, op_max(x, y)) EMU_OP(MinOp, op_min(x, y)) EMU_OP(MaxOpNan, op_max_nan(x, y)) EMU_OP(MinOpNan, op_min_nan(x, y))
+EMU_OP(SumOp, T(x + y)) EMU_OP(MaxOp, op_max(x, y)) EMU_OP(MinOp, op_min(x, y))
+EMU_OP(MaxOpNan, op_max_nan(x, y)) EMU_OP(MinOpNan, op_min_nan(x, y))
 EMU_OP(BitAndOp, T(x & y)) EMU_OP(BitOrOp, T(x | y)) EMU_OP(BitXorOp, T(x ^ y))
 EMU_OP(SumOp_f32x2, add2(x, y)) EMU_OP(MaxOp_f32x2, max2(x, y)) EMU_OP(MinOp_f32x2, min2(x, y))
 #define EMU_OP_X2(S, V)                                                                                              \
@@ -232,8 +240,8 @@ template <class T> wide_t<T> load_global_256(const T *p) { return *reinterpret_c
 template <class T> wide_t<T> load_global_256_conditional(const T *p, bool c) { return c ? load_global_256(p) : wide_t<T>{}; }
 template <class T> void store_global_256(void *p, const T &v) { static_assert(sizeof(T) == 32); *static_cast<T *>(p) = v; }
 template <class T> void store_global_256_conditional(void *p, const T &v, bool c) { if (c) store_global_256(p, v); }
-inline unsigned long long pack_bfloat16x4(bfloat16_t a, bfloat16_t b, bfloat16_t c, bfloat16_t d) { return emu::pack<unsigned long long>(a, b, c, d); }
-inline unsigned long long pack_float16x4(half_t a, half_t b, half_t c, half_t d) { return emu::pack<unsigned long long>(a, b, c, d); }
+template <class T> unsigned long long pack_bfloat16x4(T a, T b, T c, T d) { return emu::pack<unsigned long long>(a, b, c, d); }
+template <class T> unsigned long long pack_float16x4(T a, T b, T c, T d) { return emu::pack<unsigned long long>(a, b, c, d); }
 
 // ---- block swizzle: panels of W rows (columns), alternating direction ----------------------------------------------------------
 inline void panel_walk(unsigned w, unsigned along, unsigned across, unsigned id, unsigned &a, unsigned &b) {

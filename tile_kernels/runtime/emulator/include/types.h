@@ -158,8 +158,12 @@ inline emu::f4x2 __tl_cvt_float2_to_fp4x2(float2 x) { return __nv_cvt_float2_to_
 inline emu::f4 __tl_cvt_double_to_fp4(double x) { return __nv_cvt_double_to_fp4(x, __NV_E2M1, cudaRoundNearest); }
 inline emu::f4x2 __tl_cvt_double2_to_fp4x2(double2 x) { return __nv_cvt_double2_to_fp4x2(x, __NV_E2M1, cudaRoundNearest); }
 inline emu::f4 __tl_cvt_half_to_fp4(__half x) { return __nv_cvt_halfraw_to_fp4(__half_raw(x), __NV_E2M1, cudaRoundNearest); }
-inline emu::f4x2 __tl_cvt_half2_to_fp4x2(__half2 x) { return __nv_cvt_halfraw2_to_fp4x2(__half2_raw(x), __NV_E2M1, cudaRoundNearest); }
-inline emu::f4 __tl_cvt_bfloat16_to_fp4(__nv_bfloat16 x) { return __nv_cvt_bfloat16raw_to_fp4(__nv_bfloat16_raw(x), __NV_E2M1, cudaRoundNearest); }
+inline emu::f4x2 __tl_cvt_half2_to_fp4x2(__half2 x) {
+  return __nv_cvt_halfraw2_to_fp4x2(__half2_raw(x), __NV_E2M1, cudaRoundNearest);
+}
+inline emu::f4 __tl_cvt_bfloat16_to_fp4(__nv_bfloat16 x) {
+  return __nv_cvt_bfloat16raw_to_fp4(__nv_bfloat16_raw(x), __NV_E2M1, cudaRoundNearest);
+}
 inline emu::f4x2 __tl_cvt_bfloat162_to_fp4x2(__nv_bfloat162 x) {
   return __nv_cvt_bfloat16raw2_to_fp4x2(__nv_bfloat162_raw(x), __NV_E2M1, cudaRoundNearest);
 }
@@ -168,7 +172,9 @@ inline emu::f4x2 __tl_cvt_bfloat162_to_fp4x2(__nv_bfloat162 x) {
 inline int8_t tl_pack_int4x2(int low, int high) { return int8_t((low & 0xf) | (high & 0xf) << 4); }
 inline uint8_t tl_pack_uint4x2(unsigned low, unsigned high) { return uint8_t((low & 0xf) | (high & 0xf) << 4); }
 inline unsigned tl_uint4_packed_load(const unsigned char *p, int i) { return p[i >> 1] >> 4 * (i & 1) & 0xf; }
-inline int tl_int4_packed_load(const signed char *p, int i) { return (int(uint8_t(p[i >> 1]) >> 4 * (i & 1) & 0xf) ^ 8) - 8; }
+inline int tl_int4_packed_load(const signed char *p, int i) {
+  return (int(uint8_t(p[i >> 1]) >> 4 * (i & 1) & 0xf) ^ 8) - 8;
+}
 inline void tl_uint4_packed_store(unsigned char *p, int i, unsigned v) {
   unsigned shift = 4 * (i & 1);
   p[i >> 1] = uint8_t((p[i >> 1] & ~(0xfu << shift)) | (v & 0xf) << shift);
@@ -194,29 +200,59 @@ inline int make_int(schar a, schar b, schar c, schar d) { return emu::pack<int>(
 inline unsigned make_uint(uchar a, uchar b, uchar c, uchar d) { return emu::pack<unsigned>(a, b, c, d); }
 template <class... R> inline int2 make_int2(schar a, schar b, schar c, R... r) { return emu::pack<int2>(a, b, c, r...); }
 template <class... R> inline uint2 make_uint2(uchar a, uchar b, uchar c, R... r) { return emu::pack<uint2>(a, b, c, r...); }
-template <class... R> inline int4 make_int4(schar a, schar b, schar c, schar d, schar e, R... r) { return emu::pack<int4>(a, b, c, d, e, r...); }
-template <class... R> inline uint4 make_uint4(uchar a, uchar b, uchar c, uchar d, uchar e, R... r) { return emu::pack<uint4>(a, b, c, d, e, r...); }
-inline int4 make_int4(short a, short b, short c, short d, short e, short f, short g, short h) { return emu::pack<int4>(a, b, c, d, e, f, g, h); }
-inline uint4 make_uint4(ushort a, ushort b, ushort c, ushort d, ushort e, ushort f, ushort g, ushort h) { return emu::pack<uint4>(a, b, c, d, e, f, g, h); }
-inline longlong4 make_longlong4(int a, int b, int c, int d, int e, int f, int g, int h) { return emu::pack<longlong4>(a, b, c, d, e, f, g, h); }
+template <class... R> inline int4 make_int4(schar a, schar b, schar c, schar d, schar e, R... r) {
+  return emu::pack<int4>(a, b, c, d, e, r...);
+}
+template <class... R> inline uint4 make_uint4(uchar a, uchar b, uchar c, uchar d, uchar e, R... r) {
+  return emu::pack<uint4>(a, b, c, d, e, r...);
+}
+inline int4 make_int4(short a, short b, short c, short d, short e, short f, short g, short h) {
+  return emu::pack<int4>(a, b, c, d, e, f, g, h);
+}
+inline uint4 make_uint4(ushort a, ushort b, ushort c, ushort d, ushort e, ushort f, ushort g, ushort h) {
+  return emu::pack<uint4>(a, b, c, d, e, f, g, h);
+}
+inline longlong4 make_longlong4(int a, int b, int c, int d, int e, int f, int g, int h) {
+  return emu::pack<longlong4>(a, b, c, d, e, f, g, h);
+}
 template <class... R> inline longlong4 make_longlong4(schar a, schar b, schar c, schar d, schar e, schar f, schar g, schar h, schar i, R... r) {
   return emu::pack<longlong4>(a, b, c, d, e, f, g, h, i, r...);
 }
-template <class... R> inline ulonglong4 make_ulonglong4(uchar a, uchar b, uchar c, uchar d, uchar e, R... r) { return emu::pack<ulonglong4>(a, b, c, d, e, r...); }
+template <class... R> inline ulonglong4 make_ulonglong4(uchar a, uchar b, uchar c, uchar d, uchar e, R... r) {
+  return emu::pack<ulonglong4>(a, b, c, d, e, r...);
+}
 
 // ---- fp8 conversions ---------------------------------------------------------------------------------------------------
-inline float2 __tl_cvt_fp8x2_to_float2(emu::f8x2 x, emu::fp8_kind k) { return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(x, k))); }
+inline float2 __tl_cvt_fp8x2_to_float2(emu::f8x2 x, emu::fp8_kind k) {
+  return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(x, k)));
+}
 inline __half2 __tl_cvt_fp8x2_to_half2(emu::f8x2 x, emu::fp8_kind k) { return __half2(__nv_cvt_fp8x2_to_halfraw2(x, k)); }
-inline emu::f8x2 __tl_cvt_half2_to_fp8x2(__half2 x, emu::fp8_kind k) { return __nv_cvt_halfraw2_to_fp8x2(__half2_raw(x), __NV_SATFINITE, k); }
+inline emu::f8x2 __tl_cvt_half2_to_fp8x2(__half2 x, emu::fp8_kind k) {
+  return __nv_cvt_halfraw2_to_fp8x2(__half2_raw(x), __NV_SATFINITE, k);
+}
 inline __half __tl_cvt_fp8_to_half(emu::f8 x, emu::fp8_kind k) { return __half(__nv_cvt_fp8_to_halfraw(x, k)); }
-inline emu::f8 __tl_cvt_half_to_fp8(__half x, emu::fp8_kind k) { return __nv_cvt_halfraw_to_fp8(__half_raw(x), __NV_SATFINITE, k); }
-inline emu::f8 __tl_cvt_bfloat16_to_fp8(__nv_bfloat16 x, emu::fp8_kind k) { return __nv_cvt_bfloat16raw_to_fp8(__nv_bfloat16_raw(x), __NV_SATFINITE, k); }
-inline __nv_bfloat16 __tl_cvt_fp8_to_bfloat16(emu::f8 x, emu::fp8_kind k) { return __float2bfloat16(__half2float(__tl_cvt_fp8_to_half(x, k))); }
-inline __nv_bfloat162 __tl_cvt_e4m3x2_to_bfloat162(emu::f8x2 x) { return __float22bfloat162_rn(__tl_cvt_fp8x2_to_float2(x, __NV_E4M3)); }
-inline __nv_bfloat162 __tl_cvt_e5m2x2_to_bfloat162(emu::f8x2 x) { return __float22bfloat162_rn(__tl_cvt_fp8x2_to_float2(x, __NV_E5M2)); }
-inline emu::f8x2 __tl_cvt_bfloat162_to_fp8x2(__nv_bfloat162 x, emu::fp8_kind k) { return __nv_cvt_bfloat16raw2_to_fp8x2(__nv_bfloat162_raw(x), __NV_SATFINITE, k); }
+inline emu::f8 __tl_cvt_half_to_fp8(__half x, emu::fp8_kind k) {
+  return __nv_cvt_halfraw_to_fp8(__half_raw(x), __NV_SATFINITE, k);
+}
+inline emu::f8 __tl_cvt_bfloat16_to_fp8(__nv_bfloat16 x, emu::fp8_kind k) {
+  return __nv_cvt_bfloat16raw_to_fp8(__nv_bfloat16_raw(x), __NV_SATFINITE, k);
+}
+inline __nv_bfloat16 __tl_cvt_fp8_to_bfloat16(emu::f8 x, emu::fp8_kind k) {
+  return __float2bfloat16(__half2float(__tl_cvt_fp8_to_half(x, k)));
+}
+inline __nv_bfloat162 __tl_cvt_e4m3x2_to_bfloat162(emu::f8x2 x) {
+  return __float22bfloat162_rn(__tl_cvt_fp8x2_to_float2(x, __NV_E4M3));
+}
+inline __nv_bfloat162 __tl_cvt_e5m2x2_to_bfloat162(emu::f8x2 x) {
+  return __float22bfloat162_rn(__tl_cvt_fp8x2_to_float2(x, __NV_E5M2));
+}
+inline emu::f8x2 __tl_cvt_bfloat162_to_fp8x2(__nv_bfloat162 x, emu::fp8_kind k) {
+  return __nv_cvt_bfloat16raw2_to_fp8x2(__nv_bfloat162_raw(x), __NV_SATFINITE, k);
+}
 inline emu::f8 __tl_cvt_float_to_e8m0(float x) { return __nv_cvt_float_to_e8m0(x, __NV_SATFINITE, cudaRoundPosInf); }
-inline emu::f8x2 __tl_cvt_float2_to_e8m0x2(float2 x) { return __nv_cvt_float2_to_e8m0x2(x, __NV_SATFINITE, cudaRoundPosInf); }
+inline emu::f8x2 __tl_cvt_float2_to_e8m0x2(float2 x) {
+  return __nv_cvt_float2_to_e8m0x2(x, __NV_SATFINITE, cudaRoundPosInf);
+}
 inline emu::f8 __tl_cvt_double_to_e8m0(double x) { return __nv_cvt_double_to_e8m0(x, __NV_SATFINITE, cudaRoundPosInf); }
 inline __nv_bfloat16 __tl_cvt_e8m0_to_bfloat16(emu::f8 x) { return __nv_bfloat16(__nv_cvt_e8m0_to_bf16raw(x)); }
 inline __nv_bfloat162 __tl_cvt_e8m0x2_to_bfloat162(emu::f8x2 x) { return __nv_bfloat162(__nv_cvt_e8m0x2_to_bf162raw(x)); }
@@ -233,10 +269,20 @@ EMU_H1(hlog, std::log(x)) EMU_H1(hlog2, std::log2(x)) EMU_H1(hlog10, std::log10(
 EMU_H1(hsqrt, std::sqrt(x)) EMU_H1(hrsqrt, rsqrtf(x)) EMU_H1(hrcp, 1.f / x)
 EMU_H1(hsin, std::sin(x)) EMU_H1(hcos, std::cos(x)) EMU_H1(htan, std::tan(x)) EMU_H1(hatan, std::atan(x))
 EMU_H1(hsinh, std::sinh(x)) EMU_H1(hcosh, std::cosh(x)) EMU_H1(htanh, std::tanh(x)) EMU_H1(herf, std::erf(x))
-EMU_H1(hfloor, std::floor(x)) EMU_H1(hceil, std::ceil(x)) EMU_H1(hrint, std::nearbyint(x)) EMU_H1(hnearbyint, std::nearbyint(x)) EMU_H1(htrunc, std::trunc(x))
-EMU_H2(__hadd_rn, x + y) EMU_H2(__hsub_rn, x - y) EMU_H2(__hmul_rn, x * y) EMU_H2(__hdiv, x / y) EMU_H2(hpow, std::pow(x, y)) EMU_H2(hfmod, std::fmod(x, y))
+EMU_H1(hfloor, std::floor(x)) EMU_H1(hceil, std::ceil(x)) EMU_H1(hrint, std::nearbyint(x))
+EMU_H1(hnearbyint, std::nearbyint(x)) EMU_H1(htrunc, std::trunc(x))
+EMU_H2(__hadd_rn, x + y) EMU_H2(__hsub_rn, x - y) EMU_H2(__hmul_rn, x * y)
+EMU_H2(__hdiv, x / y) EMU_H2(hpow, std::pow(x, y)) EMU_H2(hfmod, std::fmod(x, y))
 // A product of two 16-bit values and the sum with a third fit a double closely enough for one correct rounding.
-inline bfloat16_t __hfma(bfloat16_t a, bfloat16_t b, bfloat16_t c) { return bfloat16_t(__double2bfloat16(std::fma(double(float(a)), double(float(b)), double(float(c))))); }
-inline half_t __hfma(half_t a, half_t b, half_t c) { return half_t(__double2half(std::fma(double(float(a)), double(float(b)), double(float(c))))); }
-template <class T> inline T max(T a, std::enable_if_t<std::is_class_v<T> && sizeof(T) <= 2, T> b) { return T(std::fmax(float(a), float(b))); }
-template <class T> inline T min(T a, std::enable_if_t<std::is_class_v<T> && sizeof(T) <= 2, T> b) { return T(std::fmin(float(a), float(b))); }
+inline bfloat16_t __hfma(bfloat16_t a, bfloat16_t b, bfloat16_t c) {
+  return bfloat16_t(__double2bfloat16(std::fma(double(float(a)), double(float(b)), double(float(c)))));
+}
+inline half_t __hfma(half_t a, half_t b, half_t c) {
+  return half_t(__double2half(std::fma(double(float(a)), double(float(b)), double(float(c)))));
+}
+template <class T> inline T max(T a, std::enable_if_t<std::is_class_v<T> && sizeof(T) <= 2, T> b) {
+  return T(std::fmax(float(a), float(b)));
+}
+template <class T> inline T min(T a, std::enable_if_t<std::is_class_v<T> && sizeof(T) <= 2, T> b) {
+  return T(std::fmin(float(a), float(b)));
+}

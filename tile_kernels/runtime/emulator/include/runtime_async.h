@@ -1,0 +1,237 @@
+// Copies that complete later: cp.async, mbarriers, bulk and tensor copies.
+// Included by runtime.cpp inside namespace emu.
+#pragma once
+
+// ---- cp.async -----------------------------------------------------------------------------------------------------
+static void land_copy(const Copy &c) {
+  if (L->async_late) mark_pending(c.dst, size_t(c.bytes), 1, false);
+  access(c.dst, size_t(c.bytes), WRITE);
+  if (c.copied) { access(c.src, size_t(c.copied), READ); memcpy(c.dst, c.src, size_t(c.copied)); }
+  memset(c.dst + c.copied, 0, size_t(c.bytes - c.copied));
+}
+void cp_async(void *dst, const void *src, int bytes, int copied) {
+  Fiber *f = cur;
+  Copy c{};
+  c.dst = static_cast<char *>(dst); c.src = static_cast<const char *>(src); c.bytes = bytes; c.copied = copied; c.group = f->load_groups;
+  L->async_ops++;
+  if (!L->async_late) return land_copy(c);
+  access(dst, size_t(bytes), WRITE);                    // the write may happen from here on ...
+  mark_pending(dst, size_t(bytes), 1, true);            // ... until the wait
+  f->loads.push_back(c);
+}
+void cp_commit() { cur->load_groups++; }
+void cp_wait(int keep) {                                // land all but the newest `keep` committed groups
+  Fiber *f = cur;
+  size_t i = 0;
+  while (i < f->loads.size() && f->loads[i].group < f->load_groups - keep) land_copy(f->loads[i++]);
+  f->loads.erase(f->loads.begin(), f->loads.begin() + long(i));
+}
+
+// ---- mbarrier -----------------------------------------------------------------------------------------------------
+static int mbar_index(void *bar) {
+  Block *b = cur->blk;
+  for (size_t i = 0; i < b->mbars.size(); ++i) if (b->mbars[i].addr == bar) return int(i);
+  if (Region *r = find_shared(b, static_cast<char *>(bar), 8)) place(r, static_cast<char *>(bar));
+  fail("barrier", "an mbarrier is used before any thread has initialised it");
+}
+static void mbar_complete(Block *b, int index) {
+  MBar &m = b->mbars[size_t(index)];
+  if (m.pending || m.tx) return;
+  m.phase++;
+  m.pending = m.count;
+  m.done.join(m.current);
+  memset(&m.current, 0, sizeof m.current);
+  L->barriers++;
+  progress = true;
+  for (Fiber *f : b->f)
+    if (f->state == BLOCKED && f->why == IN_MBARRIER && f->bar == index && (m.phase & 1) != f->parity) { f->state = READY; f->bar = -1; }
+}
+void mbar_init(void *bar, uint32_t count) {
+  Block *b = cur->blk;
+  access(bar, 8, WRITE);
+  memset(bar, 0x5a, 8);
+  for (MBar &m : b->mbars) if (m.addr == bar) { m = MBar{}; m.addr = static_cast<char *>(bar); m.count = m.pending = count; return; }
+  MBar m{};
+  m.addr = static_cast<char *>(bar); m.count = m.pending = count;
+  b->mbars.push_back(m);
+}
+void mbar_arrive(void *bar, uint32_t expect_tx, bool arrive) {
+  Block *b = cur->blk;
+  int i = mbar_index(bar);
+  access(bar, 8, ATOMIC);
+  MBar &m = b->mbars[size_t(i)];
+  m.tx += expect_tx;
+  if (!arrive) return;
+  if (!m.pending) fail("barrier", "more arrivals on an mbarrier than its count of %u in one phase", m.count);
+  m.pending--;
+  release(b, cur->warp, m.current);
+  mbar_complete(b, i);
+}
+// Arrives once the thread's earlier cp.async copies are complete; without noinc the phase also expects one arrival more.
+void mbar_cp_async_arrive(void *bar, bool noinc) {
+  cp_commit();
+  cp_wait(0);
+  if (!noinc) cur->blk->mbars[size_t(mbar_index(bar))].pending++;
+  mbar_arrive(bar, 0, true);
+}
+bool mbar_test(void *bar, uint32_t parity) {
+  int i = mbar_index(bar);
+  access(bar, 8, ATOMIC);
+  MBar &m = cur->blk->mbars[size_t(i)];
+  if ((m.phase & 1) == (parity & 1)) return false;
+  acquire(cur->blk, cur->warp, m.done);
+  return true;
+}
+void mbar_wait(void *bar, uint32_t parity) {
+  while (!mbar_test(bar, parity)) {
+    cur->bar = mbar_index(bar);
+    cur->parity = parity & 1;
+    block_on(IN_MBARRIER);
+  }
+}
+
+// ---- bulk and tensor copies ---------------------------------------------------------------------------------------
+// Visits the box of a tensor map element by element: visit(shared offset, global address or nullptr when outside).
+template <class F> static void for_box(const TensorMap &m, const int32_t *coords, uint32_t smem_base, F visit) {
+  uint32_t bits = m.swizzle == 3 ? 7 : m.swizzle == 2 ? 3 : m.swizzle == 1 ? 1 : 0;
+  int n[5] = {1, 1, 1, 1, 1}, at[5];
+  for (int d = 0; d < m.rank; ++d) n[d] = m.box[d];
+  uint32_t off = smem_base;
+  for (at[4] = 0; at[4] < n[4]; ++at[4]) for (at[3] = 0; at[3] < n[3]; ++at[3]) for (at[2] = 0; at[2] < n[2]; ++at[2])
+  for (at[1] = 0; at[1] < n[1]; ++at[1]) for (at[0] = 0; at[0] < n[0]; ++at[0], off += uint32_t(m.elem_bytes)) {
+    char *g = m.base;
+    for (int d = 0; d < m.rank && g; ++d) {
+      int64_t x = int64_t(coords[d]) + at[d];
+      g = x < 0 || x >= m.dims[d] ? nullptr : g + x * m.strides[d];
+    }
+    visit(off ^ ((off >> 7 & bits) << 4), g);
+  }
+}
+static uint32_t box_bytes(const TensorMap &m) {
+  uint32_t n = uint32_t(m.elem_bytes);
+  for (int d = 0; d < m.rank; ++d) n *= uint32_t(m.box[d]);
+  return n;
+}
+static void require_aligned(uint32_t smem, uint32_t align, const char *what) {
+  if (smem % align)
+    fail("misaligned", "misaligned: the shared side of %s is at byte %u of shared memory, it needs %u-byte alignment", what,
+         smem, align);
+}
+static void land_flight(Block *b, const Flight &x) {
+  if (x.tensor)
+    for_box(x.map, x.coords, uint32_t(x.dst - b->arena), [&](uint32_t s, char *g) {
+      if (g) memcpy(b->arena + s, g, size_t(x.map.elem_bytes)); else memset(b->arena + s, 0, size_t(x.map.elem_bytes));
+    });
+  else memcpy(x.dst, x.src, x.bytes);
+  stamp_async(b, x.dst, x.bytes, x.clock);
+  MBar &m = b->mbars[size_t(x.mbar)];
+  m.current.t[kAsync] = std::max(m.current.t[kAsync], x.clock);
+  m.tx -= x.bytes;
+  progress = true;
+  mbar_complete(b, x.mbar);
+}
+static void land_one_flight(const std::vector<Block *> &blocks) {
+  for (Block *b : blocks) {
+    if (b->flights.empty()) continue;
+    size_t i = L->order == 0 ? 0 : L->order == 1 ? b->flights.size() - 1 : rng() % b->flights.size();
+    Flight x = b->flights[i];
+    b->flights.erase(b->flights.begin() + long(i));
+    return land_flight(b, x);
+  }
+}
+static void start_flight(Flight &x) {
+  Block *b = cur->blk;
+  L->async_ops++;
+  access(x.dst, x.bytes, WRITE);                        // the target must be free, as seen by the issuing thread
+  mark_pending(x.dst, x.bytes, 1, true);
+  b->now[kAsync]++;
+  x.clock = b->now[kAsync];
+  if (L->async_late) b->flights.push_back(x); else land_flight(b, x);
+}
+struct AnyAlignment { AnyAlignment() { any_alignment = true; } ~AnyAlignment() { any_alignment = false; } };
+
+void bulk_load(void *dst, const void *src, uint32_t bytes, void *bar) {
+  Flight x{};
+  x.mbar = mbar_index(bar);
+  x.dst = static_cast<char *>(dst); x.src = static_cast<const char *>(src); x.bytes = bytes;
+  require_aligned(smem_addr(dst), 16, "a bulk copy");
+  if (bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16)
+    fail("misaligned", "misaligned: a bulk copy of %u bytes needs 16-byte address and size", bytes);
+  access(src, bytes, READ);
+  start_flight(x);
+}
+void tensor_load(const TensorMap &map, void *dst, void *bar, const int32_t *coords) {
+  Flight x{};
+  x.mbar = mbar_index(bar);
+  x.dst = static_cast<char *>(dst); x.bytes = box_bytes(map); x.tensor = true; x.map = map;
+  memcpy(x.coords, coords, sizeof(int32_t) * size_t(map.rank));
+  require_aligned(smem_addr(dst), 128, "a tensor copy");
+  if (L->check) for_box(map, coords, smem_addr(dst), [&](uint32_t, char *g) { if (g) access(g, size_t(map.elem_bytes), READ); });
+  AnyAlignment bytes_only;
+  start_flight(x);
+}
+template <class T, class F> static void add_with(char *g, const char *s, F sum) {
+  T a, b;
+  memcpy(&a, g, sizeof a);
+  memcpy(&b, s, sizeof b);
+  a = sum(a, b);
+  memcpy(g, &a, sizeof a);
+}
+template <class T> static void add_to(char *g, const char *s) { add_with<T>(g, s, [](T a, T b) { return T(a + b); }); }
+static __half add_half(__half a, __half b) { return __float2half_rn(__half2float(a) + __half2float(b)); }
+static __nv_bfloat16 add_bf16(__nv_bfloat16 a, __nv_bfloat16 b) { return __float2bfloat16_rn(__bfloat162float(a) + __bfloat162float(b)); }
+static void add_element(char *g, const char *s, int kind) {   // kind: CUtensorMapDataType
+  switch (kind) {
+    case 2: return add_to<uint32_t>(g, s);
+    case 3: return add_to<int32_t>(g, s);
+    case 4: return add_to<uint64_t>(g, s);
+    case 5: return add_to<int64_t>(g, s);
+    case 7: return add_to<float>(g, s);
+    case 6: return add_with<__half>(g, s, add_half);
+    case 9: return add_with<__nv_bfloat16>(g, s, add_bf16);
+    default: fail("unsupported", "reducing bulk store of element type %d is not supported by the emulator", kind);
+  }
+}
+static void land_store(const Copy &c) {
+  mark_pending(c.src, size_t(c.bytes), 2, false);
+  Access kind = c.add ? ATOMIC : WRITE;
+  char *arena = cur->blk->arena;
+  if (c.tensor)
+    for_box(c.map, c.coords, uint32_t(c.src - arena), [&](uint32_t s, char *g) {
+      if (!g) return;
+      access(g, size_t(c.map.elem_bytes), kind);
+      if (c.add) add_element(g, arena + s, c.map.kind); else memcpy(g, arena + s, size_t(c.map.elem_bytes));
+    });
+  else {
+    access(c.dst, size_t(c.bytes), kind);
+    if (c.add) for (int i = 0; i < c.bytes; i += 4) add_to<float>(c.dst + i, c.src + i); else memcpy(c.dst, c.src, size_t(c.bytes));
+  }
+}
+static void start_store(const Copy &c) {
+  L->async_ops++;
+  access(c.src, size_t(c.bytes), READ);
+  if (!L->async_late) return land_store(c);
+  mark_pending(c.src, size_t(c.bytes), 2, true);
+  cur->stores.push_back(c);
+}
+void bulk_store(void *dst, const void *src, uint32_t bytes, bool add) {
+  Copy c{};
+  c.dst = static_cast<char *>(dst); c.src = static_cast<const char *>(src); c.bytes = int(bytes); c.add = add; c.group = cur->store_groups;
+  require_aligned(smem_addr(src), 16, "a bulk copy");
+  start_store(c);
+}
+void tensor_store(const TensorMap &map, const void *src, const int32_t *coords, bool add) {
+  Copy c{};
+  c.src = static_cast<const char *>(src); c.bytes = int(box_bytes(map)); c.tensor = true; c.add = add; c.map = map; c.group = cur->store_groups;
+  memcpy(c.coords, coords, sizeof(int32_t) * size_t(map.rank));
+  require_aligned(smem_addr(src), 128, "a tensor copy");
+  AnyAlignment bytes_only;
+  start_store(c);
+}
+void store_commit() { cur->store_groups++; }
+void store_wait(int keep) {
+  Fiber *f = cur;
+  size_t i = 0;
+  while (i < f->stores.size() && f->stores[i].group < f->store_groups - keep) land_store(f->stores[i++]);
+  f->stores.erase(f->stores.begin(), f->stores.begin() + long(i));
+}

@@ -1,0 +1,262 @@
+// The access check: bounds, alignment, and races by vector clocks over shadow memory.
+// Included by runtime.cpp inside namespace emu.
+#pragma once
+
+// ---- shadow memory ------------------------------------------------------------------------------------------------
+// A granule starts at 16 bytes and shrinks when a smaller access arrives. Everything recorded before covered whole
+// granules, so splitting a cell into copies of itself loses nothing.
+static void shadow_reserve(Shadow &s, size_t bytes) {
+  if (s.capacity < bytes + 16) {
+    if (s.cells) munmap(s.cells, s.capacity * sizeof(Cell));
+    s.capacity = (bytes + 16 + 4095) / 4096 * 4096;
+    void *p = mmap(nullptr, s.capacity * sizeof(Cell), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) { fprintf(stderr, "emulator: no address space for shadow memory\n"); abort(); }
+    s.cells = static_cast<Cell *>(p);
+  }
+}
+static void shadow_start(Shadow &s, size_t bytes) {
+  shadow_reserve(s, bytes);
+  s.shift = 4; s.lo = SIZE_MAX; s.hi = 0;
+}
+static void shadow_trim(Shadow &s) {      // give back what a large launch touched
+  if (s.hi > s.lo && (s.hi - s.lo) * sizeof(Cell) > (32u << 20)) madvise(s.cells, s.capacity * sizeof(Cell), MADV_DONTNEED);
+}
+static void shadow_split(Shadow &s, uint32_t shift) {
+  if (s.hi > s.lo) {
+    uint32_t k = s.shift - shift;
+    for (size_t i = s.hi; i-- > s.lo;) {
+      Cell c = s.cells[i];
+      for (size_t j = size_t(1) << k; j-- > 0;) {
+        Cell &d = s.cells[(i << k) + j] = c;
+        if (c.r.tid1 != kManyTid || c.r.serial < launch_serial || !j) continue;
+        readers.push_back(Readers(readers[c.readers]));   // each part gets a table of its own
+        d.readers = uint32_t(readers.size() - 1);
+      }
+    }
+    s.lo <<= k; s.hi <<= k;
+  }
+  s.shift = shift;
+}
+
+// ---- order --------------------------------------------------------------------------------------------------------
+// Warps carry vector clocks. Arriving at a barrier releases, leaving it acquires. Lanes of one warp are ordered by warp
+// operations and by whatever their warp has acquired. All approximations are towards "ordered": no false reports.
+static void release(Block *b, int warp, Clock &into) {
+  into.join(b->seen[warp]);
+  if (b->now[warp] > into.t[warp]) into.t[warp] = b->now[warp];
+  b->now[warp]++;
+}
+static void acquire(Block *b, int warp, const Clock &from) {
+  b->seen[warp].join(from);
+  b->wepoch[warp]++;
+}
+static bool ordered(const Stamp &s, uint32_t time, const Fiber *f) {   // within one block
+  const Block *b = f->blk;
+  if (!s.tid1 || time <= b->acquired) return true;
+  int v = s.tid1 == kAsyncTid ? kAsync : (s.tid1 - 1) >> 5;
+  if (v == f->warp) return (!s.multi && s.tid1 - 1 == f->lin) || s.wepoch != b->wepoch[v];
+  return b->seen[f->warp].t[v] >= s.clock;
+}
+static Stamp stamp(const Fiber *f, bool atomic) {
+  const Block *b = f->blk;
+  return {b->serial, b->now[f->warp], b->wepoch[f->warp], uint16_t(f->lin + 1), uint8_t(atomic), 0};
+}
+static char *image_lo = nullptr, *image_hi = nullptr;   // the kernel's own library
+static uint32_t short_pc() {
+  char *pc = static_cast<char *>(hook_pc);
+  return pc >= image_lo && pc < image_hi ? uint32_t(pc - image_lo) : 0;
+}
+static bool same_epoch(const Stamp &a, const Stamp &b) { return a.wepoch == b.wepoch && (a.tid1 - 1) >> 5 == (b.tid1 - 1) >> 5; }
+
+static const char *const kVerb[] = {"read of", "write to", "atomic on", "atomic read of"};
+static const char *describe(char *out, size_t n, const Stamp &s, bool other_block) {
+  if (other_block) snprintf(out, n, "another block (number %u of the launch)", s.serial - launch_serial);
+  else if (s.tid1 == kAsyncTid) snprintf(out, n, "an asynchronous copy");
+  else snprintf(out, n, "thread %d", s.tid1 - 1);
+  return out;
+}
+[[noreturn]] static void race(const Region *r, char *p, size_t n, Access kind, const Stamp &s, bool other_block, bool was_write,
+                              uint32_t other_pc, const char *extra = "") {
+  char who[80];
+  L->failure->other_pc = other_pc ? image_lo + other_pc : nullptr;
+  describe(who, sizeof who, s, other_block);
+  fail("race", "race: %zu-byte %s %s, %s by %s with no %s in between%s", n, kVerb[kind], place(r, p), was_write ? "written" : "read", who,
+       other_block ? "grid barrier" : "barrier", extra);
+}
+
+// Two unordered plain writes are tolerated when they store the same bytes (TileLang replicates such stores). The hook runs
+// before the store, so the comparison waits until the thread's next access or switch.
+static void settle_suspects() {
+  int n = num_suspects;
+  num_suspects = 0;
+  for (int i = 0; i < n; ++i) {
+    Suspect &s = suspects[i];
+    if (!memcmp(s.p, s.old, s.n)) continue;
+    hook_pc = s.pc;
+    race(s.region, s.p, s.n, WRITE, s.other, s.other_block, true, s.other_pc, " (different values)");
+  }
+}
+
+static void add_reader(Cell &c, const Fiber *f, const Stamp &me) {
+  Block *b = f->blk;
+  Stamp &r = c.r;
+  if (r.tid1 == kManyTid) {
+    Stamp &e = readers[c.readers].by[f->warp];
+    bool multi = e.tid1 && same_epoch(e, me) && (e.multi || e.tid1 != me.tid1);
+    bool atomic = me.atomic && (!e.tid1 || e.atomic);
+    e = me; e.multi = multi; e.atomic = atomic;
+    return;
+  }
+  if (r.tid1 && r.tid1 != kAsyncTid && (r.tid1 - 1) >> 5 == f->warp) {
+    bool multi = same_epoch(r, me) && (r.multi || r.tid1 != me.tid1);
+    bool atomic = me.atomic && (r.atomic || !same_epoch(r, me));
+    r = me; r.multi = multi; r.atomic = atomic;
+    c.rpc = short_pc();
+    return;
+  }
+  int v = r.tid1 == kAsyncTid ? kAsync : (r.tid1 - 1) >> 5;
+  if (!r.tid1 || b->seen[f->warp].t[v] >= r.clock) { r = me; c.rpc = short_pc(); return; }
+  readers.push_back(Readers{});
+  c.readers = uint32_t(readers.size() - 1);
+  readers.back().by[v] = r;
+  readers.back().by[f->warp] = me;
+  r.tid1 = kManyTid;
+}
+
+static void check_cell(Cell &c, Region *r, char *p, size_t n, Access kind, Fiber *f) {
+  Block *b = f->blk;
+  bool global = r->traffic != nullptr, write = kind == WRITE || kind == ATOMIC, atomic = kind >= ATOMIC;
+  if (c.pend_kind && c.pend_serial == b->serial) {
+    bool mine = c.pend_kind == 1 && write && c.pend_tid == uint16_t(f->lin + 1);
+    static const char *const role[] = {"", "the target of an asynchronous copy", "the source of an asynchronous copy", "an operand of a wgmma"};
+    if (!(c.pend_kind >= 2 && !write) && !mine)
+      fail("race", "race: %zu-byte %s %s, %s of thread %d not yet waited for", n, kVerb[kind], place(r, p), role[c.pend_kind], c.pend_tid - 1);
+  }
+  // Stamps of other blocks: stale in shared memory, concurrent in global memory unless an acquire covers them.
+  bool w_here = c.w.tid1 && c.w.serial == b->serial, r_here = c.r.tid1 && c.r.serial == b->serial;
+  bool w_else = global && c.w.tid1 && !w_here && c.w.serial >= launch_serial && c.wtime > b->acquired;
+  bool bad_w = ((w_here && !ordered(c.w, c.wtime, f)) || w_else) && !(atomic && c.w.atomic);
+  if (bad_w) {
+    if (kind != WRITE || c.w.atomic) race(r, p, n, kind, c.w, w_else, true, c.wpc);
+    if (num_suspects < 16) {
+      Suspect &x = suspects[num_suspects++] = {p, n, {}, r, c.w, w_else, hook_pc, c.wpc};
+      memcpy(x.old, p, n);
+    }
+  }
+  if (write) {
+    if (r_here && c.r.tid1 == kManyTid) {
+      for (const Stamp &s : readers[c.readers].by)
+        if (s.tid1 && !(atomic && s.atomic) && !ordered(s, c.rtime, f)) race(r, p, n, kind, s, false, false, 0);
+    } else if (r_here && !(atomic && c.r.atomic) && !ordered(c.r, c.rtime, f)) race(r, p, n, kind, c.r, false, false, c.rpc);
+    bool r_else = global && c.r.tid1 && !r_here && c.r.serial >= launch_serial && c.rtime > b->acquired;
+    if (r_else && !(atomic && c.r.atomic)) race(r, p, n, kind, c.r, true, false, c.r.tid1 == kManyTid ? 0 : c.rpc);
+    if (global && c.other_serial >= launch_serial && c.other_serial != b->serial && c.other_time > b->acquired && !atomic) {
+      Stamp s{}; s.serial = c.other_serial; s.tid1 = 1;
+      race(r, p, n, kind, s, true, false, 0);
+    }
+  }
+  Stamp me = stamp(f, atomic);
+  size_t granule = size_t(1) << r->shadow->shift;
+  if (write) {
+    if (r->traffic && !(c.w.tid1 && c.w.serial >= launch_serial)) r->traffic->distinct_written += granule;
+    me.multi = w_here && same_epoch(c.w, me) && (c.w.multi || c.w.tid1 != me.tid1);
+    c.w = me; c.wtime = release_time; c.wpc = short_pc();
+  }
+  if (!write || kind == ATOMIC) {
+    if (r->traffic && !(c.r.tid1 && c.r.serial >= launch_serial)) r->traffic->distinct_read += granule;
+    if (kind == ATOMIC) { if (!r_here) { c.r = me; c.r.multi = 0; c.rtime = release_time; c.rpc = short_pc(); } return; }
+    if (!r_here) {
+      if (c.r.tid1 && c.r.serial >= launch_serial) { c.other_serial = c.r.serial; c.other_time = c.rtime; }
+      c.r = me; c.rpc = short_pc();
+    } else add_reader(c, f, me);
+    c.rtime = release_time;
+  }
+}
+
+// ---- the access check ---------------------------------------------------------------------------------------------
+static Region *find_shared(Block *b, char *p, size_t n) {
+  for (Region &r : b->regions) if (p >= r.base && p + n <= r.base + r.size) return &r;
+  return nullptr;
+}
+static bool any_alignment = false;   // set while the copy engine works: it moves bytes, not words
+static void check_region(Region *r, char *p, size_t n, Access kind, Fiber *f) {
+  if (n <= 16 && (n & (n - 1)) == 0 && reinterpret_cast<uintptr_t>(p) % n && !any_alignment)
+    fail("misaligned", "misaligned: %zu-byte %s %s", n, kVerb[kind], place(r, p));
+  if (Traffic *t = r->traffic) (kind == WRITE ? t->written : kind == ATOMIC ? t->atomic : t->read) += n;
+  Shadow &s = *r->shadow;
+  size_t off = size_t(p - r->base);
+  uint32_t fits = uint32_t(__builtin_ctzll(off | n));
+  if (fits < s.shift) shadow_split(s, fits);
+  size_t first = off >> s.shift, last = (off + n - 1) >> s.shift;
+  s.lo = std::min(s.lo, first);
+  s.hi = std::max(s.hi, last + 1);
+  for (size_t i = first; i <= last; ++i) check_cell(s.cells[i], r, r->base + (i << s.shift), size_t(1) << s.shift, kind, f);
+}
+template <class Regions> static const Region *nearest(const Regions &regions, const char *p) {
+  const Region *best = nullptr;
+  ptrdiff_t dist = 0;
+  for (const Region &r : regions) {
+    ptrdiff_t d = p < r.base ? r.base - p : p - r.base - ptrdiff_t(r.size);
+    if (!best || d < dist) { best = &r; dist = d; }
+  }
+  return best;
+}
+static void check(const void *ptr, size_t n, Access kind) {
+  Fiber *f = cur;
+  char *p = const_cast<char *>(static_cast<const char *>(ptr));
+  if (!f || failed || !n || (p >= f->stack && p < f->stack + kStack)) return;
+  if (num_suspects) settle_suspects();
+  Block *b = f->blk;
+  bool shared = p >= b->arena && p < b->arena + kArena;
+  if (shared) {
+    if (Region *r = find_shared(b, p, n)) return check_region(r, p, n, kind, f);
+  } else {
+    for (Region &r : tensors) if (p >= r.base && p + n <= r.base + r.size) return check_region(&r, p, n, kind, f);
+    if (p >= image_lo && p < image_hi) return;                        // constants of the kernel itself
+    if (p >= b->stacks && p < b->stacks + kStack * size_t(b->n)) return;  // a collective writes its peers' registers
+  }
+  const Region *near = shared ? nearest(b->regions, p) : nearest(tensors, p);
+  if (!near)
+    fail("out of bounds", "out of bounds: %zu-byte %s %s, and the kernel has none", n, kVerb[kind],
+         shared ? "shared memory" : "global memory");
+  fail("out of bounds", "out of bounds: %zu-byte %s %s; it has %zu bytes", n, kVerb[kind], place(near, p), near->size);
+}
+void access(const void *p, size_t n, Access kind) { if (L->check) check(p, n, kind); }
+
+// Copies in flight: their target may not be touched, their source may not be written.
+static void mark_pending(const void *ptr, size_t n, uint8_t kind, bool on) {
+  if (!L->check || !n) return;
+  char *p = const_cast<char *>(static_cast<const char *>(ptr));
+  Block *b = cur->blk;
+  Region *r = find_shared(b, p, n);
+  if (!r) return;
+  Shadow &s = *r->shadow;
+  size_t off = size_t(p - r->base);
+  uint32_t fits = uint32_t(__builtin_ctzll(off | n));
+  if (fits < s.shift) shadow_split(s, fits);
+  s.lo = std::min(s.lo, off >> s.shift);
+  s.hi = std::max(s.hi, ((off + n - 1) >> s.shift) + 1);
+  for (size_t i = off >> s.shift; i <= (off + n - 1) >> s.shift; ++i) {
+    Cell &c = s.cells[i];
+    // An operand mark must not hide that a copy into the same place is still in flight.
+    if (kind == 3 && c.pend_serial == b->serial && c.pend_kind && c.pend_kind != 3) continue;
+    c.pend_serial = b->serial; c.pend_tid = uint16_t(cur->lin + 1); c.pend_kind = on ? kind : 0;
+  }
+}
+// The copy engine has written: later accesses must have acquired `clock` through the mbarrier.
+static void stamp_async(Block *b, char *p, size_t n, uint32_t clock) {
+  if (!L->check) return;
+  Region *r = find_shared(b, p, n);
+  if (!r) return;
+  Shadow &s = *r->shadow;
+  size_t off = size_t(p - r->base);
+  uint32_t fits = uint32_t(__builtin_ctzll(off | n));
+  if (fits < s.shift) shadow_split(s, fits);
+  for (size_t i = off >> s.shift; i <= (off + n - 1) >> s.shift; ++i) {
+    Cell &c = s.cells[i];
+    c.w = {b->serial, clock, 0, kAsyncTid, 0, 0};
+    c.wpc = 0;
+    c.wtime = release_time;
+    c.pend_kind = 0;
+  }
+}

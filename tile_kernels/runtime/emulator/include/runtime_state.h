@@ -1,0 +1,196 @@
+// The runtime's data: threads, blocks, barriers, shadow cells; and how a launch fails.
+// Included by runtime.cpp inside namespace emu.
+#pragma once
+
+// ---- state --------------------------------------------------------------------------------------------------------
+// Address space per thread; only touched pages are real. Not a power of two, or the tops of all stacks would share
+// one cache set and every switch would miss.
+constexpr size_t kStack = (256 << 10) + 4096 + 192;
+constexpr uint64_t kCanary = 0x5afe57ac5afe57acull;
+constexpr size_t kArena = 1 << 20;         // shared address space of one block: 20-bit offsets fit a wgmma descriptor
+constexpr int kMaxWarps = 32;
+constexpr int kAsync = kMaxWarps;          // the asynchronous copy engine counts as one more warp
+constexpr int kAgents = kMaxWarps + 1;
+constexpr size_t kMaxRegions = 64;
+constexpr uint16_t kAsyncTid = 0xffff, kManyTid = 0xfffe;
+
+enum State : uint8_t { READY, BLOCKED, DONE };
+enum Why : uint8_t { NOTHING, IN_BARRIER, IN_WARP_OP, IN_MBARRIER, IN_GRID_BARRIER };
+
+struct Block;
+struct Copy {  // cp.async, or a bulk store, not yet landed
+  char *dst;
+  const char *src;
+  int bytes, copied, group;
+  bool tensor, add;
+  TensorMap map;
+  int32_t coords[5];
+};
+struct Deferred { CollFn fn; int group; char arg[kDeferredBytes]; };
+struct Fiber : Thread {
+  void *sp;
+  char *stack;
+  Block *blk;
+  uint3 tid;
+  State state;
+  Why why;
+  int bar;                                  // barrier id, or index of the mbarrier
+  uint32_t parity;
+  CollFn cfn;
+  void *carg;
+  unsigned cmask;
+  std::vector<Copy> loads, stores;          // oldest first
+  std::vector<Deferred> deferred;
+  int load_groups, store_groups, deferred_groups;
+};
+static int num_warps = 0;                   // of a block of this launch
+struct Clock {
+  uint32_t t[kAgents];
+  void join(const Clock &o) {
+    for (int i = 0; i < num_warps; ++i) if (o.t[i] > t[i]) t[i] = o.t[i];
+    if (o.t[kAsync] > t[kAsync]) t[kAsync] = o.t[kAsync];
+  }
+};
+struct Bar { int arrived; Clock released; };
+struct MBar {
+  char *addr;
+  uint32_t count, pending, phase;
+  int64_t tx;
+  Clock current, done;
+};
+struct Stamp {                              // one access: who, and when by that warp's clock
+  uint32_t serial, clock, wepoch;           // serial of the block; warp clock; warp-operation epoch
+  uint16_t tid1;                            // thread + 1, 0 = nobody
+  uint8_t atomic, multi;                    // multi: several lanes of that warp in that epoch
+};
+struct alignas(64) Cell {                             // shadow of one granule of memory
+  Stamp w, r;
+  uint32_t wtime, rtime;                    // release time at the access, for ordering through atomics
+  uint32_t other_serial, other_time;        // a reader in another block of this launch
+  union {
+    uint32_t rpc;                           // instruction of the last read, relative to the kernel's library
+    uint32_t readers;                       // index of the per-warp reader table when r.tid1 == kManyTid
+  };
+  uint32_t wpc;                             // instruction of the last write
+  uint32_t pend_serial;
+  uint16_t pend_tid;
+  uint8_t pend_kind, unused;                // a copy in flight: 1 its target, 2 its source, 3 operand of a wgmma
+};
+static_assert(sizeof(Cell) == 64, "one cache line per granule");
+struct Shadow {
+  Cell *cells;
+  size_t capacity;                          // cells, at granule 1
+  uint32_t shift;                           // granule = 1 << shift bytes
+  size_t lo, hi;                            // touched cells
+};
+struct Region { const char *name; char *base; size_t size; uint32_t elem_bits; Traffic *traffic; Shadow *shadow; };
+struct Named { const char *name; char *base; size_t size; uint32_t elem_bits; };
+struct Flight {                             // a bulk or tensor load not yet landed
+  int mbar;
+  char *dst;
+  const char *src;
+  uint32_t bytes, clock;
+  bool tensor;
+  TensorMap map;
+  int32_t coords[5];
+};
+struct Readers { Stamp by[kAgents]; };
+struct Block {
+  uint3 bid;
+  uint32_t serial;
+  int n, live;
+  std::vector<Fiber *> f;
+  char *stacks;
+  Bar bars[17];
+  unsigned wlive[kMaxWarps], wwait[kMaxWarps];
+  uint32_t wepoch[kMaxWarps];
+  Clock seen[kAgents];                      // seen[w].t[v]: what warp w knows of warp v
+  uint32_t now[kAgents];
+  uint32_t acquired, seen_release;          // ordering through atomics: see fence()
+  bool fenced;
+  char *arena;
+  size_t used;
+  std::vector<Region> regions;
+  Shadow shadows[kMaxRegions];              // kept between blocks, one per region
+  uint32_t shadow_launch[kMaxRegions];
+  std::vector<Named> names;
+  std::vector<MBar> mbars;
+  std::vector<Flight> flights;
+  int reduce_acc[3], reduce_res[3];
+};
+
+Thread *self = nullptr;
+static Fiber *cur = nullptr;                // same object as self
+static void *sched_sp = nullptr;
+static Launch *L = nullptr;
+static void (*entry_fn)(void **) = nullptr;
+static void **entry_args = nullptr;
+static bool failed = false, probing = false, progress = false;
+static int grid_arrived = 0, grid_live = 0;
+static std::vector<Block *> resident, pool;
+static uint32_t next_serial = 1, launch_serial = 1, release_time = 1;
+static std::unordered_map<const void *, uint32_t> released_at;
+static std::vector<Readers> readers;
+static std::vector<Shadow> range_shadows;
+static std::vector<Region> tensors;
+static std::mt19937 rng;
+static void *hook_pc = nullptr;            // the kernel instruction whose access is being checked
+struct Suspect { char *p; size_t n; unsigned char old[16]; Region *region; Stamp other; bool other_block; void *pc; uint32_t other_pc; };
+static Suspect suspects[16];
+static int num_suspects = 0;
+
+// ---- failing ------------------------------------------------------------------------------------------------------
+static void record(const char *kind, const char *format, va_list ap) {
+  if (failed) return;
+  failed = true;
+  num_suspects = 0;
+  Failure *f = L->failure;
+  snprintf(f->kind, sizeof f->kind, "%s", kind);
+  vsnprintf(f->text, sizeof f->text, format, ap);
+  f->has_thread = cur != nullptr;
+  if (!cur) return;
+  uint3 b = cur->blk->bid, t = cur->tid;
+  uint32_t bb[3] = {b.x, b.y, b.z}, tt[3] = {t.x, t.y, t.z};
+  memcpy(f->block, bb, sizeof bb);
+  memcpy(f->thread, tt, sizeof tt);
+  if (hook_pc) f->pcs[0] = hook_pc;
+  f->num_pcs = hook_pc ? 1 : backtrace(f->pcs, 24);
+}
+void note_failure(const char *kind, const char *format, ...) {
+  va_list ap;
+  va_start(ap, format);
+  record(kind, format, ap);
+  va_end(ap);
+}
+static void to_sched();
+void fail(const char *kind, const char *format, ...) {
+  va_list ap;
+  va_start(ap, format);
+  record(kind, format, ap);
+  va_end(ap);
+  cur->state = DONE;
+  to_sched();
+  abort();
+}
+// Names the buffer a pointer falls into; in the merged arena that is every buffer TileLang placed there.
+static char place_text[160];
+static const char *place(const Region *r, const char *p) {
+  Failure *f = L->failure;
+  const char *base = r->base;
+  uint32_t bits = r->elem_bits;
+  bool found = false;
+  snprintf(f->buffer, sizeof f->buffer, "%s", r->name);
+  if (!r->traffic)
+    for (const Named &m : cur->blk->names) {
+      if (p < m.base || p >= m.base + m.size) continue;
+      size_t used = found ? strlen(f->buffer) : 0;
+      snprintf(f->buffer + used, sizeof f->buffer - used, "%s%s", found ? "/" : "", m.name);
+      if (!found) { base = m.base; bits = m.elem_bits; }
+      found = true;
+    }
+  f->offset = p - base;
+  f->element = f->offset * 8 / int64_t(bits ? bits : 8);
+  snprintf(place_text, sizeof place_text, "%s%s byte %lld (element %lld)", r->traffic ? "" : "shared ", f->buffer,
+           (long long)f->offset, (long long)f->element);
+  return place_text;
+}
