@@ -34,7 +34,7 @@ def main() -> int:
     text = README.read_text()
     if "--check" in sys.argv:
         if updated(text) != text:
-            print("README.md: the operator table is stale; run python docs/op_table.py")
+            sys.stderr.write("README.md: the operator table is stale: python docs/op_table.py\n")
             return 1
         return 0
     README.write_text(updated(text))

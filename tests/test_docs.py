@@ -1,4 +1,4 @@
-"""The documentation says what is so: generated parts are fresh, examples run, numbers have files."""
+"""The documents say what is so: generated parts are fresh, examples run, numbers have files."""
 
 from __future__ import annotations
 

@@ -12,7 +12,29 @@ LANES = 32
 ACCESS_BYTES = 16  # the widest global access
 WORD_BYTES = 4  # one bank of shared memory
 BANK_BYTES = LANES * WORD_BYTES  # all banks
-TILES = {1: (256, 128), 2: (128, 128), 4: (64, 64), 8: (32, 32)}  # rows, columns by width
+
+
+class Tile(NamedTuple):
+    rows: int
+    cols: int
+    threads: int
+    blocks: int  # resident on one multiprocessor, at least: bounds the registers
+
+
+# By width of an element, fastest on an H200: rows of 256 bytes in and out, where 16-byte accesses
+# are possible; smaller where they are not, because threads then take many more steps.
+WIDE = {
+    1: Tile(256, 256, threads=512, blocks=3),
+    2: Tile(128, 128, threads=256, blocks=4),
+    4: Tile(64, 64, threads=256, blocks=4),
+    8: Tile(32, 32, threads=256, blocks=4),
+}
+NARROW = {
+    1: Tile(128, 128, threads=256, blocks=1),
+    2: Tile(64, 128, threads=256, blocks=1),
+    4: Tile(64, 64, threads=256, blocks=1),
+    8: Tile(32, 32, threads=256, blocks=1),
+}
 MOST_BLOCKS_ON_Y = 65535
 
 
@@ -27,6 +49,7 @@ class Plan(NamedTuple):
     tile_rows: int
     tile_cols: int
     threads: int
+    blocks: int
     rows_on_x: bool
 
 
@@ -48,20 +71,13 @@ def plan(
     widest = ACCESS_BYTES // width
     starts = (cols, row_stride, batch_stride or 0, max(alignment // width, 1))
     load, store = math.gcd(widest, *starts), math.gcd(widest, rows)
+    tile = (WIDE if load == store == widest else NARROW)[width]
+    if tile.rows * tile.cols * width * tile.blocks > device.smem_per_sm:
+        tile = Tile(tile.rows // 2, tile.cols // 2, tile.threads // 2, tile.blocks)
     # Writing long runs of the output pays more than reading long runs of x, so blocks walk down
     # the rows, unless the columns need the grid's x axis, the only one without a limit.
-    tile_rows, tile_cols = TILES[width]
-    return Plan(
-        dtype=dtype,
-        width=width,
-        batched=batch_stride is not None,
-        load=load,
-        store=store,
-        tile_rows=tile_rows,
-        tile_cols=tile_cols,
-        threads=256,
-        rows_on_x=cols <= tile_cols * MOST_BLOCKS_ON_Y,
-    )
+    rows_on_x = cols <= tile.cols * MOST_BLOCKS_ON_Y
+    return Plan(dtype, width, batch_stride is not None, load, store, *tile, rows_on_x)
 
 
 def access_bits(
@@ -80,6 +96,7 @@ def batched_transpose(
     tile_rows: int,
     tile_cols: int,
     threads: int,
+    blocks: int,
     rows_on_x: bool,
 ) -> Any:
     """`out[b, j, i] = x[b, i, j]`; without `batched` the tensors are single matrices.
@@ -93,8 +110,8 @@ def batched_transpose(
     in_lanes = tile_cols // load  # threads along a row of x
     out_lanes = tile_rows // store  # threads along a row of out
     chunk = max(store, word * max(1, LANES // in_lanes))
-    chunks = max(1, BANK_BYTES // (chunk * width))
-    in_steps = T.ceildiv(tile_rows // word * in_lanes, threads)
+    chunks = max(1, min(BANK_BYTES // width, tile_rows) // chunk)
+    in_steps = tile_rows // word * in_lanes // threads
     out_steps = tile_cols * out_lanes // threads
     batch, rows, cols = T.dynamic("batch rows cols")
     batch_stride, row_stride = T.dynamic("batch_stride row_stride", "int64")
@@ -123,7 +140,7 @@ def batched_transpose(
             T.assume(rows % store == 0)
             first_row = (bx if rows_on_x else by) * tile_rows
             first_col = (by if rows_on_x else bx) * tile_cols
-            T.annotate_min_blocks_per_sm(4)
+            T.annotate_min_blocks_per_sm(blocks)
             tx = T.get_thread_binding()
             tile = T.alloc_shared((tile_cols, tile_rows), dtype)
             loaded = T.alloc_local((in_steps, word, load), dtype)

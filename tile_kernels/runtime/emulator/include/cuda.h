@@ -176,18 +176,18 @@ inline float __tanhf(float x) { return std::tanh(x); }
 inline float __powf(float x, float y) { return std::pow(x, y); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float fdividef(float x, float y) { return x / y; }
-inline float __frcp_rn(float x) { return 1.f / x; }
-inline float __frsqrt_rn(float x) { return float(1.0 / std::sqrt(double(x))); }
-inline float __fsqrt_rn(float x) { return std::sqrt(x); }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
-// volatile keeps the compiler from contracting what these names promise to round separately
-inline float __fmul_rn(float a, float b) { volatile float r = a * b; return r; }
 // A NaN that arithmetic returns is the canonical one on the GPU: 0x7FFFFFFF, whatever came in.
 inline float emu_canonical(float r) { return r != r ? __builtin_bit_cast(float, 0x7FFFFFFF) : r; }
+inline float __frcp_rn(float x) { return emu_canonical(1.f / x); }
+inline float __frsqrt_rn(float x) { return float(1.0 / std::sqrt(double(x))); }
+inline float __fsqrt_rn(float x) { return emu_canonical(std::sqrt(x)); }
+inline float __fmaf_rn(float a, float b, float c) { return emu_canonical(std::fma(a, b, c)); }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+// volatile keeps the compiler from contracting what these names promise to round separately
+inline float __fmul_rn(float a, float b) { volatile float r = a * b; return emu_canonical(r); }
 inline float __fadd_rn(float a, float b) { volatile float r = a + b; return emu_canonical(r); }
-inline float __fsub_rn(float a, float b) { volatile float r = a - b; return r; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsub_rn(float a, float b) { volatile float r = a - b; return emu_canonical(r); }
+inline float __fdiv_rn(float a, float b) { return emu_canonical(a / b); }
 inline double __dmul_rn(double a, double b) { volatile double r = a * b; return r; }
 inline double __dadd_rn(double a, double b) { volatile double r = a + b; return r; }
 inline double __dsub_rn(double a, double b) { volatile double r = a - b; return r; }
