@@ -69,6 +69,19 @@ def test_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'topk=4' is not NAME=VALUE with a name out of scores, num_topk" in wrong
 
 
+def test_source_emulated_and_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("source", "moe.topk_gate", "scores=float32[5,48]", "num_topk=4", "--emulate")
+    text = said(capsys, *words, "--keep", str(tmp_path))
+    assert "scores: 960 bytes read (960 distinct)" in text
+    assert "topk_idx: 0 bytes read (0 distinct), 160 written (160 distinct)" in text
+    script = tmp_path / "topk_gate_warp" / "debug.sh"
+    assert f"step through it: {script}" in text
+    assert script.exists()
+    assert "--keep goes with --emulate" in said(
+        capsys, "source", "moe.topk_gate", "--keep", str(tmp_path), status=2
+    )
+
+
 def test_bench_without_a_gpu_measures_the_host(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -79,6 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("op")
     added.add_argument("arguments", nargs="*", metavar="NAME=VALUE", help="as for warmup")
     takes_arch(added)
+    text = "run the kernels on this CPU, on random data of these shapes, and say what they did"
+    added.add_argument("--emulate", action="store_true", help=text)
+    text = "with --emulate: leave source, inputs and a script that steps through them in gdb"
+    added.add_argument("--keep", type=Path, metavar="FOLDER", help=text)
     return parser
 
 
@@ -352,8 +356,44 @@ def source(options: argparse.Namespace) -> int:
     from tile_kernels.runtime import sources
     from tile_kernels.runtime.warmup import compilations
 
+    if options.emulate:
+        return emulate(options)
+    if options.keep:
+        raise ValueError("--keep goes with --emulate")
     device = described(options.arch) if options.arch else current_device()
     for item in compilations([_call(options.op, options.arguments)], device):
         print(f"// {item.label} for {item.arch}")
         print(sources.cuda_source(item.kernel.definition, item.static, item.arch))
     return 0
+
+
+def emulate(options: argparse.Namespace) -> int:
+    """Run an operator's kernels on the CPU and leave them to a debugger."""
+    from tile_kernels.runtime import emulation
+
+    op = ops.get(options.op)
+    if options.arguments:
+        named = {k: _random(v) for k, v in _call(options.op, options.arguments)[1].items()}
+    else:
+        named = op.cases.vectors[0].arguments()
+    settings = {"arch": options.arch} if options.arch else {}
+    with tile_kernels.backend("emulate", keep=options.keep, **settings):  # noqa: SIM117
+        with emulation.reports() as reports:
+            op.function(**named)
+    for report in reports:
+        print(report)
+    for script in sorted(options.keep.glob("*/debug.sh")) if options.keep else ():
+        print(f"step through it: {script} -b 0 -t 0")
+    return 0
+
+
+def _random(value: Any) -> Any:
+    """A CPU tensor of the words' shape; other values as they are."""
+    from tile_kernels.runtime.warmup import tensor_of
+
+    if not isinstance(value, str) or "[" not in value:
+        return value
+    meta = tensor_of(value)
+    data = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
+    values = torch.randn(meta.shape) if meta.is_floating_point() else torch.randint(2, meta.shape)
+    return data.copy_(values)

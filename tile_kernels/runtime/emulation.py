@@ -11,6 +11,7 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tile_kernels import config
@@ -38,6 +39,7 @@ class Options:
     | `split_shared` | True: a region per shared buffer (overruns show); False: TileLang's merged |
     |  | layout (hazards of reused memory show) |
     | `contract` | True: `a * b + c` fuses about as nvcc does it |
+    | `keep` | a folder in which each kernel leaves its source, inputs and a script for gdb |
     """
 
     arch: str = DEFAULT_ARCH
@@ -46,6 +48,7 @@ class Options:
     seed: int = 0
     split_shared: bool = True
     contract: bool = False
+    keep: Path | None = None
 
     def __post_init__(self) -> None:
         checks.one_of("arch", self.arch, tuple(DESCRIBED))
@@ -89,8 +92,10 @@ def run(kernel: Kernel, problem: tuple[Any, ...], arguments: tuple[Any, ...]) ->
     options = _options.get()
     device = config.with_budget(described(options.arch))
     static = kernel.static_arguments(problem, device)
-    key = ("emulate", options.arch, options.mode, options.split_shared, options.contract, static)
-    emulated = kernel.once(key, lambda: _build(kernel, static, options))
+    build_options = dataclasses.replace(options, order="forward", seed=0)
+    emulated = kernel.once(
+        ("emulate", build_options, static), lambda: _build(kernel, static, options)
+    )
     report = emulated(*arguments, order=options.order, seed=options.seed)
     collected = _reports.get()
     if collected is not None:
@@ -108,4 +113,5 @@ def _build(kernel: Kernel, static: tuple[Any, ...], options: Options) -> Any:
         mode=options.mode,
         split_shared=options.split_shared,
         contract=options.contract,
+        keep=options.keep and options.keep / kernel.name,
     )
