@@ -212,7 +212,7 @@ def load_all(folder: Path) -> Report:
 
 
 def plot(report: Report, path: Path) -> None:
-    """A roofline-style picture: bytes against time, with the floor that the copy bandwidth sets."""
+    """A roofline by case: device time over what a copy of the same bytes takes; 1 is the roof."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -221,33 +221,34 @@ def plot(report: Report, path: Path) -> None:
     measured = [r for r in report.results if r.device_us is not None]
     if not measured or report.copy_gb_per_s is None:
         raise ValueError("plot: the report holds no device times")
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    sizes = sorted(r.bytes for r in measured)
-    line = [sizes[0] / 2, sizes[-1] * 2]
-    floor = [size / report.copy_gb_per_s / 1e3 for size in line]
-    label = f"copy bandwidth, {report.copy_gb_per_s / 1e3:.2f} TB/s"
-    axes.plot(line, floor, color="0.4", linewidth=1, label=label)
+    floors = [r.bytes / report.copy_gb_per_s / 1e3 for r in measured]
+    rows = list(range(len(measured), 0, -1))
     series = [
-        ("oracle", "x", "#b55d4c", [r.oracle_us for r in measured]),
-        ("oracle, compiled", "+", "#c9a227", [r.oracle_compiled_us for r in measured]),
-        ("goal", "_", "#4c956c", [r.goal_us for r in measured]),
+        ("oracle, eager", "x", "#b55d4c", [r.oracle_us for r in measured]),
+        ("oracle, torch.compile", "+", "#c9a227", [r.oracle_compiled_us for r in measured]),
+        ("goal", "|", "#4c956c", [r.goal_us for r in measured]),
         ("tile_kernels", "o", "#2c5f8a", [r.device_us for r in measured]),
     ]
+    height = 1.6 + 0.36 * len(measured)
+    figure, axes = pyplot.subplots(figsize=(9, height), layout="constrained")
+    roof = f"copy, {report.copy_gb_per_s / 1e3:.2f} TB/s"
+    axes.axvline(1, color="0.4", linewidth=1, label=roof)
     for name, marker, color, times in series:
-        points = [(r.bytes, time) for r, time in zip(measured, times) if time is not None]
+        points = [(t / f, row) for t, f, row in zip(times, floors, rows) if t is not None]
         if points:
-            axes.scatter(*zip(*points), marker=marker, color=color, label=name, zorder=3)
-    for result in measured:
+            size = 140 if marker == "|" else 40
+            axes.scatter(*zip(*points), marker=marker, color=color, s=size, label=name, zorder=3)
+    for result, floor, row in zip(measured, floors, rows):
+        where = ((result.device_us or 0) / floor, row)
+        text = f"{result.device_us:.1f} us"
         axes.annotate(
-            result.case,
-            (result.bytes, result.device_us or 0),
-            textcoords="offset points",
-            xytext=(6, -8),
-            fontsize=7,
+            text, where, xytext=(0, 7), textcoords="offset points", fontsize=7, ha="center"
         )
-    axes.set(xscale="log", yscale="log", xlabel="bytes that must move", ylabel="device time, us")
+    axes.set_yticks(rows, [r.case for r in measured], fontsize=8)
+    axes.set(xscale="log", xlabel="device time / time of a copy of the same bytes")
+    axes.set_ylim(0.3, len(measured) + 0.9)
     axes.set_title(f"{report.machine['device']}, {report.machine['date']}", fontsize=10)
-    axes.grid(True, which="both", linewidth=0.3, alpha=0.5)
-    axes.legend(fontsize=8)
+    axes.grid(True, axis="x", which="both", linewidth=0.3, alpha=0.5)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=5)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
