@@ -10,7 +10,7 @@ import torch
 
 import tile_kernels
 from tile_kernels import cli
-from tile_kernels.runtime import logs
+from tile_kernels.runtime import logs, sources
 from tile_kernels.testing import benchmark
 
 
@@ -80,6 +80,15 @@ def test_source_emulated_and_kept(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "--keep goes with --emulate" in said(
         capsys, "source", "moe.topk_gate", "--keep", str(tmp_path), status=2
     )
+
+
+@pytest.mark.skipif(sources.nvcc() is None, reason="nvcc was not found")
+def test_warmup_of_a_list_of_calls(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    calls = tmp_path / "calls.json"
+    calls.write_text('[["moe.topk_gate", {"scores": "float32[8,44]", "num_topk": 2}]]')
+    text = said(capsys, "warmup", "--calls", str(calls), "--arch", "sm_80")
+    assert "compiled for sm_80" in text
+    assert "topk_gate_warp(44, 2, 4)" in text
 
 
 def test_bench_without_a_gpu_measures_the_host(

@@ -14,7 +14,7 @@ import torch
 import tile_kernels
 from tile_kernels.runtime import launch
 from tile_kernels.runtime import op as ops
-from tile_kernels.runtime.cases import Arguments, Sample, assert_equal_results
+from tile_kernels.runtime.cases import Arguments, Sample, assert_equal_results, moved
 from tile_kernels.runtime.op import Op
 from tile_kernels.testing.poison import poisoned_empty
 
@@ -37,39 +37,20 @@ def samples(kind: str) -> list[Any]:
     ]
 
 
-def on(arguments: Arguments, device: str) -> Arguments:
-    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-
-
 def copies(arguments: Arguments) -> Arguments:
-    """Clones with the same strides."""
+    """Clones with the same strides; expanded tensors, which nobody may write, as they are."""
     return {
         name: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).copy_(v)
-        if isinstance(v, torch.Tensor)
+        if isinstance(v, torch.Tensor) and 0 not in v.stride()
         else v
         for name, v in arguments.items()
     }
-
-
-def to_cpu(result: Any) -> Any:
-    if isinstance(result, torch.Tensor):
-        return result.cpu()
-    return type(result)(map(to_cpu, result)) if isinstance(result, (tuple, list)) else result
 
 
 def check_unchanged(op: Op, arguments: Arguments, before: Arguments) -> None:
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and name not in op.mutates:
             assert_equal_results(value.cpu(), before[name].cpu())
-
-
-def ordinary(op: Op) -> Sample:
-    """A small sample in which no dimension of a tensor is 0 or 1."""
-    for sample in op.cases.small:
-        tensors = [v for v in sample.build("meta").values() if isinstance(v, torch.Tensor)]
-        if all(size > 1 for tensor in tensors for size in tensor.shape):
-            return sample
-    raise AssertionError(f"{op.name} has no ordinary small sample")
 
 
 @each_ground
@@ -82,11 +63,11 @@ def test_small_sample(op: Op, sample: Sample, ground: tuple[str, str]) -> None:
     backend, device = ground
     arguments = sample.build(device)
     before = copies(arguments)
-    expected = op.oracle(**copies(on(arguments, "cpu")))
+    expected = op.oracle(**copies(moved(arguments, "cpu")))
     with tile_kernels.backend(backend):
-        op.cases.compare(to_cpu(op.function(**copies(arguments))), expected)
+        op.cases.compare(moved(op.function(**copies(arguments)), "cpu"), expected)
         with poisoned_empty(0xA5):
-            op.cases.compare(to_cpu(op.function(**arguments)), expected)
+            op.cases.compare(moved(op.function(**arguments), "cpu"), expected)
     check_unchanged(op, arguments, before)
     if backend == "emulate":
         for order in ("reverse", "random"):
@@ -115,8 +96,8 @@ def test_vectors(op: Op, ground: tuple[str, str]) -> None:
     assert op.cases.vectors, f"{op.name} has no worked example"
     for vector in op.cases.vectors:
         with tile_kernels.backend(backend):
-            result = op.function(**on(vector.arguments(), device))
-        op.cases.compare(to_cpu(result), vector.expected())
+            result = op.function(**moved(vector.arguments(), device))
+        op.cases.compare(moved(result, "cpu"), vector.expected())
 
 
 @each_op
@@ -152,7 +133,7 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def wrong_arguments(op: Op) -> Iterator[tuple[str, str, Arguments]]:
     """(argument, what is wrong, arguments): by kind of parameter, then the declared ones."""
-    good = ordinary(op).build("cpu")
+    good = op.cases.ordinary().build("cpu")
     tensors = [name for name in op.tensor_parameters if isinstance(good.get(name), torch.Tensor)]
     for name in tensors:
         value = good[name]
@@ -189,13 +170,13 @@ def test_wrong_number_of_arguments(op: Op, no_launch: None) -> None:
     with pytest.raises(TypeError, match=f"^{op.short_name}: .*argument"):
         op.function()
     with pytest.raises(TypeError, match=f"^{op.short_name}: .*no_such_argument"):
-        op.function(**ordinary(op).build("cpu"), no_such_argument=1)
+        op.function(**op.cases.ordinary().build("cpu"), no_such_argument=1)
 
 
 @each_op
 def test_scattered_inputs_are_right_or_refused(op: Op) -> None:
     """A tensor with stride 2 everywhere gives the oracle's result or an error with its name."""
-    good = ordinary(op).build("cpu")
+    good = op.cases.ordinary().build("cpu")
     for name in op.tensor_parameters:
         if not isinstance(good.get(name), torch.Tensor):
             continue
@@ -218,24 +199,24 @@ def test_scattered_inputs_are_right_or_refused(op: Op) -> None:
 @each_op
 def test_opcheck(op: Op, device: str) -> None:
     for vector in op.cases.vectors:  # opcheck compares values, so NaN would differ from itself
-        torch.library.opcheck(op.custom_op, (), kwargs=on(vector.arguments(), device))
+        torch.library.opcheck(op.custom_op, (), kwargs=moved(vector.arguments(), device))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 @each_op
 def test_compiles_without_graph_breaks(op: Op, device: str) -> None:
-    arguments = ordinary(op).build(device)
-    expected = to_cpu(op.oracle(**copies(arguments)))
+    arguments = op.cases.ordinary().build(device)
+    expected = moved(op.oracle(**copies(arguments)), "cpu")
     torch._dynamo.reset()
     compiled = torch.compile(op.function, fullgraph=True, backend="aot_eager")
-    op.cases.compare(to_cpu(compiled(**arguments)), expected)
+    op.cases.compare(moved(compiled(**arguments), "cpu"), expected)
 
 
 @each_op
 def test_meta_tensors_give_shapes(op: Op) -> None:
-    arguments = ordinary(op).build("cpu")
+    arguments = op.cases.ordinary().build("cpu")
     expected = op.oracle(**copies(arguments))
-    shapes = op.function(**on(arguments, "meta"))
+    shapes = op.function(**moved(arguments, "meta"))
     for shape, result in zip(*(r if isinstance(r, tuple) else (r,) for r in (shapes, expected))):
         assert shape.is_meta
         assert (shape.shape, shape.dtype, shape.stride()) == (
@@ -302,13 +283,13 @@ def test_graph_capture_and_replay(op: Op) -> None:
 def test_device_that_is_not_current(op: Op) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    arguments = ordinary(op).build("cuda:1")
-    expected = op.oracle(**copies(on(arguments, "cpu")))
+    arguments = op.cases.ordinary().build("cuda:1")
+    expected = op.oracle(**copies(moved(arguments, "cpu")))
     result = op.function(**arguments)
     assert torch.cuda.current_device() == 0
     first = result[0] if isinstance(result, tuple) else result
     assert first.device == torch.device("cuda:1")
-    op.cases.compare(to_cpu(result), expected)
+    op.cases.compare(moved(result, "cpu"), expected)
 
 
 @on_gpu
@@ -316,8 +297,8 @@ def test_device_that_is_not_current(op: Op) -> None:
 def test_emulator_gives_the_bits_of_the_device(op: Op, sample: Sample) -> None:
     arguments = sample.build("cuda")
     with tile_kernels.backend("emulate", mode="fast"):
-        emulated = op.function(**on(arguments, "cpu"))
-    assert_equal_results(emulated, to_cpu(op.function(**arguments)))
+        emulated = op.function(**moved(arguments, "cpu"))
+    assert_equal_results(emulated, moved(op.function(**arguments), "cpu"))
 
 
 @on_gpu

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tile_kernels import config, moe, testing, torch, transpose
+    from tile_kernels import config, moe, testing, torch, transpose, utils
     from tile_kernels.config import get_device_num_sms, get_num_sms, set_num_sms
     from tile_kernels.runtime.backends import backend
     from tile_kernels.runtime.emulator import EmulationError, emulate
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tile_kernels.runtime.warmup import warmup
 
 FAMILIES = ("moe", "transpose")
-_SUBMODULES = (*FAMILIES, "config", "testing", "torch")
+_SUBMODULES = (*FAMILIES, "config", "testing", "torch", "utils")
 _FUNCTIONS = {
     "EmulationError": "tile_kernels.runtime.emulator",
     "backend": "tile_kernels.runtime.backends",
@@ -48,6 +48,7 @@ __all__ = [
     "testing",
     "torch",
     "transpose",
+    "utils",
     "warmup",
 ]
 

@@ -20,6 +20,7 @@ import torch
 import tile_kernels
 from tile_kernels.runtime import backends, terminal
 from tile_kernels.runtime import op as ops
+from tile_kernels.runtime.cases import Vector, moved
 from tile_kernels.runtime.device import DESCRIBED, current_device, described
 from tile_kernels.runtime.op import Op
 
@@ -213,28 +214,16 @@ def _where(backend: str) -> str:
 
 
 def _check_case(op: Op, case: Any, device: str) -> str | None:
-    if hasattr(case, "expected"):
-        arguments = case.arguments()
-        expected = case.expected()
-        arguments = {k: v.to(device) if _is_tensor(v) else v for k, v in arguments.items()}
+    if isinstance(case, Vector):
+        arguments, expected = moved(case.arguments(), device), case.expected()
     else:
         arguments = case.build(device)
-        expected = op.oracle(**{k: v.cpu() if _is_tensor(v) else v for k, v in arguments.items()})
+        expected = op.oracle(**moved(arguments, "cpu"))
     try:
-        op.cases.compare(_to_cpu(op.function(**arguments)), expected)
+        op.cases.compare(moved(op.function(**arguments), "cpu"), expected)
     except Exception as error:  # whatever goes wrong is the result of the check
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _to_cpu(result: Any) -> Any:
-    if isinstance(result, (tuple, list)):
-        return type(result)(_to_cpu(item) for item in result)
-    return result.cpu() if _is_tensor(result) else result
 
 
 def replay(path: Path, backend: str | None) -> int:

@@ -69,6 +69,7 @@ TOPK_GATE = Cases(
         Benchmark("384.8", _scores(8192, 384, 8)),
         Benchmark("72.6", _scores(8192, 72, 6)),
         Benchmark("4096.8", _scores(8192, 4096, 8)),
+        Benchmark("4096.64", _scores(8192, 4096, 64)),
     ],
     vectors=[
         Vector(

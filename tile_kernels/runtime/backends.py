@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,11 @@ class _Overrides:
     """How many overrides are active anywhere in the process; a call need not look further at 0."""
 
     count: int = int(_default != "auto")
+    lock = threading.Lock()
+
+    def add(self, change: int) -> None:
+        with self.lock:
+            self.count += change
 
 
 overrides = _Overrides()
@@ -65,12 +71,12 @@ def backend(name: str, **options: Any) -> Iterator[None]:
     if options and name != "emulate":
         raise TypeError(f"backend: {name!r} takes no options, got {', '.join(options)}")
     token = _chosen.set(name)
-    overrides.count += 1
+    overrides.add(1)
     try:
         with emulation.emulating(**options):
             yield
     finally:
-        overrides.count -= 1
+        overrides.add(-1)
         _chosen.reset(token)
 
 

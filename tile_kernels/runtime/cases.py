@@ -28,6 +28,17 @@ def assert_equal_results(result: Any, expected: Any) -> None:
         raise AssertionError(f"{result!r} != {expected!r}")
 
 
+def moved(value: Any, device: torch.device | str) -> Any:
+    """Arguments or results with every tensor on `device`; dense strides are kept."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: moved(item, device) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(moved(item, device) for item in value)
+    return value
+
+
 @dataclass(frozen=True)
 class Cost:
     """What a call must do at least: bytes through device memory, floating-point operations."""
@@ -93,3 +104,11 @@ class Cases:
     vectors: Sequence[Vector] = ()
     rejects: Sequence[Reject] = ()
     compare: Callable[[Any, Any], None] = assert_equal_results
+
+    def ordinary(self) -> Sample:
+        """A small sample in which no dimension of a tensor is 0 or 1."""
+        for sample in self.small:
+            tensors = [v for v in sample.build("meta").values() if isinstance(v, torch.Tensor)]
+            if all(size > 1 for tensor in tensors for size in tensor.shape):
+                return sample
+        raise ValueError("every small sample has a dimension of 0 or 1")

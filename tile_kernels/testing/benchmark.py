@@ -139,17 +139,9 @@ def _host_call(op: Op) -> Callable[[], Any]:
 
     Without a GPU the launch is recorded instead of made, so that only our own road is timed.
     """
-    sample = next(s for s in op.cases.small if _is_ordinary(s.build("meta")))
-    if torch.cuda.is_available():
-        arguments = sample.build("cuda")
-        return lambda: op.function(**arguments)
-    arguments = sample.build("meta")
+    device = "cuda" if torch.cuda.is_available() else "meta"
+    arguments = op.cases.ordinary().build(device)
     return lambda: op.function(**arguments)
-
-
-def _is_ordinary(arguments: Arguments) -> bool:
-    tensors = [v for v in arguments.values() if isinstance(v, torch.Tensor)]
-    return all(size > 1 for tensor in tensors for size in tensor.shape)
 
 
 def _compiled_time(op: Op, arguments: Arguments) -> float | None:

@@ -64,6 +64,7 @@ TRANSPOSE = Cases(
         Sample("48x64-misaligned", _bits(48, 64, extra=16, skip=3)),
         Sample("bool", lambda d: {"x": torch.arange(35, device=d).view(5, 7) % 2 == 0}),
         Sample("complex64", lambda d: {"x": torch.ones(3, 5, dtype=torch.complex64, device=d)}),
+        Sample("expanded", lambda d: {"x": torch.arange(72.0, device=d).expand(40, 72)}),
         Sample("column-of-one", lambda d: {"x": torch.arange(9.0, device=d).view(1, 9).T}),
     ],
     large=[
@@ -93,6 +94,7 @@ BATCHED_TRANSPOSE = Cases(
         *(Sample(_label((2, *s), d), _bits(2, *s, dtype=d)) for d in _DTYPES for s in _EDGES[::2]),
         Sample("empty-batch", _bits(0, 4, 8)),
         Sample("3x72x40+24.bf16", _bits(3, 72, 40, extra=24)),
+        Sample("expanded", lambda d: {"x": _bits(24, 40)(d)["x"].expand(3, 24, 40)}),
         Sample("every-other", lambda d: {"x": _bits(6, 24, 40)(d)["x"][::2]}),
     ],
     large=[
