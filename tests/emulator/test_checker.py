@@ -99,6 +99,20 @@ def test_misaligned_view() -> None:
     assert fails("misaligned", k.softmax(512), x, torch.zeros(4, 512)).buffer == "x"
 
 
+def test_misaligned_explicit_access() -> None:
+    """`load_global_128` and friends, which TileLang emits when it lowers accesses to PTX."""
+    for bits, width in ((32, 4), (64, 8), (128, 16)):
+        probe = cuda_source(
+            f"tl::store_global_{bits}(y, tl::load_global_{bits}(x));", {"x": "uchar", "y": "uchar"}
+        )
+        memory, y = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+        probe(memory[:32], y)
+        with pytest.raises(EmulationError, match=f"misaligned: {width}-byte read of x"):
+            probe(memory[width // 2 : 32], y)
+        with pytest.raises(EmulationError, match=f"misaligned: {width}-byte write to y"):
+            probe(memory[:32], y[width // 2 :])
+
+
 def test_divergent_barriers_deadlock() -> None:
     x, y = rand(64, 64, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.bfloat16)
     split = "if (threadIdx.x < 40) __syncthreads(); else emu::bar_sync(3, 128);"

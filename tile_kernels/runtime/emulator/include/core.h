@@ -108,6 +108,8 @@ unsigned live_lanes();
 // ---- memory ------------------------------------------------------------------------------------------------------
 enum Access { READ, WRITE, ATOMIC, ATOMIC_READ };
 void access(const void *p, size_t bytes, Access kind);
+// A vector access needs its full alignment, although g++ may split it into narrower ones that do not.
+void require_aligned(const void *p, size_t bytes, Access kind);
 char *shared_buf(const char *name, size_t bytes, int elem_bits, size_t align);
 char *dyn_shared(const char *name, size_t bytes, int elem_bits);            // bytes 0: all of it
 void name_shared(const char *name, void *p, size_t bytes, int elem_bits);  // a named part of the merged arena

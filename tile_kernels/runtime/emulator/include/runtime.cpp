@@ -436,6 +436,13 @@ static inline void hook(void *p, size_t n, emu::Access kind, void *pc, bool alig
   emu::any_alignment = false;
   emu::hook_pc = nullptr;
 }
+void emu::require_aligned(const void *p, size_t n, Access kind) {
+  uintptr_t address = reinterpret_cast<uintptr_t>(p);
+  if (!L || !L->check || address % n == 0) return;
+  hook_pc = __builtin_return_address(0);
+  if (address % 16) check(const_cast<void *>(p), n < 16 ? n : 16, kind);
+  fail("misaligned", "misaligned: %zu-byte access at an address that is a multiple of 16 only", n);
+}
 #define EMU_HOOK(N)                                                                                                          \
   EMU_API void __tsan_read##N(void *p) { hook(p, N, emu::READ, __builtin_return_address(0)); }                               \
   EMU_API void __tsan_write##N(void *p) { hook(p, N, emu::WRITE, __builtin_return_address(0)); }                             \

@@ -226,19 +226,27 @@ EMU_SCAN(CumSum, SumOp, 0)
 EMU_SCAN(CumMax, MaxOp, lowest<T>())
 
 // ---- explicit accesses -------------------------------------------------------------------------------------------------------
-#define EMU_LDST(B, T)                                                                                           \
-  inline T load_global_##B(const void *p) { return *static_cast<const T *>(p); }                                 \
-  inline T load_global_##B##_conditional(const void *p, bool c) { return c ? *static_cast<const T *>(p) : T{}; } \
-  inline T load_shared_##B(const void *p) { return *static_cast<const T *>(p); }                                 \
-  inline void store_shared_##B(void *p, T v) { *static_cast<T *>(p) = v; }                                       \
-  inline void store_global_##B(void *p, T v) { *static_cast<T *>(p) = v; }                                       \
-  inline void store_global_##B##_conditional(void *p, T v, bool c) { if (c) *static_cast<T *>(p) = v; }
+template <class T> T load_vector(const void *p) {
+  emu::require_aligned(p, sizeof(T), emu::READ);
+  return *static_cast<const T *>(p);
+}
+template <class T> void store_vector(void *p, const T &v) {
+  emu::require_aligned(p, sizeof(T), emu::WRITE);
+  *static_cast<T *>(p) = v;
+}
+#define EMU_LDST(B, T)                                                                                       \
+  inline T load_global_##B(const void *p) { return load_vector<T>(p); }                                      \
+  inline T load_global_##B##_conditional(const void *p, bool c) { return c ? load_vector<T>(p) : T{}; }      \
+  inline T load_shared_##B(const void *p) { return load_vector<T>(p); }                                      \
+  inline void store_shared_##B(void *p, T v) { store_vector<T>(p, v); }                                      \
+  inline void store_global_##B(void *p, T v) { store_vector<T>(p, v); }                                      \
+  inline void store_global_##B##_conditional(void *p, T v, bool c) { if (c) store_vector<T>(p, v); }
 EMU_LDST(32, uint32_t) EMU_LDST(64, uint2) EMU_LDST(128, uint4)
 // sm_100 and later: 32 bytes, typed by the pointer
 template <class T> using wide_t = std::conditional_t<std::is_void_v<T>, ulonglong4, T>;
-template <class T> wide_t<T> load_global_256(const T *p) { return *reinterpret_cast<const wide_t<T> *>(p); }
+template <class T> wide_t<T> load_global_256(const T *p) { return load_vector<wide_t<T>>(p); }
 template <class T> wide_t<T> load_global_256_conditional(const T *p, bool c) { return c ? load_global_256(p) : wide_t<T>{}; }
-template <class T> void store_global_256(void *p, const T &v) { static_assert(sizeof(T) == 32); *static_cast<T *>(p) = v; }
+template <class T> void store_global_256(void *p, const T &v) { static_assert(sizeof(T) == 32); store_vector<T>(p, v); }
 template <class T> void store_global_256_conditional(void *p, const T &v, bool c) { if (c) store_global_256(p, v); }
 template <class T> unsigned long long pack_bfloat16x4(T a, T b, T c, T d) { return emu::pack<unsigned long long>(a, b, c, d); }
 template <class T> unsigned long long pack_float16x4(T a, T b, T c, T d) { return emu::pack<unsigned long long>(a, b, c, d); }
