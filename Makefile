@@ -12,7 +12,7 @@ help:
 	@echo "make lint         ruff and mypy"
 	@echo "make test-arches  compile every kernel with nvcc for all architectures (slow)"
 
-# PyTorch comes first and exactly as pinned: a looser request may fetch gigabytes.
+# PyTorch comes first and exactly as pinned, so that nothing after it asks for another build.
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check $(shell grep '^torch==' constraints.txt)

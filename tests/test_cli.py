@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import tile_kernels
 from tile_kernels import cli
 from tile_kernels.runtime import logs, sources
+from tile_kernels.runtime import op as ops
 from tile_kernels.testing import benchmark
 
 
@@ -51,12 +53,28 @@ def test_check_reports_a_wrong_result(
     assert "transpose.transpose 64i+j: AssertionError: contents differ" in captured.err
 
 
+def test_what_cannot_be_done_is_a_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = ("check", "--backend", "tilelang")
+    assert "needs a CUDA device, and there is none" in said(capsys, *words, status=2)
+    words = ("source", "transpose.transpose", "x=complex128[4,4]")
+    assert "x must have elements of 1, 2, 4 or 8 bytes" in said(capsys, *words, status=2)
+    words = ("source", "moe.topk_gate", "num_topk=4")
+    assert "missing a required argument: 'scores'" in said(capsys, *words, status=2)
+    assert "directory" in said(capsys, "check", "--replay", str(tmp_path), status=2)
+
+
 def test_replay_of_a_dumped_call(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(logs.settings, "folder", tmp_path)
     path = logs.dump("moe.topk_gate", {"scores": torch.randn(3, 8), "num_topk": 2})
     assert "equal to the oracle" in said(capsys, "check", "--replay", str(path))
+    declared = ops.get("moe.topk_gate")
+    monkeypatch.setattr(ops, "get", lambda _: replace(declared, oracle=lambda scores, num_topk: 0))
+    assert "!= 0" in said(capsys, "check", "--replay", str(path), status=1)
 
 
 def test_source(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.metadata
-import importlib.util
 import inspect
 import json
 import os
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import tile_kernels
-from tile_kernels.runtime import backends, terminal
+from tile_kernels.runtime import backends, emulation, sources, terminal
 from tile_kernels.runtime import op as ops
 from tile_kernels.runtime.cases import Vector, moved
 from tile_kernels.runtime.device import DESCRIBED, current_device, described
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except (KeyError, ValueError, RuntimeError, FileNotFoundError) as error:
+    except (TypeError, KeyError, ValueError, RuntimeError, OSError, ImportError) as error:
         print(f"tile-kernels {options.command}: {_sentence(error)}", file=sys.stderr)
         return 2
 
@@ -114,8 +114,9 @@ def info(_: argparse.Namespace) -> int:
         ["Python", sys.version.split()[0]],
         *([name, _version(name)] for name in ("torch", "tilelang", "apache-tvm-ffi", "matplotlib")),
         ["GPU", gpu],
-        ["nvcc", _tool("nvcc", "--version", "kernels cannot be compiled: install a CUDA toolkit")],
-        ["C++ compiler", _tool("g++", "--version", "kernels cannot be emulated: install g++")],
+        ["nvcc", _tool(sources.nvcc(), "kernels cannot be compiled: install a CUDA toolkit")],
+        ["C++ compiler", _tool(shutil.which("g++"), "kernels cannot be emulated: install g++")],
+        ["emulation", emulation.missing() or "ready"],
         ["backend", os.environ.get("TILE_KERNELS_BACKEND", "auto")],
         [
             "kernel cache",
@@ -133,11 +134,10 @@ def _version(package: str) -> str:
         return f"missing: pip install {package}"
 
 
-def _tool(name: str, flag: str, missing: str) -> str:
-    path = shutil.which(name)
+def _tool(path: str | None, missing: str) -> str:
     if path is None:
         return f"missing: {missing}"
-    lines = subprocess.run([path, flag], capture_output=True, text=True, check=False).stdout
+    lines = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
     versions = [line for line in lines.splitlines() if "release" in line or "g++" in line]
     return f"{path} ({versions[0].strip() if versions else 'unknown version'})"
 
@@ -154,7 +154,9 @@ def list_ops(options: argparse.Namespace) -> int:
 
 
 def _signature(op: Op) -> str:
-    return str(inspect.signature(op.body)).replace("'", "")
+    from rich.markup import escape
+
+    return escape(str(inspect.signature(op.body)).replace("'", ""))
 
 
 def _least_work(op: Op) -> str:
@@ -171,7 +173,7 @@ def best_backend() -> str:
     """The kernels where they can run: on a GPU, else emulated, else the oracles."""
     if torch.cuda.is_available():
         return "tilelang"
-    return "emulate" if shutil.which("g++") and importlib.util.find_spec("tilelang") else "torch"
+    return "torch" if emulation.missing() else "emulate"
 
 
 def check(options: argparse.Namespace) -> int:
@@ -179,6 +181,8 @@ def check(options: argparse.Namespace) -> int:
     if options.replay:
         return replay(options.replay, options.backend)
     backend = options.backend or best_backend()
+    if backend == "tilelang" and not torch.cuda.is_available():
+        raise RuntimeError("the backend 'tilelang' needs a CUDA device, and there is none")
     selected = select(options.which)
     device = "cuda" if backend == "tilelang" else "cpu"
     rows, failures = [], []
@@ -218,9 +222,9 @@ def _check_case(op: Op, case: Any, device: str) -> str | None:
         arguments, expected = moved(case.arguments(), device), case.expected()
     else:
         arguments = case.build(device)
-        expected = op.oracle(**moved(arguments, "cpu"))
+        expected = op.outcome(op.oracle, copy.deepcopy(moved(arguments, "cpu")))
     try:
-        op.cases.compare(moved(op.function(**arguments), "cpu"), expected)
+        op.cases.compare(moved(op.outcome(op.function, arguments), "cpu"), expected)
     except Exception as error:  # whatever goes wrong is the result of the check
         return f"{type(error).__name__}: {error}"
     return None
@@ -230,11 +234,15 @@ def replay(path: Path, backend: str | None) -> int:
     """Run a call that the log saved (level 3), and compare it with the oracle."""
     saved = torch.load(path, map_location=None if torch.cuda.is_available() else "cpu")
     op = ops.get(saved["op"])
-    arguments = saved["arguments"]
+    expected = op.outcome(op.oracle, copy.deepcopy(saved["arguments"]))
     with tile_kernels.backend(backend or "auto"):
-        result = op.function(**arguments)
-    op.cases.compare(result, op.oracle(**arguments))
-    terminal.console().print(f"{op.name} from {path}: equal to the oracle")
+        outcome = op.outcome(op.function, saved["arguments"])
+    try:
+        op.cases.compare(outcome, expected)
+    except AssertionError as error:
+        print(f"{op.name} from {path}: {error}")
+        return 1
+    print(f"{op.name} from {path}: equal to the oracle")
     return 0
 
 
@@ -342,7 +350,6 @@ def warmup(options: argparse.Namespace) -> int:
 
 def source(options: argparse.Namespace) -> int:
     """Print generated CUDA."""
-    from tile_kernels.runtime import sources
     from tile_kernels.runtime.warmup import compilations
 
     if options.emulate:
@@ -358,21 +365,23 @@ def source(options: argparse.Namespace) -> int:
 
 def emulate(options: argparse.Namespace) -> int:
     """Run an operator's kernels on the CPU and leave them to a debugger."""
-    from tile_kernels.runtime import emulation
-
     op = ops.get(options.op)
     if options.arguments:
         named = {k: _random(v) for k, v in _call(options.op, options.arguments)[1].items()}
     else:
         named = op.cases.vectors[0].arguments()
     settings = {"arch": options.arch} if options.arch else {}
-    with tile_kernels.backend("emulate", keep=options.keep, **settings):  # noqa: SIM117
-        with emulation.reports() as reports:
+    try:
+        with (
+            tile_kernels.backend("emulate", keep=options.keep, **settings),
+            emulation.reports() as reports,
+        ):
             op.function(**named)
-    for report in reports:
-        print(report)
-    for script in sorted(options.keep.glob("*/debug.sh")) if options.keep else ():
-        print(f"step through it: {script} -b 0 -t 0")
+        for report in reports:
+            print(report)
+    finally:  # a kernel that fails is the one to step through
+        for script in sorted(options.keep.glob("*/debug.sh")) if options.keep else ():
+            print(f"step through it: {script} -b 0 -t 0")
     return 0
 
 

@@ -67,6 +67,7 @@ def cuda_source(
         "half_t": "float16",
         "bfloat16_t": "bfloat16",
         "uchar": "uint8",
+        "long long": "int64",
         "unsigned long long": "uint64",
     }
     names = sorted(tensors)

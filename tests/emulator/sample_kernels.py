@@ -634,3 +634,29 @@ def unguarded_counter(n: int, *, atomic: bool) -> Any:
                 y[0] = y[0] + 1
 
     return unguarded_counter
+
+
+def host_loop() -> Any:
+    @T.prim_func
+    def host_loop(y: T.Tensor[(64,), T.int32]):
+        for i in T.serial(3):
+            with T.Kernel(1, threads=64):
+                t = T.get_thread_binding()
+                y[t] = y[t] + i
+
+    return host_loop
+
+
+def host_branch() -> Any:
+    n = T.dynamic("n")
+
+    @T.prim_func
+    def host_branch(y: T.Tensor[(n,), T.int32]):
+        if n > 100:
+            with T.Kernel(1, threads=64):
+                y[T.get_thread_binding()] = 1
+        else:
+            with T.Kernel(1, threads=64):
+                y[T.get_thread_binding()] = 2
+
+    return host_branch

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
-from tile_kernels.runtime.emulator import Emulated, EmulationError
+from tile_kernels.runtime.emulator import Emulated, EmulationError, staging
 
 from . import sample_kernels as k
 from .helpers import cuda_source, fails, rand, replace_nth, run
@@ -36,6 +40,66 @@ def test_out_of_bounds(read: int, write: int, buffer: str, element: int, thread:
     assert "x[" in error.source_text
     assert "shifted_copy_kernel: out of bounds: 4-byte" in str(error)
     assert f"byte {4 * element} (element {element})" in str(error)
+
+
+def test_out_of_bounds_into_another_argument() -> None:
+    """A wrong offset that ends inside another tensor of the call, by allocation or as a slice."""
+    memory = torch.zeros(2 * N)
+    pairs = [(memory[:N], memory[N:]), (memory[N:], memory[:N])]
+    pairs += [(torch.zeros(N), torch.zeros(N)) for _ in range(3)]
+    body = "y[threadIdx.x] = x[d[0] + threadIdx.x];"
+    probe = cuda_source(body, {"x": "float", "y": "float", "d": "long long"}, threads=N)
+    for x, y in pairs:
+        offset = (y.data_ptr() - x.data_ptr()) // 4
+        probe(x, y, torch.zeros(1, dtype=torch.int64))
+        with pytest.raises(EmulationError, match="out of bounds: 4-byte read of x") as caught:
+            probe(x, y, torch.tensor([offset]))
+        assert (caught.value.buffer, caught.value.element) == ("x", offset)
+
+
+def test_aliases_stay_aliases() -> None:
+    x = rand(N)
+    before = x.clone()
+    report = run(k.shifted_copy(N, 0, 0), x, x, configs=k.NO_GUARDS)  # one tensor, two arguments
+    assert torch.equal(x, before)
+    assert report.buffers is not None
+    assert report.buffers["x"].read == report.buffers["x"].written == 4 * N
+    memory = torch.arange(N + 1).float()
+    copy = k.shifted_copy(N, 0, 0)
+    # Overlapping slices: y[t] is x[t + 1], which the next thread writes.
+    error = fails("race", copy, memory[1:], memory[:N], configs=k.NO_GUARDS)
+    assert error.buffer in {"x", "y"}
+
+
+def test_results_return_in_place_also_after_a_failure() -> None:
+    probe = cuda_source("y[threadIdx.x] = 7; if (threadIdx.x == 9) y[99] = 1;", {"y": "int"})
+    memory = torch.zeros(64, dtype=torch.int32)
+    with pytest.raises(EmulationError, match="out of bounds"):
+        probe(memory[16:48])
+    assert memory.tolist() == [0] * 16 + [7] * 10 + [0] * 38
+
+
+def test_tensors_that_are_only_read_may_lie_in_read_only_memory(tmp_path: Path) -> None:
+    file = tmp_path / "x.bin"
+    file.write_bytes(np.arange(N, dtype=np.float32).tobytes())
+    mapped = np.memmap(file, dtype=np.float32, mode="r")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that writing would be undefined
+        x = torch.from_numpy(mapped)
+    y = torch.zeros(N)
+    run(k.shifted_copy(N, 0, 0), x, y, configs=k.NO_GUARDS)
+    assert torch.equal(x, y)
+
+
+def test_staging_keeps_the_alignment_and_returns_large_mappings() -> None:
+    memory = torch.zeros(40 << 20, dtype=torch.uint8)
+    start = memory.data_ptr()
+    spans = {"a": (start + 7, 100), "b": (start + 50, 200), "c": (start + 512, memory.nbytes - 512)}
+    with staging.staged(spans, lambda _: False) as where:
+        assert all(where[n] % 256 == spans[n][0] % 256 for n in spans)
+        assert where["b"] - where["a"] == 43  # they overlap
+        assert abs(where["c"] - where["a"]) > 1 << 39
+    assert sum(room for _, room in staging._slots.values()) < 40 << 20
 
 
 def test_fast_mode_does_not_check_bounds() -> None:
@@ -290,6 +354,76 @@ def test_last_block_pattern_needs_its_fences(order: str) -> None:
     with pytest.raises(EmulationError, match="race") as caught:
         cuda_source(LAST_BLOCK.format(fence=""), tensors, blocks=4)(part, ticket, y, order=order)
     assert caught.value.buffer == "part"
+
+
+LOCK = """
+  if (threadIdx.x % 32 == {lane}) {{
+    while (atomicCAS(&y[0], 0, 1) != 0) {{}}
+    {fence}
+    y[1] = y[1] + 1;
+    {fence}
+    atomicExch(&y[0], 0);
+  }}
+"""
+ALL_ORDERS = pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+
+
+@ALL_ORDERS
+@pytest.mark.parametrize(("threads", "blocks"), [(64, 1), (32, 3), (96, 3)])
+def test_a_lock_orders_what_it_guards(order: str, threads: int, blocks: int) -> None:
+    """Between the warps of a block, and between blocks; without its fences it guards nothing."""
+
+    def lock(fence: str) -> Emulated:
+        body = LOCK.format(fence=fence, lane=0)
+        return cuda_source(body, {"y": "int"}, threads=threads, blocks=blocks)
+
+    y = torch.zeros(2, dtype=torch.int32)
+    lock("__threadfence();")(y, order=order)
+    assert y.tolist() == [0, threads // 32 * blocks]
+    with pytest.raises(EmulationError, match="race") as caught:
+        lock("")(y, order=order)
+    assert (caught.value.kind, caught.value.element) == ("race", 1)
+
+
+@ALL_ORDERS
+def test_a_lock_orders_lanes_of_one_warp(order: str) -> None:
+    body = LOCK.format(fence="__threadfence();", lane="threadIdx.x % 32")
+    y = torch.zeros(2, dtype=torch.int32)
+    cuda_source(body, {"y": "int"})(y, order=order)
+    assert y.tolist() == [0, 32]
+
+
+def test_a_barrier_orders_one_reader_and_a_lock_the_other() -> None:
+    """Each reader counts with its own time: one is behind a lock, the other behind a barrier."""
+    body = """
+      int t = threadIdx.x, v = 0;
+      if (t == 0) {{ v = y[1]; __threadfence(); AtomicStore(&y[0], 1, 0); }}
+      if (t == 64) {{ while (AtomicLoad(&y[0], 2) == 0) {{}} }}
+      if (t == 32) v = y[1];
+      if (t >= 32) {barrier};
+      if (t == 64) y[1] = 5;
+      y[2 + t] = v;
+    """
+    tensors = {"y": "int"}
+    fine = cuda_source(body.format(barrier="emu::bar_sync(1, 64)"), tensors, threads=96)
+    fine(torch.zeros(98, dtype=torch.int32))
+    missing = cuda_source(body.format(barrier="{}"), tensors, threads=96)
+    with pytest.raises(EmulationError, match="race"):
+        missing(torch.zeros(98, dtype=torch.int32))
+
+
+@ALL_ORDERS
+def test_tickets_with_memory_orders(order: str) -> None:
+    body = """
+      if (threadIdx.x % 32 == 0) {
+        while (AtomicLoad(&y[0], 2) != threadIdx.x / 32) {}
+        y[1] = y[1] + 1;
+        AtomicAdd(&y[0], 1, 3);
+      }
+    """
+    y = torch.zeros(2, dtype=torch.int32)
+    cuda_source(body, {"y": "int"}, threads=96)(y, order=order)
+    assert y.tolist() == [3, 3]
 
 
 def test_message_gives_the_index_of_a_matrix_element() -> None:

@@ -159,6 +159,21 @@ def test_lowering_describes_parameters_and_launches() -> None:
     assert "bias" not in dict(kernel.args)
 
 
+@pytest.mark.parametrize(
+    ("prim_func", "kernels"),
+    [
+        (k.host_loop, "host_loop_kernel under `for i`"),
+        (k.host_branch, "host_branch_kernel, host_branch_kernel_1 under `"),
+    ],
+)
+def test_launches_under_host_control_flow_are_refused(prim_func: Any, kernels: str) -> None:
+    """Each launch would run once, whatever the loop or the branch says."""
+    with pytest.raises(EmulationError, match="under host control flow are not supported") as caught:
+        lower(prim_func(), pass_configs=k.PLAIN)
+    assert caught.value.kind == "unsupported"
+    assert kernels in str(caught.value)
+
+
 def test_lowering_wants_a_prim_func() -> None:
     with pytest.raises(TypeError, match="expected a TileLang prim_func, got int"):
         Emulated.build(3)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 import tile_kernels
@@ -61,6 +62,17 @@ def double(x: Tensor) -> None:
     """Double `x` in place."""
 
 
+@op(
+    check=lambda x: checks.tensor("x", x, ("n",)),
+    oracle=torch.neg,
+    cost=lambda **_: Cost(1),
+    cases=Cases(small=[]),
+)
+def negated(x: Tensor) -> Tensor:
+    """`-x`, without a gradient."""
+    return torch.empty_like(x)
+
+
 def test_cpu_tensors_run_the_oracle() -> None:
     result = axpy(torch.ones(3), torch.ones(3), alpha=2.0)
     assert result.tolist() == [3, 3, 3]
@@ -76,6 +88,14 @@ def test_errors_name_operator_argument_and_both_sides() -> None:
         axpy(torch.ones(3), torch.ones(4), 1.0)
     with pytest.raises(TypeError, match=r"^axpy: x must be float32, got int64$"):
         axpy(torch.ones(3, dtype=torch.int64), torch.ones(3), 1.0)
+
+
+def test_sizes_beyond_32_bits_and_sparse_layouts_are_refused() -> None:
+    huge = torch.empty(1, device="meta").expand(2**32 + 64, 1)
+    with pytest.raises(ValueError, match="transpose: x must have sizes up to 2147418112"):
+        tile_kernels.transpose.transpose(huge)
+    with pytest.raises(TypeError, match=r"transpose: x must be a dense tensor, got layout"):
+        tile_kernels.transpose.transpose(torch.eye(3).to_sparse())
 
 
 def test_a_declared_name_cannot_be_declared_again() -> None:
@@ -116,12 +136,47 @@ def test_gradient_of_an_optional_argument_under_compile() -> None:
 
 
 def test_no_gradient_is_an_error_not_a_silent_cut() -> None:
-    scores = torch.randn(4, 8, requires_grad=True)
+    x = torch.randn(4, requires_grad=True)
     with torch.no_grad():
-        assert tile_kernels.moe.topk_gate(scores, 2).shape == (4, 2)
-    x = torch.randn(4, 8, requires_grad=True)
+        assert negated(x).tolist() == (-x).tolist()
     with pytest.raises(RuntimeError, match="no autograd formula"):
-        tile_kernels.transpose.transpose(x).sum().backward()
+        negated(x).sum().backward()
+    with fwAD.dual_level(), pytest.raises(RuntimeError, match="forward-mode derivatives"):
+        negated(fwAD.make_dual(torch.ones(2), torch.ones(2)))
+
+
+def test_indices_need_no_gradient_and_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dispatched(*_: object) -> None:
+        raise AssertionError("went through the dispatcher")
+
+    monkeypatch.setattr(torch._ops.OpOverload, "__call__", dispatched)
+    scores = torch.randn(4, 8, requires_grad=True)
+    assert not tile_kernels.moe.topk_gate(scores, 2).requires_grad
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradient_of_the_transposes(compiled: bool) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 3, dtype=torch.float64)
+    function = tile_kernels.transpose.transpose
+    if compiled:
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    (function(x) * weight).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, weight.T)
+    batch = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(tile_kernels.transpose.batched_transpose, (batch,))
+
+
+def test_pending_negation_and_conjugation_are_applied() -> None:
+    x = torch.randn(6, 4)
+    with tile_kernels.backend("emulate"):
+        assert torch.equal(tile_kernels.transpose.transpose(torch._neg_view(x)), -x.T)
+        expected = tile_kernels.torch.stable_topk(-x, 2)
+        assert torch.equal(tile_kernels.moe.topk_gate(torch._neg_view(x), 2), expected)
+        z = torch.complex(x, x)
+        assert torch.equal(tile_kernels.transpose.transpose(z.conj()), z.conj().T.resolve_conj())
 
 
 # ---- dispatcher ---------------------------------------------------------------------------------
@@ -172,6 +227,23 @@ def test_dynamic_shapes_compile_once() -> None:
         scores = torch.randn(num_tokens, 16)
         assert torch.equal(compiled(scores), tile_kernels.moe.topk_gate(scores, 2))
     assert len(graphs) == 1
+
+
+def test_sizes_known_at_run_time_only() -> None:
+    """A boolean mask in front of the gate: common in routing code, and without a graph break."""
+    torch._dynamo.reset()
+
+    def route(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        kept = scores[mask]
+        return tile_kernels.moe.topk_gate(kept, 2), tile_kernels.transpose.transpose(kept)
+
+    scores = torch.randn(6, 16)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(route, fullgraph=True, backend="aot_eager")
+        for kept in (3, 6, 0):
+            mask = torch.arange(6) < kept
+            for result, expected in zip(compiled(scores, mask), route(scores, mask)):
+                assert torch.equal(result, expected)
 
 
 def test_fake_tensors_and_functorch_go_through_the_dispatcher() -> None:
@@ -301,5 +373,5 @@ def test_recording_nests() -> None:
         tile_kernels.moe.topk_gate(scores, 2)
         with launch.recording() as inner:
             tile_kernels.moe.topk_gate(scores, 3)
-    assert [request.problem for request in inner] == [(8, 3)]
-    assert [request.problem for request in outer] == [(8, 2), (8, 3)]
+    assert [request.problem[:2] for request in inner] == [(8, 3)]
+    assert [request.problem[:2] for request in outer] == [(8, 2), (8, 3)]

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tile_kernels
+from tile_kernels.runtime import emulation
+from tile_kernels.runtime.device import described
 from tile_kernels.testing.bench import dtype_to_str, make_param_id
 from tile_kernels.testing.generator import generate_hidden_sizes, generate_num_tokens
 from tile_kernels.testing.numeric import assert_equal, count_bytes
@@ -119,6 +121,27 @@ def test_nan_payloads_and_signed_zeros_survive() -> None:
     bits = torch.tensor([[0x7FC00001, -0x400000], [-(1 << 31), 0]], dtype=torch.int32)
     out = tile_kernels.transpose.transpose(bits.view(torch.float32))
     assert torch.equal(out.view(torch.int32), bits.T)
+
+
+def test_more_columns_than_the_grid_has_blocks_on_y(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide matrices put their columns on the grid's x axis; here from 129 columns on."""
+    from tile_kernels.transpose.kernels import batched
+
+    monkeypatch.setattr(batched, "MOST_BLOCKS_ON_Y", 1)
+    x = torch.arange(40.0 * 200).view(40, 200).bfloat16()
+    assert not batched.plan("bfloat16", 2, 40, 200, 200, None, 16, described()).rows_on_x
+    with tile_kernels.backend("emulate"):
+        assert torch.equal(tile_kernels.transpose.transpose(x), x.T)
+
+
+def test_more_matrices_than_the_grid_has_blocks_on_z(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tile_kernels.transpose import batched
+
+    monkeypatch.setattr(batched, "_MOST_BATCHES", 2)
+    x = torch.arange(5.0 * 9 * 12).view(5, 9, 12)
+    with tile_kernels.backend("emulate"), emulation.reports() as reports:
+        assert torch.equal(tile_kernels.transpose.batched_transpose(x), x.transpose(1, 2))
+    assert len(reports) == 3
 
 
 def test_documented_sentences() -> None:

@@ -17,6 +17,16 @@ def _scores(num_tokens: int, num_experts: int, num_topk: int) -> Build:
     return make
 
 
+def _misaligned(num_tokens: int, num_experts: int, num_topk: int, skip: int) -> Build:
+    """Contiguous scores whose first element is `skip` elements into their storage."""
+
+    def make(device: torch.device) -> Arguments:
+        flat = torch.randn(num_tokens * num_experts + skip, device=device)
+        return {"scores": flat[skip:].view(num_tokens, num_experts), "num_topk": num_topk}
+
+    return make
+
+
 def _special(num_tokens: int, num_experts: int, num_topk: int) -> Build:
     """Rows made of few distinct values: ties everywhere, NaN of both signs, infinities, zeros."""
 
@@ -58,6 +68,8 @@ TOPK_GATE = Cases(
     small=[
         *(_gate(_scores(*shape), *shape) for shape in _SHAPES),
         *(_gate(_special(*shape), *shape, note="special.") for shape in _SPECIAL),
+        _gate(_misaligned(5, 64, 6, skip=1), 5, 64, 6, note="misaligned."),
+        _gate(_misaligned(2, 1024, 8, skip=2), 2, 1024, 8, note="misaligned."),
     ],
     large=[
         *(_gate(_scores(t, e, k), t, e, k) for t in (4001, 8001) for e, k in (*_GRID, (256, 8))),

@@ -9,7 +9,7 @@ from tile_kernels import torch as oracles
 from tile_kernels.moe.cases import TOPK_GATE
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.launch import Kernel, alignment, nonempty
 from tile_kernels.runtime.op import op
 
 MOST_EXPERTS = 8192  # one row of sort keys in the shared memory of the smallest supported GPU
@@ -34,7 +34,13 @@ def _cost_topk_gate(scores: Tensor, num_topk: int) -> Cost:
     return Cost(bytes=4 * num_tokens * num_experts + 8 * num_tokens * num_topk)
 
 
-@op(check=_check_topk_gate, oracle=oracles.stable_topk, cost=_cost_topk_gate, cases=TOPK_GATE)
+@op(
+    check=_check_topk_gate,
+    oracle=oracles.stable_topk,
+    cost=_cost_topk_gate,
+    cases=TOPK_GATE,
+    differentiable=False,
+)
 def topk_gate(scores: Tensor, num_topk: int) -> Tensor:
     """The best experts of each token, best first, ties to the smaller expert index.
 
@@ -56,10 +62,10 @@ def topk_gate(scores: Tensor, num_topk: int) -> Tensor:
     """
     num_tokens, num_experts = scores.shape
     topk_idx = scores.new_empty((num_tokens, num_topk), dtype=torch.int64)
-    if num_tokens:
+    if nonempty(scores):
         if num_topk > MOST_WARP_TOPK:
             kernel = _BLOCK
         else:
             kernel = _WARP if num_experts <= MOST_WARP_EXPERTS else _WIDE
-        kernel.launch((num_experts, num_topk), scores, topk_idx)
+        kernel.launch((num_experts, num_topk, alignment(scores)), scores, topk_idx)
     return topk_idx

@@ -60,7 +60,8 @@ def backend(name: str, **options: Any) -> Iterator[None]:
     """Serve every operator called inside by the named backend.
 
     `name` is `auto`, `tilelang`, `torch` or `emulate`; the last takes options: `arch`, `mode`,
-    `order`, `seed`, `split_shared`, `contract` (see `tile_kernels.runtime.emulation.Options`).
+    `order`, `seed`, `split_shared`, `contract`, `keep`, as in
+    `tile_kernels.runtime.emulation.Options`.
 
     >>> import tile_kernels
     >>> with tile_kernels.backend("torch"):

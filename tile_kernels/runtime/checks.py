@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+# Kernels count along a dimension in 32 bits, tiles past its end included. Offsets have 64.
+MOST_SIZE = 2**31 - 2**16
+
 
 def tensor(
     name: str,
@@ -28,6 +31,8 @@ def tensor(
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {value.layout}")
     if dtype is not None and value.dtype is not dtype:
         allowed = dtype if isinstance(dtype, tuple) else (dtype,)
         if value.dtype not in allowed:
@@ -43,6 +48,9 @@ def tensor(
                 sizes = (dim if fixed is None else str(fixed) for dim, fixed in zip(dims, shape))
                 wanted = f"[{', '.join(sizes)}]"
                 raise ValueError(f"{name} must have shape {wanted}, got {tuple(value.shape)}")
+    count = value.numel()  # symbolic under torch.compile; then the real call looks
+    if isinstance(count, int) and count > MOST_SIZE and max(value.shape) > MOST_SIZE:
+        raise ValueError(f"{name} must have sizes up to {MOST_SIZE}, got {tuple(value.shape)}")
     if contiguous and not value.is_contiguous():
         raise ValueError(
             f"{name} must be contiguous, got strides {tuple(value.stride())} for shape "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ class Options:
     seed: int = 0
     split_shared: bool = True
     contract: bool = False
-    keep: Path | None = None
+    keep: str | Path | None = None
 
     def __post_init__(self) -> None:
         checks.one_of("arch", self.arch, tuple(DESCRIBED))
@@ -68,6 +69,9 @@ _reports: contextvars.ContextVar[list[Report] | None] = contextvars.ContextVar(
 @contextlib.contextmanager
 def emulating(**options: Any) -> Iterator[Options]:
     """Emulate with these options inside; those not named stay as they are."""
+    known = [field.name for field in dataclasses.fields(Options)]
+    for name in options:
+        checks.one_of("an emulation option", name, known)
     changed = dataclasses.replace(_options.get(), **options)
     token = _options.set(changed)
     try:
@@ -102,6 +106,20 @@ def run(kernel: Kernel, problem: tuple[Any, ...], arguments: tuple[Any, ...]) ->
         collected.append(report)
 
 
+def missing() -> str:
+    """What this machine lacks to emulate kernels, in words; empty if nothing."""
+    from tile_kernels.runtime.emulator import build
+
+    if importlib.util.find_spec("tilelang") is None:
+        return "missing: TileLang"
+    try:
+        build.compiler()
+        build.cuda_include()
+    except (OSError, RuntimeError) as error:
+        return f"missing: {error}"
+    return ""
+
+
 def _build(kernel: Kernel, static: tuple[Any, ...], options: Options) -> Any:
     from tile_kernels.runtime.emulator import Emulated
 
@@ -113,5 +131,5 @@ def _build(kernel: Kernel, static: tuple[Any, ...], options: Options) -> Any:
         mode=options.mode,
         split_shared=options.split_shared,
         contract=options.contract,
-        keep=options.keep and options.keep / kernel.name,
+        keep=options.keep and Path(options.keep) / kernel.name,
     )

@@ -138,9 +138,20 @@ def alignment(x: torch.Tensor, most: int = 16) -> int:
 
     Where there is no address (recording), that of a tensor whose storage is well aligned.
     """
-    recorded = _road.recorded is not None
-    address = x.storage_offset() * x.element_size() if recorded else x.data_ptr()
-    return math.gcd(address, most)
+    if _road.recorded is None:
+        return math.gcd(x.data_ptr(), most)
+    offset = x.storage_offset()
+    # A symbolic offset is left alone: shape inference must not tie a graph to its value.
+    return math.gcd(offset * x.element_size(), most) if isinstance(offset, int) else most
+
+
+def nonempty(x: torch.Tensor) -> bool:
+    """Whether `x` has elements; an empty grid cannot be launched.
+
+    True while launches are only recorded, so that shape inference asks nothing of sizes that are
+    known at run time only.
+    """
+    return _road.recorded is not None or x.numel() > 0
 
 
 @dataclass(eq=False)
@@ -186,11 +197,12 @@ class Kernel:
 
     def _plan(self, problem: tuple[Any, ...], index: int) -> Handle:
         """Plan for a CUDA device and remember the handle for this very problem."""
+        generation = config.generation  # before planning: a change meanwhile must not be missed
         device = config.planned_device(index)
         handle = self.handle(self.definition.plan(*problem, device), device.arch)
         if len(self._planned) >= _MOST_PLANNED:  # token counts vary without end
             self._planned.clear()
-        self._planned[problem, index, config.generation] = handle
+        self._planned[problem, index, generation] = handle
         return handle
 
     def handle(self, static: tuple[Any, ...], arch: str) -> Handle:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch._C._functorch import peek_interpreter_stack as functorch_transform
 from torch._library.custom_ops import CustomOpDef
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
@@ -75,6 +76,11 @@ class Op:
             if parameter.annotation in (Tensor, Tensor | None)
         ]
 
+    def outcome(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """What `function` returns for `arguments`, and with it the arguments written in place."""
+        result = function(**arguments)
+        return (result, *(arguments[name] for name in self.mutates)) if self.mutates else result
+
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The arguments by name, defaults filled in."""
         bound = self.signature.bind(*args, **kwargs)
@@ -89,6 +95,7 @@ def op(
     cost: Callable[..., Cost],
     cases: Cases,
     mutates: Iterable[str] = (),
+    differentiable: bool = True,
 ) -> Callable[[F], F]:
     """Declare the decorated function as a public operator of its family.
 
@@ -96,7 +103,9 @@ def op(
     - `oracle(*arguments)` is the definition in PyTorch, with the operator's signature;
     - `cost(**arguments)` is the least work of a call;
     - `cases` are the argument sets for tests and benchmarks;
-    - `mutates` names the arguments written in place.
+    - `mutates` names the arguments written in place;
+    - `differentiable=False` says that no result has a gradient (indices, counts), so that
+      arguments which require one do not matter. Otherwise see `gradient`.
     """
 
     def declare(body: F) -> F:
@@ -105,7 +114,7 @@ def op(
         if name in _registry:
             raise ValueError(f"the operator {name} is declared twice")
         signature = inspect.signature(body, eval_str=True)
-        road = _Road(name, body, check, oracle, signature)
+        road = _Road(name, body, check, oracle, signature, differentiable)
         function = _public_function(road, body)
         custom_op = _custom_op(f"tile_kernels::{family}_{body.__name__}", road, tuple(mutates))
         road.dispatched = custom_op._opoverload
@@ -144,7 +153,9 @@ def gradient(
 class _Road:
     """What one call needs, apart from `Op` so that the hot path reads few plain attributes."""
 
-    __slots__ = ("body", "check", "dispatched", "full_name", "name", "oracle", "signature")
+    __slots__ = (
+        "body", "check", "differentiable", "dispatched", "full_name", "name", "oracle", "signature",
+    )  # fmt: skip
     dispatched: Callable[..., Any]
 
     def __init__(
@@ -154,8 +165,10 @@ class _Road:
         check: Callable[..., None],
         oracle: Callable[..., Any],
         signature: inspect.Signature,
+        differentiable: bool,
     ) -> None:
         self.full_name, self.name, self.signature = full_name, body.__name__, signature
+        self.differentiable = differentiable
         self.body, self.check, self.oracle = body, check, oracle
 
     def explained(self, error: Exception, args: Any, kwargs: Any) -> Exception:
@@ -210,6 +223,8 @@ def _public_function(road: _Road, body: Callable[..., Any]) -> Callable[..., Any
         except (TypeError, ValueError) as error:
             raise road.explained(error, args, kwargs) from None
         device, plain = _inspect(road, args, kwargs)
+        if forward_ad._current_level >= 0 and road.differentiable:
+            _refuse_tangents(road, args, kwargs)
         if not plain or dispatch_modes() or functorch_transform():
             return road.dispatched(*args, **kwargs)
         if device.type == "cuda" and not (overrides.count or settings.level):
@@ -229,13 +244,23 @@ def _inspect(road: _Road, args: Any, kwargs: Any) -> tuple[torch.device, bool]:
             elif value.device != device:
                 raise _mixed(road, args, kwargs)
             kind = type(value)
-            if kind is not Tensor and kind is not Parameter:
-                plain = False
-            if value.requires_grad and torch.is_grad_enabled():
+            if (kind is not Tensor and kind is not Parameter) or value.is_neg() or value.is_conj():
+                plain = False  # PyTorch unwraps it, or applies the pending sign or conjugation
+            if value.requires_grad and road.differentiable and torch.is_grad_enabled():
                 plain = False
     if device is None:
         raise TypeError(f"{road.name}: at least one argument must be a torch.Tensor")
     return device, plain
+
+
+def _refuse_tangents(road: _Road, args: Any, kwargs: Any) -> None:
+    """Forward-mode derivatives would be lost without a word: PyTorch's custom ops have none."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise RuntimeError(
+                f"{road.name}: forward-mode derivatives are not supported; use reverse mode, or "
+                "pass torch.autograd.forward_ad.unpack_dual(x).primal"
+            )
 
 
 def _mixed(road: _Road, args: Any, kwargs: Any) -> ValueError:

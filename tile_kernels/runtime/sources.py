@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import struct
 import subprocess
+import sysconfig
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
@@ -47,8 +49,11 @@ def cuda_source(definition: KernelDefinition, static: tuple[Any, ...], arch: str
 
 
 def nvcc() -> str | None:
-    """The CUDA compiler, if there is one."""
-    return shutil.which("nvcc")
+    """The CUDA compiler: on the path, in CUDA_HOME, or from a wheel; None if there is none."""
+    homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
+    homes += map(str, Path(sysconfig.get_paths()["purelib"]).glob("nvidia/cu1*"))
+    folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
 def compile_source(source: str, arch: str) -> list[Compiled]:

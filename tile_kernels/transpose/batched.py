@@ -8,8 +8,8 @@ from torch import Tensor
 from tile_kernels import torch as oracles
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.launch import Kernel, alignment
-from tile_kernels.runtime.op import op
+from tile_kernels.runtime.launch import Kernel, alignment, nonempty
+from tile_kernels.runtime.op import gradient, op
 from tile_kernels.transpose.cases import BATCHED_TRANSPOSE, TRANSPOSE
 
 _KERNEL = Kernel("tile_kernels.transpose.kernels.batched", "batched_transpose")
@@ -49,11 +49,11 @@ def _cost(x: Tensor) -> Cost:
 
 def _launch(x: Tensor, out: Tensor, batch: int = 1, batch_stride: int | None = None) -> None:
     """Transpose `[rows, cols]` or `[batch, rows, cols]` into the contiguous `out`."""
-    if x.numel() == 0:
+    if not nonempty(x):
         return
     rows, cols = x.shape[-2:]
     row_stride = x.stride(-2)
-    if cols == 1:  # the inner stride means nothing then, and may be anything
+    if x.stride(-1) != 1:  # a single column: the stride means nothing and may be anything
         x = x.as_strided(x.shape, (*x.stride()[:-1], 1))
     dtype = _NATIVE.get(x.dtype)
     width = x.element_size()
@@ -61,11 +61,11 @@ def _launch(x: Tensor, out: Tensor, batch: int = 1, batch_stride: int | None = N
         bits = _BITS[width]
         x, out, dtype = x.view(bits), out.view(bits), _NATIVE[bits]
     problem = (dtype, width, rows, cols, row_stride, batch_stride, alignment(x))
-    if batch <= _MOST_BATCHES:
+    if isinstance(batch, int) and batch > _MOST_BATCHES:
+        for x_part, out_part in zip(x.split(_MOST_BATCHES), out.split(_MOST_BATCHES)):
+            _KERNEL.launch(problem, x_part, out_part)
+    else:
         _KERNEL.launch(problem, x, out)
-        return
-    for x_part, out_part in zip(x.split(_MOST_BATCHES), out.split(_MOST_BATCHES)):
-        _KERNEL.launch(problem, x_part, out_part)
 
 
 @op(check=_check_transpose, oracle=oracles.transpose, cost=_cost, cases=TRANSPOSE)
@@ -115,3 +115,8 @@ def batched_transpose(x: Tensor) -> Tensor:
     out = x.new_empty((batch, cols, rows))
     _launch(x, out, batch, x.stride(0))
     return out
+
+
+# A gradient may come expanded, as that of a sum does.
+gradient(transpose, lambda _, grad: transpose(grad.contiguous()))
+gradient(batched_transpose, lambda _, grad: batched_transpose(grad.contiguous()))

@@ -111,9 +111,11 @@ def warp_topk(per_lane: int, num_topk: int) -> Any:
     return topk
 
 
-def load_keys(num_experts: int, per_lane: int) -> Any:
-    """A macro: a lane's `per_lane` order keys from expert `first` on, past the row LOWEST_KEY."""
-    vector = row_vector(num_experts)
+def load_keys(num_experts: int, per_lane: int, vector: int) -> Any:
+    """A macro: a lane's `per_lane` order keys from expert `first` on, past the row LOWEST_KEY.
+
+    `vector` scores come with one load; it divides `num_experts` and `per_lane`.
+    """
 
     @T.macro
     def load(scores, token, first, keys):
@@ -131,6 +133,6 @@ def load_keys(num_experts: int, per_lane: int) -> Any:
     return load
 
 
-def row_vector(num_experts: int) -> int:
-    """Scores per load: 16 bytes where every row starts on a multiple of that."""
-    return math.gcd(num_experts, 4)
+def row_vector(num_experts: int, alignment: int) -> int:
+    """Scores per load: 16 bytes where every row of a tensor aligned like that starts on one."""
+    return math.gcd(num_experts, 4, max(alignment // 4, 1))

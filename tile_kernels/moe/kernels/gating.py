@@ -18,26 +18,26 @@ from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.launch import kernel
 
 
-def access_bits(num_experts: int, *_: int) -> tuple[int, int]:
-    return 32 * row_vector(num_experts), 64
+def access_bits(num_experts: int, num_topk: int, vector: int, *_: int) -> tuple[int, int]:
+    return 32 * vector, 64
 
 
 class WarpPlan(NamedTuple):
     num_experts: int
     num_topk: int
+    vector: int
     warps: int
 
 
-def plan_warp(num_experts: int, num_topk: int, device: Device) -> WarpPlan:
-    return WarpPlan(num_experts, num_topk, warps=4)
+def plan_warp(num_experts: int, num_topk: int, alignment: int, device: Device) -> WarpPlan:
+    return WarpPlan(num_experts, num_topk, row_vector(num_experts, alignment), warps=4)
 
 
 @kernel(plan=plan_warp, access_bits=access_bits)
-def topk_gate_warp(num_experts: int, num_topk: int, warps: int) -> Any:
+def topk_gate_warp(num_experts: int, num_topk: int, vector: int, warps: int) -> Any:
     """One warp per token, `warps` tokens per block, all scores in registers."""
-    vector = row_vector(num_experts)
     per_lane = -(-num_experts // (LANES * vector)) * vector
-    load, topk = load_keys(num_experts, per_lane), warp_topk(per_lane, num_topk)
+    load, topk = load_keys(num_experts, per_lane, vector), warp_topk(per_lane, num_topk)
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -65,14 +65,15 @@ WIDE_PER_LANE = 16
 class WidePlan(NamedTuple):
     num_experts: int
     num_topk: int
+    vector: int
 
 
-def plan_wide(num_experts: int, num_topk: int, device: Device) -> WidePlan:
-    return WidePlan(num_experts, num_topk)
+def plan_wide(num_experts: int, num_topk: int, alignment: int, device: Device) -> WidePlan:
+    return WidePlan(num_experts, num_topk, row_vector(num_experts, alignment))
 
 
 @kernel(plan=plan_wide, access_bits=access_bits)
-def topk_gate_wide(num_experts: int, num_topk: int) -> Any:
+def topk_gate_wide(num_experts: int, num_topk: int, vector: int) -> Any:
     """One block per token: each warp finds the best of its 512 experts, one warp merges the lists.
 
     In the merge lane `w` stands for warp `w` and walks down that warp's list. Warps are in the
@@ -80,7 +81,8 @@ def topk_gate_wide(num_experts: int, num_topk: int) -> Any:
     """
     per_warp = LANES * WIDE_PER_LANE
     warps = -(-num_experts // per_warp)
-    load, topk = load_keys(num_experts, WIDE_PER_LANE), warp_topk(WIDE_PER_LANE, num_topk)
+    load = load_keys(num_experts, WIDE_PER_LANE, vector)
+    topk = warp_topk(WIDE_PER_LANE, num_topk)
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -127,7 +129,7 @@ class BlockPlan(NamedTuple):
     threads: int
 
 
-def plan_block(num_experts: int, num_topk: int, device: Device) -> BlockPlan:
+def plan_block(num_experts: int, num_topk: int, alignment: int, device: Device) -> BlockPlan:
     return BlockPlan(num_experts, num_topk, threads=min(1024, max(32, num_experts // 2)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 import subprocess
@@ -13,17 +14,20 @@ from typing import Any
 
 import torch
 
+from tile_kernels.runtime.device import DESCRIBED
+
 from . import build as _build
 from . import debug as _debug
 from .errors import EmulationError
 from .lowering import DEFAULT_ARCH, Kernel, Lowered, Param, compile_expressions, lower
 from .report import KernelRun, Report, Traffic
 from .rewrite import rewrite
+from .staging import staged
 
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 # Shared memory a block may use, by architecture, as the launch would enforce it.
-SHARED_LIMIT = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_120": 101376}
-SHARED_LIMIT_DEFAULT = 232448
+SHARED_LIMIT = {arch.rstrip("a"): d.smem_per_block for arch, d in DESCRIBED.items()}
+SHARED_LIMIT["sm_86"] = SHARED_LIMIT["sm_89"]
 
 
 # ---- the C side's structures (include/core.h) --------------------------------------------------
@@ -104,7 +108,6 @@ class CTensorMap(ctypes.Structure):
         ("dims", ctypes.c_int64 * 5),
         ("strides", ctypes.c_int64 * 5),
         ("box", ctypes.c_int32 * 5),
-        ("steps", ctypes.c_int32 * 5),
     ]
 
 
@@ -153,6 +156,16 @@ def _span(t: torch.Tensor) -> int:
     return (
         sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
     ) * t.element_size()
+
+
+def _placed(
+    spans: Mapping[str, tuple[int, int]], totals: Mapping[str, list[int]], checked: bool
+) -> contextlib.AbstractContextManager[dict[str, int]]:
+    """Addresses for the kernels: of far apart copies, or in fast mode of the tensors themselves."""
+    if not checked:
+        return contextlib.nullcontext({n: address for n, (address, _) in spans.items()})
+    written, atomic = _TRAFFIC.index("written"), _TRAFFIC.index("atomic")
+    return staged(spans, lambda n: bool(totals[n][written] or totals[n][atomic]))
 
 
 class _TensorSlot:
@@ -276,7 +289,7 @@ class Emulated:
             p if p.shape is None else _TensorSlot(p, p.name in used) for p in lowered.params
         ]
         self._maps = {
-            name: (m, compile_expressions([*m.dims, *m.strides, *m.box, *m.steps]))
+            name: (m, compile_expressions([*m.dims, *m.strides, *m.box]))
             for name, m in lowered.maps.items()
         }
         for descriptor, m in lowered.maps.items():
@@ -385,29 +398,34 @@ class Emulated:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
         started = time.perf_counter()
         tensors, symbols = self._bind(args)
-        with _lock:
+        checked = self.mode == "check"
+        spans = {n: (t.data_ptr(), _span(t)) for n, (_, t) in tensors.items()}
+        totals = {n: [0] * 5 for n in tensors}
+        runs = []
+        with _lock, _placed(spans, totals, checked) as addresses:
             ranges = (CRange * max(1, len(tensors)))()
-            for r, (slot, t) in zip(ranges, tensors.values(), strict=False):
-                r.name, r.base = slot.name.encode(), t.data_ptr()
-                r.size, r.elem_bits = _span(t), slot.elem_bits
+            for r, (slot, _) in zip(ranges, tensors.values(), strict=False):
+                r.name, r.base = slot.name.encode(), addresses[slot.name]
+                r.size, r.elem_bits = spans[slot.name][1], slot.elem_bits
             failure = CFailure()
             launch = CLaunch(
                 order=ORDERS[order],
                 seed=seed & 0xFFFFFFFF,
                 cooperative=self.cooperative,
-                check=self.mode == "check",
+                check=checked,
                 async_late=async_late,
                 num_ranges=len(tensors),
                 ranges=ranges,
                 failure=ctypes.pointer(failure),
             )
-            runs, totals = [], {n: [0] * 5 for n in tensors}
             for launcher in self._launchers:
-                runs.append(self._launch(launcher, launch, tensors, symbols))
-                for r, name in zip(ranges, tensors, strict=False):
-                    for i, field in enumerate(_TRAFFIC):
-                        totals[name][i] += getattr(r.traffic, field)
-        buffers = {n: Traffic(*t) for n, t in totals.items()} if self.mode == "check" else None
+                try:
+                    runs.append(self._launch(launcher, launch, tensors, addresses, symbols))
+                finally:
+                    for r, name in zip(ranges, tensors, strict=False):
+                        for i, field in enumerate(_TRAFFIC):
+                            totals[name][i] += getattr(r.traffic, field)
+        buffers = {n: Traffic(*t) for n, t in totals.items()} if checked else None
         seconds = time.perf_counter() - started
         return Report(self.name, self.mode, tuple(runs), buffers, seconds)
 
@@ -442,6 +460,7 @@ class Emulated:
         launcher: _Launcher,
         launch: CLaunch,
         tensors: Mapping[str, tuple[_TensorSlot, torch.Tensor]],
+        addresses: Mapping[str, int],
         symbols: dict[str, Any],
     ) -> KernelRun:
         kernel = launcher.kernel
@@ -456,7 +475,7 @@ class Emulated:
         grid, block = tuple(size[:3]), tuple(size[3:])
         self._check_limits(kernel, grid, block, dyn)
         launch.grid[:], launch.block[:], launch.dyn_bytes = grid, block, dyn
-        values = [self._argument(n, kind, tensors, symbols) for n, kind in kernel.args]
+        values = [self._argument(n, kind, addresses, symbols) for n, kind in kernel.args]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
         if self.keep is not None:
             _debug.write_launch(self.keep, kernel.name, launch, values, tensors)
@@ -480,7 +499,7 @@ class Emulated:
         self, kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], dyn: int
     ) -> None:
         arch = self.lowered.arch.rstrip("abcdef")
-        limit = SHARED_LIMIT.get(arch, SHARED_LIMIT_DEFAULT)
+        limit = SHARED_LIMIT.get(arch, max(SHARED_LIMIT.values()))
         threads = block[0] * block[1] * block[2]
         problem = None
         if dyn > limit:
@@ -500,30 +519,23 @@ class Emulated:
         self,
         name: str,
         kind: str,
-        tensors: Mapping[str, tuple[_TensorSlot, torch.Tensor]],
+        addresses: Mapping[str, int],
         symbols: dict[str, Any],
     ) -> Any:
         if kind == "tensor":
-            return ctypes.c_void_p(tensors[name][1].data_ptr())
+            return ctypes.c_void_p(addresses[name])
         if kind == "map":
             spec, evaluate = self._maps[name]
             values, rank = evaluate(symbols), len(spec.dims)
-            dims, strides, box, steps = (values[i * rank : (i + 1) * rank] for i in range(4))
-            if any(s != 1 for s in steps):
-                raise EmulationError(f"the tensor map {name} has element strides {steps}, not 1")
+            dims, strides, box = (values[i * rank : (i + 1) * rank] for i in range(3))
             m = CTensorMap(
-                base=tensors[spec.tensor][1].data_ptr(),
+                base=addresses[spec.tensor],
                 elem_bytes=strides[0],
                 rank=rank,
                 swizzle=spec.swizzle,
                 kind=spec.kind,
             )
-            m.dims[:rank], m.strides[:rank], m.box[:rank], m.steps[:rank] = (
-                dims,
-                strides,
-                box,
-                steps,
-            )
+            m.dims[:rank], m.strides[:rank], m.box[:rank] = dims, strides, box
             return m
         if name not in symbols:
             raise EmulationError(f"the kernel needs {name}, which no argument determines")

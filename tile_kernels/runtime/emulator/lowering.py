@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 from .errors import EmulationError
 
 DEFAULT_ARCH = "sm_90a"
-_STORED_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ class TensorMap:
     dims: tuple[str, ...]
     strides: tuple[str, ...]  # bytes; the first is the element size
     box: tuple[str, ...]
-    steps: tuple[str, ...]
     interleave: int
     swizzle: int
     fill: int
@@ -86,7 +83,7 @@ class Lowered:
         """Read back what `to_json` wrote."""
         d = json.loads(text)
         d["params"] = tuple(
-            Param(p["name"], p["dtype"], _tuple(p["shape"]), _tuple(p["strides"]))
+            Param(p["name"], p["dtype"], _thaw(p["shape"]), _thaw(p["strides"]))
             for p in d["params"]
         )
         d["kernels"] = tuple(
@@ -107,11 +104,8 @@ class Lowered:
 
 
 def _thaw(value: Any) -> Any:
+    """JSON has lists only; the dataclasses hold tuples."""
     return tuple(value) if isinstance(value, list) else value
-
-
-def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values)
 
 
 # ---- Python expressions from TIR -------------------------------------------------------------
@@ -223,7 +217,6 @@ def lower(
             arch,
             sorted((k, repr(v)) for k, v in configs.items()),
             str(tilelang.__version__),
-            _STORED_FORMAT,
             Path(__file__).read_text(),
         ]
         key = hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
@@ -255,17 +248,57 @@ def _lower(prim_func: Any, arch: str, configs: dict[str, Any]) -> Lowered:
     for f in artifact.device_mod.functions.values():
         kernel = _kernel(f, maps)
         kernels[kernel.name] = kernel
-    order = re.findall(r'call_packed\("([A-Za-z_0-9]+)"', host.script())
+    order = [n for f in host.functions.values() for n in _launch_order(f, kernels)]
     source = artifact.kernel_source
     return Lowered(
         name=str((prim_func.attrs or {}).get("global_symbol", "kernel")),
         arch=arch,
         source=source,
         params=tuple(_param(prim_func, p) for p in prim_func.params),
-        kernels=tuple(kernels[n] for n in order if n in kernels),
+        kernels=tuple(kernels[n] for n in order),
         maps=maps,
         cooperative="this_grid()" in source,
     )
+
+
+def _launch_order(host: Any, kernels: Mapping[str, Kernel]) -> list[str]:
+    """Names of the kernels that a host function launches, one after the other.
+
+    Under a host loop or branch the launches depend on values that only the host code computes, so
+    running each once would be wrong.
+    """
+    from tilelang import tvm
+
+    tirx = tvm.tirx
+
+    def launches(node: Any) -> list[str]:
+        found: list[str] = []
+
+        def visit(call: Any) -> None:
+            if isinstance(call, tirx.Call) and call.args:
+                first = call.args[0]
+                if isinstance(first, tirx.StringImm) and str(first.value) in kernels:
+                    found.append(str(first.value))
+
+        tirx.stmt_functor.post_order_visit(node, visit)
+        return found
+
+    branches: list[Any] = []  # judged outside the visitor, whose exceptions TVM would replace
+
+    def collect(node: Any) -> None:
+        if isinstance(node, (tirx.For, tirx.While, tirx.IfThenElse)):
+            branches.append(node)
+
+    tirx.stmt_functor.post_order_visit(host.body, collect)
+    for node in branches:
+        inside = launches(node)
+        if inside:
+            where = f"for {node.loop_var.name}" if isinstance(node, tirx.For) else node.condition
+            raise EmulationError(
+                "kernel launches under host control flow are not supported: "
+                f"{', '.join(inside)} under `{where}`"
+            )
+    return launches(host.body)
 
 
 def _param(prim_func: Any, var: Any) -> Param:
@@ -289,6 +322,10 @@ def _tensor_map(args: list[Any]) -> TensorMap:
         )
     rank = int(args[3])
     parts = [tuple(to_python(e) for e in args[5 + i * rank : 5 + (i + 1) * rank]) for i in range(4)]
+    if any(step != "1" for step in parts[3]):
+        raise EmulationError(
+            f"the TMA descriptor of {args[4].name} has element strides {parts[3]}, not 1"
+        )
     interleave, swizzle, _promotion, fill = (int(a) for a in args[5 + 4 * rank :])
     return TensorMap(
         tensor=str(args[4].name),
@@ -296,7 +333,6 @@ def _tensor_map(args: list[Any]) -> TensorMap:
         dims=parts[0],
         strides=parts[1],
         box=parts[2],
-        steps=parts[3],
         interleave=interleave,
         swizzle=swizzle,
         fill=fill,

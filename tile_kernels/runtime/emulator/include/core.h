@@ -72,7 +72,7 @@ struct TensorMap {  // the meaning of a CUtensorMap, unpacked
   char *base;
   int32_t elem_bytes, rank, swizzle, kind;  // kind: the CUtensorMapDataType
   int64_t dims[5], strides[5];              // strides in bytes
-  int32_t box[5], steps[5];
+  int32_t box[5];
 };
 
 // ---- the running CUDA thread -------------------------------------------------------------------------------

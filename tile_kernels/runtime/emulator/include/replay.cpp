@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include <sys/mman.h>
+
 #define EMU_ENTRY(K) extern "C" int emu_launch_##K(emu::Launch *, void **);
 EMU_KERNELS
 #undef EMU_ENTRY
@@ -40,8 +42,12 @@ int main(int argc, char **argv) {
     ranges[i].elem_bits = get<uint32_t>();
     old[i] = get<uint64_t>();
     ranges[i].size = get<uint64_t>();
-    // Same alignment as the original, so that a misaligned view stays misaligned.
-    ranges[i].base = static_cast<char *>(aligned_alloc(256, (ranges[i].size + 511) / 256 * 256)) + old[i] % 64;
+    // Where it was, if possible: the same alignment, and as far from the other tensors.
+    size_t in_page = old[i] % 4096;
+    void *hint = reinterpret_cast<void *>(old[i] - in_page);
+    void *p = mmap(hint, in_page + ranges[i].size + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) { fprintf(stderr, "no memory for %s\n", names[i].c_str()); return 2; }
+    ranges[i].base = static_cast<char *>(p) + in_page;
     get_bytes(ranges[i].base, ranges[i].size);
     ranges[i].name = names[i].c_str();
   }

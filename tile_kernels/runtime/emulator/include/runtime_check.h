@@ -97,14 +97,19 @@ static void settle_suspects() {
   }
 }
 
+// Readers that this block has acquired (through atomics) are as good as gone: only later ones can conflict.
 static void add_reader(Cell &c, const Fiber *f, const Stamp &me) {
   Block *b = f->blk;
   Stamp &r = c.r;
+  if (c.rtime <= b->acquired) { r = me; c.rpc = short_pc(); return; }
   if (r.tid1 == kManyTid) {
-    Stamp &e = readers[c.readers].by[f->warp];
+    Readers &t = readers[c.readers];
+    Stamp &e = t.by[f->warp];
+    if (t.time[f->warp] <= b->acquired) e = Stamp{};
     bool multi = e.tid1 && same_epoch(e, me) && (e.multi || e.tid1 != me.tid1);
     bool atomic = me.atomic && (!e.tid1 || e.atomic);
     e = me; e.multi = multi; e.atomic = atomic;
+    t.time[f->warp] = release_time;
     return;
   }
   if (r.tid1 && r.tid1 != kAsyncTid && (r.tid1 - 1) >> 5 == f->warp) {
@@ -118,8 +123,9 @@ static void add_reader(Cell &c, const Fiber *f, const Stamp &me) {
   if (!r.tid1 || b->seen[f->warp].t[v] >= r.clock) { r = me; c.rpc = short_pc(); return; }
   readers.push_back(Readers{});
   c.readers = uint32_t(readers.size() - 1);
-  readers.back().by[v] = r;
-  readers.back().by[f->warp] = me;
+  Readers &t = readers.back();
+  t.by[v] = r; t.time[v] = c.rtime;
+  t.by[f->warp] = me; t.time[f->warp] = release_time;
   r.tid1 = kManyTid;
 }
 
@@ -145,8 +151,9 @@ static void check_cell(Cell &c, Region *r, char *p, size_t n, Access kind, Fiber
   }
   if (write) {
     if (r_here && c.r.tid1 == kManyTid) {
-      for (const Stamp &s : readers[c.readers].by)
-        if (s.tid1 && !(atomic && s.atomic) && !ordered(s, c.rtime, f)) race(r, p, n, kind, s, false, false, 0);
+      const Readers &t = readers[c.readers];
+      for (int v = 0; v < kAgents; ++v)
+        if (t.by[v].tid1 && !(atomic && t.by[v].atomic) && !ordered(t.by[v], t.time[v], f)) race(r, p, n, kind, t.by[v], false, false, 0);
     } else if (r_here && !(atomic && c.r.atomic) && !ordered(c.r, c.rtime, f)) race(r, p, n, kind, c.r, false, false, c.rpc);
     bool r_else = global && c.r.tid1 && !r_here && c.r.serial >= launch_serial && c.rtime > b->acquired;
     if (r_else && !(atomic && c.r.atomic)) race(r, p, n, kind, c.r, true, false, c.r.tid1 == kManyTid ? 0 : c.rpc);

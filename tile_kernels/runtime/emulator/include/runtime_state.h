@@ -65,7 +65,7 @@ struct Stamp {                              // one access: who, and when by that
 };
 struct alignas(64) Cell {                             // shadow of one granule of memory
   Stamp w, r;
-  uint32_t wtime, rtime;                    // release time at the access, for ordering through atomics
+  uint32_t wtime, rtime;                    // release time at the last access, for ordering through atomics
   uint32_t other_serial, other_time;        // a reader in another block of this launch
   union {
     uint32_t rpc;                           // instruction of the last read, relative to the kernel's library
@@ -94,7 +94,7 @@ struct Flight {                             // a bulk or tensor load not yet lan
   TensorMap map;
   int32_t coords[5];
 };
-struct Readers { Stamp by[kAgents]; };
+struct Readers { Stamp by[kAgents]; uint32_t time[kAgents]; };   // the last reader of each warp, and its release time
 struct Block {
   uint3 bid;
   uint32_t serial;
