@@ -73,8 +73,9 @@ def test_replay_of_a_dumped_call(
     path = logs.dump("moe.topk_gate", {"scores": torch.randn(3, 8), "num_topk": 2})
     assert "equal to the oracle" in said(capsys, "check", "--replay", str(path))
     declared = ops.get("moe.topk_gate")
-    monkeypatch.setattr(ops, "get", lambda _: replace(declared, oracle=lambda scores, num_topk: 0))
-    assert "!= 0" in said(capsys, "check", "--replay", str(path), status=1)
+    wrong = replace(declared, oracle=lambda **_: torch.full((3, 2), 9))
+    monkeypatch.setattr(ops, "get", lambda _: wrong)
+    assert "contents differ in 6 of 6" in said(capsys, "check", "--replay", str(path), status=1)
 
 
 def test_source(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +107,7 @@ def test_warmup_of_a_list_of_calls(capsys: pytest.CaptureFixture[str], tmp_path:
     calls.write_text('[["moe.topk_gate", {"scores": "float32[8,44]", "num_topk": 2}]]')
     text = said(capsys, "warmup", "--calls", str(calls), "--arch", "sm_80")
     assert "compiled for sm_80" in text
-    assert "topk_gate_warp(44, 2, 4)" in text
+    assert "topk_gate_warp(44, 2, 4, 4)" in text
 
 
 def test_bench_without_a_gpu_measures_the_host(

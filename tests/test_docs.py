@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import runpy
 import subprocess
@@ -15,10 +14,10 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_operator_table_is_fresh() -> None:
-    page = runpy.run_path(str(ROOT / "docs" / "op_table.py"))
-    text = (ROOT / "README.md").read_text()
-    assert page["updated"](text) == text, "run python docs/op_table.py"
+@pytest.mark.parametrize("name", ["operators", "benchmarks"])
+def test_generated_tables_are_fresh(name: str) -> None:
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    assert tables["updated"](name) == tables["TABLES"][name][0].read_text(), "docs/tables.py"
 
 
 def python_blocks(path: Path) -> list[str]:
@@ -47,20 +46,3 @@ def test_examples_run(path: Path, tmp_path: Path) -> None:
 def test_links_to_files_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", path.read_text()):
         assert (path.parent / target).exists(), target
-
-
-def test_quoted_times_are_in_the_results() -> None:
-    """Each row `| case | us | goal | ... |` of the benchmark table stands in a results file."""
-    results = {
-        result["case"]: result
-        for file in (ROOT / "benchmarks" / "results").rglob("*.json")
-        for result in json.loads(file.read_text())["results"]
-    }
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    rows = re.findall(r"^\| `([\w.]+)` \| ([\d.]+) \| ([\d.]+|-) \|", text, flags=re.M)
-    assert rows
-    for case, us, goal in rows:
-        assert float(us) == results[case]["device_us"], case
-        assert (goal == "-" and results[case]["goal_us"] is None) or float(goal) == results[case][
-            "goal_us"
-        ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import warnings
 from pathlib import Path
 
@@ -187,6 +188,60 @@ def test_divergent_barriers_deadlock() -> None:
     assert error.source_text == split
 
 
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "if (threadIdx.x < 40) __syncthreads();\ny[threadIdx.x] = 1;\n__syncthreads();",
+            "lanes of warp 1 meet barrier 0 in different places",
+        ),
+        (
+            "if (threadIdx.x < 40) {\n__syncthreads();\n} else {\n__syncthreads();\n}",
+            "lanes of warp 1 meet barrier 0 in different places",
+        ),
+        (
+            "if (threadIdx.x < 32) emu::bar_sync(1, 64);\nelse emu::bar_sync(1, 96);",
+            "threads meet barrier 1 with different counts",
+        ),
+        (
+            "if (threadIdx.x < 48) tl::__sync_thread_partial(1, 48);\n__syncthreads();",
+            "barrier 1 is complete without lane 16 of warp 1",
+        ),
+    ],
+    ids=["skipped", "two branches", "counts", "part of a warp"],
+)
+def test_barriers_that_split_a_warp(body: str, message: str, order: str) -> None:
+    probe = cuda_source(body + "\ny[threadIdx.x] = 2;", {"y": "int"}, threads=96)
+    with pytest.raises(EmulationError, match=message) as caught:
+        probe(torch.zeros(96, dtype=torch.int32), order=order)
+    assert caught.value.kind == "divergence"
+    if "places" in message:
+        assert caught.value.other_line is not None
+        assert caught.value.other_line != caught.value.source_line
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+def test_barriers_of_whole_warps_in_different_places(order: str) -> None:
+    """Warps may meet one barrier from different lines, and exited lanes need not come."""
+    body = """
+      if (threadIdx.x >= 80) return;
+      if (threadIdx.x < 32) {
+        __syncthreads();
+      } else {
+        __syncthreads();
+      }
+      for (int i = 0; i < 3; ++i) {
+        if (i == 1 && threadIdx.x >= 64) return;
+        __syncthreads();
+      }
+      y[threadIdx.x] = 1;
+    """
+    y = torch.zeros(96, dtype=torch.int32)
+    cuda_source(body, {"y": "int"}, threads=96)(y, order=order)
+    assert y.tolist() == [1] * 64 + [0] * 32
+
+
 def test_deadlock_in_fast_mode_is_an_error_not_a_hang() -> None:
     probe = cuda_source(
         "if (threadIdx.x < 5) emu::bar_sync(1, 32); y[threadIdx.x] = 1;", {"y": "int"}, mode="fast"
@@ -239,6 +294,77 @@ def test_device_assert_and_trap() -> None:
     assert caught.value.thread == (9, 0, 0)
     with pytest.raises(EmulationError, match="__trap"):
         cuda_source("if (y[0]) __trap();", {"y": "int"})(values + 1)
+
+
+BOTH_MODES = pytest.mark.parametrize("mode", ["check", "fast"])
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("op", ["/", "%"])
+@pytest.mark.parametrize(("x", "d"), [(5, 0), (-(2**31), -1)])
+def test_integer_division_without_a_result(mode: str, op: str, x: int, d: int) -> None:
+    body = f"y[threadIdx.x] = x[0] {op} x[threadIdx.x];"
+    probe = cuda_source(body, {"x": "int", "y": "int"}, mode=mode)
+    values = torch.full((32,), x, dtype=torch.int32)
+    values[9] = d
+    if x == 5:
+        with pytest.raises(EmulationError, match="integer division by zero") as caught:
+            probe(values, torch.zeros(32, dtype=torch.int32))
+    else:
+        with pytest.raises(EmulationError, match="the smallest integer by -1") as caught:
+            probe(values, torch.zeros(32, dtype=torch.int32))
+    assert (caught.value.kind, caught.value.thread) == ("arithmetic", (9, 0, 0))
+    assert caught.value.source_text == body
+    values[9] = 1
+    y = torch.zeros(32, dtype=torch.int32)
+    probe(values, y)  # nothing of the failure stays behind
+    assert y[0].item() == (1 if op == "/" else 0)
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("words", [66000, 70000, 1 << 20])
+def test_stack_overrun(mode: str, words: int) -> None:
+    """Frames that end in the guard page, and frames that would jump over it."""
+    body = (
+        f"volatile int a[{words}]; for (int i = 0; i < {words}; ++i) a[i] = i;\n"
+        "y[threadIdx.x] = a[5];"
+    )
+    with pytest.raises(EmulationError, match="overran its emulated stack") as caught:
+        cuda_source(body, {"y": "int"}, mode=mode)(torch.zeros(32, dtype=torch.int32))
+    assert caught.value.kind == "stack"
+    assert caught.value.thread is not None
+
+
+def test_endless_recursion() -> None:
+    body = "struct R { static int f(int n) { volatile int m = n; return f(m + 1) + m; } };\n"
+    with pytest.raises(EmulationError, match="overran its emulated stack"):
+        cuda_source(body + "y[threadIdx.x] = R::f(0);", {"y": "int"})(
+            torch.zeros(32, dtype=torch.int32)
+        )
+
+
+def test_wild_access_in_fast_mode() -> None:
+    body = "y[((long long)threadIdx.x + 1) << 44] = 1;"
+    with pytest.raises(EmulationError, match="which is not mapped") as caught:
+        cuda_source(body, {"y": "int"}, mode="fast")(torch.zeros(32, dtype=torch.int32))
+    assert caught.value.kind == "out of bounds"
+    assert caught.value.source_text == body
+
+
+def test_lack_of_memory_is_an_error() -> None:
+    probe = cuda_source("y[threadIdx.x] = 1;", {"y": "int"})
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+    large = torch.zeros(64 << 20, dtype=torch.int32)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), before[1]))
+        with pytest.raises(EmulationError, match="no address space") as caught:
+            probe(large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert caught.value.kind == "memory"
+    probe(large)
+    assert large[:33].tolist() == [1] * 32 + [0]
 
 
 def test_uninitialised_shared_memory_reads_as_nan() -> None:

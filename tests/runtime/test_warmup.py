@@ -39,7 +39,7 @@ print(label, seconds)
             check=True,
         )
         label, seconds = done.stdout.strip().rsplit(" ", 1)
-        assert label == "topk_gate_warp(40, 3, 4)"
+        assert label == "topk_gate_warp(40, 3, 4, 4)"
         times.append(float(seconds))
         binaries = len(list(tmp_path.rglob("*.so")))
         assert binaries >= 1

@@ -123,7 +123,7 @@ def _measure(
     must_move = op.cost(**arguments).bytes
     name = f"{op.name}.{case.label}"
     if bandwidth is None:
-        oracle = timing.time_host(lambda: op.oracle(**arguments), calls=3)
+        oracle = timing.time_host(lambda: op.oracle(**arguments), calls=1)
         return Result(
             name, must_move, None, None, case.goal_us, _us(host), _us(oracle), None, None, "host"
         )

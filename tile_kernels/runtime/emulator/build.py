@@ -22,7 +22,10 @@ from .errors import EmulationError
 INCLUDE = Path(__file__).parent / "include"
 MODES = ("fast", "check")
 
-_BASE = ["-std=c++17", "-fPIC", "-w", "-fno-strict-aliasing", "-fwrapv", "-fvisibility=hidden"]
+_BASE = [
+    *("-std=c++17", "-fPIC", "-w", "-fno-strict-aliasing", "-fwrapv", "-fvisibility=hidden"),
+    "-fstack-clash-protection",  # a large frame touches every page, so also the guard page
+]
 # Line tables cost nothing at run time and let a failure quote its source line.
 _OPTIMISE = ["-O1", "-g1"]
 # g++ contracts a * b + c only from -O2 on, and only with the instruction available.

@@ -86,9 +86,10 @@ extern Thread *self;
 void note_failure(const char *kind, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 // ---- synchronisation -------------------------------------------------------------------------------------------
-void bar_sync(int id, int count, bool wait = true);
+// `line` tells barriers of the program apart. An address would not: the compiler may duplicate a call.
+void bar_sync(int id, int count, bool wait = true, int line = __builtin_LINE());
 enum BarReduce { BAR_OR, BAR_AND, BAR_COUNT };
-int bar_reduce(BarReduce op, int predicate);
+int bar_reduce(BarReduce op, int predicate, int line);
 void grid_sync();
 void yield();
 void fence();                                        // __threadfence: publishes and acquires through atomics

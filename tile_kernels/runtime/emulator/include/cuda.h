@@ -10,10 +10,11 @@
 #define ushort unsigned short
 
 // ---- barriers and fences -----------------------------------------------------------------------------------
-inline void __syncthreads() { emu::bar_sync(0, 0); }
-inline int __syncthreads_or(int p) { return emu::bar_reduce(emu::BAR_OR, p); }
-inline int __syncthreads_and(int p) { return emu::bar_reduce(emu::BAR_AND, p); }
-inline int __syncthreads_count(int p) { return emu::bar_reduce(emu::BAR_COUNT, p); }
+#define EMU_LINE int line = __builtin_LINE()   // of the caller
+inline void __syncthreads(EMU_LINE) { emu::bar_sync(0, 0, true, line); }
+inline int __syncthreads_or(int p, EMU_LINE) { return emu::bar_reduce(emu::BAR_OR, p, line); }
+inline int __syncthreads_and(int p, EMU_LINE) { return emu::bar_reduce(emu::BAR_AND, p, line); }
+inline int __syncthreads_count(int p, EMU_LINE) { return emu::bar_reduce(emu::BAR_COUNT, p, line); }
 EMU_RT inline void emu_meet(unsigned, void **) {}
 inline void __syncwarp(unsigned mask = ~0u) { emu::collective(mask, emu_meet, nullptr); }
 inline void __threadfence() { emu::fence(); }

@@ -11,7 +11,10 @@
 
 #include <execinfo.h>
 #include <link.h>
+#include <pthread.h>
+#include <signal.h>
 #include <sys/mman.h>
+#include <ucontext.h>
 
 #include <cstdarg>
 
@@ -36,6 +39,8 @@ namespace emu {
 
 // ---- fibers and the scheduler -------------------------------------------------------------------------------------
 static char deadlock_text[400];
+static const char kOverrun[] = "the thread overran its emulated stack of %zu KiB";
+static int num_guards = 0;
 static void to_sched() {
   Fiber *f = cur;
   if (num_suspects && !failed) settle_suspects();
@@ -51,6 +56,12 @@ static void block_on(Why why) {
 void yield() { to_sched(); }
 unsigned live_lanes() { return cur->blk->wlive[cur->warp]; }
 
+[[noreturn]] static void give_up() {   // after a noted failure
+  cur->state = DONE;
+  to_sched();
+  abort();
+}
+
 static void on_exit_fiber(Fiber *f);
 static void fiber_main() {
   entry_fn(entry_args);
@@ -64,41 +75,47 @@ static void fiber_main() {
   abort();
 }
 static void prepare(Fiber *f) {
-  auto *top = reinterpret_cast<void **>(f->stack + kStack - 64);     // 16-byte aligned
+  auto *top = reinterpret_cast<void **>(f->top);
   *--top = nullptr;                                                   // ends the unwinder's walk
   *--top = reinterpret_cast<void *>(&fiber_main);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
-  *reinterpret_cast<uint64_t *>(f->stack) = kCanary;
+  *reinterpret_cast<uint64_t *>(f->stack + kPage) = kCanary;
   f->sp = top; f->state = READY; f->why = NOTHING; f->bar = -1;
   f->loads.clear(); f->stores.clear(); f->deferred.clear();
   f->load_groups = f->store_groups = f->deferred_groups = 0;
 }
-static void *map_memory(size_t bytes) {
-  void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (p == MAP_FAILED) { fprintf(stderr, "emulator: out of address space\n"); abort(); }
-  return p;
+static void drop_block(Block *b) {
+  if (b->arena) munmap(b->arena, kArena);
+  if (b->stacks) munmap(b->stacks, kStack * size_t(b->n));
+  if (b->guarded) num_guards -= b->n;
+  for (Fiber *f : b->f) delete f;
+  for (Shadow &s : b->shadows) if (s.cells) munmap(s.cells, s.capacity * sizeof(Cell));
+  delete b;
 }
-static Block *take_block(int n) {
+// A page below each stack that may not be touched. Without it an overrun is still seen, by its canary, but only afterwards.
+static void guard_stacks(Block *b) {
+  b->guarded = num_guards + b->n <= kMaxGuards;
+  if (!b->guarded) return;
+  num_guards += b->n;
+  for (Fiber *f : b->f) mprotect(f->stack, kPage, PROT_NONE);
+}
+static Block *take_block(int n) {   // nullptr and a noted failure when there is no memory
   for (size_t i = 0; i < pool.size(); ++i)
     if (pool[i]->n == n) { Block *b = pool[i]; pool.erase(pool.begin() + long(i)); return b; }
   Block *b = new Block();
   b->n = n;
-  b->arena = static_cast<char *>(map_memory(kArena));
-  b->stacks = static_cast<char *>(map_memory(kStack * size_t(n)));
+  b->arena = map_memory(kArena, "the shared memory of a block");
+  b->stacks = map_memory(kStack * size_t(n), "the stacks of a block");
+  if (!b->arena || !b->stacks) { drop_block(b); return nullptr; }
   b->regions.reserve(kMaxRegions);
   for (int i = 0; i < n; ++i) {
     Fiber *f = new Fiber();
     f->blk = b; f->stack = b->stacks + kStack * size_t(i); f->lin = i; f->warp = i / 32; f->lane = i % 32;
+    f->top = f->stack + kStack - 64 - size_t(i) * 192 % kPage;      // 16-byte aligned
     b->f.push_back(f);
   }
+  guard_stacks(b);
   return b;
-}
-static void drop_block(Block *b) {
-  munmap(b->arena, kArena);
-  munmap(b->stacks, kStack * size_t(b->n));
-  for (Fiber *f : b->f) delete f;
-  for (Shadow &s : b->shadows) if (s.cells) munmap(s.cells, s.capacity * sizeof(Cell));
-  delete b;
 }
 static void reset_block(Block *b, uint64_t id) {
   b->bid = {unsigned(id % gridDim.x), unsigned(id / gridDim.x % gridDim.y), unsigned(id / (uint64_t(gridDim.x) * gridDim.y))};
@@ -127,8 +144,7 @@ static void reset_block(Block *b, uint64_t id) {
 static void resume(Fiber *f) {
   cur = f; self = f; threadIdx = f->tid; blockIdx = f->blk->bid;
   emu_switch(&sched_sp, f->sp);
-  if (f->state == DONE && *reinterpret_cast<uint64_t *>(f->stack) != kCanary && !failed)
-    note_failure("stack", "the thread overran its emulated stack of %zu bytes", kStack);
+  if (f->state == DONE && *reinterpret_cast<uint64_t *>(f->stack + kPage) != kCanary && !failed) note_failure("stack", kOverrun, kStack >> 10);
   cur = nullptr; self = nullptr;
 }
 static void land_one_flight(const std::vector<Block *> &blocks);
@@ -188,6 +204,7 @@ static void run_blocks(const std::vector<Block *> &blocks) {
 static void wake_bar(Block *b, int id, int extra_warp) {
   Bar &r = b->bars[id];
   r.arrived = 0;
+  for (int w = 0; w < num_warps; ++w) r.from[w].lanes = 0;
   L->barriers++;
   progress = true;
   if (id == 0) {
@@ -204,20 +221,43 @@ static void wake_bar(Block *b, int id, int extra_warp) {
   for (int w = 0; w < num_warps; ++w) if (warps >> w & 1) acquire(b, w, r.released);
   memset(&r.released, 0, sizeof r.released);
 }
-void bar_sync(int id, int count, bool wait) {
+// A barrier is an operation of whole warps: lanes that have not exited must meet the same one, in the same place.
+static void note_arrival(Bar &r, int id, int count, int line, void *pc) {
+  Block *b = cur->blk;
+  if (r.arrived && count != r.count)
+    fail("divergence", "threads meet barrier %d with different counts, %d and %d", id, count, r.count);
+  r.count = count;
+  auto &from = r.from[cur->warp];
+  unsigned lane = 1u << cur->lane;
+  if (from.lanes & lane) from.lanes = 0;                // a warp may arrive, without waiting, more than once
+  if (from.lanes && from.line != line) {
+    L->failure->other_pc = from.pc;
+    fail("divergence", "lanes of warp %d meet barrier %d in different places", cur->warp, id);
+  }
+  from.lanes |= lane; from.line = line; from.pc = pc;
+  if (r.arrived + 1 < (count > 0 ? count : b->live)) return;
+  for (int w = 0; w < num_warps; ++w) {
+    unsigned absent = r.from[w].lanes ? b->wlive[w] & ~r.from[w].lanes : 0;
+    if (!absent) continue;
+    fail("divergence", "barrier %d is complete without lane %d of warp %d, of which other lanes take part", id, __builtin_ctz(absent), w);
+  }
+}
+static void bar_sync_at(int id, int count, bool wait, int line, void *pc) {
   Block *b = cur->blk;
   if (id < 0 || id > 15) fail("barrier", "barrier %d does not exist: a block has barriers 0 to 15", id);
   if (count > b->n) fail("barrier", "barrier %d waits for %d threads, the block has %d", id, count, b->n);
   Bar &r = b->bars[id];
+  note_arrival(r, id, count, line, pc);
   release(b, cur->warp, r.released);
   if (++r.arrived >= (count > 0 ? count : b->live)) return wake_bar(b, id, wait ? cur->warp : -1);
   if (wait) { cur->bar = id; block_on(IN_BARRIER); }
 }
-int bar_reduce(BarReduce op, int predicate) {
+void bar_sync(int id, int count, bool wait, int line) { bar_sync_at(id, count, wait, line, __builtin_return_address(0)); }
+int bar_reduce(BarReduce op, int predicate, int line) {
   Block *b = cur->blk;
   int p = !!predicate, &acc = b->reduce_acc[op];
   acc = op == BAR_OR ? acc | p : op == BAR_AND ? acc & p : acc + p;
-  bar_sync(0, 0);
+  bar_sync_at(0, 0, true, line, __builtin_return_address(0));
   return b->reduce_res[op];
 }
 void grid_sync() {
@@ -283,7 +323,7 @@ void collective(unsigned mask, CollFn fn, void *arg) {
   unsigned need = mask & b->wlive[w];
   if ((b->wwait[w] & need) != need) return block_on(IN_WARP_OP);
   fire(b, w, need);
-  if (failed) { f->state = DONE; to_sched(); }
+  if (failed) give_up();
 }
 void defer(CollFn fn, const void *arg, size_t bytes) {
   Deferred d{fn, cur->deferred_groups, {}};
@@ -326,8 +366,9 @@ char *shared_buf(const char *name, size_t bytes, int elem_bits, size_t align) {
   size_t slot = b->regions.size();
   Shadow &s = b->shadows[slot];
   if (L->check) {
-    if (b->shadow_launch[slot] != launch_serial) { shadow_start(s, bytes); b->shadow_launch[slot] = launch_serial; }
-    shadow_reserve(s, bytes);
+    bool fresh = b->shadow_launch[slot] != launch_serial;
+    b->shadow_launch[slot] = launch_serial;
+    if (!(fresh ? shadow_start(s, bytes) : shadow_reserve(s, bytes))) give_up();
     s.lo = SIZE_MAX; s.hi = 0;
   }
   char *p = b->arena + off;
@@ -370,8 +411,89 @@ static void find_image(void *inside) {
   image_lo = q.lo; image_hi = q.hi;
 }
 
+// ---- faults of the kernel: a failure of the launch, not the end of Python -------------------------------------------
+struct Fault { int signal; const char *kind, *text; };
+static constexpr Fault kFaults[] = {
+    {SIGSEGV, "out of bounds", "the kernel touched address %p, which is not mapped"},
+    {SIGBUS, "out of bounds", "the kernel touched address %p, which is not mapped"},
+    {SIGFPE, "arithmetic", "integer division by zero, or of the smallest integer by -1"},
+};
+static struct sigaction old_actions[3];
+static stack_t old_stack;
+static char handler_stack[64 << 10];       // the thread's own is what has just run out
+static pthread_t owner;
+static const Fault *fault;
+static void *fault_address;
+
+// Where a faulting thread continues: back on the fiber's stack, of which nothing is needed any more.
+[[noreturn]] static void fail_at_fault() {
+  char *p = static_cast<char *>(fault_address);
+  Block *b = cur->blk;
+  bool overrun = fault->signal == SIGSEGV && p >= b->stacks && p < b->stacks + kStack * size_t(b->n);
+  if (overrun) fail("stack", kOverrun, kStack >> 10);
+  fail(fault->kind, fault->text, fault_address);
+}
+static void on_fault(int signal, siginfo_t *info, void *context) {
+  size_t i = 0;
+  while (kFaults[i].signal != signal) ++i;
+  if (!cur || failed || !pthread_equal(owner, pthread_self())) {     // not a kernel's: let it happen again
+    sigaction(signal, &old_actions[i], nullptr);
+    return;
+  }
+  greg_t *regs = static_cast<ucontext_t *>(context)->uc_mcontext.gregs;
+  fault = &kFaults[i];
+  fault_address = info->si_addr;
+  char *pc = reinterpret_cast<char *>(regs[REG_RIP]);
+  if (pc >= image_lo && pc < image_hi) hook_pc = pc + 1;             // as if it were a return address
+  regs[REG_RIP] = reinterpret_cast<greg_t>(&fail_at_fault);
+  regs[REG_RSP] = reinterpret_cast<greg_t>(cur->top) - 8;            // as after a call
+}
+static void catch_faults() {
+  owner = pthread_self();
+  stack_t s{};
+  s.ss_sp = handler_stack; s.ss_size = sizeof handler_stack;
+  sigaltstack(&s, &old_stack);
+  struct sigaction action{};
+  action.sa_sigaction = on_fault;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  for (size_t i = 0; i < 3; ++i) sigaction(kFaults[i].signal, &action, &old_actions[i]);
+}
+static void release_faults() {
+  for (size_t i = 0; i < 3; ++i) sigaction(kFaults[i].signal, &old_actions[i], nullptr);
+  sigaltstack(&old_stack, nullptr);
+}
+
+static void run_grid(uint64_t total, int n) {
+  std::vector<Block *> blocks;
+  auto take = [&] {
+    Block *b = take_block(n);
+    if (b) blocks.push_back(b);
+    return b != nullptr;
+  };
+  if (L->cooperative) {
+    for (uint64_t i = 0; i < total && take(); ++i) reset_block(blocks.back(), i);
+    if (total && !failed) run_blocks(blocks);
+    L->blocks = total; L->threads = total * uint64_t(n);
+  } else if (total && take()) {
+    std::vector<uint32_t> shuffled;
+    if (L->order == 2) {
+      shuffled.resize(total);
+      for (uint64_t i = 0; i < total; ++i) shuffled[i] = uint32_t(i);
+      std::shuffle(shuffled.begin(), shuffled.end(), rng);
+    }
+    for (uint64_t i = 0; i < total && !failed; ++i) {
+      readers.clear();
+      reset_block(blocks[0], L->order == 1 ? total - 1 - i : L->order == 2 ? shuffled[i] : i);
+      run_blocks(blocks);
+      L->blocks++; L->threads += uint64_t(n);
+    }
+  }
+  for (Block *b : blocks) if (pool.size() < 4) pool.push_back(b); else drop_block(b);
+}
 int launch(Launch *l, void (*entry)(void **), void **args) {
-  L = l; entry_fn = entry; entry_args = args;
+  L = l; entry_args = args;
+  if (entry_fn != entry) find_image(reinterpret_cast<void *>(entry));
+  entry_fn = entry;
   failed = probing = false;
   cur = nullptr; self = nullptr; hook_pc = nullptr; num_suspects = 0; any_alignment = false;
   memset(l->failure, 0, sizeof *l->failure);
@@ -388,37 +510,20 @@ int launch(Launch *l, void (*entry)(void **), void **args) {
   uint64_t total = uint64_t(gridDim.x) * gridDim.y * gridDim.z;
   tensors.clear();
   if (l->check) {
-    find_image(reinterpret_cast<void *>(entry));
     if (range_shadows.size() < size_t(l->num_ranges)) range_shadows.resize(size_t(l->num_ranges));
     for (int i = 0; i < l->num_ranges; ++i) {
       Range &r = l->ranges[i];
       memset(&r.traffic, 0, sizeof r.traffic);
-      shadow_start(range_shadows[size_t(i)], r.size);
+      if (!shadow_start(range_shadows[size_t(i)], r.size)) break;
       tensors.push_back({r.name, r.base, r.size, r.elem_bits, &r.traffic, &range_shadows[size_t(i)]});
     }
   }
-  std::vector<Block *> blocks;
-  if (l->cooperative) {
-    for (uint64_t i = 0; i < total; ++i) { blocks.push_back(take_block(n)); reset_block(blocks.back(), i); }
-    if (total) run_blocks(blocks);
-    l->blocks = total; l->threads = total * uint64_t(n);
-  } else if (total) {
-    std::vector<uint32_t> shuffled;
-    if (l->order == 2) {
-      shuffled.resize(total);
-      for (uint64_t i = 0; i < total; ++i) shuffled[i] = uint32_t(i);
-      std::shuffle(shuffled.begin(), shuffled.end(), rng);
-    }
-    blocks.push_back(take_block(n));
-    for (uint64_t i = 0; i < total && !failed; ++i) {
-      readers.clear();
-      reset_block(blocks[0], l->order == 1 ? total - 1 - i : l->order == 2 ? shuffled[i] : i);
-      run_blocks(blocks);
-      l->blocks++; l->threads += uint64_t(n);
-    }
+  if (!failed) {
+    catch_faults();
+    run_grid(total, n);
+    release_faults();
   }
   for (Shadow &s : range_shadows) shadow_trim(s);
-  for (Block *b : blocks) if (pool.size() < 4) pool.push_back(b); else drop_block(b);
   resident.clear();
   tensors.clear();
   return failed;

@@ -5,18 +5,23 @@
 // ---- shadow memory ------------------------------------------------------------------------------------------------
 // A granule starts at 16 bytes and shrinks when a smaller access arrives. Everything recorded before covered whole
 // granules, so splitting a cell into copies of itself loses nothing.
-static void shadow_reserve(Shadow &s, size_t bytes) {
-  if (s.capacity < bytes + 16) {
-    if (s.cells) munmap(s.cells, s.capacity * sizeof(Cell));
-    s.capacity = (bytes + 16 + 4095) / 4096 * 4096;
-    void *p = mmap(nullptr, s.capacity * sizeof(Cell), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) { fprintf(stderr, "emulator: no address space for shadow memory\n"); abort(); }
-    s.cells = static_cast<Cell *>(p);
-  }
+static char *map_memory(size_t bytes, const char *what) {   // nullptr and a noted failure when there is none
+  void *p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (p != MAP_FAILED) return static_cast<char *>(p);
+  note_failure("memory", "no address space for %s: %zu bytes", what, bytes);
+  return nullptr;
 }
-static void shadow_start(Shadow &s, size_t bytes) {
-  shadow_reserve(s, bytes);
+static bool shadow_reserve(Shadow &s, size_t bytes) {
+  if (s.capacity >= bytes + 16) return true;
+  if (s.cells) munmap(s.cells, s.capacity * sizeof(Cell));
+  s.capacity = (bytes + 16 + 4095) / 4096 * 4096;
+  s.cells = reinterpret_cast<Cell *>(map_memory(s.capacity * sizeof(Cell), "the records of the checked accesses"));
+  if (!s.cells) s.capacity = 0;
+  return s.cells != nullptr;
+}
+static bool shadow_start(Shadow &s, size_t bytes) {
   s.shift = 4; s.lo = SIZE_MAX; s.hi = 0;
+  return shadow_reserve(s, bytes);
 }
 static void shadow_trim(Shadow &s) {      // give back what a large launch touched
   if (s.hi > s.lo && (s.hi - s.lo) * sizeof(Cell) > (32u << 20)) madvise(s.cells, s.capacity * sizeof(Cell), MADV_DONTNEED);

@@ -3,9 +3,11 @@
 #pragma once
 
 // ---- state --------------------------------------------------------------------------------------------------------
-// Address space per thread; only touched pages are real. Not a power of two, or the tops of all stacks would share
-// one cache set and every switch would miss.
-constexpr size_t kStack = (256 << 10) + 4096 + 192;
+// Address space per thread; only touched pages are real. The lowest page is a guard; the top is shifted by a part of the
+// last page, or the tops of all stacks would share one cache set and every switch would miss.
+constexpr size_t kPage = 4096;
+constexpr size_t kStack = (256 << 10) + 2 * kPage;
+constexpr int kMaxGuards = 8192;           // a guard costs two of a process's 65530 mappings
 constexpr uint64_t kCanary = 0x5afe57ac5afe57acull;
 constexpr size_t kArena = 1 << 20;         // shared address space of one block: 20-bit offsets fit a wgmma descriptor
 constexpr int kMaxWarps = 32;
@@ -30,6 +32,7 @@ struct Deferred { CollFn fn; int group; char arg[kDeferredBytes]; };
 struct Fiber : Thread {
   void *sp;
   char *stack;
+  char *top;
   Block *blk;
   uint3 tid;
   State state;
@@ -51,7 +54,11 @@ struct Clock {
     if (o.t[kAsync] > t[kAsync]) t[kAsync] = o.t[kAsync];
   }
 };
-struct Bar { int arrived; Clock released; };
+struct Bar {
+  int arrived, count;                       // of this phase; count as its first thread gave it
+  Clock released;
+  struct { unsigned lanes; int line; void *pc; } from[kMaxWarps];   // who of each warp has arrived, and where
+};
 struct MBar {
   char *addr;
   uint32_t count, pending, phase;
@@ -101,6 +108,7 @@ struct Block {
   int n, live;
   std::vector<Fiber *> f;
   char *stacks;
+  bool guarded;
   Bar bars[17];
   unsigned wlive[kMaxWarps], wwait[kMaxWarps];
   uint32_t wepoch[kMaxWarps];

@@ -158,9 +158,9 @@ EMU_OP(SumOp_f32x2, add2(x, y)) EMU_OP(MaxOp_f32x2, max2(x, y)) EMU_OP(MinOp_f32
 EMU_OP_X2(bf16x2, __nv_bfloat162) EMU_OP_X2(fp16x2, __half2)
 
 struct SyncThreadsBarrier { template <int P = 0> static void sync() { __syncthreads(); } };
-template <int N> struct NamedBarrier { template <int P = 1> static void sync() { emu::bar_sync(P, N); } };
-inline void __sync_thread_partial(int id = 0, int n = 0) { emu::bar_sync(id, n); }
-inline void __named_barrier_arrive(int id, int n) { emu::bar_sync(id, n, false); }
+template <int N> struct NamedBarrier { template <int P = 1> static void sync(EMU_LINE) { emu::bar_sync(P, N, true, line); } };
+inline void __sync_thread_partial(int id = 0, int n = 0, EMU_LINE) { emu::bar_sync(id, n, true, line); }
+inline void __named_barrier_arrive(int id, int n, EMU_LINE) { emu::bar_sync(id, n, false, line); }
 
 // Butterfly over `threads` threads at stride `scale`: through shared memory beyond a warp, shuffles inside.
 template <class Op, int threads, int scale, int base = 0, class Barrier = SyncThreadsBarrier, int batch = 1, int stride = 0> struct AllReduce {

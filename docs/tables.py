@@ -1,0 +1,73 @@
+"""Write the generated tables of the documents: `python docs/tables.py [--check]`.
+
+The README's operators come from the registry, the benchmark page's numbers from the results files.
+"""
+
+import inspect
+import sys
+from pathlib import Path
+
+from tile_kernels.runtime.op import Op, all_ops
+from tile_kernels.testing import benchmark
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
+
+
+def operators() -> list[str]:
+    """One row per operator: its call, and the first sentence of its docstring."""
+
+    def row(op: Op) -> str:
+        summary = (inspect.getdoc(op.function) or "").split("\n\n")[0].replace("\n", " ")
+        return f"| `{op.name}({', '.join(op.signature.parameters)})` | {summary} |"
+
+    return ["| operator | what it does |", "|---|---|", *(row(op) for op in all_ops())]
+
+
+def benchmarks() -> list[str]:
+    """One row per measured case."""
+    report = benchmark.load_all(RESULTS)
+    machine = report.machine
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "tilelang", "cuda"))
+    lines = [
+        f"{machine['device']} beside {machine['cpu']}; {versions}; {machine['date']}; "
+        f"copy bandwidth {report.copy_gb_per_s:.0f} GB/s.",
+        "",
+        "| case | us | goal | of copy | host us | eager us | compiled us |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in report.results:
+        goal = "-" if r.goal_us is None else f"{r.goal_us}"
+        met = " (missed)" if r.goal_us and r.device_us and r.device_us > r.goal_us else ""
+        share = f"{100 * (r.copy_fraction or 0):.1f} %"
+        times = f"{r.host_us} | {r.oracle_us} | {r.oracle_compiled_us}"
+        lines.append(f"| `{r.case}` | {r.device_us} | {goal}{met} | {share} | {times} |")
+    return lines
+
+
+TABLES = {"operators": (ROOT / "README.md", operators)}
+TABLES["benchmarks"] = (ROOT / "docs" / "benchmarks.md", benchmarks)
+
+
+def updated(name: str) -> str:
+    """The page of a table with the part between its marks made anew."""
+    page, make = TABLES[name]
+    begin, end = (f"<!-- {name}: {mark} -->" for mark in ("begin", "end"))
+    before, rest = page.read_text().split(begin)
+    return before + "\n".join([begin, *make(), end]) + rest.split(end)[1]
+
+
+def main() -> int:
+    """Write the tables, or with `--check` only compare."""
+    stale = [name for name, (page, _) in TABLES.items() if page.read_text() != updated(name)]
+    if "--check" in sys.argv:
+        for name in stale:
+            sys.stderr.write(f"the table of {name} is stale: python docs/tables.py\n")
+        return len(stale)
+    for name in stale:
+        TABLES[name][0].write_text(updated(name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
