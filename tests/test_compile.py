@@ -81,6 +81,7 @@ def check_accesses(item: Compilation, function: sources.Compiled) -> None:
     found = function.accesses
     assert not [name for name in found if name.startswith(("LDL", "STL"))], item.label
     _, loads, stores = kind_of(item)
-    for prefix, bits in (("LDG", loads), ("STG", stores)):
+    for prefix, promised in (("LDG", loads), ("STG", stores)):
+        bits = promised if isinstance(promised, tuple) else (promised,)
         widths = {name for name in found if name.startswith(prefix)}
-        assert widths == {f"{prefix}.{bits}"}, f"{item.label}: {dict(found)}"
+        assert widths == {f"{prefix}.{width}" for width in bits}, f"{item.label}: {dict(found)}"

@@ -58,6 +58,7 @@ def cuda_source(
     blocks: int = 1,
     shared: dict[str, SharedBuffer] | None = None,
     mode: str = "check",
+    cooperative: bool | None = None,
 ) -> Emulated:
     """A hand-written kernel `probe` over 1-D tensors (name -> C element type), for intrinsics."""
     dtypes = {
@@ -83,9 +84,8 @@ def cuda_source(
         shared=shared or {},
     )
     params = tuple(Param(n, dtypes[t], (f"size_{n}",)) for n, t in tensors.items())
-    cooperative = "this_grid" in source
-    lowered = Lowered("probe", "sm_90a", source, params, (kernel,), {}, cooperative)
-    return Emulated.from_lowered(lowered, mode=mode)
+    lowered = Lowered("probe", "sm_90a", source, params, (kernel,), {}, "this_grid" in source)
+    return Emulated.from_lowered(lowered, mode=mode, cooperative=cooperative)
 
 
 def replace_nth(pattern: str, n: int, new: str = "") -> Callable[[str], str]:

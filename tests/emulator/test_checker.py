@@ -281,6 +281,48 @@ def test_endless_spin_is_an_error() -> None:
         probe(torch.zeros(1, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
+@pytest.mark.parametrize("mode", ["check", "fast"])
+@pytest.mark.parametrize(
+    "poll",
+    [
+        "atomicAdd(&y[0], 0) < 2",
+        "AtomicAddRet(&y[0], 0, 2) < 2",
+        "atomicCAS(&y[0], 2, 2) != 2",
+        "AtomicLoad(&y[0], 2) < 2",
+        "atomicAdd(&y[0], 0) < 2 || atomicOr(&y[1], 0) != 0",
+    ],
+)
+def test_blocks_wait_for_each_other_by_polling(poll: str, mode: str, order: str) -> None:
+    body = f"if (threadIdx.x == 0) {{ AtomicAdd(&y[0], 1, 3); while ({poll}) {{}} }}"
+    probe = cuda_source(body, {"y": "int"}, blocks=2, mode=mode, cooperative=True)
+    y = torch.zeros(2, dtype=torch.int32)
+    probe(y, order=order)
+    assert y.tolist() == [2, 0]
+
+
+def test_endless_polling_is_an_error() -> None:
+    for poll in ("atomicAdd(&y[0], 0)", "atomicCAS(&y[0], 1, 1)"):
+        probe = cuda_source(f"while ({poll} == 0) {{}}", {"y": "int"}, mode="fast")
+        with pytest.raises(EmulationError, match="no progress") as caught:
+            probe(torch.zeros(1, dtype=torch.int32))
+        assert caught.value.kind == "deadlock"
+
+
+def test_many_atomics_that_change_nothing_are_not_a_spin() -> None:
+    body = "for (int i = 0; i < 100000; ++i) atomicMax(&y[0], i & 1);"
+    y = torch.ones(1, dtype=torch.int32)
+    cuda_source(body, {"y": "int"}, mode="fast")(y)
+    assert y.item() == 1
+
+
+def test_spin_on_plain_memory_is_an_error() -> None:
+    body = "while (*(volatile int*)&y[0] == 0) {}"
+    with pytest.raises(EmulationError, match="no progress") as caught:
+        cuda_source(body, {"y": "int"})(torch.zeros(1, dtype=torch.int32))
+    assert (caught.value.kind, caught.value.source_text) == ("deadlock", body)
+
+
 def test_device_assert_and_trap() -> None:
     probe = cuda_source(
         'device_assert_with_msg(y[threadIdx.x] == 0, "zero expected");', {"y": "int"}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -239,10 +242,101 @@ def test_second_build_runs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failed_compilation_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Even when g++ has already written some of its output, as when a disk is full."""
+
+    def half_done(arguments: list[object]) -> None:
+        Path(str(arguments[-1])).write_bytes(b"half")
+        raise EmulationError("g++ stopped")
+
     output = tmp_path / "x.so"
-    with pytest.raises(EmulationError):
-        build._compile(output, ["-shared", tmp_path / "missing.cpp"])
+    monkeypatch.setattr(build, "run_compiler", half_done)
+    with pytest.raises(EmulationError, match=r"g\+\+ stopped"):
+        build._compile(output, ["-shared", tmp_path / "x.cpp"])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache of this test's own that starts with the compiled runtime and header."""
+    options = build.flags("check")
+    runtime, header = build.runtime_library(), build._precompiled_header(options)
+    cache = tmp_path / "emulator"
+    cache.mkdir()
+    shutil.copy(runtime, cache)
+    shutil.copytree(header, cache / header.name)
+    monkeypatch.setenv("TILE_KERNELS_CACHE", str(tmp_path))
+    return cache
+
+
+def reverse_works() -> None:
+    x, y = rand(64), torch.zeros(64)
+    run(k.reverse(64, sync=True), x, y, configs=k.NO_BARRIERS)
+    assert torch.equal(y, x.flip(0))
+
+
+def damage(path: Path, content: bytes) -> None:
+    path.unlink()  # a new file: the old one may be loaded in this process
+    path.write_bytes(content)
+
+
+def test_a_damaged_cache_is_rebuilt(own_cache: Path) -> None:
+    reverse_works()
+    files = {p.suffix: p for p in own_cache.iterdir() if not p.name.startswith(("runtime", "head"))}
+    assert set(files) == {".json", ".so", ".cpp"}
+    files["runtime"] = next(own_cache.glob("runtime-*.so"))
+    for path in files.values():
+        whole = path.read_bytes()
+        middle = len(whole) // 2
+        for broken in (b"", whole[:middle], whole[:middle] + b"?!" + whole[middle + 2 :]):
+            if path.suffix == ".json" and len(broken) == len(whole):
+                continue  # text that still parses is taken at its word
+            damage(path, broken)
+            reverse_works()
+            assert path.suffix == ".so" or path.read_bytes() == whole
+            assert path.suffix != ".so" or build.is_intact(path)
+    assert not [p.name for p in own_cache.iterdir() if p.name.startswith(".")]
+
+
+def test_a_damaged_header_is_rebuilt(own_cache: Path) -> None:
+    header = next(own_cache.glob("header-*/emu.h.gch"))
+    size = header.stat().st_size
+    damage(header, header.read_bytes()[: size // 2])
+    reverse_works()
+    assert header.stat().st_size == size
+
+
+def test_a_cache_may_move(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The libraries of a kernel find the runtime beside them, and errors still quote their line."""
+    prim_func = k.shifted_copy(64, 1, 0)
+    lowered = lower(prim_func, pass_configs=k.NO_GUARDS)
+    Emulated.from_lowered(lowered)
+    moved = own_cache.parent / "moved"
+    moved.mkdir()
+    own_cache.rename(moved / "emulator")
+    monkeypatch.setenv("TILE_KERNELS_CACHE", str(moved))
+    monkeypatch.setattr(build, "run_compiler", lambda _: pytest.fail("the compiler ran"))
+    with pytest.raises(EmulationError, match="out of bounds") as caught:
+        Emulated.from_lowered(lowered)(torch.zeros(64), torch.zeros(64))
+    assert caught.value.source_file is not None
+    assert caught.value.source_file.startswith(str(moved))
+
+
+def test_threads_may_build_the_same_kernel(own_cache: Path) -> None:
+    lowered = lower(k.reverse(64, sync=True), pass_configs=k.NO_BARRIERS)
+    x, outputs = rand(64), [torch.zeros(64) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        builds = [pool.submit(Emulated.from_lowered, lowered) for _ in outputs]
+    for future, y in zip(builds, outputs, strict=True):
+        future.result()(x, y)
+        assert torch.equal(y, x.flip(0))
+    assert not [p.name for p in own_cache.iterdir() if p.name.startswith(".")]
+
+
+def test_a_new_kernel_is_ready_within_seconds(own_cache: Path) -> None:
+    """Lowering and compiling, with the runtime and the header at hand: usually half a second."""
+    started = time.perf_counter()
+    reverse_works()
+    assert time.perf_counter() - started < 5
 
 
 def test_unknown_mode() -> None:

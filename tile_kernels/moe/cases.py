@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
@@ -115,5 +117,139 @@ TOPK_GATE = Cases(
             "transposed",
             lambda a: {"scores": a["scores"].new_empty(9, 5).T, "num_topk": 1},
         ),
+    ],
+)
+
+
+# ---- weights ------------------------------------------------------------------------------------
+
+
+def _weights(num_tokens: int, num_topk: int, skip: int = 0) -> Build:
+    def make(device: torch.device) -> Arguments:
+        flat = torch.rand(num_tokens * num_topk + skip, device=device)
+        return {"topk_weights": flat[skip:].view(num_tokens, num_topk)}
+
+    return make
+
+
+def _extreme_weights(device: torch.device) -> Arguments:
+    """Cancellation, denormals, overflow; nothing that gives NaN, whose bits differ by device."""
+    rows = [[0.0, 0.0, 1.0], [1e30, 1e-30, -1e30], [1e-38, 1e-44, 3e-39], [3e38] * 3]
+    return {"topk_weights": torch.tensor(rows, device=device)}
+
+
+NORMALIZE_WEIGHT = Cases(
+    small=[
+        *(
+            Sample(f"{t}x{k}", _weights(t, k))
+            for t, k in [(0, 8), (1, 8), (1, 1), (127, 6), (129, 8), (130, 9), (33, 64), (5, 65)]
+        ),
+        Sample("long.3x200", _weights(3, 200)),
+        Sample("misaligned.40x8", _weights(40, 8, skip=1)),
+        Sample("extreme", _extreme_weights),
+    ],
+    large=[Sample(f"{t}x{k}", _weights(t, k)) for t in (4001, 34345) for k in (2, 6, 8, 9)],
+    benchmarks=[Benchmark("32768x8", _weights(32768, 8), goal_us=2.2)],
+    vectors=[
+        Vector(
+            "exact",
+            lambda: {"topk_weights": torch.tensor([[1.0, 2.0, 3.0, 2.0]])},
+            lambda: (torch.tensor([8.0]), torch.tensor([[0.125, 0.25, 0.375, 0.25]])),
+        ),
+        Vector(
+            "sum of one",
+            lambda: {"topk_weights": torch.tensor([[0.1, 0.2, 0.3, 0.4]])},
+            lambda: (torch.tensor([1.0]), torch.tensor([[0.1, 0.2, 0.3, 0.4]])),
+        ),
+        Vector(
+            "zeros, cancellation",
+            lambda: {"topk_weights": torch.tensor([[0.0, 0.0], [1.0, -1.0]])},
+            lambda: (torch.tensor([1e-20, 0.0]), torch.tensor([[0.0, 0.0], [_INF, -_INF]])),
+        ),
+    ],
+    rejects=[
+        Reject("topk_weights", "no columns", lambda a: {"topk_weights": a["topk_weights"][:, :0]}),
+        Reject(
+            "topk_weights", "half precision", lambda a: {"topk_weights": a["topk_weights"].half()}
+        ),
+    ],
+)
+
+# ---- indices ------------------------------------------------------------------------------------
+
+
+def _indices(
+    num_tokens: int,
+    num_topk: int,
+    n: int = 256,
+    num_ep_ranks: int = 8,
+    tp_rank: int = 1,
+    num_tp_ranks: int = 2,
+    dtype: torch.dtype = torch.int64,
+) -> Build:
+    """Indices from -3 to a little beyond `n`."""
+
+    def make(device: torch.device) -> Arguments:
+        indices = torch.randint(-3, n + 9, (num_tokens, num_topk), dtype=dtype, device=device)
+        return {
+            "indices": indices,
+            "n": n,
+            "num_ep_ranks": num_ep_ranks,
+            "tp_rank": tp_rank,
+            "num_tp_ranks": num_tp_ranks,
+        }
+
+    return make
+
+
+def _ranked(tp_rank: int) -> Arguments:
+    return {
+        "indices": torch.arange(-1, 24).view(5, 5),
+        "n": 24,
+        "num_ep_ranks": 6,
+        "tp_rank": tp_rank,
+        "num_tp_ranks": 2,
+    }
+
+
+def _with(**changes: int) -> Callable[[Arguments], Arguments]:
+    return lambda arguments: {**arguments, **changes}
+
+
+_NONE = [-1] * 4
+
+MASK_INDICES_BY_TP = Cases(
+    small=[
+        *(
+            Sample(f"{t}x{k}", _indices(t, k))
+            for t, k in [(0, 8), (1, 1), (1, 8), (43, 3), (128, 2), (129, 6)]
+        ),
+        Sample("33x6.int32", _indices(33, 6, dtype=torch.int32)),
+        Sample("9x7.int32.odd", _indices(9, 7, n=72, num_ep_ranks=5, dtype=torch.int32)),
+        Sample("rank-out-of-range", _indices(20, 4, tp_rank=7)),
+        Sample("one-rank", _indices(20, 4, num_ep_ranks=1, tp_rank=0, num_tp_ranks=1)),
+    ],
+    large=[Sample(f"{t}x8", _indices(t, 8, tp_rank=0, num_tp_ranks=4)) for t in (4001, 34345)],
+    benchmarks=[Benchmark("32768x8", _indices(32768, 8), goal_us=2.6)],
+    vectors=[
+        Vector(
+            "rank 0",
+            lambda: _ranked(0),
+            lambda: torch.tensor(
+                [-1, 0, 1, 2, 3, *_NONE, 4, 5, 6, 7, *_NONE, 8, 9, 10, 11, *_NONE]
+            ).view(5, 5),
+        ),
+        Vector(
+            "rank 1",
+            lambda: _ranked(1),
+            lambda: torch.tensor(
+                [-1, *_NONE, 0, 1, 2, 3, *_NONE, 4, 5, 6, 7, *_NONE, 8, 9, 10, 11]
+            ).view(5, 5),
+        ),
+    ],
+    rejects=[
+        Reject("n", "fewer experts than ranks", _with(n=5)),
+        Reject("num_ep_ranks", "zero", _with(num_ep_ranks=0)),
+        Reject("num_tp_ranks", "zero", _with(num_tp_ranks=0)),
     ],
 )

@@ -29,6 +29,7 @@ from tile_kernels.runtime import emulation, logs
 from tile_kernels.runtime.device import Device
 
 Handle = Callable[..., Any]
+Widths = int | tuple[int, ...]
 _MOST_PLANNED = 4096
 # torch.cuda.current_device() without its check for initialisation: a CUDA tensor exists already.
 _current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
@@ -45,14 +46,14 @@ COMMON_PASS_CONFIGS: dict[str, Any] = {
 class KernelDefinition:
     """One TileLang kernel: `plan(*problem, device)` gives the arguments of `build`.
 
-    `access_bits(*static)` is the width of its global loads and of its stores that the plan
-    promises; tests hold the machine code to it.
+    `access_bits(*static)` is what the plan promises of its global loads and of its stores: their
+    width, or their widths; tests hold the machine code to it.
     """
 
     build: Callable[..., Any]
     plan: Callable[..., tuple[Any, ...]]
     pass_configs: dict[str, Any]
-    access_bits: Callable[..., tuple[int, int]] | None
+    access_bits: Callable[..., tuple[Widths, Widths]] | None
 
     def prim_func(self, static: tuple[Any, ...]) -> Any:
         """The kernel for these static arguments, under a name that contains them."""
@@ -91,7 +92,7 @@ def kernel(
     *,
     plan: Callable[..., tuple[Any, ...]],
     pass_configs: dict[str, Any] | None = None,
-    access_bits: Callable[..., tuple[int, int]] | None = None,
+    access_bits: Callable[..., tuple[Widths, Widths]] | None = None,
 ) -> Callable[[Callable[..., Any]], KernelDefinition]:
     """Define a kernel: the decorated builder returns a `T.prim_func` for its static arguments."""
 

@@ -1,6 +1,13 @@
 """The PyTorch oracles: plain, readable, the definition of right. They run on any device."""
 
+from tile_kernels.torch.moe import mask_indices_by_tp, normalize_weight
 from tile_kernels.torch.topk import stable_topk
 from tile_kernels.torch.transpose import batched_transpose, transpose
 
-__all__ = ["batched_transpose", "stable_topk", "transpose"]
+__all__ = [
+    "batched_transpose",
+    "mask_indices_by_tp",
+    "normalize_weight",
+    "stable_topk",
+    "transpose",
+]

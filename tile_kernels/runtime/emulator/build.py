@@ -6,6 +6,7 @@ renamed into place, and its name is a hash of everything that went into it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -184,45 +186,104 @@ def runtime_library() -> Path:
     """The emulator's runtime as a shared library, compiled once."""
     options = [*_BASE, "-O2", "-g1", "-shared"]
     library = cache_dir() / f"runtime-{_hash(options)}.so"
-    if not library.exists():
-        _compile(library, [*options, *includes(), INCLUDE / "runtime.cpp"])
+    if not is_intact(library):
+        soname = f"-Wl,-soname,{library.name}"  # else kernels would look for its absolute path
+        _compile(library, [*options, soname, *includes(), INCLUDE / "runtime.cpp"])
     return library
 
 
 def _precompiled_header(options: list[str]) -> Path:
     """Folder with the precompiled emu.h for these flags; g++ uses it only when all flags match."""
     folder = cache_dir() / f"header-{_hash(options)}"
-    if not (folder / "emu.h.gch").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        header = [*options, *includes(), "-x", "c++-header", str(INCLUDE / "emu.h")]
-        _compile(folder / "emu.h.gch", header)
+    if _header_is_intact(folder):
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    part = _private(folder)
+    part.mkdir(parents=True)
+    try:
+        header = part / "emu.h.gch"
+        run_compiler([*options, *includes(), "-x", "c++-header", INCLUDE / "emu.h", "-o", header])
+        (part / "size").write_text(str(header.stat().st_size))
+        with contextlib.suppress(OSError):  # another process was faster
+            part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return folder
 
 
+def _header_is_intact(folder: Path) -> bool:
+    """Whether the header was written to its end. Its hash would take as long as a small kernel."""
+    try:
+        return str((folder / "emu.h.gch").stat().st_size) == (folder / "size").read_text()
+    except OSError:
+        return False
+
+
+def _private(path: Path) -> Path:
+    """A name beside `path` that no other thread or process uses."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+
+
 def _compile(output: Path, arguments: Sequence[str | Path]) -> None:
+    """Compile to a sealed file that appears under its name only when complete."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_name(f".{output.name}.{os.getpid()}.{id(output):x}")
+    part = _private(output)
     try:
         run_compiler([*arguments, "-o", part])
+        with part.open("ab") as f:
+            f.write(_seal(part.read_bytes()))
         part.replace(output)
     finally:
         part.unlink(missing_ok=True)
+
+
+_SEAL = b"tile_kernels emulator"
+
+
+def _seal(content: bytes) -> bytes:
+    """What follows a library's content; the loader ignores bytes after the last section."""
+    return _SEAL + hashlib.sha256(content).digest()
+
+
+def is_intact(library: Path) -> bool:
+    """Whether a library is there and is what the linker wrote: a damaged one may kill a process."""
+    try:
+        data = library.read_bytes()
+    except OSError:
+        return False
+    end = len(data) - len(_seal(b""))
+    return end > 0 and data[end:] == _seal(data[:end])
 
 
 def compile_kernel(source: str, options: list[str]) -> Path:
     """Compile a rewritten source to a shared library; its .cpp lies beside it."""
     runtime = runtime_library()
     library = cache_dir() / f"{_hash(source, options, runtime.name)}.so"
-    if library.exists():
-        return library
     cpp = library.with_suffix(".cpp")
-    write_atomically(cpp, source)
-    header = _precompiled_header(options)
+    if not cpp.exists() or cpp.read_text() != source:
+        write_atomically(cpp, source)
+    if is_intact(library):
+        return library
     # Linked in a second step: the link must not know of the sanitizer, or it would add its library.
-    unit = library.with_name(f".{library.stem}.{os.getpid()}.o")
+    unit = _private(library.with_suffix(".o"))
     try:
-        run_compiler([*options, f"-I{header}", *includes(), "-c", cpp, "-o", unit])
-        _compile(library, ["-shared", unit, runtime])
+        _compile_unit(cpp, unit, options)
+        _compile(library, ["-shared", unit, runtime, "-Wl,-rpath,$ORIGIN"])
     finally:
         unit.unlink(missing_ok=True)
     return library
+
+
+def _compile_unit(cpp: Path, unit: Path, options: list[str]) -> None:
+    def attempt() -> None:
+        header = _precompiled_header(options)
+        run_compiler([*options, f"-I{header}", *includes(), "-c", cpp, "-o", unit])
+
+    try:
+        attempt()
+    except EmulationError as e:
+        if ".gch" not in str(e):
+            raise
+        # g++ stumbled over the header although its size is right: once more, with a new one.
+        shutil.rmtree(_precompiled_header(options), ignore_errors=True)
+        attempt()

@@ -621,12 +621,12 @@ def _source_line(library: Path, addresses: list[int]) -> tuple[str, int, str] | 
         answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     except OSError:
         return None  # no binutils: the message stays without its line
-    cpp = str(library.with_suffix(".cpp"))
+    cpp = library.with_suffix(".cpp")
     for line in answer.splitlines():
         m = re.match(r"(.*):(\d+)", line)
-        if m and m[1] == cpp:
+        if m and Path(m[1]).name == cpp.name and cpp.exists():  # the cache may have moved
             number = int(m[2])
-            lines = Path(cpp).read_text().splitlines()
+            lines = cpp.read_text().splitlines()
             if 0 < number <= len(lines):
-                return cpp, number, lines[number - 1].strip()
+                return str(cpp), number, lines[number - 1].strip()
     return None

@@ -221,14 +221,23 @@ def lower(
         ]
         key = hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
         stored = cache_dir / f"{key}.json"
-        if stored.exists():
-            return Lowered.from_json(stored.read_text())
+        known = _read_stored(stored)
+        if known is not None:
+            return known
     result = _lower(prim_func, arch, configs)
     if stored is not None:
         from .build import write_atomically
 
         write_atomically(stored, result.to_json())
     return result
+
+
+def _read_stored(path: Path) -> Lowered | None:
+    """A stored lowering; None when there is none, or only a damaged one."""
+    try:
+        return Lowered.from_json(path.read_text())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _lower(prim_func: Any, arch: str, configs: dict[str, Any]) -> Lowered:

@@ -92,6 +92,7 @@ enum BarReduce { BAR_OR, BAR_AND, BAR_COUNT };
 int bar_reduce(BarReduce op, int predicate, int line);
 void grid_sync();
 void yield();
+void polled(bool changed);                           // after an atomic: one that changes nothing may be a wait
 void fence();                                        // __threadfence: publishes and acquires through atomics
 void atomic_order(const void *p, int order);         // the C++ memory order of an atomic about to happen
 // Warp operation: every lane publishes `arg` and blocks; the last to arrive computes all results.

@@ -131,6 +131,7 @@ template <class T, class F> EMU_RT inline T rmw(T *p, F f, int order = 0) {
   memcpy(&old, p, sizeof(T));
   T next = f(old);
   memcpy(p, &next, sizeof(T));
+  polled(memcmp(&old, &next, sizeof(T)) != 0);
   return old;
 }
 template <class T> struct same { using t = T; };   // keeps the second argument out of deduction

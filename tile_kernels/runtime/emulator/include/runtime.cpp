@@ -54,6 +54,11 @@ static void block_on(Why why) {
   if (probing) fail("deadlock", "%s", deadlock_text);   // resumed only to say where it waits
 }
 void yield() { to_sched(); }
+void polled(bool changed) {
+  if (changed) { cur->polls = 0; progress = true; return; }
+  unsigned n = ++cur->polls;
+  if (n >= 2 && (n < 64 || n % 8 == 0)) yield();   // rarely after a while: it may be a long sequence of idle updates
+}
 unsigned live_lanes() { return cur->blk->wlive[cur->warp]; }
 
 [[noreturn]] static void give_up() {   // after a noted failure
@@ -80,7 +85,7 @@ static void prepare(Fiber *f) {
   *--top = reinterpret_cast<void *>(&fiber_main);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   *reinterpret_cast<uint64_t *>(f->stack + kPage) = kCanary;
-  f->sp = top; f->state = READY; f->why = NOTHING; f->bar = -1;
+  f->sp = top; f->state = READY; f->why = NOTHING; f->bar = -1; f->polls = 0;
   f->loads.clear(); f->stores.clear(); f->deferred.clear();
   f->load_groups = f->store_groups = f->deferred_groups = 0;
 }
@@ -143,6 +148,7 @@ static void reset_block(Block *b, uint64_t id) {
 }
 static void resume(Fiber *f) {
   cur = f; self = f; threadIdx = f->tid; blockIdx = f->blk->bid;
+  same_reads = accesses = 0;
   emu_switch(&sched_sp, f->sp);
   if (f->state == DONE && *reinterpret_cast<uint64_t *>(f->stack + kPage) != kCanary && !failed) note_failure("stack", kOverrun, kStack >> 10);
   cur = nullptr; self = nullptr;

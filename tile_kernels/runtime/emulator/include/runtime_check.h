@@ -218,6 +218,10 @@ static void check(const void *ptr, size_t n, Access kind) {
   char *p = const_cast<char *>(static_cast<const char *>(ptr));
   if (!f || failed || !n || (p >= f->stack && p < f->stack + kStack)) return;
   if (num_suspects) settle_suspects();
+  if (kind != READ || p != last_read) same_reads = 0;
+  last_read = p;
+  if (++same_reads > kSameReads || ++accesses > kAccesses)
+    fail("deadlock", "no progress: the thread spins on plain memory (wait with atomics, which let other threads run)");
   Block *b = f->blk;
   bool shared = p >= b->arena && p < b->arena + kArena;
   if (shared) {

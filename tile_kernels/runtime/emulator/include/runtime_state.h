@@ -16,6 +16,9 @@ constexpr int kAgents = kMaxWarps + 1;
 constexpr size_t kMaxRegions = 64;
 constexpr uint16_t kAsyncTid = 0xffff, kManyTid = 0xfffe;
 
+// What no kernel does between two switches: read one cell and nothing else so often, or access memory so often (a minute).
+constexpr uint32_t kSameReads = 1 << 24, kAccesses = 1 << 30;
+
 enum State : uint8_t { READY, BLOCKED, DONE };
 enum Why : uint8_t { NOTHING, IN_BARRIER, IN_WARP_OP, IN_MBARRIER, IN_GRID_BARRIER };
 
@@ -42,6 +45,7 @@ struct Fiber : Thread {
   CollFn cfn;
   void *carg;
   unsigned cmask;
+  unsigned polls;                           // atomics in a row that changed nothing
   std::vector<Copy> loads, stores;          // oldest first
   std::vector<Deferred> deferred;
   int load_groups, store_groups, deferred_groups;
@@ -142,6 +146,8 @@ static std::vector<Readers> readers;
 static std::vector<Shadow> range_shadows;
 static std::vector<Region> tensors;
 static std::mt19937 rng;
+static char *last_read = nullptr;           // spins on plain memory: see check()
+static uint32_t same_reads = 0, accesses = 0;
 static void *hook_pc = nullptr;            // the kernel instruction whose access is being checked
 struct Suspect { char *p; size_t n; unsigned char old[16]; Region *region; Stamp other; bool other_block; void *pc; uint32_t other_pc; };
 static Suspect suspects[16];
