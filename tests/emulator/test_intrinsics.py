@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import re
 
+import math
+
 import pytest
 import torch
 
@@ -398,3 +400,37 @@ def test_unknown_intrinsic_is_named() -> None:
 def test_known_gaps_are_refused_with_a_reason(line: str, why: str) -> None:
     with pytest.raises(EmulationError, match=why):
         cuda_source(line, {"y": "int"})
+
+
+FLOATS = [math.nan, math.inf, -math.inf, 3e9, -3e9, 5e9, 2.5, -2.5, 3.5, -0.7, 2147483520.0]
+INT_MAX, INT_MIN = 2**31 - 1, -(2**31)
+
+
+def test_float_to_int_saturates() -> None:
+    """As cvt does: x86 would give the smallest integer for all that does not fit."""
+    n = len(FLOATS)
+    body = f"""
+      int t = threadIdx.x;
+      if (t < {n}) {{
+        y[t] = __float2int_rn(x[t]);
+        y[{n} + t] = __float2int_rz(x[t]);
+        y[2 * {n} + t] = __float2int_ru(x[t]);
+        y[3 * {n} + t] = __float2int_rd(x[t]);
+        y[4 * {n} + t] = (int)__float2uint_rn(x[t]);
+        y[5 * {n} + t] = __double2int_rn(double(x[t]));
+        z[t] = __float2ll_rn(x[t]);
+      }}
+    """
+    y, z = torch.zeros(6 * n, dtype=torch.int32), torch.zeros(n, dtype=torch.int64)
+    cuda_source(body, {"x": "float", "y": "int", "z": "long long"})(torch.tensor(FLOATS), y, z)
+    big = [INT_MAX, INT_MIN, INT_MAX, INT_MIN, INT_MAX]
+    fits = 2147483520
+    rows = y.view(6, n).tolist()
+    assert rows[0] == [0, *big, 2, -2, 4, -1, fits]
+    assert rows[1] == [0, *big, 2, -2, 3, 0, fits]
+    assert rows[2] == [0, *big, 3, -2, 4, 0, fits]
+    assert rows[3] == [0, *big, 2, -3, 3, -1, fits]
+    unsigned = [v % 2**32 for v in rows[4]]
+    assert unsigned == [0, 2**32 - 1, 0, 3000000000, 0, 2**32 - 1, 2, 0, 4, 0, fits]
+    assert rows[5] == [INT_MIN, *big, 2, -2, 4, -1, fits]
+    assert z.tolist()[:6] == [-(2**63), 2**63 - 1, -(2**63), 3 * 10**9, -3 * 10**9, 5 * 10**9]

@@ -287,10 +287,11 @@ def test_a_damaged_cache_is_rebuilt(own_cache: Path) -> None:
     for path in files.values():
         whole = path.read_bytes()
         middle = len(whole) // 2
-        for broken in (b"", whole[:middle], whole[:middle] + b"?!" + whole[middle + 2 :]):
-            if path.suffix == ".json" and len(broken) == len(whole):
-                continue  # text that still parses is taken at its word
-            damage(path, broken)
+        broken = [b"", whole[:middle], whole[:middle] + b"?!" + whole[middle + 2 :]]
+        if path.suffix == ".json":
+            broken.pop()  # text that still parses is taken at its word
+        for content in broken[1:2] if path is files["runtime"] else broken:  # 3 s to compile
+            damage(path, content)
             reverse_works()
             assert path.suffix == ".so" or path.read_bytes() == whole
             assert path.suffix != ".so" or build.is_intact(path)
@@ -302,7 +303,7 @@ def test_a_damaged_header_is_rebuilt(own_cache: Path) -> None:
     size = header.stat().st_size
     damage(header, header.read_bytes()[: size // 2])
     reverse_works()
-    assert header.stat().st_size == size
+    assert build._header_is_intact(header.parent)
 
 
 def test_a_cache_may_move(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

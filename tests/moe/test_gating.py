@@ -59,6 +59,55 @@ def test_topk_gate_benchmark(
     )
 
 
+def group_grid(is_benchmark: bool = False) -> list[dict[str, int]]:
+    return [
+        {
+            "num_tokens": num_tokens,
+            "num_experts": num_experts,
+            "num_groups": num_groups,
+            "num_topk_sum": num_topk_sum,
+            "num_topk_groups": num_topk_groups,
+        }
+        for num_tokens in generate_num_tokens(is_benchmark=is_benchmark)
+        for num_experts in (72, 256)
+        for num_groups in (4, 8, 12, 16)
+        if num_experts % num_groups == 0
+        for num_topk_sum in (1, 2)
+        for num_topk_groups in (2, 4)
+    ]
+
+
+def group_arguments(params: dict[str, int]) -> tuple[torch.Tensor, int, int]:
+    scores = scores_of(params).view(params["num_tokens"], params["num_groups"], -1)
+    return scores, params["num_topk_sum"], params["num_topk_groups"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("params", group_grid(), ids=make_param_id)
+def test_topk_sum_and_topk_group_idx(params: dict[str, int]) -> None:
+    arguments = group_arguments(params)
+    result = tile_kernels.moe.topk_sum_and_topk_group_idx(*arguments)
+    assert_equal(result, tile_kernels.torch.topk_sum_and_topk_group_idx(*arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.benchmark
+@pytest.mark.parametrize("params", group_grid(is_benchmark=True), ids=make_param_id)
+def test_topk_sum_and_topk_group_idx_benchmark(
+    params: dict[str, int], benchmark_timer: Any, benchmark_record: Any
+) -> None:
+    arguments = group_arguments(params)
+    call = lambda: tile_kernels.moe.topk_sum_and_topk_group_idx(*arguments)  # noqa: E731
+    time_us = benchmark_timer(call)
+    benchmark_record(
+        kernel="topk_sum_and_topk_group_idx",
+        operation="fwd",
+        params=params,
+        time_us=time_us,
+        bandwidth_gbs=count_bytes(arguments[0], call()) / time_us / 1e3,
+    )
+
+
 # ---- the oracle, against definitions of its own ------------------------------------------------
 
 SPECIAL = [float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, -2.5]

@@ -1,7 +1,12 @@
 """Expert gating and token routing."""
 
-from tile_kernels.moe.gating import topk_gate
+from tile_kernels.moe.gating import topk_gate, topk_sum_and_topk_group_idx
 from tile_kernels.moe.indices import mask_indices_by_tp
 from tile_kernels.moe.weights import normalize_weight
 
-__all__ = ["mask_indices_by_tp", "normalize_weight", "topk_gate"]
+__all__ = [
+    "mask_indices_by_tp",
+    "normalize_weight",
+    "topk_gate",
+    "topk_sum_and_topk_group_idx",
+]

@@ -121,6 +121,94 @@ TOPK_GATE = Cases(
 )
 
 
+# ---- groups -------------------------------------------------------------------------------------
+
+
+def _grouped(
+    num_tokens: int,
+    num_groups: int,
+    group_size: int,
+    num_topk_sum: int,
+    num_topk_groups: int,
+    *,
+    special: bool = False,
+) -> Build:
+    """Scores by group; special ones are ties, NaN, infinities and zeros as for the gate."""
+    build = (_special if special else _scores)(num_tokens, num_groups * group_size, 1)
+
+    def make(device: torch.device) -> Arguments:
+        scores = build(device)["scores"].view(num_tokens, num_groups, group_size)
+        return {
+            "scores": scores,
+            "num_topk_sum": num_topk_sum,
+            "num_topk_groups": num_topk_groups,
+        }
+
+    return make
+
+
+def _groups(*shape: int, special: bool = False) -> Sample:
+    label = "special." if special else ""
+    return Sample(label + "x".join(map(str, shape)), _grouped(*shape, special=special))
+
+
+def _two_groups(rows: list[list[float]], num_topk_sum: int, num_topk_groups: int) -> Arguments:
+    return {
+        "scores": torch.tensor([rows]),
+        "num_topk_sum": num_topk_sum,
+        "num_topk_groups": num_topk_groups,
+    }
+
+
+_PAIRS = [[1.0, 5.0], [3.0, 3.0], [4.0, 1.0], [0.0, 7.0]]
+_TIES = [[1.0, 1.0], [2.0, 0.0], [0.0, 2.0], [1.5, 0.5]]
+
+TOPK_GROUP = Cases(
+    small=[
+        _groups(0, 8, 32, 2, 4),
+        _groups(1, 1, 1, 1, 1),
+        _groups(5, 4, 18, 1, 2),
+        _groups(6, 8, 9, 2, 4),
+        _groups(9, 8, 32, 2, 4),
+        _groups(4, 12, 6, 2, 12),
+        _groups(3, 16, 16, 1, 4),
+        _groups(3, 33, 7, 2, 5),
+        _groups(2, 64, 256, 2, 32),
+        _groups(3, 3, 260, 2, 3),
+        _groups(6, 8, 32, 2, 4, special=True),
+        _groups(6, 40, 5, 2, 8, special=True),
+    ],
+    large=[
+        _groups(t, g, 256 // g, s, k)
+        for t in (4001, 8001)
+        for g in (4, 8, 16)
+        for s, k in ((1, 2), (2, 4))
+    ],
+    benchmarks=[Benchmark("8x32", _grouped(8192, 8, 32, 2, 4), goal_us=5.0)],
+    vectors=[
+        Vector("largest", lambda: _two_groups(_PAIRS, 1, 4), lambda: torch.tensor([[3, 0, 2, 1]])),
+        Vector("sum of 2", lambda: _two_groups(_PAIRS, 2, 4), lambda: torch.tensor([[3, 0, 1, 2]])),
+        Vector("all tie", lambda: _two_groups(_TIES, 2, 2), lambda: torch.tensor([[0, 1]])),
+    ],
+    rejects=[
+        Reject("num_topk_sum", "three", lambda a: {**a, "num_topk_sum": 3}),
+        Reject(
+            "num_topk_sum",
+            "above a group",
+            lambda a: {**a, "scores": a["scores"][..., :1].clone(), "num_topk_sum": 2},
+        ),
+        Reject("num_topk_groups", "zero", lambda a: {**a, "num_topk_groups": 0}),
+        Reject(
+            "num_topk_groups",
+            "too many",
+            lambda a: {**a, "num_topk_groups": a["scores"].shape[1] + 1},
+        ),
+        Reject(
+            "scores", "too many groups", lambda a: {**a, "scores": a["scores"].new_empty(1, 65, 2)}
+        ),
+    ],
+)
+
 # ---- weights ------------------------------------------------------------------------------------
 
 

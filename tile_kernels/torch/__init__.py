@@ -1,7 +1,7 @@
 """The PyTorch oracles: plain, readable, the definition of right. They run on any device."""
 
 from tile_kernels.torch.moe import mask_indices_by_tp, normalize_weight
-from tile_kernels.torch.topk import stable_topk
+from tile_kernels.torch.topk import stable_topk, topk_sum_and_topk_group_idx
 from tile_kernels.torch.transpose import batched_transpose, transpose
 
 __all__ = [
@@ -9,5 +9,6 @@ __all__ = [
     "mask_indices_by_tp",
     "normalize_weight",
     "stable_topk",
+    "topk_sum_and_topk_group_idx",
     "transpose",
 ]

@@ -15,8 +15,28 @@ def stable_topk(scores: torch.Tensor, num_topk: int) -> torch.Tensor:
     >>> stable_topk(torch.tensor([[1.0, float("nan"), 3.0, 3.0]]), 3).tolist()
     [[1, 2, 3]]
     """
-    if scores.is_floating_point():
-        # CUDA's sort tells NaNs of different sign apart; here there is one NaN on every device.
-        scores = scores.masked_fill(scores.isnan(), float("nan"))
-    order = torch.sort(scores, dim=1, descending=True, stable=True).indices
+    order = torch.sort(_with_one_nan(scores), dim=1, descending=True, stable=True).indices
     return order[:, :num_topk].clone(memory_format=torch.contiguous_format)
+
+
+def topk_sum_and_topk_group_idx(
+    scores: torch.Tensor, num_group_sum_topk: int, num_topk_groups: int
+) -> torch.Tensor:
+    """The best groups of each token, by the sum of each group's largest scores.
+
+    `scores` is `[num_tokens, num_groups, experts_per_group]`. Returns int64
+    `[num_tokens, num_topk_groups]`, best first, ties to the smaller group.
+
+    >>> groups = torch.tensor([[[1.0, 5.0], [3.0, 3.0], [4.0, 1.0], [0.0, 7.0]]])
+    >>> topk_sum_and_topk_group_idx(groups, 2, 4).tolist()
+    [[3, 0, 1, 2]]
+    """
+    largest = _with_one_nan(scores).topk(num_group_sum_topk, dim=-1).values
+    return stable_topk(largest.sum(dim=-1), num_topk_groups)
+
+
+def _with_one_nan(scores: torch.Tensor) -> torch.Tensor:
+    """CUDA's sort tells NaNs of different sign apart; here there is one NaN on every device."""
+    if not scores.is_floating_point():
+        return scores
+    return scores.masked_fill(scores.isnan(), float("nan"))

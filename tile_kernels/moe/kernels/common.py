@@ -22,6 +22,12 @@ def order_key(score):
 
 
 @T.macro
+def score_of_key(key):
+    """The score that `order_key` made into `key`; a NaN comes back as the one NaN, zero as +0.0."""
+    return T.reinterpret(key ^ ((key >> 31) & 0x7FFFFFFF), T.float32)
+
+
+@T.macro
 def warp_max(value):
     """The largest int32 of the warp, in every lane: one `redux.sync`."""
     return T.call_extern(T.int32, "__reduce_max_sync", T.uint32(FULL_WARP), value)

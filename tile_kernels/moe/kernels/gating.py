@@ -11,6 +11,7 @@ from tile_kernels.moe.kernels.common import (
     load_keys,
     order_key,
     row_vector,
+    score_of_key,
     warp_max,
     warp_topk,
 )
@@ -189,3 +190,102 @@ def topk_gate_block(num_experts: int, num_topk: int, threads: int) -> Any:
                     topk_idx[token, p] = (num_experts - 1) - (pairs[p] & T.int64(0xFFFFFFFF))
 
     return topk_gate
+
+
+class GroupPlan(NamedTuple):
+    num_groups: int
+    group_size: int
+    num_topk_sum: int
+    num_topk_groups: int
+    vector: int
+    warps: int
+
+
+def plan_groups(
+    num_groups: int,
+    group_size: int,
+    num_topk_sum: int,
+    num_topk_groups: int,
+    alignment: int,
+    device: Device,
+) -> GroupPlan:
+    vector = row_vector(group_size, alignment)
+    return GroupPlan(num_groups, group_size, num_topk_sum, num_topk_groups, vector, warps=4)
+
+
+def group_access_bits(
+    num_groups: int, group_size: int, num_topk_sum: int, num_topk_groups: int, vector: int, *_: int
+) -> tuple[int, int]:
+    return 32 * vector, 64
+
+
+@kernel(plan=plan_groups, access_bits=group_access_bits)
+def topk_group(
+    num_groups: int,
+    group_size: int,
+    num_topk_sum: int,
+    num_topk_groups: int,
+    vector: int,
+    warps: int,
+) -> Any:
+    """One warp per token: the two largest keys of each group, then the best groups.
+
+    Up to 32 groups, `lanes` neighbouring lanes share a group; beyond, a lane has several
+    neighbouring groups. Either way lanes are in the order of the groups.
+    """
+    lanes = 1 << (LANES // num_groups).bit_length() - 1 if num_groups <= LANES else 1
+    groups_per_lane = -(-num_groups // LANES)
+    steps = -(-group_size // (lanes * vector))  # loads of a lane in one group
+    topk = warp_topk(groups_per_lane, num_topk_groups)
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def group_idx(
+        scores: T.Tensor[(num_tokens, num_groups, group_size), T.float32],
+        topk_group_idx: T.Tensor[(num_tokens, num_topk_groups), T.int64],
+    ):
+        with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * LANES) as block:
+            lane = T.get_thread_binding() % LANES
+            token = block * warps + T.get_thread_binding() // LANES
+            score = T.alloc_local((vector,), T.float32)
+            keys = T.alloc_local((groups_per_lane,), T.int32)
+            won = T.alloc_local((2,), T.int32)
+            first = T.alloc_var(T.int32)
+            second = T.alloc_var(T.int32)
+            key = T.alloc_var(T.int32)
+            other = T.alloc_var(T.int32)
+            if token < num_tokens:  # the same for the whole warp
+                for g in T.unroll(groups_per_lane):
+                    group = lane // lanes * groups_per_lane + g
+                    first = LOWEST_KEY
+                    second = LOWEST_KEY
+                    if group < num_groups:
+                        for step in T.unroll(steps) if steps <= 8 else T.serial(steps):
+                            expert = (step * lanes + lane % lanes) * vector
+                            if expert < group_size:
+                                for v in T.vectorized(vector):
+                                    score[v] = scores[token, group, expert + v]
+                                for v in T.unroll(vector):
+                                    key = order_key(score[v])
+                                    second = T.max(second, T.min(first, key))
+                                    first = T.max(first, key)
+                    for d in T.unroll(lanes.bit_length() - 1):
+                        other = T.shfl_xor(first, T.shift_left(1, d))
+                        second = T.max(second, T.shfl_xor(second, T.shift_left(1, d)))
+                        second = T.max(second, T.min(first, other))
+                        first = T.max(first, other)
+                    keys[g] = LOWEST_KEY
+                    if group < num_groups and lane % lanes == 0:
+                        if num_topk_sum == 1:
+                            keys[g] = first
+                        else:
+                            keys[g] = order_key(
+                                T.ieee_add(score_of_key(first), score_of_key(second))
+                            )
+                topk(lane, keys, won)
+                if lane < num_topk_groups:
+                    topk_group_idx[token, lane] = T.cast(
+                        won[1] // lanes if groups_per_lane == 1 else won[1], T.int64
+                    )
+
+    return group_idx

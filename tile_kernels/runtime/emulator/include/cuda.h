@@ -234,10 +234,24 @@ inline float __uint_as_float(unsigned x) { return emu::bit_cast<float>(x); }
 inline float __int_as_float(int x) { return emu::bit_cast<float>(x); }
 inline long long __double_as_longlong(double x) { return emu::bit_cast<long long>(x); }
 inline double __longlong_as_double(long long x) { return emu::bit_cast<double>(x); }
-inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
-inline int __float2int_rz(float x) { return int(x); }
-inline int __float2int_ru(float x) { return int(std::ceil(x)); }
-inline int __float2int_rd(float x) { return int(std::floor(x)); }
+// Conversions to integers saturate; NaN is 0, or the top bit alone where one side has 64 bits (PTX: cvt). `x` is integral.
+namespace emu {
+template <class I, class F> EMU_RT inline I to_int(F x) {
+  using L = std::numeric_limits<I>;
+  if (x != x) return sizeof(I) == 8 || sizeof(F) == 8 ? I(I(1) << (8 * sizeof(I) - 1)) : I(0);
+  F end = std::ldexp(F(1), L::digits);      // the first value that is too large, exactly
+  return x >= end ? L::max() : x < F(L::min()) ? L::min() : I(x);
+}
+}  // namespace emu
+#define EMU_TO_INT(F, FN, I, IN)                                                                      \
+  inline I __##FN##2##IN##_rn(F x) { return emu::to_int<I>(std::nearbyint(x)); }                      \
+  inline I __##FN##2##IN##_rz(F x) { return emu::to_int<I>(std::trunc(x)); }                          \
+  inline I __##FN##2##IN##_ru(F x) { return emu::to_int<I>(std::ceil(x)); }                           \
+  inline I __##FN##2##IN##_rd(F x) { return emu::to_int<I>(std::floor(x)); }
+EMU_TO_INT(float, float, int, int) EMU_TO_INT(float, float, unsigned, uint)
+EMU_TO_INT(float, float, long long, ll) EMU_TO_INT(float, float, unsigned long long, ull)
+EMU_TO_INT(double, double, int, int) EMU_TO_INT(double, double, unsigned, uint)
+EMU_TO_INT(double, double, long long, ll) EMU_TO_INT(double, double, unsigned long long, ull)
 inline int __dp4a(int a, int b, int c) {
   for (int i = 0; i < 4; ++i) c += int(int8_t(a >> 8 * i)) * int(int8_t(b >> 8 * i));
   return c;
