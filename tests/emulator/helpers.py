@@ -39,14 +39,16 @@ def fails(kind: str, prim_func: Any, *args: Any, **options: Any) -> EmulationErr
     return caught.value
 
 
-def reports_in_all_orders(emulated: Emulated, make_args: Callable[[], Sequence[Any]]) -> list[str]:
+def reports_in_all_orders(
+    emulated: Emulated, make_args: Callable[[], Sequence[Any]]
+) -> list[EmulationError]:
     """What the emulator says about fresh arguments in each of the three orders."""
-    reports = []
+    reports: list[EmulationError] = []
     for order in ("forward", "reverse", "random"):
         try:
             emulated(*make_args(), order=order)
         except EmulationError as e:  # noqa: PERF203
-            reports.append(str(e))
+            reports.append(e)
     return reports
 
 

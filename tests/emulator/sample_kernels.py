@@ -660,3 +660,15 @@ def host_branch() -> Any:
                 y[T.get_thread_binding()] = 2
 
     return host_branch
+
+
+def scalars() -> Any:
+    @T.prim_func
+    def scalars(
+        y: T.Tensor[(32,), T.float32], a: T.float32, b: T.int32, c: T.bool, h: T.float16, u: T.uint8
+    ):
+        with T.Kernel(1, threads=32):
+            rest = T.cast(h, T.float32) + T.cast(u, T.float32) + T.if_then_else(c, 1.0, 0.0)
+            y[T.get_thread_binding()] = a + b + rest
+
+    return scalars

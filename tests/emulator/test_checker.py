@@ -386,11 +386,20 @@ def test_endless_recursion() -> None:
 
 
 def test_wild_access_in_fast_mode() -> None:
-    body = "y[((long long)threadIdx.x + 1) << 44] = 1;"
+    body = "*(int*)(size_t)(threadIdx.x * 4 + 4096) = y[0];"
     with pytest.raises(EmulationError, match="which is not mapped") as caught:
         cuda_source(body, {"y": "int"}, mode="fast")(torch.zeros(32, dtype=torch.int32))
     assert caught.value.kind == "out of bounds"
     assert caught.value.source_text == body
+
+
+def test_misaligned_struct_wider_than_a_vector() -> None:
+    """g++ may copy it with instructions that demand the alignment of the type."""
+    body = "struct alignas(32) W { int a[8]; };\nif (threadIdx.x == 0) *(W*)(y + 1) = *(W*)(y + 9);"
+    for mode in ("check", "fast"):
+        with pytest.raises(EmulationError, match="misaligned") as caught:
+            cuda_source(body, {"y": "int"}, mode=mode)(torch.zeros(64, dtype=torch.int32))
+        assert caught.value.kind == "misaligned"
 
 
 def test_lack_of_memory_is_an_error() -> None:
@@ -524,6 +533,15 @@ def test_last_block_pattern_needs_its_fences(order: str) -> None:
     assert caught.value.buffer == "part"
 
 
+def test_a_block_fence_does_not_order_blocks() -> None:
+    tensors = {"part": "int", "ticket": "int", "y": "int"}
+    part, ticket, y = (torch.zeros(n, dtype=torch.int32) for n in (128, 1, 32))
+    probe = cuda_source(LAST_BLOCK.format(fence="__threadfence_block();"), tensors, blocks=4)
+    with pytest.raises(EmulationError, match="race") as caught:
+        probe(part, ticket, y)
+    assert caught.value.buffer == "part"
+
+
 LOCK = """
   if (threadIdx.x % 32 == {lane}) {{
     while (atomicCAS(&y[0], 0, 1) != 0) {{}}
@@ -548,6 +566,8 @@ def test_a_lock_orders_what_it_guards(order: str, threads: int, blocks: int) -> 
     y = torch.zeros(2, dtype=torch.int32)
     lock("__threadfence();")(y, order=order)
     assert y.tolist() == [0, threads // 32 * blocks]
+    if blocks == 1:
+        lock("__threadfence_block();")(y, order=order)
     with pytest.raises(EmulationError, match="race") as caught:
         lock("")(y, order=order)
     assert (caught.value.kind, caught.value.element) == ("race", 1)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import re
-
 import math
+import re
 
 import pytest
 import torch
@@ -321,7 +320,7 @@ def test_broken_mbarrier_pipelines_are_reported(old: str, new: str, match: str) 
     probe = cuda_source(MBARRIER.replace(old, new), {"x": "float", "y": "float"}, threads=64)
     reports = reports_in_all_orders(probe, lambda: [rand(192), torch.zeros(192)])
     assert reports
-    assert all(re.search(match, r, re.S) for r in reports), reports
+    assert all(re.search(match, str(e), re.S) for e in reports), reports
 
 
 @pytest.mark.parametrize(("suffix", "count"), [("_noinc", 32), ("", 0)])

@@ -147,6 +147,14 @@ def test_two_processes_may_fill_one_cache(tmp_path: Path) -> None:
     assert not [n for n in left if n.startswith(".")]  # no temporary files
 
 
+def test_kept_folder_may_be_deleted_between_calls(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    emulated = Emulated.build(k.reverse(64, sync=True), pass_configs=k.NO_BARRIERS, keep=kept)
+    shutil.rmtree(kept)
+    emulated(torch.zeros(64), torch.zeros(64))
+    assert [p.name for p in kept.iterdir()] == ["reverse_kernel.launch"]
+
+
 # ---- gdb ---------------------------------------------------------------------------------------
 
 

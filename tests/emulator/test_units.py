@@ -216,12 +216,30 @@ def test_missing_headers_are_explained(fresh_search: pytest.MonkeyPatch, tmp_pat
 def test_headers_from_packages_are_found(fresh_search: pytest.MonkeyPatch, tmp_path: Path) -> None:
     include = tmp_path / "nvidia" / "cu13" / "include"
     (include / "crt").mkdir(parents=True)
-    for name in ("cuda_fp8.h", "cuda_fp4.h", "crt/host_defines.h"):
+    (include / "cccl" / "nv").mkdir(parents=True)
+    for name in ("cuda_fp8.h", "cuda_fp4.h", "crt/host_defines.h", "cccl/nv/target"):
         (include / name).touch()
     for variable in ("CUDA_HOME", "CUDA_PATH", "TILE_KERNELS_CUDA_INCLUDE"):
         fresh_search.delenv(variable, raising=False)
     fresh_search.setattr(build.sysconfig, "get_paths", lambda: {"purelib": str(tmp_path)})
     assert build.cuda_include() == (str(include), str(include / "cccl"))
+
+
+def test_a_wrong_include_folder_is_an_error(
+    fresh_search: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fresh_search.setenv("TILE_KERNELS_CUDA_INCLUDE", str(tmp_path))
+    with pytest.raises(EmulationError, match=r"_CUDA_INCLUDE names .* lacks") as caught:
+        build.cuda_include()
+    assert caught.value.kind == "toolchain"
+    (tmp_path / "crt").mkdir()
+    for name in ("cuda_fp8.h", "cuda_fp4.h", "crt/host_defines.h"):
+        (tmp_path / name).touch()
+    with pytest.raises(EmulationError, match="nv/target"):
+        build.cuda_include()
+    (tmp_path / "nv").mkdir()  # where CUDA 12 has it
+    (tmp_path / "nv" / "target").touch()
+    assert build.cuda_include()[0] == str(tmp_path)
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -419,6 +437,29 @@ def test_wrong_arguments_are_named(
     given = {"x": torch.zeros(5, 64), "bias": None, "y": torch.zeros(5, 64), "alpha": 1.0}
     with pytest.raises(error, match=match):
         scale(*{**given, **change}.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"b": 2**40}, ValueError, "b: 1099511627776 is out of range for int32"),
+        ({"b": -(2**31) - 1}, ValueError, "b: -2147483649 is out of range for int32"),
+        ({"b": 1.5}, TypeError, "b: expected a int32 scalar, got float"),
+        ({"u": -1}, ValueError, "u: -1 is out of range for uint8"),
+        ({"c": 0.5}, TypeError, "c: expected a bool scalar, got float"),
+        ({"a": "1"}, TypeError, "a: expected a float32 scalar, got str"),
+    ],
+)
+def test_scalars_must_fit_their_type(
+    change: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    kernel = Emulated.build(k.scalars(), pass_configs=k.PLAIN)
+    given = {"a": 1, "b": 2**31 - 1, "c": True, "h": 0.5, "u": 255}
+    y = torch.zeros(32)
+    kernel(y, *given.values())
+    assert abs(y[0].item() - (2**31 + 256.5)) < 512  # float32 at that size
+    with pytest.raises(error, match=match):
+        kernel(y, *{**given, **change}.values())
 
 
 def test_wrong_number_of_arguments_and_order(scale: Emulated) -> None:

@@ -341,3 +341,111 @@ MASK_INDICES_BY_TP = Cases(
         Reject("num_tp_ranks", "zero", _with(num_tp_ranks=0)),
     ],
 )
+
+
+def _repeating(num_tokens: int, num_topk: int, num_groups: int) -> Build:
+    """Few distinct groups, so that rows repeat them; -1 and worse among them."""
+
+    def make(device: torch.device) -> Arguments:
+        indices = torch.randint(-2, num_groups, (num_tokens, num_topk), device=device)
+        return {"group_indices": indices, "num_groups": num_groups}
+
+    return make
+
+
+def _unique_vector(rows: list[list[int]]) -> Arguments:
+    return {"group_indices": torch.tensor(rows), "num_groups": 128}
+
+
+INPLACE_UNIQUE_GROUP_INDICES = Cases(
+    small=[
+        Sample(f"{t}x{k}.{g}", _repeating(t, k, g))
+        for t, k, g in [(0, 8, 8), (1, 1, 4), (1, 8, 8), (129, 6, 8), (43, 9, 72), (9, 64, 200)]
+    ],
+    large=[Sample(f"34345x{k}", _repeating(34345, k, 16)) for k in (2, 6, 8, 9)],
+    benchmarks=[Benchmark("32768x8", _repeating(32768, 8, 8), goal_us=2.6)],
+    vectors=[
+        Vector(
+            "repeats",
+            lambda: _unique_vector(
+                [[3, 1, 3, -1, 1, 3], [0, 0, 0, 0, 0, 0], [-1, -1, 5, -1, 5, 70]]
+            ),
+            lambda: (
+                None,
+                torch.tensor(
+                    [[3, 1, -1, -1, -1, -1], [0, -1, -1, -1, -1, -1], [-1, -1, 5, -1, -1, 70]]
+                ),
+            ),
+        )
+    ],
+    rejects=[
+        Reject("num_groups", "zero", _with(num_groups=0)),
+        Reject(
+            "group_indices",
+            "65 columns",
+            lambda a: {**a, "group_indices": torch.zeros(2, 65, dtype=torch.int64)},
+        ),
+    ],
+)
+
+# ---- counting -----------------------------------------------------------------------------------
+
+
+def _counted(num_tokens: int, num_topk: int, num_groups: int, name: str, **more: int) -> Build:
+    """Indices from -2 to a little beyond the groups, under the operator's own argument names."""
+
+    def make(device: torch.device) -> Arguments:
+        indices = torch.randint(-2, num_groups + 3, (num_tokens, num_topk), device=device)
+        count = "num_groups" if name == "group_idx" else "num_experts"
+        return {name: indices, count: num_groups, **more}
+
+    return make
+
+
+_COUNTED = [(0, 8, 4), (1, 1, 1), (1, 8, 9), (130, 9, 32), (700, 8, 256), (40, 6, 1000)]
+_SMALL_COUNT = [[0, 1], [1, 2], [1, -1]]
+
+GROUP_COUNT = Cases(
+    small=[Sample(f"{t}x{k}.{g}", _counted(t, k, g, "group_idx")) for t, k, g in _COUNTED],
+    large=[Sample(f"34345x9.{g}", _counted(34345, 9, g, "group_idx")) for g in (4, 32, 4096)],
+    benchmarks=[Benchmark("32768x8.32", _counted(32768, 8, 32, "group_idx"), goal_us=3.5)],
+    vectors=[
+        Vector(
+            "by hand",
+            lambda: {"group_idx": torch.tensor(_SMALL_COUNT), "num_groups": 4},
+            lambda: torch.tensor([1, 3, 1, 0], dtype=torch.int32),
+        )
+    ],
+    rejects=[
+        Reject("num_groups", "zero", _with(num_groups=0)),
+        Reject("num_groups", "too many", _with(num_groups=8193)),
+    ],
+)
+
+AUX_FI = Cases(
+    small=[
+        Sample(f"{t}x{k}.{e}", _counted(t, k, e, "topk_idx", num_aux_topk=3))
+        for t, k, e in _COUNTED
+    ],
+    large=[
+        Sample(f"34345x9.{e}", _counted(34345, 9, e, "topk_idx", num_aux_topk=9)) for e in (9, 256)
+    ],
+    benchmarks=[
+        Benchmark("32768x8.32", _counted(32768, 8, 32, "topk_idx", num_aux_topk=8), goal_us=3.5)
+    ],
+    vectors=[
+        Vector(
+            "by hand",
+            lambda: {
+                "topk_idx": torch.tensor(_SMALL_COUNT),
+                "num_experts": 4,
+                "num_aux_topk": 2,
+            },
+            lambda: torch.tensor([2 / 3, 2.0, 2 / 3, 0.0]),
+        )
+    ],
+    rejects=[
+        Reject("num_experts", "zero", _with(num_experts=0)),
+        Reject("num_aux_topk", "zero", _with(num_aux_topk=0)),
+    ],
+)

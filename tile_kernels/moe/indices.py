@@ -6,13 +6,16 @@ import torch
 from torch import Tensor
 
 from tile_kernels import torch as oracles
-from tile_kernels.moe.cases import MASK_INDICES_BY_TP
+from tile_kernels.moe.cases import INPLACE_UNIQUE_GROUP_INDICES, MASK_INDICES_BY_TP
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.launch import Kernel, alignment, nonempty
 from tile_kernels.runtime.op import op
 
 _KERNEL = Kernel("tile_kernels.moe.kernels.indices", "mask_indices_by_tp")
+_UNIQUE = Kernel("tile_kernels.moe.kernels.indices", "unique_indices")
+MOST_UNIQUE = 64  # a row in the registers of one thread
+
 _DTYPES = {torch.int64: "int64", torch.int32: "int32"}
 
 
@@ -65,3 +68,44 @@ def mask_indices_by_tp(
         problem = (*static, indices.shape[1], indices.numel(), alignment(indices))
         _KERNEL.launch(problem, indices.view(-1), masked.view(-1), tp_rank)
     return masked
+
+
+def _check_unique(group_indices: Tensor, num_groups: int) -> None:
+    dims = ("num_tokens", "num_topk")
+    checks.tensor("group_indices", group_indices, dims, torch.int64, contiguous=True)
+    if group_indices.shape[1] > MOST_UNIQUE:
+        columns = group_indices.shape[1]
+        raise ValueError(f"group_indices must have at most {MOST_UNIQUE} columns, got {columns}")
+    checks.integer("num_groups", num_groups, 1)
+
+
+@op(
+    check=_check_unique,
+    oracle=oracles.inplace_unique_group_indices,
+    cost=lambda group_indices, num_groups: Cost(8 * group_indices.numel()),  # noqa: ARG005
+    cases=INPLACE_UNIQUE_GROUP_INDICES,
+    mutates=("group_indices",),
+    differentiable=False,
+)
+def inplace_unique_group_indices(group_indices: Tensor, num_groups: int) -> None:  # noqa: ARG001
+    """Later repeats of an index within a row become -1, in place.
+
+    | argument | shape | dtype | layout |
+    |---|---|---|---|
+    | `group_indices` | `[num_tokens, num_topk]`, up to 64 columns | int64 | contiguous, written |
+    | `num_groups` | | int, at least 1 | |
+
+    First occurrences stay where they are, and so does -1. Any value is allowed, so `num_groups`
+    has no upper limit; it is there for the signature.
+
+    Raises `TypeError` on another dtype, `ValueError` on another rank, a non-contiguous tensor or
+    too many columns.
+
+    >>> rows = torch.tensor([[3, 1, 3, -1, 1, 3]])
+    >>> inplace_unique_group_indices(rows, 128)
+    >>> rows.tolist()
+    [[3, 1, -1, -1, -1, -1]]
+    """
+    if nonempty(group_indices) and group_indices.shape[1] > 1:
+        problem = (group_indices.shape[1], alignment(group_indices))
+        _UNIQUE.launch(problem, group_indices)

@@ -35,3 +35,42 @@ def mask_indices_by_tp(
     local = rank.div(num_tp_ranks, rounding_mode="floor") * per_rank + indices.remainder(per_rank)
     mine = (indices >= 0) & (rank.remainder(num_tp_ranks) == tp_rank)
     return torch.where(mine, local, -1)
+
+
+def group_count(group_idx: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """How often each of `num_groups` groups stands in `group_idx`: int32 `[num_groups]`.
+
+    Entries outside `0..num_groups-1` are not counted.
+
+    >>> group_count(torch.tensor([[0, 1], [1, 2], [1, -1]]), 4).tolist()
+    [1, 3, 1, 0]
+    """
+    counted = group_idx[(group_idx >= 0) & (group_idx < num_groups)]
+    return torch.bincount(counted, minlength=num_groups).to(torch.int32)
+
+
+def aux_fi(topk_idx: torch.Tensor, num_experts: int, num_aux_topk: int) -> torch.Tensor:
+    """`count * num_experts / (num_tokens * num_aux_topk)` for each expert: float32 `[num_experts]`.
+
+    >>> aux_fi(torch.tensor([[0, 1], [1, 2], [1, -1]]), 4, 2)[3].item()
+    0.0
+    """
+    counts = group_count(topk_idx, num_experts).float()
+    if topk_idx.numel() == 0:
+        return counts
+    slots = torch.tensor(float(topk_idx.shape[0] * num_aux_topk), device=topk_idx.device)
+    return counts * num_experts / slots
+
+
+def inplace_unique_group_indices(group_indices: torch.Tensor, num_groups: int) -> None:  # noqa: ARG001
+    """In each row of `group_indices`, later repeats of an index become -1, in place.
+
+    >>> rows = torch.tensor([[3, 1, 3, -1, 1, 3]])
+    >>> inplace_unique_group_indices(rows, 128)
+    >>> rows.tolist()
+    [[3, 1, -1, -1, -1, -1]]
+    """
+    ordered, order = torch.sort(group_indices, dim=1, stable=True)
+    repeats = torch.zeros_like(ordered, dtype=torch.bool)
+    repeats[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    group_indices.masked_fill_(torch.zeros_like(repeats).scatter_(1, order, repeats), -1)

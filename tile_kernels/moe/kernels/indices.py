@@ -73,3 +73,51 @@ def mask_indices_by_tp(
                     masked[first + v] = values[v]
 
     return mask
+
+
+class UniquePlan(NamedTuple):
+    num_topk: int
+    vector: int
+    threads: int
+
+
+def plan_unique(num_topk: int, alignment: int, device: Device) -> UniquePlan:
+    return UniquePlan(num_topk, math.gcd(2, num_topk, max(alignment // 8, 1)), threads=128)
+
+
+def unique_access_bits(num_topk: int, vector: int, threads: int) -> tuple[int, int]:
+    return 64 * vector, 64 * vector
+
+
+@kernel(plan=plan_unique, access_bits=unique_access_bits)
+def unique_indices(num_topk: int, vector: int, threads: int) -> Any:
+    """One thread per row: each index is compared with all before it; what did not change is not
+    written."""
+    chunks = num_topk // vector
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def unique(indices: T.Tensor[(num_tokens, num_topk), T.int64]):
+        with T.Kernel(T.ceildiv(num_tokens, threads), threads=threads) as block:
+            token = block * threads + T.get_thread_binding()
+            row = T.alloc_local((num_topk,), T.int64)
+            kept = T.alloc_local((vector,), T.int64)
+            changed = T.alloc_var(T.bool)
+            if token < num_tokens:
+                for c in T.unroll(chunks):
+                    for v in T.vectorized(vector):
+                        row[c * vector + v] = indices[token, c * vector + v]
+                for c in T.unroll(chunks):
+                    changed = False
+                    for v in T.unroll(vector):
+                        kept[v] = row[c * vector + v]
+                        for earlier in T.unroll(c * vector + v):
+                            if row[earlier] == row[c * vector + v]:
+                                kept[v] = T.int64(-1)
+                        if kept[v] != row[c * vector + v]:
+                            changed = True
+                    if changed:
+                        for v in T.vectorized(vector):
+                            indices[token, c * vector + v] = kept[v]
+
+    return unique

@@ -76,6 +76,13 @@ def _compiler_version() -> str:
 @functools.lru_cache(maxsize=1)
 def cuda_include() -> tuple[str, ...]:
     """Folders of CUDA's headers: from a toolkit, or from NVIDIA's three header packages."""
+    named = os.environ.get("TILE_KERNELS_CUDA_INCLUDE")
+    if named and not _has_headers(Path(named)):
+        raise EmulationError(
+            f"TILE_KERNELS_CUDA_INCLUDE names {named}, which lacks CUDA's headers "
+            f"({', '.join(_HEADERS)} and nv/target)",
+            kind="toolchain",
+        )
     found = next((Path(p) for p in _include_candidates() if _has_headers(Path(p))), None)
     if found is None:
         raise EmulationError(
@@ -104,9 +111,13 @@ def _include_candidates() -> Iterator[str]:
         yield from (str(Path(t) / "include") for t in re.findall(r"#\$ TOP=(.*)", answer))
 
 
+_HEADERS = ("cuda_fp8.h", "cuda_fp4.h", "crt/host_defines.h")  # one of each package but cccl
+
+
 def _has_headers(folder: Path) -> bool:
-    names = ("cuda_fp8.h", "cuda_fp4.h", "crt/host_defines.h")
-    return folder != Path() and all((folder / n).exists() for n in names)
+    if folder == Path() or not all((folder / n).exists() for n in _HEADERS):
+        return False
+    return any((folder / part / "nv" / "target").exists() for part in ("cccl", ""))
 
 
 def flags(mode: str, *, contract: bool = False) -> list[str]:

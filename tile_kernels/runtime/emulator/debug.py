@@ -103,4 +103,5 @@ def write_launch(
     for v in values:
         raw = bytes(v)
         out.append(struct.pack("<I", len(raw)) + raw)
+    folder.mkdir(parents=True, exist_ok=True)  # it may have been deleted since
     (folder / f"{kernel}.launch").write_bytes(b"".join(out))

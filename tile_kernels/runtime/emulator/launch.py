@@ -246,6 +246,21 @@ class _TensorSlot:
                 raise ValueError(f"{self.name}: stride {i} must be {said}, got {t.stride(i)}")
 
 
+def _check_scalar(param: Param, value: Any) -> None:
+    """A scalar of the right type that the kernel's own type can hold; ctypes would cut it off."""
+    integer = re.fullmatch(r"(u?)int(\d+)", param.dtype)
+    accepted = (int,) if integer or param.dtype == "bool" else (int, float)
+    if not isinstance(value, accepted):
+        raise TypeError(
+            f"{param.name}: expected a {param.dtype} scalar, got {type(value).__name__}"
+        )
+    if integer:
+        bits = int(integer[2])
+        low, high = (0, 2**bits) if integer[1] else (-(2 ** (bits - 1)), 2 ** (bits - 1))
+        if not low <= value < high:
+            raise ValueError(f"{param.name}: {value} is out of range for {param.dtype}")
+
+
 class _Launcher:
     """One device function with its library symbol and compiled launch sizes."""
 
@@ -441,10 +456,7 @@ class Emulated:
         symbols: dict[str, Any] = {}
         for slot, value in zip(self._slots, args, strict=True):
             if isinstance(slot, Param):
-                if isinstance(value, torch.Tensor) or not isinstance(value, (bool, int, float)):
-                    raise TypeError(
-                        f"{slot.name}: expected a {slot.dtype} scalar, got {type(value).__name__}"
-                    )
+                _check_scalar(slot, value)
                 symbols[slot.name] = value
             elif value is None and not slot.used:
                 continue

@@ -93,7 +93,7 @@ int bar_reduce(BarReduce op, int predicate, int line);
 void grid_sync();
 void yield();
 void polled(bool changed);                           // after an atomic: one that changes nothing may be a wait
-void fence();                                        // __threadfence: publishes and acquires through atomics
+void fence(bool block_only = false);                 // __threadfence: publishes and acquires through atomics
 void atomic_order(const void *p, int order);         // the C++ memory order of an atomic about to happen
 // Warp operation: every lane publishes `arg` and blocks; the last to arrive computes all results.
 using CollFn = void (*)(unsigned lanes, void **args);

@@ -18,7 +18,7 @@ inline int __syncthreads_count(int p, EMU_LINE) { return emu::bar_reduce(emu::BA
 EMU_RT inline void emu_meet(unsigned, void **) {}
 inline void __syncwarp(unsigned mask = ~0u) { emu::collective(mask, emu_meet, nullptr); }
 inline void __threadfence() { emu::fence(); }
-inline void __threadfence_block() { emu::fence(); }
+inline void __threadfence_block() { emu::fence(true); }
 inline void __threadfence_system() { emu::fence(); }
 inline void __nanosleep(unsigned) { emu::yield(); }
 inline unsigned __cvta_generic_to_shared(const void *p) { return emu::smem_addr(p); }

@@ -126,12 +126,12 @@ static void reset_block(Block *b, uint64_t id) {
   b->bid = {unsigned(id % gridDim.x), unsigned(id / gridDim.x % gridDim.y), unsigned(id / (uint64_t(gridDim.x) * gridDim.y))};
   b->serial = next_serial++;
   b->live = b->n;
-  b->acquired = b->seen_release = 0;
-  b->fenced = false;
+  b->acquired = b->acquired_here = b->seen = b->seen_here = 0;
+  b->fenced = b->fenced_here = false;
   b->used = 0;
   b->regions.clear(); b->names.clear(); b->mbars.clear(); b->flights.clear();
   memset(b->bars, 0, sizeof b->bars);
-  memset(b->seen, 0, sizeof b->seen);
+  memset(b->knows, 0, sizeof b->knows);
   for (uint32_t &t : b->now) t = 1;
   b->reduce_acc[BAR_OR] = 0; b->reduce_acc[BAR_AND] = 1; b->reduce_acc[BAR_COUNT] = 0;
   for (int w = 0; w * 32 < b->n; ++w) {
@@ -272,7 +272,7 @@ void grid_sync() {
   if (++grid_arrived < grid_live) { cur->bar = 16; return block_on(IN_GRID_BARRIER); }
   grid_arrived = 0;
   for (Block *b : resident) {
-    b->acquired = release_time;
+    b->acquired = b->acquired_here = release_time;
     wake_bar(b, 16, b == cur->blk ? cur->warp : -1);
   }
   L->barriers -= resident.size() - 1;     // one barrier, however many blocks
@@ -282,21 +282,31 @@ void grid_sync() {
 // ---- ordering through atomics -------------------------------------------------------------------------------------
 // A release (memory order, or a fence before a relaxed atomic) publishes everything so far; an acquire on the same address
 // (memory order, or a fence after the atomic) orders it. Kept per block, not per thread: errs towards "ordered".
+static void take_seen(Block *b, bool block_only) {
+  if (!block_only) b->acquired = std::max(b->acquired, b->seen);
+  b->acquired_here = std::max({b->acquired_here, b->seen, b->seen_here});
+}
 void atomic_order(const void *p, int order) {
   if (!L->check) return;
   Block *b = cur->blk;
   auto it = released_at.find(p);
   if (it != released_at.end()) {
-    b->seen_release = std::max(b->seen_release, it->second);
-    if (order == 1 || order == 2 || order >= 4) b->acquired = std::max(b->acquired, it->second);
+    b->seen = std::max(b->seen, it->second.time);
+    if (it->second.serial == b->serial) b->seen_here = std::max(b->seen_here, it->second.time_here);
+    if (order == 1 || order == 2 || order >= 4) take_seen(b, false);
   }
-  if (order >= 3 || b->fenced) released_at[p] = release_time++;
+  if (order >= 3 || b->fenced) released_at[p] = {release_time, release_time, b->serial};
+  else if (b->fenced_here) {
+    Released &r = released_at[p];
+    r.time_here = release_time; r.serial = b->serial;
+  } else return;
+  release_time++;
 }
-void fence() {
+void fence(bool block_only) {
   if (!L->check) return;
   Block *b = cur->blk;
-  b->fenced = true;
-  b->acquired = std::max(b->acquired, b->seen_release);
+  (block_only ? b->fenced_here : b->fenced) = true;
+  take_seen(b, block_only);
 }
 
 // ---- warp operations ----------------------------------------------------------------------------------------------
@@ -424,6 +434,8 @@ static constexpr Fault kFaults[] = {
     {SIGBUS, "out of bounds", "the kernel touched address %p, which is not mapped"},
     {SIGFPE, "arithmetic", "integer division by zero, or of the smallest integer by -1"},
 };
+// What the CPU says of a vector access without its alignment, and of an address no memory can have.
+static constexpr Fault kMisaligned{SIGSEGV, "misaligned", "the kernel used a misaligned or impossible address"};
 static struct sigaction old_actions[3];
 static stack_t old_stack;
 static char handler_stack[64 << 10];       // the thread's own is what has just run out
@@ -447,7 +459,7 @@ static void on_fault(int signal, siginfo_t *info, void *context) {
     return;
   }
   greg_t *regs = static_cast<ucontext_t *>(context)->uc_mcontext.gregs;
-  fault = &kFaults[i];
+  fault = signal == SIGSEGV && info->si_code == SI_KERNEL ? &kMisaligned : &kFaults[i];
   fault_address = info->si_addr;
   char *pc = reinterpret_cast<char *>(regs[REG_RIP]);
   if (pc >= image_lo && pc < image_hi) hook_pc = pc + 1;             // as if it were a return address

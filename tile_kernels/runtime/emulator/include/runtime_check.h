@@ -47,20 +47,20 @@ static void shadow_split(Shadow &s, uint32_t shift) {
 // Warps carry vector clocks. Arriving at a barrier releases, leaving it acquires. Lanes of one warp are ordered by warp
 // operations and by whatever their warp has acquired. All approximations are towards "ordered": no false reports.
 static void release(Block *b, int warp, Clock &into) {
-  into.join(b->seen[warp]);
+  into.join(b->knows[warp]);
   if (b->now[warp] > into.t[warp]) into.t[warp] = b->now[warp];
   b->now[warp]++;
 }
 static void acquire(Block *b, int warp, const Clock &from) {
-  b->seen[warp].join(from);
+  b->knows[warp].join(from);
   b->wepoch[warp]++;
 }
 static bool ordered(const Stamp &s, uint32_t time, const Fiber *f) {   // within one block
   const Block *b = f->blk;
-  if (!s.tid1 || time <= b->acquired) return true;
+  if (!s.tid1 || time <= b->acquired_here) return true;
   int v = s.tid1 == kAsyncTid ? kAsync : (s.tid1 - 1) >> 5;
   if (v == f->warp) return (!s.multi && s.tid1 - 1 == f->lin) || s.wepoch != b->wepoch[v];
-  return b->seen[f->warp].t[v] >= s.clock;
+  return b->knows[f->warp].t[v] >= s.clock;
 }
 static Stamp stamp(const Fiber *f, bool atomic) {
   const Block *b = f->blk;
@@ -106,11 +106,11 @@ static void settle_suspects() {
 static void add_reader(Cell &c, const Fiber *f, const Stamp &me) {
   Block *b = f->blk;
   Stamp &r = c.r;
-  if (c.rtime <= b->acquired) { r = me; c.rpc = short_pc(); return; }
+  if (c.rtime <= b->acquired_here) { r = me; c.rpc = short_pc(); return; }
   if (r.tid1 == kManyTid) {
     Readers &t = readers[c.readers];
     Stamp &e = t.by[f->warp];
-    if (t.time[f->warp] <= b->acquired) e = Stamp{};
+    if (t.time[f->warp] <= b->acquired_here) e = Stamp{};
     bool multi = e.tid1 && same_epoch(e, me) && (e.multi || e.tid1 != me.tid1);
     bool atomic = me.atomic && (!e.tid1 || e.atomic);
     e = me; e.multi = multi; e.atomic = atomic;
@@ -125,7 +125,7 @@ static void add_reader(Cell &c, const Fiber *f, const Stamp &me) {
     return;
   }
   int v = r.tid1 == kAsyncTid ? kAsync : (r.tid1 - 1) >> 5;
-  if (!r.tid1 || b->seen[f->warp].t[v] >= r.clock) { r = me; c.rpc = short_pc(); return; }
+  if (!r.tid1 || b->knows[f->warp].t[v] >= r.clock) { r = me; c.rpc = short_pc(); return; }
   readers.push_back(Readers{});
   c.readers = uint32_t(readers.size() - 1);
   Readers &t = readers.back();

@@ -116,10 +116,12 @@ struct Block {
   Bar bars[17];
   unsigned wlive[kMaxWarps], wwait[kMaxWarps];
   uint32_t wepoch[kMaxWarps];
-  Clock seen[kAgents];                      // seen[w].t[v]: what warp w knows of warp v
+  Clock knows[kAgents];                     // knows[w].t[v]: what warp w knows of warp v
   uint32_t now[kAgents];
-  uint32_t acquired, seen_release;          // ordering through atomics: see fence()
-  bool fenced;
+  // Ordering through atomics, see fence(): up to which release time other blocks, and the block's own threads, are ordered.
+  uint32_t acquired, acquired_here;
+  uint32_t seen, seen_here;                 // releases read by atomics, not yet acquired
+  bool fenced, fenced_here;
   char *arena;
   size_t used;
   std::vector<Region> regions;
@@ -141,7 +143,8 @@ static bool failed = false, probing = false, progress = false;
 static int grid_arrived = 0, grid_live = 0;
 static std::vector<Block *> resident, pool;
 static uint32_t next_serial = 1, launch_serial = 1, release_time = 1;
-static std::unordered_map<const void *, uint32_t> released_at;
+struct Released { uint32_t time, time_here, serial; };   // to everybody; and to one block
+static std::unordered_map<const void *, Released> released_at;
 static std::vector<Readers> readers;
 static std::vector<Shadow> range_shadows;
 static std::vector<Region> tensors;
