@@ -150,7 +150,7 @@ static void resume(Fiber *f) {
   cur = f; self = f; threadIdx = f->tid; blockIdx = f->blk->bid;
   same_reads = accesses = 0;
   emu_switch(&sched_sp, f->sp);
-  if (f->state == DONE && *reinterpret_cast<uint64_t *>(f->stack + kPage) != kCanary && !failed) note_failure("stack", kOverrun, kStack >> 10);
+  if (f->state == DONE && *reinterpret_cast<uint64_t *>(f->stack + kPage) != kCanary && !failed) note_failure("stack", kOverrun, kStackRoom >> 10);
   cur = nullptr; self = nullptr;
 }
 static void land_one_flight(const std::vector<Block *> &blocks);
@@ -448,7 +448,7 @@ static void *fault_address;
   char *p = static_cast<char *>(fault_address);
   Block *b = cur->blk;
   bool overrun = fault->signal == SIGSEGV && p >= b->stacks && p < b->stacks + kStack * size_t(b->n);
-  if (overrun) fail("stack", kOverrun, kStack >> 10);
+  if (overrun) fail("stack", kOverrun, kStackRoom >> 10);
   fail(fault->kind, fault->text, fault_address);
 }
 static void on_fault(int signal, siginfo_t *info, void *context) {

@@ -6,7 +6,7 @@
 // Address space per thread; only touched pages are real. The lowest page is a guard; the top is shifted by a part of the
 // last page, or the tops of all stacks would share one cache set and every switch would miss.
 constexpr size_t kPage = 4096;
-constexpr size_t kStack = (256 << 10) + 2 * kPage;
+constexpr size_t kStackRoom = 256 << 10, kStack = kStackRoom + 2 * kPage;
 constexpr int kMaxGuards = 8192;           // a guard costs two of a process's 65530 mappings
 constexpr uint64_t kCanary = 0x5afe57ac5afe57acull;
 constexpr size_t kArena = 1 << 20;         // shared address space of one block: 20-bit offsets fit a wgmma descriptor
