@@ -28,15 +28,15 @@ needs_nvcc = pytest.mark.skipif(missing, reason="nvcc was not found")
 def kernels(op: Op, arch: str) -> list[Compilation]:
     """The kernels of the benchmarks, and of the small samples those with other access widths.
 
-    The latter for sm_90a only, where emulation has lowered them anyway; all of them for every
-    architecture in the slow run.
+    The latter for sm_90a only, where emulation has lowered them anyway; for every architecture in
+    the slow run.
     """
     found = compilations(calls(op, "benchmarks"), DESCRIBED[arch])
     assert found, f"{op.name} launches no kernel"
     seen = {kind_of(item) for item in found}
     small = calls(op, "small") if EVERY_ARCH or arch == "sm_90a" else []
     for item in compilations(small, DESCRIBED[arch]):
-        if EVERY_ARCH or kind_of(item) not in seen:
+        if kind_of(item) not in seen:
             seen.add(kind_of(item))
             found.append(item)
     return list(dict.fromkeys(found))
