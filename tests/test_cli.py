@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import tile_kernels
+from tests.requirements import needs_nvcc
 from tile_kernels import cli
-from tile_kernels.runtime import logs, sources
+from tile_kernels.runtime import logs
 from tile_kernels.runtime import op as ops
 from tile_kernels.testing import benchmark
 
@@ -101,7 +102,7 @@ def test_source_emulated_and_kept(capsys: pytest.CaptureFixture[str], tmp_path: 
     )
 
 
-@pytest.mark.skipif(sources.nvcc() is None, reason="nvcc was not found")
+@needs_nvcc
 def test_warmup_of_a_list_of_calls(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     calls = tmp_path / "calls.json"
     calls.write_text('[["moe.topk_gate", {"scores": "float32[8,44]", "num_topk": 2}]]')

@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 
+from tests.requirements import needs_nvcc
 from tile_kernels.runtime import op as ops
 from tile_kernels.runtime import sources
 from tile_kernels.runtime.device import DESCRIBED
@@ -20,9 +21,6 @@ from tile_kernels.runtime.warmup import Call, Compilation, compilations
 OPS = ops.all_ops()
 EVERY_ARCH = "TILE_KERNELS_TEST_ARCHES" in os.environ
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-# A machine without nvcc skips these; CI must not.
-missing = sources.nvcc() is None and "CI" not in os.environ
-needs_nvcc = pytest.mark.skipif(missing, reason="nvcc was not found")
 
 
 def kernels(op: Op, arch: str) -> list[Compilation]:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import tile_kernels
+from tests.requirements import run_fresh
 
 HEAVY = ("tilelang", "tvm", "tvm_ffi", "rich", "matplotlib", "pytest", "hypothesis")
 ATTRIBUTES = ("config", "moe", "transpose", "torch", "testing")
-
-
-def fresh(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout
 
 
 def test_import_loads_nothing_heavy_and_gives_the_families() -> None:
@@ -24,7 +18,7 @@ found = [getattr(tile_kernels, name).__name__ for name in {ATTRIBUTES}]
 tile_kernels.get_num_sms, tile_kernels.set_num_sms, tile_kernels.get_device_num_sms
 print(json.dumps([found, [name for name in {HEAVY} if name in sys.modules]]))
 """
-    found, heavy = json.loads(fresh(code))
+    found, heavy = json.loads(run_fresh(code))
     assert found == [f"tile_kernels.{name}" for name in ATTRIBUTES]
     assert heavy == []
 
@@ -40,7 +34,7 @@ import tile_kernels
 [getattr(tile_kernels, family) for family in tile_kernels.FAMILIES]
 print((time.perf_counter() - start) / (middle - start))
 """
-    assert min(float(fresh(code)) for _ in range(5)) <= 1.2
+    assert min(float(run_fresh(code)) for _ in range(5)) <= 1.2
 
 
 def test_version_is_in_one_place() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tile_kernels
+from tests.requirements import run_fresh
 from tile_kernels.runtime import emulation
 from tile_kernels.runtime import op as ops
 
@@ -74,15 +75,7 @@ def test_environment_variable_selects_the_backend() -> None:
         "print(len(r))"
     )
     for choice, launches in (("emulate", "1"), ("torch", "0")):
-        environment = {**os.environ, "TILE_KERNELS_BACKEND": choice}
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout.strip() == launches
+        assert run_fresh(code, TILE_KERNELS_BACKEND=choice) == launches
     done = subprocess.run(
         [sys.executable, "-c", "import tile_kernels; tile_kernels.backend"],
         env={**os.environ, "TILE_KERNELS_BACKEND": "cuda"},

@@ -8,37 +8,26 @@ import pytest
 import torch
 
 import tile_kernels
+from tests.requirements import needs_nvcc, run_fresh
 from tile_kernels.runtime import sources
 from tile_kernels.runtime.device import arch_of_capability, described
 from tile_kernels.runtime.warmup import benchmark_calls, compilations, tensor_of
 
-needs_nvcc = pytest.mark.skipif(sources.nvcc() is None, reason="nvcc was not found")
 CALL = ("moe.topk_gate", {"scores": "float32[128,40]", "num_topk": 3})
 
 
 @needs_nvcc
-def test_warmup_fills_the_disk_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warmup_fills_the_disk_cache(tmp_path: Path) -> None:
     """In a fresh process a kernel compiled before is loaded, not compiled."""
-    import subprocess
-    import sys
-
     code = f"""
 import tile_kernels
 report = tile_kernels.warmup([{CALL!r}], arch="sm_89", progress=False)
 (label, seconds), = report.kernels.items()
 print(label, seconds)
 """
-    environment = {"TILELANG_CACHE_DIR": str(tmp_path), "PATH": __import__("os").environ["PATH"]}
     times = []
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        label, seconds = done.stdout.strip().rsplit(" ", 1)
+        label, seconds = run_fresh(code, TILELANG_CACHE_DIR=str(tmp_path)).rsplit(" ", 1)
         assert label == "topk_gate_warp(40, 3, 4, 4)"
         times.append(float(seconds))
         binaries = len(list(tmp_path.rglob("*.so")))

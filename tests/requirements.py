@@ -1,0 +1,29 @@
+"""What a test may need of the machine, and a fresh interpreter for those that need one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tile_kernels.runtime import sources
+
+# Compiling is optional for users, who may have no CUDA toolkit; CI must never skip it.
+needs_nvcc = pytest.mark.skipif(
+    sources.nvcc() is None and "CI" not in os.environ,
+    reason="compiles with nvcc, which was not found: install a CUDA toolkit to run it",
+)
+
+
+def run_fresh(code: str, **environment: str) -> str:
+    """What `code` prints in a new interpreter with these variables added."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
