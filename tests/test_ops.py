@@ -10,11 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tile_kernels
 from tile_kernels.runtime import launch
 from tile_kernels.runtime import op as ops
-from tile_kernels.runtime.cases import Arguments, Sample, assert_equal_results, moved
+from tile_kernels.runtime.cases import (
+    Arguments,
+    Sample,
+    assert_equal_results,
+    moved,
+    tensors_in,
+)
 from tile_kernels.runtime.op import Op
 from tile_kernels.testing.poison import poisoned_empty
 
@@ -37,20 +44,23 @@ def samples(kind: str) -> list[Any]:
     ]
 
 
-def copies(arguments: Arguments) -> Arguments:
+def copies(value: Any) -> Any:
     """Clones with the same strides; expanded tensors, which nobody may write, as they are."""
-    return {
-        name: torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).copy_(v)
-        if isinstance(v, torch.Tensor) and 0 not in v.stride()
-        else v
-        for name, v in arguments.items()
-    }
+    if isinstance(value, torch.Tensor) and 0 not in value.stride():
+        clone = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+        return clone.copy_(value)
+    if isinstance(value, dict):
+        return {name: copies(item) for name, item in value.items()}
+    return tuple(copies(item) for item in value) if isinstance(value, tuple) else value
 
 
 def check_unchanged(op: Op, arguments: Arguments, before: Arguments) -> None:
     for name, value in arguments.items():
-        if isinstance(value, torch.Tensor) and name not in op.mutates:
-            assert_equal_results(value.cpu(), before[name].cpu())
+        if name not in op.mutates:
+            for now, then in zip(tensors_in(value), tensors_in(before[name])):
+                assert_equal_results(now.cpu(), then.cpu())
 
 
 @each_ground
@@ -106,7 +116,7 @@ def test_declaration_is_complete(op: Op) -> None:
     assert ">>>" in (op.function.__doc__ or ""), "a docstring with an example"
     assert op.cases.benchmarks
     small = [sample.build("meta") for sample in op.cases.small]
-    tensors = [[v for v in case.values() if isinstance(v, torch.Tensor)] for case in small]
+    tensors = [tensors_in(case) for case in small]
     assert any(any(t.numel() == 0 for t in case) for case in tensors), "a sample without tokens"
     assert any(all(1 in t.shape for t in case if t.dim() > 1) for case in tensors), "one token"
     for kind in ("small", "large", "benchmarks"):
@@ -114,6 +124,62 @@ def test_declaration_is_complete(op: Op) -> None:
         assert len(labels) == len(set(labels)), f"labels of {kind} repeat"
     for sample in op.cases.benchmarks:
         assert op.cost(**sample.build("meta")).bytes > 0
+
+
+# ---- buffers for results ------------------------------------------------------------------------
+
+WRITING = [op for op in OPS if op.outputs]
+each_writing_op = pytest.mark.parametrize("op", WRITING, ids=lambda op: op.name)
+
+
+def buffers_like(op: Op, results: Any) -> Arguments:
+    results = results if isinstance(results, tuple) else (results,)
+    return dict(zip(op.outputs, (torch.full_like(copies(r), 1) for r in results)))
+
+
+@each_ground
+@each_writing_op
+def test_results_into_buffers(op: Op, ground: tuple[str, str]) -> None:
+    backend, device = ground
+    for sample in op.cases.small:
+        arguments = sample.build(device)
+        with tile_kernels.backend(backend):
+            expected = op.function(**arguments)
+            buffers = buffers_like(op, expected)
+            written = op.function(**arguments, **buffers)
+            assert_equal_results(written, expected)
+        for one, other in zip(tensors_in(written), buffers.values()):
+            assert one is other
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulate"])
+@each_writing_op
+def test_buffers_that_do_not_fit_are_refused(op: Op, backend: str) -> None:
+    arguments = op.cases.ordinary().build("cpu")
+    good = buffers_like(op, op.function(**arguments))
+    for name, value in good.items():
+        for wrong in (
+            value.to(torch.complex64),
+            value[None],
+            value[:-1],
+            value[..., None][..., 0].repeat(2, 2)[::2, ::2],
+        ):
+            with (
+                tile_kernels.backend(backend),
+                pytest.raises((TypeError, ValueError), match=f"^{op.short_name}: .*{name}"),
+            ):
+                op.function(**arguments, **{**good, name: wrong})
+
+
+@each_writing_op
+def test_buffers_under_compile(op: Op) -> None:
+    arguments = op.cases.ordinary().build("cpu")
+    expected = op.function(**arguments)
+    buffers = buffers_like(op, expected)
+    torch._dynamo.reset()
+    compiled = torch.compile(op.function, fullgraph=True, backend="aot_eager")
+    assert_equal_results(compiled(**arguments, **buffers), expected)
+    assert_equal_results(tuple(buffers.values()), tuple(tensors_in(expected)))
 
 
 # ---- bad arguments ------------------------------------------------------------------------------
@@ -196,11 +262,29 @@ def test_scattered_inputs_are_right_or_refused(op: Op) -> None:
 # ---- PyTorch's dispatcher -----------------------------------------------------------------------
 
 
+class CustomOpCalls(TorchDispatchMode):
+    """What a public function asks of the dispatcher: the library's custom ops with arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "tile_kernels":
+            self.calls.append((func, copies(args), copies(kwargs)))
+        return func(*args, **kwargs)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 @each_op
 def test_opcheck(op: Op, device: str) -> None:
     for vector in op.cases.vectors:  # opcheck compares values, so NaN would differ from itself
-        torch.library.opcheck(op.custom_op, (), kwargs=moved(vector.arguments(), device))
+        with CustomOpCalls() as asked:
+            op.function(**moved(vector.arguments(), device))
+        assert asked.calls
+        for func, args, kwargs in asked.calls:
+            torch.library.opcheck(func, args, kwargs)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
@@ -246,17 +330,15 @@ def prepared(op: Op) -> tuple[Arguments, Any]:
 def test_runs_on_the_current_stream(op: Op) -> None:
     """Work queued before on a side stream is seen: the inputs are filled there, late."""
     arguments, expected = prepared(op)
-    late = {
-        name: torch.zeros_like(v) if isinstance(v, torch.Tensor) else v
-        for name, v in arguments.items()
-    }
+    late = copies(arguments)
+    for value in tensors_in(late):
+        value.zero_()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)
-        for name, value in arguments.items():
-            if isinstance(value, torch.Tensor):
-                late[name].copy_(value)
+        for empty, value in zip(tensors_in(late), tensors_in(arguments)):
+            empty.copy_(value)
         result = op.outcome(op.function, late)
     stream.synchronize()
     assert_equal_results(result, expected)
@@ -270,13 +352,11 @@ def test_graph_capture_and_replay(op: Op) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = op.outcome(op.function, static)
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
-            static[name].zero_()
+    for value in tensors_in(static):
+        value.zero_()
     graph.replay()
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
-            static[name].copy_(value)
+    for fixed, value in zip(tensors_in(static), tensors_in(arguments)):
+        fixed.copy_(value)
     graph.replay()
     torch.cuda.synchronize()
     assert_equal_results(result, expected)

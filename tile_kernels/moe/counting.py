@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels import torch as oracles
-from tile_kernels.moe.cases import AUX_FI, GROUP_COUNT
+from tile_kernels.moe.cases.counting import AUX_FI, GROUP_COUNT
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.launch import Kernel, nonempty

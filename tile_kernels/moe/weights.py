@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels import torch as oracles
-from tile_kernels.moe.cases import NORMALIZE_WEIGHT
+from tile_kernels.moe.cases.weights import NORMALIZE_WEIGHT
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.launch import Kernel, alignment, nonempty

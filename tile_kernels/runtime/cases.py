@@ -41,6 +41,17 @@ def moved(value: Any, device: torch.device | str) -> Any:
     return value
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of arguments or results, those inside tuples included."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return (
+        [t for item in value for t in tensors_in(item)] if isinstance(value, (tuple, list)) else []
+    )
+
+
 @dataclass(frozen=True)
 class Cost:
     """What a call must do at least: bytes through device memory, floating-point operations."""
@@ -110,7 +121,7 @@ class Cases:
     def ordinary(self) -> Sample:
         """A small sample in which no dimension of a tensor is 0 or 1."""
         for sample in self.small:
-            tensors = [v for v in sample.build("meta").values() if isinstance(v, torch.Tensor)]
+            tensors = tensors_in(sample.build("meta"))
             if all(size > 1 for tensor in tensors for size in tensor.shape):
                 return sample
         raise ValueError("every small sample has a dimension of 0 or 1")

@@ -14,6 +14,12 @@ The decorated body only allocates and launches. A call of the public function go
 and through PyTorch's dispatcher first where that is needed: under `torch.compile`, for tensor
 subclasses and dispatch modes, and when autograd must see the operator. Shape inference for the
 dispatcher is the body itself with its launches left out.
+
+Two things the dispatcher cannot express have their own place:
+
+- buffers for results: parameters named in `outputs=` become a second custom op that writes them;
+- signatures with tuples, unions or lists: `@face(f)` makes a plain function, which unpacks its
+  arguments and calls `f`, the public function of the operator.
 """
 
 from __future__ import annotations
@@ -21,8 +27,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -36,6 +42,7 @@ from torch.nn import Parameter
 from tile_kernels.runtime import backends, logs
 from tile_kernels.runtime.cases import Cases, Cost
 from tile_kernels.runtime.launch import recording
+from tile_kernels.runtime.outputs import check_output
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,6 +61,7 @@ class Op:
     cost: Callable[..., Cost]
     cases: Cases
     mutates: tuple[str, ...]
+    outputs: tuple[str, ...]
     signature: inspect.Signature
     custom_op: CustomOpDef
 
@@ -73,7 +81,7 @@ class Op:
         return [
             name
             for name, parameter in self.signature.parameters.items()
-            if parameter.annotation in (Tensor, Tensor | None)
+            if parameter.annotation is Tensor or Tensor in get_args(parameter.annotation)
         ]
 
     def outcome(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -95,7 +103,9 @@ def op(
     cost: Callable[..., Cost],
     cases: Cases,
     mutates: Iterable[str] = (),
+    outputs: Iterable[str] = (),
     differentiable: bool = True,
+    name: str | None = None,
 ) -> Callable[[F], F]:
     """Declare the decorated function as a public operator of its family.
 
@@ -104,22 +114,35 @@ def op(
     - `cost(**arguments)` is the least work of a call;
     - `cases` are the argument sets for tests and benchmarks;
     - `mutates` names the arguments written in place;
+    - `outputs` names the last parameters, `Tensor | None = None`: buffers that receive the results
+      and are returned, all or none given; the body gets each by `runtime.outputs.output`, which
+      allocates or checks, and the other functions here do not see them;
+    - `name` is the function's name where that is not the body's (see `face`);
     - `differentiable=False` says that no result has a gradient (indices, counts), so that
       arguments which require one do not matter. Otherwise see `gradient`.
     """
 
     def declare(body: F) -> F:
         family = (body.__module__.split(".") * 2)[1]  # tile_kernels.FAMILY.module
-        name = f"{family}.{body.__name__}"
-        if name in _registry:
-            raise ValueError(f"the operator {name} is declared twice")
+        short_name = name or body.__name__
+        full_name = f"{family}.{short_name}"
+        if full_name in _registry:
+            raise ValueError(f"the operator {full_name} is declared twice")
         signature = inspect.signature(body, eval_str=True)
-        road = _Road(name, body, check, oracle, signature, differentiable)
+        road = _Road(full_name, body, check, oracle, signature, tuple(outputs), differentiable)
         function = _public_function(road, body)
-        custom_op = _custom_op(f"tile_kernels::{family}_{body.__name__}", road, tuple(mutates))
+        qualified = f"tile_kernels::{family}_{short_name}"
+        custom_op = _custom_op(
+            qualified, road.from_dispatcher, road.shapes, road.functional, tuple(mutates)
+        )
         road.dispatched = custom_op._opoverload
-        _registry[name] = Op(
-            name=name,
+        if road.outputs:
+            writing = _custom_op(
+                f"{qualified}_out", road.write, road.shapes_to_write, road.writing, road.outputs
+            )
+            road.dispatched_out = writing._opoverload
+        _registry[full_name] = Op(
+            name=full_name,
             function=function,
             body=body,
             check=check,
@@ -127,10 +150,29 @@ def op(
             cost=cost,
             cases=cases,
             mutates=tuple(mutates),
+            outputs=road.outputs,
             signature=signature,
             custom_op=custom_op,
         )
         return function  # type: ignore[return-value]
+
+    return declare
+
+
+def face(function: Callable[..., Any], oracle: Callable[..., Any]) -> Callable[[F], F]:
+    """Make the decorated function the public one of the operator that declared `function`.
+
+    It unpacks what the dispatcher cannot take (tuples of tensors, unions) and calls `function`.
+    `oracle` has the public signature; samples, cost and tests speak in public terms too.
+    """
+
+    def declare(public: F) -> F:
+        declared = get(function)
+        signature = inspect.signature(public, eval_str=True)
+        _registry[declared.name] = replace(
+            declared, function=public, body=public, oracle=oracle, signature=signature
+        )
+        return public
 
     return declare
 
@@ -154,9 +196,11 @@ class _Road:
     """What one call needs, apart from `Op` so that the hot path reads few plain attributes."""
 
     __slots__ = (
-        "body", "check", "differentiable", "dispatched", "full_name", "name", "oracle", "signature",
+        "body", "check", "differentiable", "dispatched", "dispatched_out", "full_name",
+        "functional", "name", "oracle", "outputs", "signature", "writing",
     )  # fmt: skip
     dispatched: Callable[..., Any]
+    dispatched_out: Callable[..., Any]
 
     def __init__(
         self,
@@ -165,11 +209,14 @@ class _Road:
         check: Callable[..., None],
         oracle: Callable[..., Any],
         signature: inspect.Signature,
+        outputs: tuple[str, ...],
         differentiable: bool,
     ) -> None:
-        self.full_name, self.name, self.signature = full_name, body.__name__, signature
-        self.differentiable = differentiable
+        self.full_name, self.signature = full_name, signature
+        self.name = full_name.rpartition(".")[2]
+        self.outputs, self.differentiable = outputs, differentiable
         self.body, self.check, self.oracle = body, check, oracle
+        self.functional, self.writing = _without_and_with(signature, outputs)
 
     def explained(self, error: Exception, args: Any, kwargs: Any) -> Exception:
         """The checks' error with the operator's name in front, to be raised instead."""
@@ -210,11 +257,82 @@ class _Road:
         with recording():
             return self.body(*args, **kwargs)
 
+    # ---- results into buffers of the caller ----
+
+    def into(self, args: Any, kwargs: Any) -> Any:
+        """A call of the public function that may bring buffers; None means that it brings none."""
+        try:
+            named = self.signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise self.explained(error, args, kwargs) from None
+        buffers = {key: named.pop(key, None) for key in self.outputs}
+        missing = [key for key, value in buffers.items() if value is None]
+        if len(missing) == len(buffers):
+            return None
+        if missing:
+            raise ValueError(f"{self.name}: {' and '.join(self.outputs)} must be given together")
+        if is_dynamo_compiling():
+            self.dispatched_out(**named, **buffers)
+        else:
+            self.checked((), named)
+            _, plain = _inspect(self, (), {**named, **buffers})
+            if not plain and _wants_gradient(named):
+                raise ValueError(f"{self.name}: {self.outputs[0]} cannot be given with gradients")
+            if plain and not (dispatch_modes() or functorch_transform()):
+                self.write(**named, **buffers)
+            else:
+                self.dispatched_out(**named, **buffers)
+        values = tuple(buffers.values())
+        return values if len(values) > 1 else values[0]
+
+    def write(self, **named: Any) -> None:
+        """The writing custom op's implementation."""
+        inputs = {key: value for key, value in named.items() if key not in self.outputs}
+        self.checked((), inputs)
+        device, _ = _inspect(self, (), named)
+        if backends.choose(device) == "torch":
+            results = self.oracle(**inputs)
+            results = results if isinstance(results, tuple) else (results,)
+            for key, result in zip(self.outputs, results):
+                try:
+                    check_output(key, named[key], result.shape, result.dtype, result.stride())
+                except (TypeError, ValueError) as error:
+                    raise self.explained(error, (), named) from None
+                named[key].copy_(result)
+            return
+        try:
+            self.run(device, (), named)
+        except (TypeError, ValueError) as error:  # a buffer that does not fit
+            raise self.explained(error, (), named) from None
+
+    def shapes_to_write(self, **named: Any) -> None:
+        """The writing custom op's fake implementation."""
+        with recording():
+            self.write(**named)
+
+
+def _without_and_with(
+    signature: inspect.Signature, outputs: tuple[str, ...]
+) -> tuple[inspect.Signature, inspect.Signature]:
+    """The signatures of the functional op and of the one that writes `outputs`, by keyword."""
+    parameters = list(signature.parameters.values())
+    inputs = [p for p in parameters if p.name not in outputs]
+    functional = signature.replace(parameters=inputs)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    written = [inspect.Parameter(key, keyword, annotation=Tensor) for key in outputs]
+    by_name = [p.replace(kind=keyword) for p in inputs]
+    return functional, signature.replace(parameters=by_name + written, return_annotation=None)
+
+
+def _wants_gradient(named: dict[str, Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(value, Tensor) and value.requires_grad for value in named.values()
+    )
+
 
 def _public_function(road: _Road, body: Callable[..., Any]) -> Callable[..., Any]:
     check, overrides, settings = road.check, backends.overrides, logs.settings
 
-    @functools.wraps(body)
     def function(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
             return road.dispatched(*args, **kwargs)
@@ -231,7 +349,21 @@ def _public_function(road: _Road, body: Callable[..., Any]) -> Callable[..., Any
             return body(*args, **kwargs)  # as `run` would, by the shortest way
         return road.run(device, args, kwargs)
 
-    return function
+    if not road.outputs:
+        return functools.wraps(body)(function)
+    least = len(road.functional.parameters)
+
+    @functools.wraps(body)
+    def function_or_into(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > least or any(key in kwargs for key in road.outputs):
+            written = road.into(args, kwargs)
+            if written is not None:
+                return written
+            args = args[:least]
+            kwargs = {key: value for key, value in kwargs.items() if key not in road.outputs}
+        return function(*args, **kwargs)
+
+    return function_or_into
 
 
 def _inspect(road: _Road, args: Any, kwargs: Any) -> tuple[torch.device, bool]:
@@ -269,13 +401,19 @@ def _mixed(road: _Road, args: Any, kwargs: Any) -> ValueError:
     return ValueError(f"{road.name}: all tensors must be on one device, but {', '.join(places)}")
 
 
-def _custom_op(name: str, road: _Road, mutates: tuple[str, ...]) -> CustomOpDef:
-    def implementation(*args: Any, **kwargs: Any) -> Any:
-        return road.from_dispatcher(*args, **kwargs)
+def _custom_op(
+    name: str,
+    implementation: Callable[..., Any],
+    shapes: Callable[..., Any],
+    signature: inspect.Signature,
+    mutates: tuple[str, ...],
+) -> CustomOpDef:
+    def implemented(*args: Any, **kwargs: Any) -> Any:
+        return implementation(*args, **kwargs)
 
-    implementation.__signature__ = road.signature  # type: ignore[attr-defined]
-    custom_op = torch.library.custom_op(name, implementation, mutates_args=mutates)
-    custom_op.register_fake(road.shapes)
+    implemented.__signature__ = signature  # type: ignore[attr-defined]
+    custom_op = torch.library.custom_op(name, implemented, mutates_args=mutates)
+    custom_op.register_fake(shapes)
     return custom_op
 
 
