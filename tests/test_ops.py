@@ -17,6 +17,7 @@ from tile_kernels.runtime import launch
 from tile_kernels.runtime import op as ops
 from tile_kernels.runtime.cases import (
     Arguments,
+    Reject,
     Sample,
     assert_equal_results,
     moved,
@@ -172,6 +173,14 @@ def test_buffers_that_do_not_fit_are_refused(op: Op, backend: str) -> None:
 
 
 @each_writing_op
+def test_buffers_on_meta(op: Op) -> None:
+    arguments = moved(op.cases.ordinary().build("cpu"), "meta")
+    buffers = buffers_like(op, op.function(**arguments))
+    for one, other in zip(tensors_in(op.function(**arguments, **buffers)), buffers.values()):
+        assert one is other
+
+
+@each_writing_op
 def test_buffers_under_compile(op: Op) -> None:
     arguments = op.cases.ordinary().build("cpu")
     expected = op.function(**arguments)
@@ -231,6 +240,38 @@ def test_wrong_argument(op: Op, argument: str, arguments: Arguments, no_launch: 
     assert argument in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("op", "bad"),
+    [
+        pytest.param(op, bad, id=f"{op.name}-{bad.argument}-{bad.label}")
+        for op in OPS
+        for bad in op.cases.bad_values
+    ],
+)
+@each_ground
+def test_bad_values_raise_in_the_checked_mode(op: Op, bad: Reject, ground: tuple[str, str]) -> None:
+    backend, device = ground
+    good = op.cases.ordinary().build("cpu")
+    arguments = moved(bad.change(good), device)
+    with tile_kernels.backend(backend):
+        op.function(**copies(arguments))  # documented, and harmless
+        with tile_kernels.checked():
+            op.function(**copies(moved(_small_values(op, good), device)))
+            with pytest.raises(ValueError, match=f"^{op.short_name}: .*{bad.argument}") as caught:
+                op.function(**copies(arguments))
+    assert "element [" in str(caught.value)
+
+
+def _small_values(op: Op, good: Arguments) -> Arguments:
+    """Good arguments whose index tensors hold 0 and 1 only."""
+    return {
+        name: value.clamp(0, 1)
+        if isinstance(value, torch.Tensor) and not value.is_floating_point()
+        else value
+        for name, value in good.items()
+    }
+
+
 @each_op
 def test_wrong_number_of_arguments(op: Op, no_launch: None) -> None:
     with pytest.raises(TypeError, match=f"^{op.short_name}: .*argument"):
@@ -280,8 +321,11 @@ class CustomOpCalls(TorchDispatchMode):
 @each_op
 def test_opcheck(op: Op, device: str) -> None:
     for vector in op.cases.vectors:  # opcheck compares values, so NaN would differ from itself
+        arguments = moved(vector.arguments(), device)
         with CustomOpCalls() as asked:
-            op.function(**moved(vector.arguments(), device))
+            results = op.function(**arguments)
+            if op.outputs and all(t.element_size() > 1 for t in tensors_in(results)):
+                op.function(**arguments, **buffers_like(op, results))  # opcheck cannot do float8
         assert asked.calls
         for func, args, kwargs in asked.calls:
             torch.library.opcheck(func, args, kwargs)
@@ -303,8 +347,8 @@ def test_meta_tensors_give_shapes(op: Op) -> None:
     expected = op.oracle(**copies(arguments))
     shapes = op.function(**moved(arguments, "meta"))
     for shape, result in zip(*(r if isinstance(r, tuple) else (r,) for r in (shapes, expected))):
-        if result is None:
-            assert op.mutates
+        if not isinstance(result, torch.Tensor):  # nothing but in-place results; a list
+            assert shape == result
             continue
         assert shape.is_meta
         assert (shape.shape, shape.dtype, shape.stride()) == (
@@ -382,7 +426,8 @@ def test_emulator_gives_the_bits_of_the_device(op: Op, sample: Sample) -> None:
     arguments = sample.build("cuda")
     with tile_kernels.backend("emulate", mode="fast"):
         emulated = op.outcome(op.function, moved(arguments, "cpu"))
-    assert_equal_results(emulated, moved(op.outcome(op.function, arguments), "cpu"))
+    # Equal bits where the operator promises them; CUDA's exp and the CPU's differ in the last.
+    op.cases.compare(moved(op.outcome(op.function, arguments), "cpu"), emulated)
 
 
 @on_gpu

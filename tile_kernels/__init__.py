@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tile_kernels import config, moe, testing, torch, transpose, utils
     from tile_kernels.config import get_device_num_sms, get_num_sms, set_num_sms
-    from tile_kernels.runtime.backends import backend
+    from tile_kernels.runtime.backends import backend, checked
     from tile_kernels.runtime.emulator import EmulationError, emulate
     from tile_kernels.runtime.logs import set_log_level
     from tile_kernels.runtime.warmup import warmup
@@ -25,6 +25,7 @@ _SUBMODULES = (*FAMILIES, "config", "testing", "torch", "utils")
 _FUNCTIONS = {
     "EmulationError": "tile_kernels.runtime.emulator",
     "backend": "tile_kernels.runtime.backends",
+    "checked": "tile_kernels.runtime.backends",
     "emulate": "tile_kernels.runtime.emulator",
     "get_device_num_sms": "tile_kernels.config",
     "get_num_sms": "tile_kernels.config",
@@ -38,6 +39,7 @@ __all__ = [
     "EmulationError",
     "__version__",
     "backend",
+    "checked",
     "config",
     "emulate",
     "get_device_num_sms",

@@ -672,3 +672,22 @@ def scalars() -> Any:
             y[T.get_thread_binding()] = a + b + rest
 
     return scalars
+
+
+def or_into_shared() -> Any:
+    """An atomic that TileLang has for global memory only, on shared memory."""
+
+    @T.prim_func
+    def or_shared(x: T.Tensor[(1,), T.int32]):
+        with T.Kernel(1, threads=32) as _:
+            tx = T.get_thread_binding()
+            bits = T.alloc_shared((1,), T.int32)
+            if tx == 0:
+                bits[0] = 0
+            T.sync_threads()
+            T.atomic_or(bits[0], T.shift_left(1, tx))
+            T.sync_threads()
+            if tx == 0:
+                x[0] = bits[0]
+
+    return or_shared

@@ -478,6 +478,26 @@ def test_exchange_through_global_memory_inside_a_block(order: str) -> None:
     assert error.buffer == "tmp"
 
 
+def test_an_atomic_for_global_memory_on_shared_memory() -> None:
+    """TileLang's AtomicOr is `red.global`; a GPU stops with an invalid address space."""
+    error = fails("address space", k.or_into_shared(), torch.zeros(1, dtype=torch.int32))
+    assert "AtomicOr of shared memory" in str(error)
+
+
+def test_records_of_wide_accesses_do_not_stick_to_other_bytes() -> None:
+    """Warps write far elements in 8 bytes, then other warps near ones in 4: all distinct."""
+    body = """
+      int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+      if (warp == 1) *(unsigned long long*)&x[64 + 2 * lane] = lane;
+      __syncwarp();
+      if (warp == 0) x[lane + 32] = lane + 1;
+    """
+    x = torch.zeros(128, dtype=torch.int32)
+    for order in ("forward", "reverse", "random"):
+        cuda_source(body, {"x": "int"}, threads=64)(x, order=order)
+    assert x[32:64].tolist() == list(range(1, 33))
+
+
 def test_read_modify_write_without_an_atomic() -> None:
     y = torch.zeros(1, dtype=torch.int32)
     run(k.unguarded_counter(64, atomic=True), y)

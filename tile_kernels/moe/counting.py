@@ -7,16 +7,15 @@ from torch import Tensor
 
 from tile_kernels import torch as oracles
 from tile_kernels.moe.cases.counting import AUX_FI, GROUP_COUNT
-from tile_kernels.runtime import checks
+from tile_kernels.runtime import checks, tickets
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.launch import Kernel, nonempty
 from tile_kernels.runtime.op import op
 
 MOST_GROUPS = 8192  # a histogram in the shared memory of the smallest supported GPU
-MOST_BLOCKS = 64  # partial histograms; more only make the second kernel longer
+MOST_CHUNKS = 128  # as in the kernel: one histogram for each
 
-_COUNT = Kernel("tile_kernels.moe.kernels.counting", "group_count")
-_FRACTION = Kernel("tile_kernels.moe.kernels.counting", "aux_fi")
+_KERNEL = Kernel("tile_kernels.moe.kernels.counting", "group_count")
 
 
 def _check_indices(name: str, indices: Tensor) -> None:
@@ -34,9 +33,13 @@ def _check_aux_fi(topk_idx: Tensor, num_experts: int, num_aux_topk: int) -> None
     checks.integer("num_aux_topk", num_aux_topk, 1, 2**31 - 1)
 
 
-def _partial_counts(indices: Tensor, num_groups: int) -> Tensor:
-    """Room for one histogram per block; every element of it is written before it is read."""
-    return indices.new_empty((MOST_BLOCKS, num_groups), dtype=torch.int32)
+def _launch(indices: Tensor, result: Tensor, as_fraction: bool, slots: float) -> Tensor:
+    num_groups = result.shape[0]
+    counts = indices.new_empty((MOST_CHUNKS, num_groups), dtype=torch.int32)
+    counters, ticket = tickets.take(indices.device)
+    problem = (num_groups, indices.numel(), as_fraction)
+    _KERNEL.launch(problem, indices.view(-1), counts, result, counters, ticket, slots)
+    return result
 
 
 @op(
@@ -44,6 +47,9 @@ def _partial_counts(indices: Tensor, num_groups: int) -> Tensor:
     oracle=oracles.group_count,
     cost=lambda group_idx, num_groups: Cost(8 * group_idx.numel() + 4 * num_groups),
     cases=GROUP_COUNT,
+    values=lambda group_idx, num_groups: checks.in_range(
+        "group_idx", group_idx, -1, num_groups - 1
+    ),
     differentiable=False,
 )
 def group_count(group_idx: Tensor, num_groups: int) -> Tensor:
@@ -66,9 +72,7 @@ def group_count(group_idx: Tensor, num_groups: int) -> Tensor:
     if not nonempty(group_idx):
         return group_idx.new_zeros((num_groups,), dtype=torch.int32)
     counts = group_idx.new_empty((num_groups,), dtype=torch.int32)
-    partial = _partial_counts(group_idx, num_groups)
-    _COUNT.launch((num_groups, MOST_BLOCKS), group_idx.view(-1), partial, counts)
-    return counts
+    return _launch(group_idx, counts, False, 1.0)
 
 
 @op(
@@ -78,6 +82,9 @@ def group_count(group_idx: Tensor, num_groups: int) -> Tensor:
         8 * topk_idx.numel() + 4 * num_experts
     ),
     cases=AUX_FI,
+    values=lambda topk_idx, num_experts, num_aux_topk: checks.in_range(  # noqa: ARG005
+        "topk_idx", topk_idx, -1, num_experts - 1
+    ),
     differentiable=False,
 )
 def aux_fi(topk_idx: Tensor, num_experts: int, num_aux_topk: int) -> Tensor:
@@ -102,7 +109,4 @@ def aux_fi(topk_idx: Tensor, num_experts: int, num_aux_topk: int) -> Tensor:
     if not nonempty(topk_idx):
         return topk_idx.new_zeros((num_experts,), dtype=torch.float32)
     fraction = topk_idx.new_empty((num_experts,), dtype=torch.float32)
-    partial = _partial_counts(topk_idx, num_experts)
-    total = topk_idx.shape[0] * num_aux_topk
-    _FRACTION.launch((num_experts, MOST_BLOCKS), topk_idx.view(-1), partial, fraction, float(total))
-    return fraction
+    return _launch(topk_idx, fraction, True, float(topk_idx.shape[0] * num_aux_topk))

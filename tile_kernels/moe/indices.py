@@ -85,6 +85,9 @@ def _check_unique(group_indices: Tensor, num_groups: int) -> None:
     cost=lambda group_indices, num_groups: Cost(8 * group_indices.numel()),  # noqa: ARG005
     cases=INPLACE_UNIQUE_GROUP_INDICES,
     mutates=("group_indices",),
+    values=lambda group_indices, num_groups: checks.in_range(
+        "group_indices", group_indices, -1, num_groups - 1
+    ),
     differentiable=False,
 )
 def inplace_unique_group_indices(group_indices: Tensor, num_groups: int) -> None:  # noqa: ARG001

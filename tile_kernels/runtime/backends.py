@@ -39,12 +39,14 @@ def _from_environment() -> str:
 # each other.
 _default = _from_environment()
 _chosen: contextvars.ContextVar[str] = contextvars.ContextVar("tile_kernels_backend")
+_checked_by_default = os.environ.get("TILE_KERNELS_CHECKED", "0") not in ("", "0")
+_checked: contextvars.ContextVar[bool] = contextvars.ContextVar("tile_kernels_checked")
 
 
 class _Overrides:
     """How many overrides are active anywhere in the process; a call need not look further at 0."""
 
-    count: int = int(_default != "auto")
+    count: int = int(_default != "auto") + int(_checked_by_default)
     lock = threading.Lock()
 
     def add(self, change: int) -> None:
@@ -79,6 +81,34 @@ def backend(name: str, **options: Any) -> Iterator[None]:
     finally:
         overrides.add(-1)
         _chosen.reset(token)
+
+
+@contextlib.contextmanager
+def checked(enabled: bool = True) -> Iterator[None]:
+    """Look at the values of index tensors before every call inside, and raise on wrong ones.
+
+    Without it an index out of range does what the operator's documentation says (it is skipped),
+    since looking costs a wait for the GPU. `TILE_KERNELS_CHECKED=1` switches it on for a process.
+    Calls that a CUDA graph records cannot be checked.
+
+    >>> import tile_kernels
+    >>> with tile_kernels.checked():
+    ...     tile_kernels.moe.group_count(torch.tensor([[0, 7]]), 4)
+    Traceback (most recent call last):
+    ValueError: group_count: group_idx must hold -1..3, but element [0, 1] is 7
+    """
+    token = _checked.set(enabled)
+    overrides.add(1)
+    try:
+        yield
+    finally:
+        overrides.add(-1)
+        _checked.reset(token)
+
+
+def is_checked() -> bool:
+    """Whether calls of this context look at values."""
+    return _checked.get(_checked_by_default)
 
 
 def choose(device: torch.device) -> str:

@@ -30,6 +30,26 @@ def assert_equal_results(result: Any, expected: Any) -> None:
         raise AssertionError(f"{result!r} != {expected!r}")
 
 
+def close_results(rtol: float, atol: float) -> Callable[[Any, Any], None]:
+    """A comparison for `Cases`: floating-point tensors to a tolerance, the rest to the bit.
+
+    NaN equals NaN, of any bits; dtypes, shapes and strides count as always.
+    """
+
+    def compare(result: Any, expected: Any) -> None:
+        if isinstance(expected, (tuple, list)) and type(result) is type(expected):
+            assert_equal_results(len(result), len(expected))
+            for one, other in zip(result, expected):
+                compare(one, other)
+        elif isinstance(expected, torch.Tensor) and expected.is_floating_point():
+            assert_equal_results(torch.zeros_like(result), torch.zeros_like(expected))
+            torch.testing.assert_close(result, expected, rtol=rtol, atol=atol, equal_nan=True)
+        else:
+            assert_equal_results(result, expected)
+
+    return compare
+
+
 def moved(value: Any, device: torch.device | str) -> Any:
     """Arguments or results with every tensor on `device`; dense strides are kept."""
     if isinstance(value, torch.Tensor):
@@ -107,8 +127,9 @@ class Cases:
     """All argument sets of one operator.
 
     `small` cross every guard of the kernel at sizes that an emulator runs quickly, zero and one
-    token included; `large` are for GPUs; `benchmarks` are timed. `compare(result, oracle's)` raises
-    `AssertionError` where they differ; by default every bit and stride counts.
+    token included; `large` are for GPUs; `benchmarks` are timed. `rejects` are refused always,
+    `bad_values` in the checked mode. `compare(result, oracle's)` raises `AssertionError` where they
+    differ; by default every bit and stride counts.
     """
 
     small: Sequence[Sample]
@@ -116,6 +137,7 @@ class Cases:
     benchmarks: Sequence[Benchmark] = ()
     vectors: Sequence[Vector] = ()
     rejects: Sequence[Reject] = ()
+    bad_values: Sequence[Reject] = ()
     compare: Callable[[Any, Any], None] = assert_equal_results
 
     def ordinary(self) -> Sample:

@@ -71,6 +71,12 @@ def integer(
         raise ValueError(f"{name} must be {bounds}{because and ' ' + because}, got {value}")
 
 
+def number(name: str, value: object) -> None:
+    """`value` is an int or a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+
+
 def boolean(name: str, value: object) -> None:
     """`value` is a Python bool."""
     if not isinstance(value, bool):
@@ -82,6 +88,17 @@ def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         listed = ", ".join(str(item) for item in allowed)
         raise ValueError(f"{name} must be one of {listed}, got {value!r}")
+
+
+def in_range(name: str, value: torch.Tensor | None, low: int, high: int) -> None:
+    """Every element is in `low..high`. This waits for the GPU: for the checked mode only."""
+    if value is None:
+        return
+    bad = (value < low) | (value > high)
+    if bad.any():
+        where = bad.nonzero()[0].tolist()
+        found = value[tuple(where)].item()
+        raise ValueError(f"{name} must hold {low}..{high}, but element {where} is {found}")
 
 
 def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -134,12 +134,17 @@ def recording() -> Iterator[list[Request]]:
             outer.extend(requests)
 
 
+def is_recording() -> bool:
+    """Whether launches of this thread are only recorded; tensors may have no memory then."""
+    return _road.recorded is not None
+
+
 def alignment(x: torch.Tensor, most: int = 16) -> int:
     """The largest power of two, up to `most` bytes, that divides the address of `x`.
 
     Where there is no address (recording), that of a tensor whose storage is well aligned.
     """
-    if _road.recorded is None:
+    if not is_recording():
         return math.gcd(x.data_ptr(), most)
     offset = x.storage_offset()
     # A symbolic offset is left alone: shape inference must not tie a graph to its value.
@@ -152,7 +157,7 @@ def nonempty(x: torch.Tensor) -> bool:
     True while launches are only recorded, so that shape inference asks nothing of sizes that are
     known at run time only.
     """
-    return _road.recorded is not None or x.numel() > 0
+    return is_recording() or x.numel() > 0
 
 
 @dataclass(eq=False)

@@ -47,6 +47,7 @@ from tile_kernels.runtime.outputs import check_output
 F = TypeVar("F", bound=Callable[..., Any])
 
 _registry: dict[str, Op] = {}
+_NO_CASES = Cases(small=())
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +88,8 @@ class Op:
     def outcome(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """What `function` returns for `arguments`, and with it the arguments written in place."""
         result = function(**arguments)
-        return (result, *(arguments[name] for name in self.mutates)) if self.mutates else result
+        written = tuple(arguments.get(name) for name in self.mutates)
+        return (result, *written) if self.mutates else result
 
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The arguments by name, defaults filled in."""
@@ -100,12 +102,14 @@ def op(
     *,
     check: Callable[..., None],
     oracle: Callable[..., Any],
-    cost: Callable[..., Cost],
-    cases: Cases,
+    cost: Callable[..., Cost] = lambda **_: Cost(bytes=0),
+    cases: Cases = _NO_CASES,
     mutates: Iterable[str] = (),
     outputs: Iterable[str] = (),
     differentiable: bool = True,
+    values: Callable[..., None] | None = None,
     name: str | None = None,
+    serves: str | None = None,
 ) -> Callable[[F], F]:
     """Declare the decorated function as a public operator of its family.
 
@@ -117,7 +121,10 @@ def op(
     - `outputs` names the last parameters, `Tensor | None = None`: buffers that receive the results
       and are returned, all or none given; the body gets each by `runtime.outputs.output`, which
       allocates or checks, and the other functions here do not see them;
+    - `values(*arguments)` raises `ValueError` on wrong values, in the checked mode only;
     - `name` is the function's name where that is not the body's (see `face`);
+    - an operator whose name starts with `_` serves another one: it is a custom op like all, but not
+      listed, and needs neither cost nor cases; `serves` names that one, for error messages;
     - `differentiable=False` says that no result has a gradient (indices, counts), so that
       arguments which require one do not matter. Otherwise see `gradient`.
     """
@@ -130,6 +137,7 @@ def op(
             raise ValueError(f"the operator {full_name} is declared twice")
         signature = inspect.signature(body, eval_str=True)
         road = _Road(full_name, body, check, oracle, signature, tuple(outputs), differentiable)
+        road.name, road.values = serves or short_name, values
         function = _public_function(road, body)
         qualified = f"tile_kernels::{family}_{short_name}"
         custom_op = _custom_op(
@@ -159,22 +167,58 @@ def op(
     return declare
 
 
-def face(function: Callable[..., Any], oracle: Callable[..., Any]) -> Callable[[F], F]:
+def face(
+    function: Callable[..., Any],
+    oracle: Callable[..., Any],
+    check: Callable[..., None] | None = None,
+    mutates: Iterable[str] = (),
+) -> Callable[[F], F]:
     """Make the decorated function the public one of the operator that declared `function`.
 
     It unpacks what the dispatcher cannot take (tuples of tensors, unions) and calls `function`.
-    `oracle` has the public signature; samples, cost and tests speak in public terms too.
+    `oracle` has the public signature; samples, cost and tests speak in public terms too. `check`
+    looks at what the operator itself does not see; `mutates` names what is written in place.
     """
 
     def declare(public: F) -> F:
         declared = get(function)
         signature = inspect.signature(public, eval_str=True)
+
+        @functools.wraps(public)
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                return public(*args, **kwargs)
+            if check is not None:
+                try:
+                    check(*args, **kwargs)
+                except (TypeError, ValueError) as error:
+                    _check_bound(declared.short_name, signature, args, kwargs)
+                    raise type(error)(f"{declared.short_name}: {error}") from None
+            try:
+                return public(*args, **kwargs)
+            except TypeError:
+                _check_bound(declared.short_name, signature, args, kwargs)
+                raise
+
         _registry[declared.name] = replace(
-            declared, function=public, body=public, oracle=oracle, signature=signature
+            declared,
+            function=outer,
+            body=public,
+            oracle=oracle,
+            signature=signature,
+            mutates=tuple(mutates),
         )
-        return public
+        return outer  # type: ignore[return-value]
 
     return declare
+
+
+def _check_bound(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
+    """Raise in words if the number or the names of arguments are wrong."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
 
 
 def gradient(
@@ -197,10 +241,12 @@ class _Road:
 
     __slots__ = (
         "body", "check", "differentiable", "dispatched", "dispatched_out", "full_name",
-        "functional", "name", "oracle", "outputs", "signature", "writing",
+        "functional", "name", "oracle", "outputs", "signature", "values",
+        "writing",
     )  # fmt: skip
     dispatched: Callable[..., Any]
     dispatched_out: Callable[..., Any]
+    values: Callable[..., None] | None
 
     def __init__(
         self,
@@ -234,10 +280,16 @@ class _Road:
             raise self.explained(error, args, kwargs) from None
         if logs.settings.level:
             logs.call(self.full_name, backend, self.signature.bind(*args, **kwargs).arguments)
+        if self.values is not None and backend != "meta" and backends.is_checked():
+            try:
+                self.values(*args, **kwargs)
+            except ValueError as error:
+                raise self.explained(error, args, kwargs) from None
         if backend == "torch":
             return self.oracle(*args, **kwargs)
         if backend == "meta":
-            return self.shapes(*args, **kwargs)
+            with recording():
+                return self.body(*args, **kwargs)
         return self.body(*args, **kwargs)
 
     def checked(self, args: Any, kwargs: Any) -> None:
@@ -261,10 +313,9 @@ class _Road:
 
     def into(self, args: Any, kwargs: Any) -> Any:
         """A call of the public function that may bring buffers; None means that it brings none."""
-        try:
-            named = self.signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise self.explained(error, args, kwargs) from None
+        named = {**dict(zip(self.signature.parameters, args)), **kwargs}
+        if len(named) != len(args) + len(kwargs):
+            raise self.explained(TypeError("too many arguments"), args, kwargs)
         buffers = {key: named.pop(key, None) for key in self.outputs}
         missing = [key for key, value in buffers.items() if value is None]
         if len(missing) == len(buffers):
@@ -272,56 +323,64 @@ class _Road:
         if missing:
             raise ValueError(f"{self.name}: {' and '.join(self.outputs)} must be given together")
         if is_dynamo_compiling():
-            self.dispatched_out(**named, **buffers)
+            self.dispatched_out(**buffers, **named)
         else:
             self.checked((), named)
-            _, plain = _inspect(self, (), {**named, **buffers})
+            device, plain = _inspect(self, (), {**named, **buffers})
             if not plain and _wants_gradient(named):
                 raise ValueError(f"{self.name}: {self.outputs[0]} cannot be given with gradients")
             if plain and not (dispatch_modes() or functorch_transform()):
-                self.write(**named, **buffers)
+                self.write_checked(device, named, buffers)
             else:
-                self.dispatched_out(**named, **buffers)
+                self.dispatched_out(**buffers, **named)
         values = tuple(buffers.values())
         return values if len(values) > 1 else values[0]
 
-    def write(self, **named: Any) -> None:
+    def write(self, *args: Any, **kwargs: Any) -> None:
         """The writing custom op's implementation."""
-        inputs = {key: value for key, value in named.items() if key not in self.outputs}
-        self.checked((), inputs)
-        device, _ = _inspect(self, (), named)
-        if backends.choose(device) == "torch":
-            results = self.oracle(**inputs)
-            results = results if isinstance(results, tuple) else (results,)
-            for key, result in zip(self.outputs, results):
-                try:
-                    check_output(key, named[key], result.shape, result.dtype, result.stride())
-                except (TypeError, ValueError) as error:
-                    raise self.explained(error, (), named) from None
-                named[key].copy_(result)
-            return
-        try:
-            self.run(device, (), named)
-        except (TypeError, ValueError) as error:  # a buffer that does not fit
-            raise self.explained(error, (), named) from None
+        named, buffers = self.bound_to_write(args, kwargs)
+        self.write_checked(_inspect(self, (), {**named, **buffers})[0], named, buffers)
 
-    def shapes_to_write(self, **named: Any) -> None:
+    def shapes_to_write(self, *args: Any, **kwargs: Any) -> None:
         """The writing custom op's fake implementation."""
+        named, buffers = self.bound_to_write(args, kwargs)
         with recording():
-            self.write(**named)
+            self.body(**named, **buffers)
+
+    def bound_to_write(self, args: Any, kwargs: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The writing custom op's inputs, checked, and its buffers."""
+        named = self.writing.bind(*args, **kwargs).arguments
+        buffers = {key: named.pop(key) for key in self.outputs}
+        self.checked((), named)
+        return named, buffers
+
+    def write_checked(
+        self, device: torch.device, named: dict[str, Any], buffers: dict[str, Tensor]
+    ) -> None:
+        """Serve a call by the backend of `device`, results into `buffers`, which may not fit."""
+        try:
+            if backends.choose(device) != "torch":
+                self.run(device, (), {**named, **buffers})
+                return
+            results = self.run(device, (), named)
+            for key, result in zip(buffers, results if isinstance(results, tuple) else (results,)):
+                check_output(key, buffers[key], result.shape, result.dtype, result.stride())
+                buffers[key].copy_(result)
+        except (TypeError, ValueError) as error:
+            raise self.explained(error, (), {**named, **buffers}) from None
 
 
 def _without_and_with(
     signature: inspect.Signature, outputs: tuple[str, ...]
 ) -> tuple[inspect.Signature, inspect.Signature]:
-    """The signatures of the functional op and of the one that writes `outputs`, by keyword."""
-    parameters = list(signature.parameters.values())
-    inputs = [p for p in parameters if p.name not in outputs]
-    functional = signature.replace(parameters=inputs)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    written = [inspect.Parameter(key, keyword, annotation=Tensor) for key in outputs]
-    by_name = [p.replace(kind=keyword) for p in inputs]
-    return functional, signature.replace(parameters=by_name + written, return_annotation=None)
+    """The signatures of the functional op and of the one that writes `outputs`, those first."""
+    inputs = [p for p in signature.parameters.values() if p.name not in outputs]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    written = [inspect.Parameter(key, kind, annotation=Tensor) for key in outputs]
+    return (
+        signature.replace(parameters=inputs),
+        signature.replace(parameters=written + inputs, return_annotation=None),
+    )
 
 
 def _wants_gradient(named: dict[str, Any]) -> bool:
@@ -431,9 +490,9 @@ def get(function: str | Callable[..., Any]) -> Op:
 
 
 def all_ops() -> list[Op]:
-    """Every operator of the library, by name; those declared elsewhere are left out."""
+    """Every public operator of the library, by name; those declared elsewhere are left out."""
     load_all()
-    found = [_registry[name] for name in sorted(_registry)]
+    found = [_registry[name] for name in sorted(_registry) if "._" not in name]
     return [declared for declared in found if declared.body.__module__.startswith("tile_kernels.")]
 
 

@@ -7,6 +7,17 @@ from collections.abc import Callable
 from tile_kernels.runtime.cases import Arguments
 
 
+def with_value(name: str, value: int) -> Callable[[Arguments], Arguments]:
+    """An edit that puts `value` into the last element of a tensor and keeps the others small."""
+
+    def edit(arguments: Arguments) -> Arguments:
+        tensor = arguments[name].clamp(-1, 1)
+        tensor.view(-1)[-1] = value
+        return {**arguments, name: tensor}
+
+    return edit
+
+
 def changed(**changes: object) -> Callable[[Arguments], Arguments]:
     """An edit of good arguments, for `Reject`."""
     return lambda arguments: {**arguments, **changes}

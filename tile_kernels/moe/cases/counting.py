@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.moe.cases import changed
+from tile_kernels.moe.cases import changed, with_value
 from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
 
 
@@ -33,6 +33,10 @@ GROUP_COUNT = Cases(
             lambda: torch.tensor([1, 3, 1, 0], dtype=torch.int32),
         )
     ],
+    bad_values=[
+        Reject("group_idx", "below -1", with_value("group_idx", -2)),
+        Reject("group_idx", "too large", with_value("group_idx", 10_000)),
+    ],
     rejects=[
         Reject("num_groups", "zero", changed(num_groups=0)),
         Reject("num_groups", "too many", changed(num_groups=8193)),
@@ -60,6 +64,10 @@ AUX_FI = Cases(
             },
             lambda: torch.tensor([2 / 3, 2.0, 2 / 3, 0.0]),
         )
+    ],
+    bad_values=[
+        Reject("topk_idx", "below -1", with_value("topk_idx", -2)),
+        Reject("topk_idx", "too large", with_value("topk_idx", 10_000)),
     ],
     rejects=[
         Reject("num_experts", "zero", changed(num_experts=0)),

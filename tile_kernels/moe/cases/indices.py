@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.moe.cases import changed
+from tile_kernels.moe.cases import changed, with_value
 from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
 
 
@@ -115,6 +115,10 @@ INPLACE_UNIQUE_GROUP_INDICES = Cases(
                 ),
             ),
         )
+    ],
+    bad_values=[
+        Reject("group_indices", "below -1", with_value("group_indices", -2)),
+        Reject("group_indices", "too large", with_value("group_indices", 10_000)),
     ],
     rejects=[
         Reject("num_groups", "zero", changed(num_groups=0)),

@@ -17,7 +17,7 @@ def order_key(score):
     Adding zero does both: -0.0 becomes +0.0, and a NaN of any sign or payload becomes the one NaN
     (0x7FFFFFFF) that the hardware's arithmetic returns, which is the largest key.
     """
-    bits = T.reinterpret(T.ieee_add(score, T.float32(0)), T.int32)
+    bits = T.alloc_var(T.int32, init=T.reinterpret(T.ieee_add(score, T.float32(0)), T.int32))
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -142,3 +142,42 @@ def load_keys(num_experts: int, per_lane: int, vector: int) -> Any:
 def row_vector(num_experts: int, alignment: int) -> int:
     """Scores per load: 16 bytes where every row of a tensor aligned like that starts on one."""
     return math.gcd(num_experts, 4, max(alignment // 4, 1))
+
+
+@T.macro
+def top2_of_lanes(lanes, best):
+    """The two largest keys (`best[0] >= best[1]`) over `lanes` neighbouring lanes, in each."""
+    other = T.alloc_var(T.int32)
+    for d in T.unroll(lanes.bit_length() - 1):
+        other = T.shfl_xor(best[0], T.shift_left(1, d))
+        best[1] = T.max(best[1], T.shfl_xor(best[1], T.shift_left(1, d)))
+        best[1] = T.max(best[1], T.min(best[0], other))
+        best[0] = T.max(best[0], other)
+
+
+@T.macro
+def sum_key(best):
+    """The key of the float32 sum of the two scores behind `best`."""
+    return order_key(T.ieee_add(score_of_key(best[0]), score_of_key(best[1])))
+
+
+@T.macro
+def merge_lists(lane, lists, num_topk, list_keys, list_experts, chosen):
+    """`chosen[p]` = pick `p` of `lists` sorted lists of `num_topk` keys, by one warp.
+
+    Lane `w` walks down list `w`. Lists are in the order of their experts, so the first lane wins a
+    tie.
+    """
+    taken = T.alloc_var(T.int32, init=0)
+    head = T.alloc_var(T.int32, init=LOWEST_KEY)
+    best = T.alloc_var(T.int32)
+    if lane < lists:
+        head = list_keys[lane, 0]
+    for p in T.serial(num_topk):
+        best = warp_max(head)
+        if lane == first_lane(T.cast(T.ballot(head == best), T.int32)):
+            chosen[p] = list_experts[lane, taken]
+            taken = taken + 1
+            head = LOWEST_KEY
+            if taken < num_topk:
+                head = list_keys[lane, taken]

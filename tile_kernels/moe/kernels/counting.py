@@ -1,101 +1,148 @@
-"""Histograms of indices: one per block in shared memory, then their sum, in one host call."""
+"""Histograms of indices: one per block, summed by the block that finishes last, in one launch.
+
+The first part serves the mapping too: chunks of consecutive indices, one per block, and their
+counts.
+"""
 
 from typing import Any, NamedTuple
 
 from tilelang import language as T
 
 from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import is_last_block
 from tile_kernels.runtime.launch import kernel
 
-COUNT_THREADS = 512
-SUM_THREADS = 64
+THREADS = 512
+BATCH = 4  # loads in flight per thread
+INDICES_PER_CHUNK = BATCH * THREADS
+MOST_CHUNKS = 128
+
+
+def num_chunks(num_indices: int, device: Device) -> int:
+    """Blocks to count with; powers of two, so that few variants are compiled."""
+    wanted = max(1, min(-(-num_indices // INDICES_PER_CHUNK), device.num_sms, MOST_CHUNKS))
+    return min(1 << (wanted - 1).bit_length(), MOST_CHUNKS)
+
+
+@T.macro
+def load_groups(indices, first, stride, end, count, num_groups, groups):
+    """The groups at `first + i * stride`, before `end`; -1 for none. All loads go out first."""
+    raw = T.alloc_local((BATCH,), T.int64)
+    for i in T.unroll(BATCH):
+        raw[i] = T.int64(-1)
+        if first + i * stride < end and first + i * stride < count:
+            raw[i] = indices[first + i * stride]
+    for i in T.unroll(BATCH):
+        groups[i] = -1
+        if raw[i] >= 0 and raw[i] < num_groups:
+            groups[i] = T.cast(raw[i], T.int32)
+
+
+@T.macro
+def count_chunk(indices, first, end, count, num_groups, counts, chunk):
+    """Count the indices `first .. end - 1` into row `chunk` of `counts`."""
+    tx = T.get_thread_binding()
+    histogram = T.alloc_shared((num_groups,), T.int32)
+    groups = T.alloc_local((BATCH,), T.int32)
+    for step in T.unroll(-(-num_groups // THREADS)):
+        if step * THREADS + tx < num_groups:
+            histogram[step * THREADS + tx] = 0
+    T.sync_threads()
+    for step in T.serial(T.ceildiv(end - first, BATCH * THREADS)):
+        here = first + step * BATCH * THREADS + tx
+        load_groups(indices, here, THREADS, end, count, num_groups, groups)
+        for i in T.unroll(BATCH):
+            if groups[i] >= 0:
+                T.atomic_add(histogram[groups[i]], 1)
+    T.sync_threads()
+    for step in T.unroll(-(-num_groups // THREADS)):
+        if step * THREADS + tx < num_groups:
+            counts[chunk, step * THREADS + tx] = histogram[step * THREADS + tx]
+
+
+@T.macro
+def sum_chunks(counts, chunks, chunk, num_groups, total, earlier):
+    """Add the counts of all chunks to `total`, of those before `chunk` to `earlier` (or None).
+
+    Both are shared and zero before. Threads beyond the groups take part of the chunks.
+    """
+    tx = T.get_thread_binding()
+    parts = max(1, THREADS // num_groups)
+    of_all = T.alloc_var(T.int32)
+    of_earlier = T.alloc_var(T.int32)
+    value = T.alloc_var(T.int32)
+    for step in T.unroll(-(-num_groups // THREADS)):
+        group = tx % num_groups if parts > 1 else step * THREADS + tx
+        part = tx // num_groups if parts > 1 else 0
+        if group < num_groups and part < parts:
+            of_all = 0
+            of_earlier = 0
+            for j in T.unroll(-(-chunks // parts), unroll_factor=8):
+                if j * parts + part < chunks:
+                    value = counts[j * parts + part, group]
+                    of_all = of_all + value
+                    if j * parts + part < chunk:
+                        of_earlier = of_earlier + value
+            T.atomic_add(total[group], of_all)
+            if earlier is not None:
+                T.atomic_add(earlier[group], of_earlier)
 
 
 class Plan(NamedTuple):
     num_groups: int
-    blocks: int
+    chunks: int
+    as_fraction: bool
 
 
-def plan(num_groups: int, blocks: int, device: Device) -> Plan:
-    return Plan(num_groups, blocks)
+def plan(num_groups: int, num_indices: int, as_fraction: bool, device: Device) -> Plan:
+    return Plan(num_groups, num_chunks(num_indices, device), as_fraction)
 
 
 def access_bits(*_: int) -> tuple[tuple[int, int], int]:
     return (32, 64), 32  # indices are read one by one, as neighbours fill whole sectors
 
 
-@T.macro
-def block_histogram(indices, partial, block, num_groups, blocks, count):
-    """Count the indices of one block into its row of `partial`."""
-    tx = T.get_thread_binding()
-    histogram = T.alloc_shared((num_groups,), T.int32)
-    for step in T.serial(T.ceildiv(num_groups, COUNT_THREADS)):
-        if step * COUNT_THREADS + tx < num_groups:
-            histogram[step * COUNT_THREADS + tx] = 0
-    T.sync_threads()
-    for step in T.serial(T.ceildiv(count, blocks * COUNT_THREADS)):
-        i = (step * blocks + block) * COUNT_THREADS + tx
-        if i < count:
-            group = T.alloc_var(T.int64, init=indices[i])
-            if group >= 0 and group < num_groups:
-                T.atomic_add(histogram[group], 1)
-    T.sync_threads()
-    for step in T.serial(T.ceildiv(num_groups, COUNT_THREADS)):
-        if step * COUNT_THREADS + tx < num_groups:
-            partial[block, step * COUNT_THREADS + tx] = histogram[step * COUNT_THREADS + tx]
-
-
-@T.macro
-def sum_of_blocks(partial, group, blocks, total):
-    """`total[0]` = the count of one group over all blocks."""
-    total[0] = 0
-    for b in T.unroll(blocks):
-        total[0] = total[0] + partial[b, group]
-
-
-@kernel(plan=plan, access_bits=access_bits)
-def group_count(num_groups: int, blocks: int) -> Any:
-    """Counts as they are."""
-    count = T.dynamic("count")
+@kernel(
+    plan=plan,
+    access_bits=access_bits,
+    pass_configs={"tl.disable_thread_storage_sync": True},  # all barriers are written out
+)
+def group_count(num_groups: int, chunks: int, as_fraction: bool) -> Any:
+    """Counts as they are, or times the number of groups over `slots`."""
+    count, num_tickets = T.dynamic("count num_tickets")
+    result_dtype = T.float32 if as_fraction else T.int32
 
     @T.prim_func
     def counted(
         indices: T.Tensor[(count,), T.int64],
-        partial: T.Tensor[(blocks, num_groups), T.int32],
-        counts: T.Tensor[(num_groups,), T.int32],
-    ):
-        with T.Kernel(blocks, threads=COUNT_THREADS) as block:
-            block_histogram(indices, partial, block, num_groups, blocks, count)
-        with T.Kernel(T.ceildiv(num_groups, SUM_THREADS), threads=SUM_THREADS) as block:
-            group = block * SUM_THREADS + T.get_thread_binding()
-            total = T.alloc_local((1,), T.int32)
-            if group < num_groups:
-                sum_of_blocks(partial, group, blocks, total)
-                counts[group] = total[0]
-
-    return counted
-
-
-@kernel(plan=plan, access_bits=access_bits)
-def aux_fi(num_experts: int, blocks: int) -> Any:
-    """Counts times the number of experts over `slots`, the tokens times their choices."""
-    count = T.dynamic("count")
-
-    @T.prim_func
-    def fraction_of(
-        indices: T.Tensor[(count,), T.int64],
-        partial: T.Tensor[(blocks, num_experts), T.int32],
-        fraction: T.Tensor[(num_experts,), T.float32],
+        counts: T.Tensor[(MOST_CHUNKS, num_groups), T.int32],
+        result: T.Tensor[(num_groups,), result_dtype],
+        tickets: T.Tensor[(num_tickets,), T.int32],
+        ticket: T.int32,
         slots: T.float32,
     ):
-        with T.Kernel(blocks, threads=COUNT_THREADS) as block:
-            block_histogram(indices, partial, block, num_experts, blocks, count)
-        with T.Kernel(T.ceildiv(num_experts, SUM_THREADS), threads=SUM_THREADS) as block:
-            expert = block * SUM_THREADS + T.get_thread_binding()
-            total = T.alloc_local((1,), T.int32)
-            if expert < num_experts:
-                sum_of_blocks(partial, expert, blocks, total)
-                scaled = T.ieee_mul(T.cast(total[0], T.float32), T.float32(num_experts))
-                fraction[expert] = T.ieee_fdiv(scaled, slots)
+        with T.Kernel(chunks, threads=THREADS) as chunk:
+            tx = T.get_thread_binding()
+            total = T.alloc_shared((num_groups,), T.int32)
+            length = T.ceildiv(count, chunks)
+            for step in T.unroll(-(-num_groups // THREADS)):
+                if step * THREADS + tx < num_groups:
+                    total[step * THREADS + tx] = 0
+            count_chunk(
+                indices, chunk * length, (chunk + 1) * length, count, num_groups, counts, chunk
+            )
+            if is_last_block(tickets, ticket, chunks):
+                sum_chunks(counts, chunks, 0, num_groups, total, None)
+                T.sync_threads()
+                for step in T.unroll(-(-num_groups // THREADS)):
+                    group = step * THREADS + tx
+                    if group < num_groups:
+                        if as_fraction:
+                            scaled = T.ieee_mul(
+                                T.cast(total[group], T.float32), T.float32(num_groups)
+                            )
+                            result[group] = T.ieee_fdiv(scaled, slots)
+                        else:
+                            result[group] = total[group]
 
-    return fraction_of
+    return counted

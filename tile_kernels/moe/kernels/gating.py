@@ -7,12 +7,12 @@ from tilelang import language as T
 from tile_kernels.moe.kernels.common import (
     LANES,
     LOWEST_KEY,
-    first_lane,
     load_keys,
+    merge_lists,
     order_key,
     row_vector,
-    score_of_key,
-    warp_max,
+    sum_key,
+    top2_of_lanes,
     warp_topk,
 )
 from tile_kernels.runtime.device import Device
@@ -98,10 +98,7 @@ def topk_gate_wide(num_experts: int, num_topk: int, vector: int) -> Any:
             won = T.alloc_local((2,), T.int32)
             list_keys = T.alloc_shared((warps, num_topk), T.int32)
             list_experts = T.alloc_shared((warps, num_topk), T.int32)
-            taken = T.alloc_var(T.int32, init=0)
-            head = T.alloc_var(T.int32, init=LOWEST_KEY)
-            best = T.alloc_var(T.int32)
-            owner = T.alloc_var(T.int32)
+            chosen = T.alloc_shared((num_topk,), T.int32)
             load(scores, token, warp * per_warp + lane * WIDE_PER_LANE, keys)
             topk(lane, keys, won)
             if lane < num_topk:
@@ -109,17 +106,10 @@ def topk_gate_wide(num_experts: int, num_topk: int, vector: int) -> Any:
                 list_experts[warp, lane] = warp * per_warp + won[1]
             T.sync_threads()
             if warp == 0:
-                if lane < warps:
-                    head = list_keys[lane, 0]
-                for p in T.serial(num_topk):
-                    best = warp_max(head)
-                    owner = first_lane(T.cast(T.ballot(head == best), T.int32))
-                    if lane == owner:
-                        topk_idx[token, p] = T.cast(list_experts[lane, taken], T.int64)
-                        taken = taken + 1
-                        head = LOWEST_KEY
-                        if taken < num_topk:
-                            head = list_keys[lane, taken]
+                merge_lists(lane, warps, num_topk, list_keys, list_experts, chosen)
+                T.sync_warp()
+                if lane < num_topk:
+                    topk_idx[token, lane] = T.cast(chosen[lane], T.int64)
 
     return topk_gate
 
@@ -250,15 +240,13 @@ def topk_group(
             score = T.alloc_local((vector,), T.float32)
             keys = T.alloc_local((groups_per_lane,), T.int32)
             won = T.alloc_local((2,), T.int32)
-            first = T.alloc_var(T.int32)
-            second = T.alloc_var(T.int32)
+            best = T.alloc_local((2,), T.int32)
             key = T.alloc_var(T.int32)
-            other = T.alloc_var(T.int32)
             if token < num_tokens:  # the same for the whole warp
                 for g in T.unroll(groups_per_lane):
                     group = lane // lanes * groups_per_lane + g
-                    first = LOWEST_KEY
-                    second = LOWEST_KEY
+                    best[0] = LOWEST_KEY
+                    best[1] = LOWEST_KEY
                     if group < num_groups:
                         for step in T.unroll(steps) if steps <= 8 else T.serial(steps):
                             expert = (step * lanes + lane % lanes) * vector
@@ -267,21 +255,15 @@ def topk_group(
                                     score[v] = scores[token, group, expert + v]
                                 for v in T.unroll(vector):
                                     key = order_key(score[v])
-                                    second = T.max(second, T.min(first, key))
-                                    first = T.max(first, key)
-                    for d in T.unroll(lanes.bit_length() - 1):
-                        other = T.shfl_xor(first, T.shift_left(1, d))
-                        second = T.max(second, T.shfl_xor(second, T.shift_left(1, d)))
-                        second = T.max(second, T.min(first, other))
-                        first = T.max(first, other)
+                                    best[1] = T.max(best[1], T.min(best[0], key))
+                                    best[0] = T.max(best[0], key)
+                    top2_of_lanes(lanes, best)
                     keys[g] = LOWEST_KEY
                     if group < num_groups and lane % lanes == 0:
                         if num_topk_sum == 1:
-                            keys[g] = first
+                            keys[g] = best[0]
                         else:
-                            keys[g] = order_key(
-                                T.ieee_add(score_of_key(first), score_of_key(second))
-                            )
+                            keys[g] = sum_key(best)
                 topk(lane, keys, won)
                 if lane < num_topk_groups:
                     topk_group_idx[token, lane] = T.cast(

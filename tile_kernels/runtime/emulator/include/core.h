@@ -110,6 +110,7 @@ unsigned live_lanes();
 // ---- memory ------------------------------------------------------------------------------------------------------
 enum Access { READ, WRITE, ATOMIC, ATOMIC_READ };
 void access(const void *p, size_t bytes, Access kind);
+void global_only(const void *p, size_t bytes, const char *what);   // an instruction without a form for shared memory
 // A vector access needs its full alignment, although g++ may split it into narrower ones that do not.
 void require_aligned(const void *p, size_t bytes, Access kind);
 char *shared_buf(const char *name, size_t bytes, int elem_bits, size_t align);

@@ -38,6 +38,7 @@ static void shadow_split(Shadow &s, uint32_t shift) {
         d.readers = uint32_t(readers.size() - 1);
       }
     }
+    for (size_t i = s.lo, end = std::min(s.hi, s.lo << k); i < end; ++i) s.cells[i] = Cell{};   // now of other bytes
     s.lo <<= k; s.hi <<= k;
   }
   s.shift = shift;
@@ -238,6 +239,11 @@ static void check(const void *ptr, size_t n, Access kind) {
   fail("out of bounds", "out of bounds: %zu-byte %s %s; it has %zu bytes", n, kVerb[kind], place(near, p), near->size);
 }
 void access(const void *p, size_t n, Access kind) { if (L->check) check(p, n, kind); }
+void global_only(const void *q, size_t n, const char *what) {
+  char *p = static_cast<char *>(const_cast<void *>(q));
+  if (Region *r = L->check ? find_shared(cur->blk, p, n) : nullptr)
+    fail("address space", "%s of shared memory (%s): it is an instruction for global memory", what, place(r, p));
+}
 
 // Copies in flight: their target may not be touched, their source may not be written.
 static void mark_pending(const void *ptr, size_t n, uint8_t kind, bool on) {

@@ -20,7 +20,12 @@ template <class T> void debug_print_buffer_value(const char *m, const char *b, i
   template <class T, class V> T N##Ret(T *p, V x, int order = 0) { T v = T(x); return emu::rmw(p, [=](T o) { return T(EXPR); }, order); } \
   template <class T, class V> void N(T *p, V x, int order = 0) { N##Ret(p, x, order); }
 EMU_ATOMIC(AtomicAdd, o + v) EMU_ATOMIC(AtomicMax, o < v ? v : o) EMU_ATOMIC(AtomicMin, v < o ? v : o)
-EMU_ATOMIC(AtomicAnd, o & v) EMU_ATOMIC(AtomicOr, o | v) EMU_ATOMIC(AtomicXor, o ^ v)
+EMU_ATOMIC(AtomicAnd, o & v) EMU_ATOMIC(AtomicXor, o ^ v)
+template <class T, class V> void AtomicOr(T *p, V x, int order = 0) {   // red.global in TileLang's templates
+  emu::global_only(p, sizeof(T), "AtomicOr");
+  T v = T(x);
+  emu::rmw(p, [=](T o) { return T(o | v); }, order);
+}
 template <class T, class V> void AtomicStore(T *p, V x, int order = 0) { T v = T(x); emu::rmw(p, [=](T) { return v; }, order); }
 template <class T> EMU_RT T AtomicLoad(T *p, int order = 0) {
   emu::yield();                                        // lets the thread this one may be waiting for go on

@@ -1,0 +1,73 @@
+"""Counters by which the last block of a launch knows that it is the last.
+
+A counter is zero before a launch and zero again after it, so it can serve the next one. Launches
+that may run at the same time need different counters:
+
+- calls on one stream run one after the other and share a counter;
+- a launch recorded in a CUDA graph keeps its counter for good, since the graph may run anywhere, at
+  any time (but never beside itself).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import torch
+from torch import Tensor
+
+from tile_kernels.runtime.launch import is_recording
+
+_MOST = 1 << 16
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)  # noqa: ARG005
+
+
+class _Pool:
+    """The counters of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.counters = torch.zeros(_MOST, dtype=torch.int32, device=device)
+        self.of_stream: dict[int, int] = {}
+        self.unused = itertools.count()  # `next` of a C iterator: safe among threads
+
+    def new(self) -> int:
+        ticket = next(self.unused)
+        if ticket >= _MOST:
+            raise RuntimeError(
+                f"{_MOST} streams and recorded launches have a counter already: record fewer calls "
+                "of group_count and aux_fi in CUDA graphs"
+            )
+        return ticket
+
+
+_pools: dict[int, _Pool] = {}
+_lock = threading.Lock()
+
+
+def take(device: torch.device) -> tuple[Tensor, int]:
+    """A counter for one launch on `device`: the tensor that holds it, and its place in there."""
+    if is_recording() or device.type == "cpu":  # emulated: over before the call returns
+        return torch.zeros(1, dtype=torch.int32, device=device), 0
+    index = device.index
+    pool = _pools.get(index) or _pool(device)
+    if torch.cuda.is_current_stream_capturing():
+        return pool.counters, pool.new()
+    stream = _current_stream(index)
+    ticket = pool.of_stream.get(stream)
+    if ticket is None:
+        with _lock:
+            ticket = pool.of_stream.setdefault(stream, pool.new())
+    return pool.counters, ticket
+
+
+def _pool(device: torch.device) -> _Pool:
+    with _lock:
+        if device.index not in _pools:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "call the operator once before recording it in a CUDA graph (the usual "
+                    "warm-up): its first call sets up counters that are not part of the graph"
+                )
+            _pools[device.index] = _Pool(device)
+            torch.cuda.synchronize(device)  # once: the zeros are there for every stream
+        return _pools[device.index]

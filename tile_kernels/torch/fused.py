@@ -1,0 +1,133 @@
+"""Oracles of the fused layout: tokens expanded to one row per chosen expert, and reduced again."""
+
+from __future__ import annotations
+
+import torch
+
+from tile_kernels.torch.formats import encode_e4m3
+
+
+def expand_to_fused(
+    x: torch.Tensor, token_topk_to_pos: torch.Tensor, pos_to_expert: torch.Tensor
+) -> torch.Tensor:
+    """Row `token_topk_to_pos[t, k]` of the result is `x[t]`; rows that no slot names are zero.
+
+    `x` is `[num_tokens, hidden]`; the result has a row for each element of `pos_to_expert`. Slots
+    outside of it name nothing.
+
+    >>> expand_to_fused(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[2], [0]]), torch.zeros(3))
+    tensor([[3, 4],
+            [0, 0],
+            [1, 2]])
+    """
+    num_positions = pos_to_expert.shape[0]
+    named = (token_topk_to_pos >= 0) & (token_topk_to_pos < num_positions)
+    tokens = named.nonzero()[:, 0]
+    out = x.new_zeros((num_positions, x.shape[1]))
+    out[token_topk_to_pos[named].long()] = x[tokens]
+    return out
+
+
+def expand_to_fused_with_sf(
+    x: tuple[torch.Tensor, torch.Tensor],
+    num_per_channels: int,  # noqa: ARG001 - follows from the shapes
+    token_topk_to_pos: torch.Tensor,
+    pos_to_expert: torch.Tensor,
+    use_tma_aligned_col_major_sf: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`expand_to_fused` of data and of its scales `[num_tokens, num_scales]`.
+
+    With `use_tma_aligned_col_major_sf` the scales are the transpose of a matrix whose rows have
+    room for a multiple of 4 positions; that room is zero.
+
+    >>> x = torch.ones(1, 2), torch.tensor([[0.5]])
+    >>> data, sf = expand_to_fused_with_sf(x, 2, torch.tensor([[2]]), torch.zeros(3), True)
+    >>> sf.tolist(), sf.stride()
+    ([[0.0], [0.0], [0.5]], (1, 4))
+    """
+    data, sf = x
+    out = expand_to_fused(data, token_topk_to_pos, pos_to_expert)
+    out_sf = expand_to_fused(sf, token_topk_to_pos, pos_to_expert)
+    if use_tma_aligned_col_major_sf:
+        num_positions, num_scales = out_sf.shape
+        columns = sf.new_zeros((num_scales, (num_positions + 3) // 4 * 4))
+        out_sf = columns.T[:num_positions].copy_(out_sf)
+    return out, out_sf
+
+
+def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """`a * b + c` of float32 tensors with a single rounding, on any device.
+
+    The product of two float32 is exact in float64: 24 + 24 significant bits are at most 53, and
+    the exponents (-298..255) are far inside the range. The sum with `c` is then rounded *to odd*:
+    if it is not exact, to that neighbour whose last bit is set. Every float32, and every midpoint
+    between two of them, has at most 25 significant bits, so as a float64 its last bit is clear.
+    Hence an inexact sum stays strictly on its side of all of these, and rounding it to float32
+    gives what rounding the exact sum gives: in the normal range, below it, and at the overflow.
+
+    `sum + error` is the exact sum (Knuth's TwoSum; nothing overflows or underflows in float64).
+    The sum is the neighbour nearest to it; if its last bit is clear, the other neighbour, one step
+    in the direction of the error, is the odd one. Zeros, infinities and NaN have no error to heed.
+
+    >>> a, b = torch.tensor(2.0**-24 + 2.0**-47), torch.tensor(1 - 2.0**-23)
+    >>> c = torch.tensor(1 + 2.0**-23)  # a * b is 2**-70 short of half a step of c
+    >>> bool(fused_multiply_add(a, b, c) == c), bool((a.double() * b + c).float() == c)
+    (True, False)
+    """
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    of_c = total - product
+    error = (product - (total - of_c)) + (c - of_c)
+    bits = total.view(torch.int64)
+    step = torch.where((error > 0) == (total > 0), 1, -1)  # larger bits: larger magnitude
+    inexact = (error != 0) & total.isfinite()
+    odd = torch.where(inexact & (bits & 1 == 0), bits + step, bits)
+    return odd.view(torch.float64).float()
+
+
+# What arithmetic on the devices returns for NaN.
+_NAN_BITS = {
+    torch.float32: (torch.int32, 0x7FFFFFFF),
+    torch.bfloat16: (torch.int16, 0x7FFF),
+    torch.float16: (torch.int16, 0x7FFF),
+}
+
+
+def reduce_fused(
+    x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    topk_weights: torch.Tensor | None,
+    token_topk_to_pos: torch.Tensor,
+    fp8_format: str = "",
+    sf: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The sum over the slots of each token of `x[position] * scale`, `[num_tokens, hidden]`.
+
+    The scale is the slot's weight times the position's scale (the second of a tuple `x`), where
+    given. The sum starts at +0.0 and takes the slots in order, each with a fused multiply-add in
+    float32; the result is multiplied by `sf` and rounded once. Slots outside of `x` are skipped.
+    A NaN is the one that the hardware's arithmetic returns.
+
+    >>> rows = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
+    >>> slots = torch.tensor([[1, 0], [0, -1]])
+    >>> reduce_fused(rows, torch.tensor([[0.5, 2.0], [3.0, 9.0]]), slots).tolist()
+    [[7.0, 14.0], [3.0, 6.0]]
+    """
+    rows, x_sf = x if isinstance(x, tuple) else (x, None)
+    num_tokens, num_topk = token_topk_to_pos.shape
+    total = rows.new_zeros((num_tokens, rows.shape[1]), dtype=torch.float32)
+    for k in range(num_topk):
+        position = token_topk_to_pos[:, k].long()
+        token = ((position >= 0) & (position < rows.shape[0])).nonzero()[:, 0]
+        position = position[token]
+        scale = total.new_ones(token.shape) if topk_weights is None else topk_weights[token, k]
+        if x_sf is not None:
+            scale = scale * x_sf[position]
+        total[token] = fused_multiply_add(rows[position].float(), scale[:, None], total[token])
+    if sf is not None:
+        total = total * sf
+    dtype = out_dtype or (torch.float8_e4m3fn if fp8_format == "e4m3" else rows.dtype)
+    if dtype == torch.float8_e4m3fn:
+        return encode_e4m3(total)
+    integer, nan = _NAN_BITS[dtype]
+    return total.to(dtype).view(integer).masked_fill(total.isnan(), nan).view(dtype)

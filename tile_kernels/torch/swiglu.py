@@ -1,0 +1,219 @@
+"""Oracles of SwiGLU and its gradient.
+
+A row `x` of width `2 H` holds the gate, its left half `l`, and the value, its right half `r`. With
+a clamp value `c` first `l = min(l, c)` and `r = min(max(r, -c), c)`, where NaN stays NaN. Then
+
+    act = (l / (1 + exp(-l))) * r        out = act * w
+
+with a weight `w` for each row, in float32 and in exactly this association.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tile_kernels.torch.cast import dequantize
+from tile_kernels.torch.gather import gather_or_zero
+from tile_kernels.torch.scales import QuantTensor
+
+
+def swiglu_forward(
+    x: torch.Tensor,
+    pos_to_token_topk: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    swiglu_clamp_value: float | None = None,
+    clamped_count: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """SwiGLU of each row, times the weight of its token and expert if there are weights.
+
+    | argument | shape | dtype |
+    |---|---|---|
+    | `x` | `[E, 2 * H]` | bfloat16, float32 |
+    | `pos_to_token_topk`, optional | `[E]`: `n * K + k`, negative for weight 0 | int32, int64 |
+    | `topk_weights`, with the index | `[N, K]` | float32 |
+    | `clamped_count`, optional | `[3]` | int64 |
+    | returns | `[E, H]` | float32 (float64 for float64 `x`) |
+
+    With a clamp value `c`, the numbers of `l > c`, `r > c` and `r < -c` are added to
+    `clamped_count` in place. Weights without an index are ignored.
+
+    >>> count = torch.zeros(3, dtype=torch.int64)
+    >>> swiglu_forward(torch.tensor([[1.0, -2.0, 12.0, 3.0]]), None, None, 10.0, count)
+    tensor([[ 7.3106, -0.7152]])
+    >>> count.tolist()
+    [0, 1, 0]
+    """
+    left, right = split_halves(x if x.dtype == torch.float64 else x.float())
+    if swiglu_clamp_value is not None:
+        if clamped_count is not None:
+            clamped_count += count_clamped(left, right, swiglu_clamp_value)
+        left, right = clamp_halves(left, right, swiglu_clamp_value)
+    act, _ = activate(left, right)
+    if pos_to_token_topk is None:
+        return act
+    if topk_weights is None:
+        raise ValueError("pos_to_token_topk is an index into topk_weights, which is None")
+    return act * weights_of_rows(topk_weights, pos_to_token_topk)
+
+
+def swiglu_backward(
+    x: QuantTensor,
+    grad_out: torch.Tensor,
+    weight: torch.Tensor,
+    pos_to_token_topk: torch.Tensor,
+    token_topk_to_pos: torch.Tensor,
+    num_per_channels: int,
+    swiglu_clamp_value: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The weighted SwiGLU of a quantised `x` again, and the gradients of `x` and of the weights.
+
+    | argument | shape | dtype |
+    |---|---|---|
+    | `x`, in blocks of `(1, num_per_channels)` | `([E, 2 * H], sf)` | e4m3, float32 or int32 |
+    | `grad_out` | `[E, H]` | bfloat16, float32 |
+    | `weight` | `[N, K]` | float32 |
+    | `pos_to_token_topk` | `[E]`: `n * K + k`, negative for padding | int32, int64 |
+    | `token_topk_to_pos` | `[N, K]`: the inverse, -1 for none | int32, int64 |
+    | returns `out` | `[E, H]` | float32 |
+    | returns `x_grad` | `[E, 2 * H]` | float32 |
+    | returns `weight_grad` | `[N, K]`, zero where no row belongs to the weight | `weight`'s |
+
+    Leading dimensions of `x` and `grad_out` may be more than one. A padding row is computed like
+    any other with weight 0, so its results are zeros with the signs the formulas give.
+    `weight_grad` sums its float32 products in float64. `x_grad` is that of `swiglu_gradients`.
+
+    >>> x = torch.tensor([[1.0, 3.0]]).to(torch.float8_e4m3fn), torch.ones(1, 1)
+    >>> index, inverse = torch.tensor([0]), torch.tensor([[0]])
+    >>> swiglu_backward(x, torch.ones(1, 1), torch.tensor([[2.0]]), index, inverse, 2)
+    (tensor([[4.3864]]), tensor([[5.5660, 1.4621]]), tensor([[2.1932]]))
+    """
+    if token_topk_to_pos.shape != weight.shape:
+        raise ValueError(
+            f"token_topk_to_pos must have the shape of weight, {tuple(weight.shape)}, got "
+            f"{tuple(token_topk_to_pos.shape)}"
+        )
+    data, sf = x
+    rows = data.flatten(0, -2), sf.flatten(0, -2)
+    left, right = split_halves(dequantize(rows, (1, num_per_channels)))
+    grad_out = grad_out.reshape(left.shape).float()
+    weight_of_row = weights_of_rows(weight, pos_to_token_topk)
+    act, grad_left, grad_right = swiglu_gradients(
+        left, right, grad_out, weight_of_row, swiglu_clamp_value
+    )
+
+    grad_of_row = (grad_out * act).sum(dim=1, dtype=torch.float64).to(weight.dtype)
+    mapped = pos_to_token_topk >= 0
+    weight_grad = weight.new_zeros(weight.numel())
+    weight_grad[pos_to_token_topk[mapped].long()] = grad_of_row[mapped]
+    x_grad = torch.cat((grad_left, grad_right), dim=1)
+    return act * weight_of_row, x_grad, weight_grad.view(weight.shape)
+
+
+def swiglu_gradients(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    grad_out: torch.Tensor,
+    weight_of_row: torch.Tensor,
+    swiglu_clamp_value: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The activation without weight, and the gradients of both halves: `[E, H]` each.
+
+    `left`, `right` and `grad_out` are `[E, H]`, `weight_of_row` is `[E, 1]`, all of one dtype,
+    float32 or float64. With `s = 1 / (1 + exp(-l))` and `q = (g * w) * s`
+
+        grad_left = (q * r) * fma(l, 1 - s, 1)        grad_right = q * l
+
+    and `+0` where the half was clamped.
+
+    >>> one = torch.ones(1, 1)
+    >>> swiglu_gradients(one, 3 * one, one, 2 * one, None)
+    (tensor([[2.1932]]), tensor([[5.5660]]), tensor([[1.4621]]))
+    """
+    left_clamped = right_clamped = torch.zeros_like(left, dtype=torch.bool)
+    if swiglu_clamp_value is not None:
+        left_clamped = left > swiglu_clamp_value
+        right_clamped = right.abs() > swiglu_clamp_value
+        left, right = clamp_halves(left, right, swiglu_clamp_value)
+    act, denominator = activate(left, right)
+    sigmoid = torch.ones_like(denominator) / denominator
+    shared = grad_out * weight_of_row * sigmoid
+    grad_left = shared * right * fused_multiply_add(left, 1 - sigmoid, 1.0)
+    grad_right = shared * left
+    return act, grad_left.masked_fill(left_clamped, 0.0), grad_right.masked_fill(right_clamped, 0.0)
+
+
+def split_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[E, 2 * H]` to the gate and the value, `[E, H]` each.
+
+    >>> split_halves(torch.tensor([[1, 2, 3, 4]]))
+    (tensor([[1, 2]]), tensor([[3, 4]]))
+    """
+    if x.shape[1] % 2 != 0:
+        raise ValueError(f"x must be two halves wide, got {tuple(x.shape)}")
+    hidden = x.shape[1] // 2
+    return x[:, :hidden], x[:, hidden:]
+
+
+def clamp_halves(
+    left: torch.Tensor, right: torch.Tensor, clamp_value: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gate bounded above, the value on both sides.
+
+    >>> clamp_halves(torch.tensor([-9.0, 9.0]), torch.tensor([-9.0, 9.0]), 5.0)
+    (tensor([-9.,  5.]), tensor([-5.,  5.]))
+    """
+    return left.clamp(max=clamp_value), right.clamp(-clamp_value, clamp_value)
+
+
+def count_clamped(left: torch.Tensor, right: torch.Tensor, clamp_value: float) -> torch.Tensor:
+    """How many elements `clamp_halves` changes: int64 `[3]` of `l > c`, `r > c`, `r < -c`.
+
+    >>> count_clamped(torch.tensor([-9.0, 9.0]), torch.tensor([-9.0, 5.0]), 5.0)
+    tensor([1, 0, 1])
+    """
+    clamped = left > clamp_value, right > clamp_value, right < -clamp_value
+    return torch.stack([which.sum() for which in clamped])
+
+
+def activate(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(l / d) * r` with `d = 1 + exp(-l)`, and `d`.
+
+    >>> activate(torch.tensor([0.0, 1.0]), torch.tensor([5.0, 3.0]))
+    (tensor([0.0000, 2.1932]), tensor([2.0000, 1.3679]))
+    """
+    denominator = 1 + torch.exp(-left)
+    return left / denominator * right, denominator
+
+
+def weights_of_rows(weights: torch.Tensor, pos_to_token_topk: torch.Tensor) -> torch.Tensor:
+    """The weight of each row, `[E, 1]`: `weights.flatten()[pos]`, 0 where the index is negative.
+
+    >>> weights_of_rows(torch.tensor([[0.5, 2.0]]), torch.tensor([1, -1])).tolist()
+    [[2.0], [0.0]]
+    """
+    return gather_or_zero(weights.flatten(), pos_to_token_topk)[:, None]
+
+
+def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: float) -> torch.Tensor:
+    """`a * b + c` of float32 tensors with one rounding, as one instruction does it on a GPU.
+
+    float64 tensors, for which PyTorch has no wider format, are rounded twice.
+
+    >>> a, b = torch.tensor([1.0 + 2**-23]), torch.tensor([1.0 - 2**-23])
+    >>> (a * b - 1).item(), fused_multiply_add(a, b, -1.0).item() == -(2.0**-46)
+    (0.0, True)
+    """
+    if a.dtype == torch.float64:
+        return a * b + c
+    # Products of float32 are exact in float64. Their sum with c is not, and rounding it again to
+    # float32 could be wrong at a tie. So the sum is "rounded to odd": if it was inexact, the one of
+    # its two float64 neighbours with an odd mantissa stands for it, which is never such a tie.
+    product = a.double() * b.double()
+    total = product + c
+    addend = total - product
+    error = (product - (total - addend)) + (c - addend)
+    inexact = (error != 0) & total.isfinite()
+    even = total.view(torch.int64) & 1 == 0
+    beyond = torch.where(error > 0, torch.inf, -torch.inf).to(total)
+    total = torch.where(inexact & even, torch.nextafter(total, beyond), total)
+    return total.float()
