@@ -133,9 +133,12 @@ WRITING = [op for op in OPS if op.outputs]
 each_writing_op = pytest.mark.parametrize("op", WRITING, ids=lambda op: op.name)
 
 
-def buffers_like(op: Op, results: Any) -> Arguments:
-    results = results if isinstance(results, tuple) else (results,)
-    return dict(zip(op.outputs, (torch.full_like(copies(r), 1) for r in results)))
+def results_of(op: Op, arguments: Arguments) -> tuple[torch.Tensor, ...]:
+    """Results as buffers, full of ones: their own memory, padding included."""
+    results = tuple(tensors_in(op.function(**arguments)))
+    for result in results:
+        (result.view(torch.uint8) if result.itemsize == 1 else result).fill_(1)
+    return results
 
 
 @each_ground
@@ -146,10 +149,10 @@ def test_results_into_buffers(op: Op, ground: tuple[str, str]) -> None:
         arguments = sample.build(device)
         with tile_kernels.backend(backend):
             expected = op.function(**arguments)
-            buffers = buffers_like(op, expected)
-            written = op.function(**arguments, **buffers)
+            buffers = results_of(op, arguments)
+            written = op.function(**arguments, **op.buffers(*buffers))
             assert_equal_results(written, expected)
-        for one, other in zip(tensors_in(written), buffers.values()):
+        for one, other in zip(tensors_in(written), buffers):
             assert one is other
 
 
@@ -157,26 +160,28 @@ def test_results_into_buffers(op: Op, ground: tuple[str, str]) -> None:
 @each_writing_op
 def test_buffers_that_do_not_fit_are_refused(op: Op, backend: str) -> None:
     arguments = op.cases.ordinary().build("cpu")
-    good = buffers_like(op, op.function(**arguments))
-    for name, value in good.items():
+    good = results_of(op, arguments)
+    for i, name in enumerate(op.outputs):
         for wrong in (
-            value.to(torch.complex64),
-            value[None],
-            value[:-1],
-            value[..., None][..., 0].repeat(2, 2)[::2, ::2],
+            good[i].to(torch.complex64),
+            good[i][None],
+            good[i][:-1],
+            good[i][..., None][..., 0].repeat(2, 2)[::2, ::2],
         ):
+            given = op.buffers(*good[:i], wrong, *good[i + 1 :])
             with (
                 tile_kernels.backend(backend),
                 pytest.raises((TypeError, ValueError), match=f"^{op.short_name}: .*{name}"),
             ):
-                op.function(**arguments, **{**good, name: wrong})
+                op.function(**arguments, **given)
 
 
 @each_writing_op
 def test_buffers_on_meta(op: Op) -> None:
     arguments = moved(op.cases.ordinary().build("cpu"), "meta")
-    buffers = buffers_like(op, op.function(**arguments))
-    for one, other in zip(tensors_in(op.function(**arguments, **buffers)), buffers.values()):
+    buffers = results_of(op, arguments)
+    written = op.function(**arguments, **op.buffers(*buffers))
+    for one, other in zip(tensors_in(written), buffers):
         assert one is other
 
 
@@ -184,11 +189,11 @@ def test_buffers_on_meta(op: Op) -> None:
 def test_buffers_under_compile(op: Op) -> None:
     arguments = op.cases.ordinary().build("cpu")
     expected = op.function(**arguments)
-    buffers = buffers_like(op, expected)
+    buffers = results_of(op, arguments)
     torch._dynamo.reset()
     compiled = torch.compile(op.function, fullgraph=True, backend="aot_eager")
-    assert_equal_results(compiled(**arguments, **buffers), expected)
-    assert_equal_results(tuple(buffers.values()), tuple(tensors_in(expected)))
+    assert_equal_results(compiled(**arguments, **op.buffers(*buffers)), expected)
+    assert_equal_results(buffers, tuple(tensors_in(expected)))
 
 
 # ---- bad arguments ------------------------------------------------------------------------------
@@ -314,7 +319,8 @@ def test_opcheck(op: Op, device: str) -> None:
         with CustomOpCalls() as asked:
             results = op.function(**arguments)
             if op.outputs and all(t.element_size() > 1 for t in tensors_in(results)):
-                op.function(**arguments, **buffers_like(op, results))  # opcheck cannot do float8
+                written = op.buffers(*results_of(op, arguments))
+                op.function(**arguments, **written)  # opcheck cannot do float8
         assert asked.calls
         for func, args, kwargs in asked.calls:
             torch.library.opcheck(func, args, kwargs)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tile_kernels import config, moe, testing, torch, transpose, utils
+    from tile_kernels import config, moe, quant, testing, torch, transpose, utils
     from tile_kernels.config import get_device_num_sms, get_num_sms, set_num_sms
     from tile_kernels.runtime.backends import backend, checked
     from tile_kernels.runtime.emulator import EmulationError, emulate
     from tile_kernels.runtime.logs import set_log_level
     from tile_kernels.runtime.warmup import warmup
 
-FAMILIES = ("moe", "transpose")
+FAMILIES = ("moe", "quant", "transpose")
 _SUBMODULES = (*FAMILIES, "config", "testing", "torch", "utils")
 _FUNCTIONS = {
     "EmulationError": "tile_kernels.runtime.emulator",
@@ -45,6 +45,7 @@ __all__ = [
     "get_device_num_sms",
     "get_num_sms",
     "moe",
+    "quant",
     "set_log_level",
     "set_num_sms",
     "testing",

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 import tile_kernels
 from tile_kernels import moe
 
-BACKENDS = [
+BACKENDS = [  # backend, device, number of examples
     pytest.param(("torch", "cpu", 60), id="torch"),
     pytest.param(("emulate", "cpu", 12), id="emulate"),
-    pytest.param(("tilelang", "cuda", 40), id="cuda", marks=pytest.mark.gpu),
+    pytest.param(("tilelang", "cuda", 60), id="cuda", marks=pytest.mark.gpu),
 ]
+# Experts, top-k and hidden size are compiled in: few combinations, so that compiling stays short.
+SIZES = [(1, 1, 7), (3, 2, 64), (8, 6, 1), (33, 4, 64)]
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,12 @@ class Problem:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    num_experts = draw(st.sampled_from([1, 3, 8, 33]))
+    num_experts, num_topk, hidden = draw(st.sampled_from(SIZES))
     return Problem(
         num_tokens=draw(st.sampled_from([0, 1, 2, 17, 64])),
         num_experts=num_experts,
-        num_topk=draw(st.integers(1, min(num_experts, 6))),
-        hidden=draw(st.sampled_from([1, 7, 64])),
+        num_topk=num_topk,
+        hidden=hidden,
         alignment=draw(st.sampled_from([1, 4, 16])),
         shape=draw(st.sampled_from(["random", "one expert", "masked", "half masked", "ties"])),
         seed=draw(st.integers(0, 1000)),

@@ -91,6 +91,12 @@ class Op:
         written = tuple(arguments.get(name) for name in self.mutates)
         return (result, *written) if self.mutates else result
 
+    def buffers(self, *values: Tensor) -> dict[str, Any]:
+        """Buffers for the results as arguments: by name, or several as one tuple `out`."""
+        if len(values) == 1 or self.outputs[-1] in self.signature.parameters:
+            return dict(zip(self.outputs, values))
+        return {"out": values}
+
     def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The arguments by name, defaults filled in."""
         bound = self.signature.bind(*args, **kwargs)
@@ -188,17 +194,15 @@ def face(
         def outer(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():
                 return public(*args, **kwargs)
-            if check is not None:
-                try:
-                    check(*args, **kwargs)
-                except (TypeError, ValueError) as error:
-                    _check_bound(declared.short_name, signature, args, kwargs)
-                    raise type(error)(f"{declared.short_name}: {error}") from None
             try:
+                if check is not None:
+                    check(*args, **kwargs)
                 return public(*args, **kwargs)
-            except TypeError:
+            except (TypeError, ValueError) as error:
                 _check_bound(declared.short_name, signature, args, kwargs)
-                raise
+                if str(error).startswith(f"{declared.short_name}: "):
+                    raise
+                raise type(error)(f"{declared.short_name}: {error}") from error
 
         _registry[declared.name] = replace(
             declared,

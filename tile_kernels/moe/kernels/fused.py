@@ -59,7 +59,7 @@ EXPAND_THREADS = 512  # about; also what makes finding the uncovered positions q
 # Blocks that fill what no slot names, a power of two: enough to write at the memory's speed, few
 # enough that each may read all slots. By the number of positions.
 FEW_FILLS, MOST_FILLS = 4, 32
-MANY_POSITIONS = 2048
+MANY_POSITIONS = 128
 MARKED = 8192  # positions that one block marks at a time
 SLOTS_IN_FLIGHT = 16  # per thread, while marking
 
@@ -316,7 +316,7 @@ def expand(
 # ---- reduce -------------------------------------------------------------------------------------
 
 REDUCE_THREADS = 256  # about
-SLOTS_AT_ONCE = 2  # rows of a token that are loaded before the first is added
+SLOTS_AT_ONCE = 1  # rows of a token that are loaded before the first is added
 
 
 class ReducePlan(NamedTuple):

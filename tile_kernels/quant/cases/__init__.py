@@ -1,0 +1,80 @@
+"""Argument sets of the quantising operators, for tests, benchmarks and warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tile_kernels.runtime.cases import Arguments
+from tile_kernels.torch.cast import cast
+
+_NAN, _INF = float("nan"), float("inf")
+Flags = dict[str, bool]
+ROW: Flags = {}
+ROUNDED: Flags = {"round_sf": True}
+COLUMN: Flags = {"use_tma_aligned_col_major_sf": True}
+PACKED: Flags = {"round_sf": True, "use_tma_aligned_col_major_sf": True, "use_packed_ue8m0": True}
+LAYOUTS = {"row": ROW, "rounded": ROUNDED, "column": COLUMN, "packed": PACKED}
+
+
+def changed(**changes: Any) -> Callable[[Arguments], Arguments]:
+    """An edit of good arguments, for `Reject`."""
+    return lambda arguments: {**arguments, **changes}
+
+
+def numbers(
+    rows: int, width: int, dtype: torch.dtype, device: torch.device, *, special: bool = False
+) -> torch.Tensor:
+    """Normal numbers over many magnitudes; special ones with NaN, infinities and zeros."""
+    x = torch.randn(rows, width, device=device)
+    x = x * torch.exp2(torch.randint(-20, 20, (rows, 1), device=device).float())
+    if special and rows:
+        values = torch.tensor([_NAN, -_NAN, _INF, -_INF, 0.0, -0.0, 3e38, 1e-40], device=device)
+        picks = torch.randint(len(values), (rows, width), device=device)
+        x = torch.where(torch.rand(rows, width, device=device) < 0.1, values[picks], x)
+        x[0] = _NAN
+        x[-1] = 0.0
+    return x.to(dtype)
+
+
+def strided(x: torch.Tensor, extra: int) -> torch.Tensor:
+    """The same numbers in rows that are `extra` elements apart."""
+    wide = torch.zeros(x.shape[0], x.shape[1] + extra, dtype=x.dtype, device=x.device)
+    wide[:, : x.shape[1]] = x
+    return wide[:, : x.shape[1]]
+
+
+def misaligned(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, one element into their storage."""
+    flat = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)
+    flat[1:] = x.reshape(-1)
+    return flat[1:].view(x.shape)
+
+
+def quantised(
+    rows: int,
+    width: int,
+    fmt: str,
+    block: tuple[int, int],
+    device: torch.device,
+    flags: Flags,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A quantised tensor by the oracle."""
+    return cast(numbers(rows, width, torch.float32, device), fmt, block, None, None, **flags)
+
+
+def hexed(text: str, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor from bytes in hexadecimal, rows separated by slashes."""
+    rows = [list(bytes.fromhex(row)) for row in text.split("/")]
+    return torch.tensor(rows, dtype=torch.uint8).view(dtype)
+
+
+def words(*rows: list[int]) -> torch.Tensor:
+    """float32 from their bits."""
+    return (
+        torch.tensor([list(row) for row in rows], dtype=torch.int64)
+        .to(torch.int32)
+        .view(torch.float32)
+    )

@@ -1,0 +1,279 @@
+"""Device macros of the casts: formats, scales and their layouts, vectors of a row.
+
+The mirror of `tile_kernels.torch.formats` and `.scales`, which define every bit. A cast reads as
+load -> amax -> scale -> encode -> store; each step is a macro here.
+
+Sources and formats go by name: `bfloat16` and `float32` are plain, `e4m3` and `e2m1` come with
+scales. Elements are counted unpacked; `BITS` says what one takes in memory.
+"""
+
+import math
+from typing import Any
+
+from tilelang import language as T
+
+BITS = {"bfloat16": 16, "float32": 32, "e4m3": 8, "e2m1": 4, "e5m6": 12}
+MAX = {"e4m3": 448.0, "e2m1": 6.0, "e5m6": 65024.0}
+CLAMP_MIN = {"e4m3": 1e-4, "e2m1": 6.0 * 2.0**-126, "e5m6": 1e-4}
+LARGEST_FLOAT = 3.4028234663852886e38
+ACCESS_BITS = 128
+LANES = 32
+
+# How scales lie in memory: rows of float32, columns of float32, columns of four packed exponents.
+ROW, COLUMN, PACKED = "row", "column", "packed"
+
+
+def storage(name: str) -> tuple[str, int]:
+    """The dtype of the buffer that holds such values, and its bits."""
+    return {
+        "bfloat16": ("bfloat16", 16),
+        "float32": ("float32", 32),
+        "e4m3": ("float8_e4m3fn", 8),
+        "e2m1": ("uint8", 8),
+        "e5m6": ("int32", 32),
+    }[name]
+
+
+def units(name: str, count: int) -> int:
+    """How many elements of the buffer hold `count` values."""
+    return count * BITS[name] // storage(name)[1]
+
+
+def access(name: str, width: int, alignment: int, most: int) -> int:
+    """Values per load or store of rows of `width`, whose first lies at a multiple of `alignment`.
+
+    At most 16 bytes and `most` values, and a divisor of the row, so that every row is accessed
+    alike. e5m6 is stored by eights, which are 3 words, or by 32, which are 3 times 16 bytes.
+    """
+    if name == "e5m6":
+        return 32 if width % 32 == 0 and alignment % 16 == 0 and most % 32 == 0 else 8
+    bits = storage(name)[1]
+    elements = math.gcd(ACCESS_BITS // bits, units(name, width), max(1, 8 * alignment // bits))
+    return math.gcd(elements * bits // BITS[name], most)
+
+
+def access_width(name: str, values: int) -> int:
+    """The bits of an access of `values` values."""
+    return 128 if (name, values) == ("e5m6", 32) else 32 if name == "e5m6" else values * BITS[name]
+
+
+# ---- formats ------------------------------------------------------------------------------------
+
+
+@T.macro
+def e2m1_code(value):
+    """float32 -> 4-bit code in an int32: to nearest, ties to even, saturating; NaN is 7.
+
+    A NaN that arithmetic returned is positive, so its code has no sign.
+    """
+    magnitude = T.alloc_var(T.float32, init=T.min(T.abs(value), T.float32(6)))
+    bits = T.alloc_var(T.int32, init=T.reinterpret(magnitude, T.int32))
+    # From 1 on: one bit of mantissa. Below: multiples of a half, as adding 2**22 rounds to them.
+    large = (bits + ((bits >> 22) & 1) + (0x1FFFFF - (252 << 22))) >> 22
+    small = T.reinterpret(T.ieee_add(magnitude, T.float32(4194304)), T.int32) - 0x4A800000
+    sign = (T.reinterpret(value, T.int32) >> 28) & 8
+    return T.min(small, T.max(large, 2)) | sign
+
+
+@T.macro
+def e5m6_code(value):
+    """float32 -> 12-bit code in an int32, saturating at 65024; NaN is 0x7E0.
+
+    Below 2**-14 the format truncates to a multiple of 2**-20 and adds a carry that the low 17 bits
+    of the float32 decide, whatever was cut off.
+    """
+    bits = T.alloc_var(T.int32, init=T.reinterpret(value, T.int32))
+    magnitude = T.alloc_var(T.int32, init=T.min(bits & 0x7FFFFFFF, 0x477E0000))  # 65024
+    code = T.alloc_var(T.int32)
+    code = (magnitude - (112 << 23)) >> 17  # the exponent rebiased, six bits of mantissa
+    if magnitude < 0x38800000:  # 2**-14
+        code = ((magnitude & 0x7FFFFF) | 0x800000) >> T.min(T.max(130 - (magnitude >> 23), 0), 31)
+    if (code & 1) + (magnitude & 0x1FFFF) > 0x10000:
+        code = code + 1
+    code = code | ((bits >> 20) & 0x800)
+    if (bits & 0x7FFFFFFF) > 0x7F800000:
+        code = 0x7E0
+    return code
+
+
+@T.macro
+def e2m1_value(code):
+    """4-bit code (int32) -> float32, exactly."""
+    magnitude = code & 7
+    # 1 and above: the bits are exponent and mantissa, three exponents above float32's 2**-126.
+    large = T.reinterpret((magnitude + (126 << 1)) << 22, T.float32)
+    small = T.cast(magnitude, T.float32) * T.float32(0.5)
+    unsigned = T.alloc_var(T.float32, init=T.Select(magnitude >= 2, large, small))
+    return T.reinterpret(T.reinterpret(unsigned, T.int32) | ((code & 8) << 28), T.float32)
+
+
+@T.macro
+def e5m6_value(code):
+    """12-bit code (int32) -> float32, exactly: the upper bits of a float16."""
+    return T.cast(T.reinterpret(T.cast(code << 4, T.uint16), T.float16), T.float32)
+
+
+# ---- scales -------------------------------------------------------------------------------------
+
+
+def scale_of(fmt: str, round_sf: bool) -> Any:
+    """A macro: `scale[0]`, the scale of a group, and `scale[1]`, the factor before encoding.
+
+    `amax` is the group's largest magnitude; infinity counts as the largest float32.
+    """
+    largest = MAX[fmt]
+
+    @T.macro
+    def scaled(amax, clamp_min, scale):
+        bounded = T.alloc_var(
+            T.float32, init=T.max(T.min(amax, T.float32(LARGEST_FLOAT)), clamp_min)
+        )
+        scale[0] = T.ieee_fdiv(bounded, T.float32(largest))
+        if round_sf:
+            exponent = T.alloc_var(T.int32, init=((T.reinterpret(scale[0], T.int32) - 1) >> 23) + 1)
+            scale[0] = T.reinterpret(exponent << 23, T.float32)
+            scale[1] = T.reinterpret((254 - exponent) << 23, T.float32)
+        else:
+            scale[1] = T.ieee_fdiv(T.float32(largest), bounded)
+
+    return scaled
+
+
+@T.macro
+def exponent_of(scale):
+    """The ue8m0 byte of a power of two, in an int32."""
+    return T.reinterpret(scale, T.int32) >> 23
+
+
+def read_scale(packed: bool) -> Any:
+    """A macro: the scale of block `(m, g)` in a buffer of any strides."""
+
+    @T.macro
+    def read(sf, m, g):
+        if packed:
+            return T.reinterpret(((sf[m, g // 4] >> (g % 4 * 8)) & 255) << 23, T.float32)
+        return sf[m, g]
+
+    return read
+
+
+def write_scale(layout: str) -> Any:
+    """A macro: put the scale of row `m`, group `g` where the layout has it (not packed)."""
+
+    @T.macro
+    def write(sf, m, g, value):
+        if layout == ROW:
+            sf[m, g] = value
+        else:
+            sf[g, m] = value
+
+    return write
+
+
+# ---- rows ---------------------------------------------------------------------------------------
+
+
+def load_values(source: str, width: int, count: int, vector: int) -> Any:
+    """A macro: `count` neighbouring values of a row as float32, zero past its end.
+
+    They go to `values` from `base` on. `first` is a multiple of `count`; `vector` values come with
+    one load.
+    """
+    dtype, _ = storage(source)
+    elements = units(source, vector)
+
+    @T.macro
+    def load(x, row, first, values, base):
+        raw = T.alloc_local((elements,), dtype)
+        for c in T.unroll(count // vector):
+            if first + c * vector < width:
+                for v in T.vectorized(elements):
+                    raw[v] = x[row, (first + c * vector) // vector * elements + v]
+                if source == "e2m1":
+                    for v in T.unroll(elements):
+                        values[base + c * vector + 2 * v] = e2m1_value(T.cast(raw[v], T.int32) & 15)
+                        values[base + c * vector + 2 * v + 1] = e2m1_value(
+                            T.cast(raw[v], T.int32) >> 4
+                        )
+                else:
+                    for v in T.unroll(elements):
+                        values[base + c * vector + v] = T.cast(raw[v], T.float32)
+            else:
+                for v in T.unroll(vector):
+                    values[base + c * vector + v] = T.float32(0)
+
+    return load
+
+
+def multiply_scales(count: int, block: tuple[int, int], packed: bool) -> Any:
+    """A macro: the values of a quantised row times their scales, by blocks of `block`."""
+    run = math.gcd(block[1], count)  # values that surely share a scale
+    read = read_scale(packed)
+
+    @T.macro
+    def multiplied(sf, row, first, width, values):
+        for c in T.unroll(count // run):
+            if first + c * run < width:
+                scale = T.alloc_var(
+                    T.float32, init=read(sf, row // block[0], (first + c * run) // block[1])
+                )
+                for v in T.unroll(run):
+                    values[c * run + v] = T.ieee_mul(values[c * run + v], scale)
+
+    return multiplied
+
+
+@T.macro
+def pack_e5m6(codes, first, words, word):
+    """Eight codes, from `first` on, to three words, from `word` on."""
+    words[word] = (codes[first] << 20) | (codes[first + 1] << 8) | (codes[first + 2] >> 4)
+    words[word + 1] = (
+        ((codes[first + 2] & 15) << 28)
+        | (codes[first + 3] << 16)
+        | (codes[first + 4] << 4)
+        | (codes[first + 5] >> 8)
+    )
+    words[word + 2] = ((codes[first + 5] & 255) << 24) | (codes[first + 6] << 12) | codes[first + 7]
+
+
+def encode_and_store(fmt: str, width: int, count: int, vector: int) -> Any:
+    """A macro: `count` values times `inverse[i // per]`, encoded, to their place in a row of `out`.
+
+    The values are those from `base` on; they are changed. `per` of them share a factor, `vector` go
+    with one store (e5m6: with as many as they need, of 4 or 16 bytes).
+    """
+    dtype, _ = storage(fmt)
+    elements = units(fmt, vector)
+    words = 4 if elements % 4 == 0 else 1  # e5m6: per store
+
+    @T.macro
+    def encode(values, base, inverse, per, out, row, first):
+        stored = T.alloc_local((elements,), dtype)
+        codes = T.alloc_local((vector,), T.int32)
+        for i in T.unroll(count):
+            values[base + i] = T.ieee_mul(values[base + i], inverse[i // per])
+        for c in T.unroll(count // vector):
+            if first + c * vector < width:
+                if fmt == "e4m3":
+                    for v in T.vectorized(elements):
+                        stored[v] = T.cast(values[base + c * vector + v], dtype)
+                elif fmt == "e2m1":
+                    for v in T.unroll(vector):
+                        codes[v] = e2m1_code(values[base + c * vector + v])
+                    for v in T.unroll(elements):
+                        stored[v] = T.cast(codes[2 * v] | (codes[2 * v + 1] << 4), dtype)
+                else:
+                    for v in T.unroll(vector):
+                        codes[v] = e5m6_code(values[base + c * vector + v])
+                    for v in T.unroll(vector // 8):
+                        pack_e5m6(codes, 8 * v, stored, 3 * v)
+                start = (first + c * vector) // vector * elements
+                if fmt == "e5m6":
+                    for s in T.unroll(elements // words):
+                        for v in T.vectorized(words):
+                            out[row, start + s * words + v] = stored[s * words + v]
+                else:
+                    for v in T.vectorized(elements):
+                        out[row, start + v] = stored[v]
+
+    return encode

@@ -1,0 +1,260 @@
+"""Casts with scales along rows: a scale for every group of channels, or one for a whole row."""
+
+from typing import Any, NamedTuple
+
+from tilelang import language as T
+
+from tile_kernels.quant.kernels.common import (
+    LANES,
+    PACKED,
+    ROW,
+    access,
+    access_width,
+    encode_and_store,
+    exponent_of,
+    load_values,
+    multiply_scales,
+    scale_of,
+    storage,
+    units,
+    write_scale,
+)
+from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.launch import kernel
+
+WARPS = 4
+MOST_KEPT = 4  # chunks of a row that a thread holds in registers
+
+# What is asked for: data and scales, scales alone, data by given scales.
+CAST, SCALES, GIVEN = "cast", "scales", "given"
+
+
+class Plan(NamedTuple):
+    """`chunk` neighbouring values per thread; `load` and `store` of them per access."""
+
+    source: str
+    fmt: str
+    width: int
+    group: int
+    chunk: int
+    load: int
+    store: int
+    layout: str
+    round_sf: bool
+    task: str
+    source_rows: int  # the scale blocks of a quantised source
+    source_columns: int
+    source_packed: bool
+    threads: int
+
+
+def plan(
+    source: str,
+    fmt: str,
+    width: int,
+    group: int,
+    layout: str,
+    round_sf: bool,
+    task: str,
+    block: tuple[int, int],
+    source_packed: bool,
+    alignment: int,
+    out_alignment: int,
+    device: Device,
+) -> Plan:
+    """16 bytes of e4m3 per thread, or of e2m1; of e5m6 48."""
+    chunk = 16 if fmt == "e4m3" else 32
+    if fmt == "e5m6" and width % 32:
+        chunk = 8
+    load = access(source, width, alignment, chunk)
+    store = access(fmt, width, out_alignment, chunk)
+    threads = WARPS * LANES
+    if group == width and group not in (16, 32, 64, 128):
+        chunks = -(-width // chunk)
+        options = range(LANES, 1025, LANES)
+        # As few idle threads as possible, then as few threads, with a row in registers if it fits.
+        kept = [t for t in options if -(-chunks // t) <= MOST_KEPT] or [1024]
+        threads = min(kept, key=lambda t: (-(-chunks // t) * t, t if t >= 128 else 4096 - t))
+    return Plan(
+        source, fmt, width, group, chunk, load, store, layout, round_sf, task, *block,
+        source_packed, threads,
+    )  # fmt: skip
+
+
+def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    plan = Plan(*static)
+    loads = {access_width(plan.source, plan.load)}
+    if plan.source_rows or plan.task == GIVEN:
+        loads.add(32)
+    stores = set() if plan.task == SCALES else {access_width(plan.fmt, plan.store)}
+    if plan.task != GIVEN:
+        stores.add(32)
+    return tuple(sorted(loads)), tuple(sorted(stores))
+
+
+def signature(plan: Plan, body: Any, grid: Any) -> Any:
+    """The kernel around `body`: buffers as the layouts have them."""
+    rows, padded, row_stride = T.dynamic("rows padded row_stride")
+    sf_rows, sf_columns = T.dynamic("sf_rows sf_columns")
+    sf_row_stride, sf_column_stride = T.dynamic("sf_row_stride sf_column_stride")
+    groups = -(-plan.width // plan.group)
+    words = -(-groups // 4)
+    scales_dtype = "int32" if plan.layout == PACKED else "float32"
+    shape = {ROW: (rows, groups), PACKED: (words, padded)}.get(plan.layout, (groups, padded))
+    source_dtype, out_dtype = storage(plan.source)[0], storage(plan.fmt)[0]
+    in_scales = "int32" if plan.source_packed else "float32"
+    to_write = rows if plan.layout == ROW else padded
+
+    @T.prim_func
+    def cast_rows(
+        x: T.StridedTensor[(rows, units(plan.source, plan.width)), (row_stride, 1), source_dtype],
+        x_sf: T.StridedTensor[(sf_rows, sf_columns), (sf_row_stride, sf_column_stride), in_scales],
+        out: T.Tensor[(rows, units(plan.fmt, plan.width)), out_dtype],
+        sf: T.Tensor[shape, scales_dtype],
+        clamp_min: T.float32,
+    ):
+        with T.Kernel(grid(to_write), threads=plan.threads) as block:
+            T.assume(row_stride % units(plan.source, plan.load) == 0)
+            body(block, rows, to_write, x, x_sf, out, sf, clamp_min)
+
+    return cast_rows
+
+
+@kernel(plan=plan, access_bits=access_bits)
+def cast_groups(*static: Any) -> Any:
+    """Groups of 16 to 128 channels: a warp takes `32 * chunk` neighbouring channels of a row.
+
+    The lanes of a group are neighbours, as are the four groups of a packed word.
+    """
+    plan = Plan(*static)
+    chunk, group = plan.chunk, plan.group
+    tiles = -(-plan.width // (LANES * chunk))
+    groups = -(-plan.width // group)
+    per_thread = max(1, chunk // group)  # groups of one thread
+    lanes = max(1, group // chunk)  # threads of one group
+    quantised = plan.source_rows > 0
+    load = load_values(plan.source, plan.width, chunk, plan.load)
+    multiplied = multiply_scales(chunk, (plan.source_rows, plan.source_columns), plan.source_packed)
+    scaled = scale_of(plan.fmt, plan.round_sf)
+    encode = encode_and_store(plan.fmt, plan.width, chunk, plan.store)
+    write = write_scale(plan.layout)
+
+    @T.macro
+    def amax_of(values, i):
+        """The largest magnitude of a thread's group `i`, over the lanes that share it."""
+        amax = T.alloc_var(T.float32, init=T.float32(0))
+        for v in T.unroll(chunk // per_thread):
+            amax = T.max(amax, T.abs(values[i * (chunk // per_thread) + v]))
+        for d in T.unroll(lanes.bit_length() - 1):
+            amax = T.max(amax, T.shfl_xor(amax, T.shift_left(1, d)))
+        return amax
+
+    @T.macro
+    def write_scales(sf, row, first, lane, scales, exists):
+        """Each group's scale by its first lane; padding rows and groups are zero."""
+        if plan.layout == PACKED:
+            word = T.alloc_var(T.int32, init=0)
+            for i in T.unroll(per_thread):
+                g = first // group + i
+                if exists and g < groups:
+                    word = word | (exponent_of(scales[i]) << (g % 4 * 8))
+            for d in T.unroll(max(0, (4 // per_thread).bit_length() - 1)):
+                word = word | T.shfl_xor(word, T.shift_left(lanes, d))
+            if lane % (4 * lanes // per_thread) == 0 and first < plan.width:
+                sf[first // group // 4, row] = word
+        else:
+            for i in T.unroll(per_thread):
+                g = first // group + i
+                if lane % lanes == 0 and g < groups:
+                    if exists:
+                        write(sf, row, g, scales[i])
+                    elif plan.layout != ROW:
+                        write(sf, row, g, T.float32(0))
+
+    @T.macro
+    def body(block, rows, to_write, x, x_sf, out, sf, clamp_min):
+        lane = T.get_thread_binding() % LANES
+        warp = block * WARPS + T.get_thread_binding() // LANES
+        row = T.alloc_var(T.int32, init=warp // tiles)
+        first = (warp % tiles * LANES + lane) * chunk
+        values = T.alloc_local((chunk,), T.float32)
+        scale = T.alloc_local((2,), T.float32)
+        scales = T.alloc_local((per_thread,), T.float32)
+        inverse = T.alloc_local((per_thread,), T.float32)
+        if row < to_write:  # the same for the whole warp
+            if row < rows:
+                load(x, row, first, values, 0)
+                if quantised:
+                    multiplied(x_sf, row, first, plan.width, values)
+            else:
+                for v in T.unroll(chunk):
+                    values[v] = T.float32(0)
+            for i in T.unroll(per_thread):
+                if plan.task == GIVEN:
+                    inverse[i] = T.float32(0)
+                    if first // group + i < groups:
+                        inverse[i] = T.ieee_fdiv(T.float32(1), sf[row, first // group + i])
+                else:
+                    scaled(amax_of(values, i), clamp_min, scale)
+                    scales[i] = scale[0]
+                    inverse[i] = scale[1]
+            if plan.task != GIVEN:
+                write_scales(sf, row, first, lane, scales, row < rows)
+            if plan.task != SCALES:
+                if row < rows:
+                    encode(values, 0, inverse, chunk // per_thread, out, row, first)
+
+    return signature(plan, body, lambda count: T.ceildiv(count * tiles, WARPS))
+
+
+@kernel(plan=plan, access_bits=access_bits)
+def cast_whole_rows(*static: Any) -> Any:
+    """One scale per row: a block per row, which stays in registers if it is not too long."""
+    plan = Plan(*static)
+    chunk, threads = plan.chunk, plan.threads
+    steps = -(-plan.width // (chunk * threads))
+    keep = steps <= MOST_KEPT
+    warps = threads // LANES
+    load = load_values(plan.source, plan.width, chunk, plan.load)
+    scaled = scale_of(plan.fmt, plan.round_sf)
+    encode = encode_and_store(plan.fmt, plan.width, chunk, plan.store)
+    write = write_scale(plan.layout)
+
+    @T.macro
+    def body(block, rows, to_write, x, x_sf, out, sf, clamp_min):
+        tx = T.get_thread_binding()
+        values = T.alloc_local((chunk * (steps if keep else 1),), T.float32)
+        scale = T.alloc_local((2,), T.float32)
+        inverse = T.alloc_local((1,), T.float32)
+        of_warps = T.alloc_shared((warps,), T.float32)
+        amax = T.alloc_var(T.float32, init=T.float32(0))
+        if block < rows:
+            for s in T.unroll(steps) if keep else T.serial(steps):
+                base = s * chunk if keep else 0
+                load(x, block, (s * threads + tx) * chunk, values, base)
+                for v in T.unroll(chunk):
+                    amax = T.max(amax, T.abs(values[base + v]))
+        for d in T.unroll(5):
+            amax = T.max(amax, T.shfl_xor(amax, T.shift_left(1, d)))
+        if tx % LANES == 0:
+            of_warps[tx // LANES] = amax
+        T.sync_threads()
+        for w in T.unroll(warps):
+            amax = T.max(amax, of_warps[w])
+        scaled(amax, clamp_min, scale)
+        inverse[0] = scale[1]
+        if tx == 0:
+            if block >= rows:
+                scale[0] = T.float32(0)
+            if plan.layout == PACKED:
+                sf[0, block] = exponent_of(scale[0])
+            else:
+                write(sf, block, 0, scale[0])
+        if block < rows:
+            for s in T.unroll(steps) if keep else T.serial(steps):
+                base = s * chunk if keep else 0
+                if not keep:
+                    load(x, block, (s * threads + tx) * chunk, values, base)
+                encode(values, base, inverse, chunk, out, block, (s * threads + tx) * chunk)
+
+    return signature(plan, body, lambda count: count)

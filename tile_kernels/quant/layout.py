@@ -1,0 +1,142 @@
+"""What the hosts of all casts share: names of sources and formats, layouts of scales."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.launch import alignment
+from tile_kernels.runtime.outputs import check_output
+from tile_kernels.torch import formats
+from tile_kernels.torch.scales import QuantTensor as QuantTensor  # noqa: PLC0414
+from tile_kernels.utils import align, ceil_div
+
+PLAIN = (torch.bfloat16, torch.float32)
+SOURCES = {
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float8_e4m3fn: "e4m3",
+    torch.int8: "e2m1",
+    torch.uint8: "e5m6",
+}
+FORMATS = {fmt.name: fmt for fmt in (formats.E4M3, formats.E2M1, formats.E5M6)}
+OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ROW, COLUMN, PACKED = "row", "column", "packed"
+
+
+def layout_of(use_tma_aligned_col_major_sf: bool, use_packed_ue8m0: bool) -> str:
+    """The name of the layout that the flags ask for."""
+    if use_packed_ue8m0:
+        return PACKED
+    return COLUMN if use_tma_aligned_col_major_sf else ROW
+
+
+def check_flags(use_tma_aligned_col_major_sf: bool, round_sf: bool, use_packed_ue8m0: bool) -> None:
+    """Packed exponents are powers of two in columns; nothing else makes sense."""
+    checks.boolean("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
+    checks.boolean("round_sf", round_sf)
+    checks.boolean("use_packed_ue8m0", use_packed_ue8m0)
+    if use_packed_ue8m0 and not (round_sf and use_tma_aligned_col_major_sf):
+        raise ValueError(
+            "use_packed_ue8m0 needs round_sf and use_tma_aligned_col_major_sf: packed scales are "
+            "exponents, in columns"
+        )
+
+
+def check_row_major_flags(use_tma_aligned_col_major_sf: bool, use_packed_ue8m0: bool) -> None:
+    """Scales that are given come row by row, as float32."""
+    checks.boolean("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
+    checks.boolean("use_packed_ue8m0", use_packed_ue8m0)
+    if use_tma_aligned_col_major_sf or use_packed_ue8m0:
+        name = "use_packed_ue8m0" if use_packed_ue8m0 else "use_tma_aligned_col_major_sf"
+        raise ValueError(f"{name} must be False: a given sf is row-major float32")
+
+
+def check_plain(x: object) -> None:
+    """`x` is bfloat16 or float32 `[num_tokens, hidden]` with neighbouring channels."""
+    checks.tensor("x", x, ("num_tokens", "hidden"), PLAIN, unit_inner_stride=True)
+
+
+def check_width(fmt: str, width: int) -> None:
+    """Whether rows of that many values can be packed."""
+    per = {"e2m1": 2, "e5m6": 8}.get(fmt, 1)
+    if width % per:
+        raise ValueError(f"x must have a multiple of {per} channels for {fmt}, got {width}")
+
+
+def check_source_scales(x: Tensor, x_sf: Tensor, block: tuple[int, int]) -> None:
+    """The scales of a quantised `x` in blocks, in any layout."""
+    checks.tensor("x_sf", x_sf, ("row_blocks", "channel_blocks"), (torch.float32, torch.int32))
+    rows, groups = ceil_div(x.shape[0], block[0]), ceil_div(values_in(x), block[1])
+    if x_sf.dtype == torch.int32:
+        groups = ceil_div(groups, 4)
+    checks.tensor("x_sf", x_sf, ("row_blocks", "channel_blocks"), shape=(rows, groups))
+
+
+def pair(x: Any) -> tuple[Tensor, Tensor | None]:
+    """The data and the scales of a quantised tensor, or a plain one and None."""
+    if not isinstance(x, tuple):
+        return x, None
+    if len(x) != 2 or not all(isinstance(part, Tensor) for part in x):
+        given = ", ".join(type(part).__name__ for part in x)
+        raise TypeError(f"x must be a tensor, or a tuple of data and scales, got ({given})")
+    return x
+
+
+def values_in(x: Tensor) -> int:
+    """The channels of a row of `x`: a byte of int8 holds two, twelve of uint8 eight."""
+    width = x.shape[1]
+    if x.dtype == torch.int8:
+        return 2 * width
+    return width * 2 // 3 if x.dtype == torch.uint8 else width
+
+
+def data_shape(fmt: str, rows: int, width: int) -> tuple[int, int]:
+    """The shape of data in a format."""
+    return rows, {"e4m3": width, "e2m1": width // 2, "e5m6": width * 3 // 2}[fmt]
+
+
+def as_words(data: Tensor) -> Tensor:
+    """Data as kernels see it: bytes of e2m1 unsigned, e5m6 in words of four bytes."""
+    if data.dtype == torch.int8:
+        return data.view(torch.uint8)
+    return data.view(torch.int32) if data.dtype == torch.uint8 else data
+
+
+def row_alignment(x: Tensor) -> int:
+    """The bytes, at most 16, that divide the address of every row."""
+    return math.gcd(alignment(x), x.stride(0) * x.element_size())
+
+
+def scale_shape(rows: int, groups: int, layout: str) -> tuple[int, int]:
+    """The shape of the scales of `rows x groups` blocks."""
+    return rows, ceil_div(groups, 4) if layout == PACKED else groups
+
+
+def scale_buffer(
+    name: str, given: Tensor | None, like: Tensor, rows: int, groups: int, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Scales to return, `[rows, ...]`, and the buffer behind them that a kernel fills."""
+    shape = scale_shape(rows, groups, layout)
+    dtype = torch.int32 if layout == PACKED else torch.float32
+    if layout == ROW:
+        if given is None:
+            given = like.new_empty(shape, dtype=dtype)
+        else:
+            check_output(name, given, shape, dtype)
+        return given, given
+    padded = align(rows, 4)
+    if given is None:
+        buffer = like.new_empty((shape[1], padded), dtype=dtype)
+        return buffer.T[:rows], buffer
+    check_output(name, given, shape, dtype, (1, padded))
+    needed = given.storage_offset() + shape[1] * padded
+    if given.untyped_storage().nbytes() < needed * given.element_size():
+        raise ValueError(
+            f"{name} must be a view of a [{shape[1]}, {padded}] buffer, padding rows included"
+        )
+    return given, given.as_strided((shape[1], padded), (padded, 1))
