@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tile_kernels import config, moe, quant, testing, torch, transpose, utils
+    from tile_kernels import config, modeling, moe, quant, testing, torch, transpose, utils
     from tile_kernels.config import get_device_num_sms, get_num_sms, set_num_sms
     from tile_kernels.runtime.backends import backend, checked
     from tile_kernels.runtime.emulator import EmulationError, emulate
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tile_kernels.runtime.warmup import warmup
 
 FAMILIES = ("moe", "quant", "transpose")
-_SUBMODULES = (*FAMILIES, "config", "testing", "torch", "utils")
+_SUBMODULES = (*FAMILIES, "config", "modeling", "testing", "torch", "utils")
 _FUNCTIONS = {
     "EmulationError": "tile_kernels.runtime.emulator",
     "backend": "tile_kernels.runtime.backends",
@@ -44,6 +44,7 @@ __all__ = [
     "emulate",
     "get_device_num_sms",
     "get_num_sms",
+    "modeling",
     "moe",
     "quant",
     "set_log_level",

@@ -168,3 +168,60 @@ def test_without_gradients_nothing_is_recorded() -> None:
             logits, torch.zeros(8), 2, 0, 0, *PLAIN, "sigmoid"
         )
     assert not weights.requires_grad
+
+
+def test_forward_mode_is_refused_in_words() -> None:
+    logits, bias = torch.zeros(2, 8), torch.zeros(8)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(logits, torch.ones(2, 8))
+        with pytest.raises(RuntimeError, match="top2_sum_gate: forward-mode"):
+            tile_kernels.moe.top2_sum_gate(dual, bias, 2, 0, 0, *PLAIN, "sigmoid")
+
+
+@each_ground
+def test_no_expert_weighs_nothing_even_beside_nan(ground: tuple[str, str]) -> None:
+    backend, device = ground
+    logits = torch.tensor([[float("nan"), 0.0]], device=device)
+    chosen = torch.tensor([[0, -1]], device=device)
+    with tile_kernels.backend(backend):
+        weights = tile_kernels.moe.topk_weights(logits, chosen)
+    assert weights[0, 0].isnan()
+    assert weights[0, 1] == 0
+
+
+def test_checked_mode_ignores_what_is_not_read() -> None:
+    """Masked tokens' choices and places beyond an expert's replicas."""
+    logits, bias = torch.zeros(2, 2), torch.zeros(2)
+    physical = torch.tensor([[0, 99], [1, 99]], dtype=torch.int32)
+    arguments = {
+        "mask": torch.tensor([True, False]),
+        "fix_routing_mask": torch.tensor([True, True]),
+        "unmapped_topk_idx": torch.tensor([[1], [0]]),
+        "to_physical_map": physical,
+        "logical_count": torch.ones(2, dtype=torch.int32),
+    }
+    with tile_kernels.checked():
+        for _ in range(2):  # the first call writes -1 for the masked token
+            tile_kernels.moe.top2_sum_gate(logits, bias, 1, 0, 0, *PLAIN, "sigmoid", **arguments)
+
+
+def test_checked_mode_finds_dropped_and_doubled_rows() -> None:
+    moe = tile_kernels.moe
+    chosen = torch.tensor([[0, 1], [0, 1]])
+    twice = torch.tensor([[1], [1]], dtype=torch.int32)
+    with tile_kernels.checked():
+        moe.get_fused_mapping(chosen, 2, 4, 1)
+        with pytest.raises(ValueError, match=r"get_fused_mapping: num_exp.* 2 choices"):
+            moe.get_fused_mapping(chosen, 2, 2, 1)
+        with pytest.raises(ValueError, match=r"expand_to_fused: token_topk_to_pos .* but 1 comes"):
+            moe.expand_to_fused(torch.ones(2, 4), twice, torch.zeros(3, dtype=torch.int32))
+
+
+def test_flat_kernels_count_in_32_bits() -> None:
+    indices = torch.empty(2**28, 8, dtype=torch.int64, device="meta")
+    for call in (
+        lambda: tile_kernels.moe.group_count(indices, 4),
+        lambda: tile_kernels.moe.mask_indices_by_tp(indices, 8, 1, 0, 1),
+    ):
+        with pytest.raises(ValueError, match="elements"):
+            call()

@@ -50,3 +50,9 @@ def test_bad_input():
         clear_unused_sf(torch.zeros(3, dtype=torch.int32), 640, 128)
     with pytest.raises(ValueError, match="must be positive, got 0 and 128"):
         clear_unused_sf(torch.zeros(3, dtype=torch.int32), 0, 128)
+
+
+def test_one_word_of_a_column() -> None:
+    sf = torch.tensor([[0x04030201, 0, 0, 0]], dtype=torch.int32).T[:1]
+    assert sf.stride() == (1, 4) or sf.shape == (1, 1)
+    assert clear_unused_sf(sf, hidden=128, num_per_channels=64).tolist() == [[1, 2, 0, 0]]

@@ -13,13 +13,14 @@ from tile_kernels.runtime.launch import Kernel, nonempty
 from tile_kernels.runtime.op import op
 
 MOST_GROUPS = 8192  # a histogram in the shared memory of the smallest supported GPU
-MOST_CHUNKS = 128  # as in the kernel: one histogram for each
+MOST_CHUNKS = 128  # blocks, with one histogram each
 
 _KERNEL = Kernel("tile_kernels.moe.kernels.counting", "group_count")
 
 
 def _check_indices(name: str, indices: Tensor) -> None:
     checks.tensor(name, indices, ("num_tokens", "num_topk"), torch.int64, contiguous=True)
+    checks.countable(name, indices)
 
 
 def _check_group_count(group_idx: Tensor, num_groups: int) -> None:

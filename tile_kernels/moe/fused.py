@@ -79,6 +79,7 @@ def _expand(
 
 def _check_places(token_topk_to_pos: Tensor, num_positions: int) -> None:
     checks.in_range("token_topk_to_pos", token_topk_to_pos, -1, num_positions - 1)
+    checks.distinct("token_topk_to_pos", token_topk_to_pos)
 
 
 @op(
@@ -332,7 +333,9 @@ def _oracle_reduce(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     rows = x if x_sf is None else (x, x_sf)
-    return oracles.reduce_fused(rows, topk_weights, token_topk_to_pos, fp8_format, sf, out_dtype)
+    return oracles.reduce_fused(
+        rows, topk_weights, token_topk_to_pos, fp8_format, sf, out_dtype=out_dtype
+    )
 
 
 @op(

@@ -22,9 +22,10 @@ _DTYPES = {torch.int64: "int64", torch.int32: "int32"}
 def _check(indices: Tensor, n: int, num_ep_ranks: int, tp_rank: int, num_tp_ranks: int) -> None:
     dims = ("num_tokens", "num_topk")
     checks.tensor("indices", indices, dims, tuple(_DTYPES), contiguous=True)
+    checks.countable("indices", indices)
     checks.integer("num_ep_ranks", num_ep_ranks, 1)
     checks.integer("n", n, num_ep_ranks, 2**31 - 1, because="(an expert per rank at least)")
-    checks.integer("num_tp_ranks", num_tp_ranks, 1)
+    checks.integer("num_tp_ranks", num_tp_ranks, 1, 2**31 - 1)
     checks.integer("tp_rank", tp_rank, -(2**31), 2**31 - 1)
 
 

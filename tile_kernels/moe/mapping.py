@@ -7,7 +7,8 @@ from torch import Tensor
 
 from tile_kernels import torch as oracles
 from tile_kernels.moe.cases.mapping import GET_FUSED_MAPPING
-from tile_kernels.runtime import checks
+from tile_kernels.moe.counting import MOST_CHUNKS
+from tile_kernels.runtime import backends, checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.launch import Kernel, nonempty
 from tile_kernels.runtime.op import face, op
@@ -18,8 +19,8 @@ from tile_kernels.torch.mapping import (
     most_expanded_tokens,
 )
 
+MOST_NUMBERS = 2**31 - 2**20  # results in all, counted in 32 bits, as are slots past the end
 MOST_EXPERTS = 8192  # three counters for each in the shared memory of the smallest supported GPU
-MOST_CHUNKS = 128  # as in the kernel
 
 _KERNEL = Kernel("tile_kernels.moe.kernels.mapping", "fused_mapping")
 
@@ -34,9 +35,9 @@ def _check(topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, alignme
     checks.integer("num_expanded_tokens", num_expanded_tokens, 0)
     size = 3 * num_expanded_tokens + topk_idx.numel() + 3 * num_experts + 1
     rows = most_expanded_tokens(topk_idx.numel(), num_experts, alignment)
-    if isinstance(size, int) and max(size, rows) > checks.MOST_SIZE:
+    if isinstance(size, int) and max(size, rows) > MOST_NUMBERS:
         raise ValueError(
-            f"topk_idx and num_expanded_tokens must give at most {checks.MOST_SIZE} numbers, got "
+            f"topk_idx and num_expanded_tokens must give at most {MOST_NUMBERS} numbers, got "
             f"{max(size, rows)}"
         )
 
@@ -82,9 +83,13 @@ def _check_face(
     checks.boolean("force_no_sync", force_no_sync)
     if overflow is not None:
         checks.tensor("overflow", overflow, ("1",), torch.int32, shape=(1,))
+        if overflow.device != topk_idx.device:
+            raise ValueError(
+                f"overflow must be on {topk_idx.device} as topk_idx is, got {overflow.device}"
+            )
 
 
-@face(_mapping, oracle=oracles.get_fused_mapping, check=_check_face)
+@face(_mapping, oracle=oracles.get_fused_mapping, check=_check_face, mutates=("overflow",))
 def get_fused_mapping(
     topk_idx: Tensor,
     num_experts: int,
@@ -117,7 +122,9 @@ def get_fused_mapping(
 
     With `num_expanded_tokens > 0` nothing waits and CUDA graphs can record the call. If that is too
     few, rows beyond are dropped: their choices get -1, `expert_start` and `expert_end` stop at `N`,
-    and `overflow` counts them. All tensors but `overflow` are views of one allocation.
+    and `overflow` counts them; the checked mode raises. All tensors but `overflow` are views of one
+    allocation. Up to 2^31 numbers in all (`3 N`, the choices, `3 num_experts`); `alignment` up to
+    65536.
 
     Raises `TypeError` or `ValueError` with the argument's name.
 
@@ -131,4 +138,11 @@ def get_fused_mapping(
     if synchronise:
         capacity = most_expanded_tokens(topk_idx.numel(), num_experts, alignment)
     flat = _mapping(topk_idx, num_experts, capacity, alignment)
+    if not torch.compiler.is_compiling() and backends.is_checked() and not flat.is_meta:
+        dropped = int(flat[-1])
+        if dropped and not synchronise:
+            raise ValueError(
+                f"num_expanded_tokens must be large enough, but {dropped} choices found no row in "
+                f"{capacity}"
+            )
     return finish_mapping(flat, topk_idx, num_experts, synchronise, overflow)

@@ -12,7 +12,7 @@ from tile_kernels.moe.cases.routing import TOP2_SUM_GATE, TOPK_WEIGHTS
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.launch import Kernel, alignment, nonempty
-from tile_kernels.runtime.op import face, gradient, op
+from tile_kernels.runtime.op import face, gradient, op, refuse_tangents
 from tile_kernels.torch.scoring import ScoringFunc
 
 MOST_EXPERTS = 16384  # 512 for each warp of a block
@@ -131,6 +131,8 @@ def _check_gate(
         experts = num_experts + extra
         raise ValueError(f"num_ep_ranks must be at most the {experts} experts, got {num_ep_ranks}")
     if mask is not None:
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"mask must be a torch.Tensor, got {type(mask).__name__}")
         checks.tensor("mask", mask, ("num_tokens",) * max(mask.dim(), 1), torch.bool)
         if mask.numel() != num_tokens or not mask.is_contiguous():
             raise ValueError(
@@ -152,13 +154,17 @@ def _check_gate(
 
 def _check_gate_values(logits: Tensor, *rest: Any) -> None:
     """Fixed choices are experts, counts of replicas fit the map, places are -1 or more."""
-    fixed, physical, count, unmapped = rest[-4:]
+    mask, fixed, physical, count, unmapped = rest[-5:]
     if fixed is not None:
-        chosen = torch.where(fixed[:, None], unmapped, 0)
+        read = fixed if mask is None else fixed & mask.view(-1)
+        chosen = torch.where(read[:, None], unmapped, 0)
         checks.in_range("unmapped_topk_idx", chosen, 0, logits.shape[1] - 1)
     if physical is not None:
-        checks.in_range("logical_count", count, 1, physical.shape[1])
-        checks.in_range("to_physical_map", physical, -1, logits.shape[1] + physical.shape[1] - 2)
+        columns = physical.shape[1]
+        checks.in_range("logical_count", count, 1, columns)
+        used = torch.arange(columns, device=physical.device) < count[:, None]
+        places = torch.where(used, physical, -1)
+        checks.in_range("to_physical_map", places, -1, logits.shape[1] + columns - 2)
 
 
 def _launch(
@@ -429,6 +435,8 @@ def top2_sum_gate(
         scoring_func, mask, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx,
     ]  # fmt: skip
     if not (isinstance(logits, Tensor) and logits.requires_grad and torch.is_grad_enabled()):
+        if not torch.compiler.is_compiling():
+            refuse_tangents("top2_sum_gate", (logits,))
         return (_gate if unmapped_topk_idx is None else _gate_in_place)(*arguments)
     topk_idx, topk_weights, choice = _gate_with_choice(*arguments)
     if unmapped_topk_idx is not None:

@@ -61,6 +61,14 @@ def check_plain(x: object) -> None:
     checks.tensor("x", x, ("num_tokens", "hidden"), PLAIN, unit_inner_stride=True)
 
 
+def check_block(name: str, value: object) -> None:
+    """`value` is the rows and the channels of a block."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{name} must be two ints, (rows, channels), got {value!r}")
+    for size in value:
+        checks.integer(name, size, 1)
+
+
 def check_width(fmt: str, width: int) -> None:
     """Whether rows of that many values can be packed."""
     per = {"e2m1": 2, "e5m6": 8}.get(fmt, 1)
@@ -77,6 +85,15 @@ def check_source_scales(x: Tensor, x_sf: Tensor, block: tuple[int, int]) -> None
     checks.tensor("x_sf", x_sf, ("row_blocks", "channel_blocks"), shape=(rows, groups))
 
 
+def check_swiglu_clamp(value: float | None) -> None:
+    """The bound of SwiGLU's halves: None, or a number from 0 on."""
+    if value is None:
+        return
+    checks.number("swiglu_clamp_value", value)
+    if not value >= 0:
+        raise ValueError(f"swiglu_clamp_value must be at least 0, or None, got {value}")
+
+
 def pair(x: Any) -> tuple[Tensor, Tensor | None]:
     """The data and the scales of a quantised tensor, or a plain one and None."""
     if not isinstance(x, tuple):
@@ -85,6 +102,14 @@ def pair(x: Any) -> tuple[Tensor, Tensor | None]:
         given = ", ".join(type(part).__name__ for part in x)
         raise TypeError(f"x must be a tensor, or a tuple of data and scales, got ({given})")
     return x
+
+
+def check_pair(x: Any, *_: Any, **__: Any) -> None:
+    """`x`, the first argument of an operator, is a tuple of data and scales."""
+    if not isinstance(x, tuple) or len(x) != 2 or not all(isinstance(t, Tensor) for t in x):
+        parts = x if isinstance(x, tuple) else (x,)
+        given = ", ".join(type(part).__name__ for part in parts)
+        raise TypeError(f"x must be a tuple of data and scales, two tensors, got ({given})")
 
 
 def values_in(x: Tensor) -> int:

@@ -32,6 +32,24 @@ def _check_group(num_per_channels: int, width: int, *, whole: bool = True) -> No
     raise ValueError(f"num_per_channels must be {allowed}, got {num_per_channels}")
 
 
+def _check_rows(width: int, fmt: str, num_per_channels: int) -> None:
+    layout.check_width(fmt, width)
+    if width == 0:
+        raise ValueError("x must have at least one channel, got 0")
+    _check_group(num_per_channels, width)
+    if fmt == "e5m6" and num_per_channels != width:
+        raise ValueError(
+            f"num_per_channels must be the row width {width} for e5m6, got {num_per_channels}"
+        )
+
+
+def check_plain_cast(x: Tensor, fmt: str, num_per_channels: int) -> None:
+    """`x` is plain, and the format can hold its rows with such groups."""
+    checks.one_of("fmt", fmt, tuple(layout.FORMATS))
+    layout.check_plain(x)
+    _check_rows(x.shape[1], fmt, num_per_channels)
+
+
 def _check_cast(
     x: Tensor,
     x_sf: Tensor | None,
@@ -43,33 +61,24 @@ def _check_cast(
     round_sf: bool,
     use_packed_ue8m0: bool,
 ) -> None:
-    checks.one_of("fmt", fmt, tuple(layout.FORMATS))
     layout.check_flags(use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
     if x_sf is None:
-        layout.check_plain(x)
-        width = x.shape[1]
+        check_plain_cast(x, fmt, num_per_channels)
         if block_rows or block_channels:
             raise ValueError("x_block_size is for a quantised x, a tuple of data and scales")
-    else:
-        dims = ("num_tokens", "hidden")
-        checks.tensor("x", x, dims, (torch.float8_e4m3fn, torch.int8), unit_inner_stride=True)
-        width = layout.values_in(x)
-        if fmt == "e5m6":
-            raise ValueError("x must be a plain tensor for e5m6, got quantised data")
-        if not (block_rows and block_channels):
-            raise ValueError("x_block_size must say the scale blocks of a quantised x, got None")
-        layout.check_source_scales(x, x_sf, (block_rows, block_channels))
-    layout.check_width(fmt, width)
-    if width == 0:
-        raise ValueError("x must have at least one channel, got 0")
-    _check_group(num_per_channels, width)
-    if fmt == "e5m6" and num_per_channels != width:
-        raise ValueError(
-            f"num_per_channels must be the row width {width} for e5m6, got {num_per_channels}"
-        )
+        return
+    checks.one_of("fmt", fmt, tuple(layout.FORMATS))
+    dims = ("num_tokens", "hidden")
+    checks.tensor("x", x, dims, (torch.float8_e4m3fn, torch.int8), unit_inner_stride=True)
+    if fmt == "e5m6":
+        raise ValueError("x must be a plain tensor for e5m6, got quantised data")
+    if not (block_rows and block_channels):
+        raise ValueError("x_block_size must say the scale blocks of a quantised x, got None")
+    layout.check_source_scales(x, x_sf, (block_rows, block_channels))
+    _check_rows(layout.values_in(x), fmt, num_per_channels)
 
 
-def _launch(
+def launch(
     x: Tensor,
     x_sf: Tensor | None,
     fmt: str,
@@ -79,8 +88,9 @@ def _launch(
     round_sf: bool,
     task: str,
     out: Tensor | None,
-    scales: Tensor,
+    scales: Tensor | None,
 ) -> None:
+    """Run the kernel for a task: `cast`, `scales` alone, data by `given` scales, or `fake`."""
     width = layout.values_in(x)
     words = None if out is None else layout.as_words(out)
     whole = group == width and group not in GROUPS
@@ -153,7 +163,7 @@ def _cast(
     if nonempty(x):
         block = (block_rows, block_channels)
         args = (how, round_sf, "cast", out, scales)
-        _launch(x, x_sf, fmt, num_per_channels, block, *args)
+        launch(x, x_sf, fmt, num_per_channels, block, *args)
     return out, out_sf
 
 
@@ -292,7 +302,7 @@ def per_token_cast_with_sf_only(
     groups = ceil_div(x.shape[1], num_per_channels)
     out, scales = layout.scale_buffer("out", out, x, x.shape[0], groups, how)
     if nonempty(x):
-        _launch(x, None, fmt, num_per_channels, (0, 0), how, round_sf, "scales", None, scales)
+        launch(x, None, fmt, num_per_channels, (0, 0), how, round_sf, "scales", None, scales)
     return out
 
 
@@ -353,5 +363,5 @@ def per_token_cast_with_precomputed_sf(
     out = output("out", out, x, layout.data_shape(fmt, *x.shape), dtype)
     if nonempty(x):
         args = (layout.ROW, False, "given", out, sf)
-        _launch(x, None, fmt, num_per_channels, (0, 0), *args)
+        launch(x, None, fmt, num_per_channels, (0, 0), *args)
     return out

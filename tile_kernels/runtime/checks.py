@@ -60,6 +60,13 @@ def tensor(
         raise ValueError(f"{name} must have stride 1 in its last dimension, got {value.stride(-1)}")
 
 
+def countable(name: str, value: torch.Tensor) -> None:
+    """All elements of `value` together can be counted in 32 bits, for kernels that see it flat."""
+    count = value.numel()
+    if isinstance(count, int) and count > MOST_SIZE:
+        raise ValueError(f"{name} must have at most {MOST_SIZE} elements, got {count}")
+
+
 def integer(
     name: str, value: object, low: int, high: int | None = None, *, because: str = ""
 ) -> None:
@@ -99,6 +106,14 @@ def in_range(name: str, value: torch.Tensor | None, low: int, high: int) -> None
         where = bad.nonzero()[0].tolist()
         found = value[tuple(where)].item()
         raise ValueError(f"{name} must hold {low}..{high}, but element {where} is {found}")
+
+
+def distinct(name: str, value: torch.Tensor) -> None:
+    """No element that is not negative comes twice. For the checked mode only."""
+    named, counts = value[value >= 0].unique(return_counts=True)
+    if (counts > 1).any():
+        found = named[counts > 1][0].item()
+        raise ValueError(f"{name} must name a position once, but {found} comes more often")
 
 
 def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:

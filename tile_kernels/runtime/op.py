@@ -151,8 +151,9 @@ def op(
         )
         road.dispatched = custom_op._opoverload
         if road.outputs:
+            written = (*road.outputs, *mutates)
             writing = _custom_op(
-                f"{qualified}_out", road.write, road.shapes_to_write, road.writing, road.outputs
+                f"{qualified}_out", road.write, road.shapes_to_write, road.writing, written
             )
             road.dispatched_out = writing._opoverload
         _registry[full_name] = Op(
@@ -193,6 +194,8 @@ def face(
         @functools.wraps(public)
         def outer(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():
+                if check is not None:
+                    check(*args, **kwargs)
                 return public(*args, **kwargs)
             try:
                 if check is not None:
@@ -405,7 +408,7 @@ def _public_function(road: _Road, body: Callable[..., Any]) -> Callable[..., Any
             raise road.explained(error, args, kwargs) from None
         device, plain = _inspect(road, args, kwargs)
         if forward_ad._current_level >= 0 and road.differentiable:
-            _refuse_tangents(road, args, kwargs)
+            refuse_tangents(road.name, (*args, *kwargs.values()))
         if not plain or dispatch_modes() or functorch_transform():
             return road.dispatched(*args, **kwargs)
         if device.type == "cuda" and not (overrides.count or settings.level):
@@ -448,12 +451,14 @@ def _inspect(road: _Road, args: Any, kwargs: Any) -> tuple[torch.device, bool]:
     return device, plain
 
 
-def _refuse_tangents(road: _Road, args: Any, kwargs: Any) -> None:
+def refuse_tangents(name: str, values: Iterable[Any]) -> None:
     """Forward-mode derivatives would be lost without a word: PyTorch's custom ops have none."""
-    for value in (*args, *kwargs.values()):
+    if forward_ad._current_level < 0:
+        return
+    for value in values:
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise RuntimeError(
-                f"{road.name}: forward-mode derivatives are not supported; use reverse mode, or "
+                f"{name}: forward-mode derivatives are not supported; use reverse mode, or "
                 "pass torch.autograd.forward_ad.unpack_dual(x).primal"
             )
 

@@ -50,7 +50,7 @@ def take(device: torch.device) -> tuple[Tensor, int]:
         return torch.zeros(1, dtype=torch.int32, device=device), 0
     index = device.index
     pool = _pools.get(index) or _pool(device)
-    if torch.cuda.is_current_stream_capturing():
+    if _is_capturing(device):
         return pool.counters, pool.new()
     stream = _current_stream(index)
     ticket = pool.of_stream.get(stream)
@@ -60,10 +60,17 @@ def take(device: torch.device) -> tuple[Tensor, int]:
     return pool.counters, ticket
 
 
+def _is_capturing(device: torch.device) -> bool:
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def _pool(device: torch.device) -> _Pool:
     with _lock:
         if device.index not in _pools:
-            if torch.cuda.is_current_stream_capturing():
+            if _is_capturing(device):
                 raise RuntimeError(
                     "call the operator once before recording it in a CUDA graph (the usual "
                     "warm-up): its first call sets up counters that are not part of the graph"

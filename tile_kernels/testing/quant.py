@@ -43,6 +43,8 @@ def clear_unused_sf(sf: torch.Tensor, hidden: int, num_per_channels: int) -> tor
             f"({num_used} scale factors per row, padded to 4), got shape {tuple(sf.shape)} "
             f"of {sf.dtype}: {num_bytes} bytes"
         )
-    data = sf.contiguous().view(-1).view(torch.uint8).view(-1, num_columns)
+    dense = sf.contiguous()
+    flat = dense.as_strided((dense.numel(),), (1,))  # single elements may have any stride
+    data = flat.view(torch.uint8).view(-1, num_columns)
     data[:, num_used:] = 0
     return data

@@ -99,6 +99,7 @@ def reduce_fused(
     token_topk_to_pos: torch.Tensor,
     fp8_format: str = "",
     sf: torch.Tensor | None = None,
+    *,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The sum over the slots of each token of `x[position] * scale`, `[num_tokens, hidden]`.

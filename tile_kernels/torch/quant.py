@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from tile_kernels.torch import formats, scales
-from tile_kernels.torch.cast import cast, quantize
+from tile_kernels.torch.cast import cast, dequantize, quantize
 from tile_kernels.torch.cast import cast_back as _cast_back
 from tile_kernels.torch.e5m6 import cast_back_from_e5m6, cast_to_e5m6
 from tile_kernels.torch.per_channel_cast_fused import (
@@ -19,6 +19,19 @@ from tile_kernels.torch.per_channel_cast_fused import (
 from tile_kernels.torch.scales import QuantTensor
 from tile_kernels.torch.swiglu import swiglu_backward, swiglu_forward
 from tile_kernels.torch.transpose import transpose
+
+
+def fake_cast(
+    x: torch.Tensor, fmt: str, num_per_channels: int, round_sf: bool = False
+) -> torch.Tensor:
+    """What `per_token_cast` and `per_token_cast_back` make of `x`, in its dtype.
+
+    >>> fake_cast(torch.tensor([[1.0, -2.0, 3.3, 7.0]]), "e4m3", 4).tolist()
+    [[1.0, -2.0, 3.25, 7.0]]
+    """
+    quantised = per_token_cast(x, fmt, num_per_channels, round_sf=round_sf)
+    return dequantize(quantised, (1, num_per_channels)).to(x.dtype)
+
 
 # ---- blocks of one row -------------------------------------------------------------------------
 

@@ -82,11 +82,8 @@ def topk_weights(
     total = logits.new_full(logits.shape[:1], 1e-20)
     for column in chosen.unbind(1):
         total = total + column
-    return (
-        chosen
-        / total[:, None]
-        * torch.tensor(routed_scaling_factor, dtype=logits.dtype, device=logits.device)
-    )
+    factor = torch.tensor(routed_scaling_factor, dtype=logits.dtype, device=logits.device)
+    return torch.where(valid, chosen / total[:, None] * factor, 0)
 
 
 def best_experts(

@@ -53,6 +53,16 @@ def _bad_values(device: torch.device) -> Arguments:
     return {**arguments, "topk_idx": torch.randint(-4, 9, (50, 3), device=device)}
 
 
+def _overflowing(rows: int) -> Build:
+    """With a place for the number of choices that found no row."""
+
+    def make(device: torch.device) -> Arguments:
+        arguments = _mapping(90, 4, 6, 16, rows=rows)(device)
+        return {**arguments, "overflow": torch.full((1,), -7, dtype=torch.int32, device=device)}
+
+    return make
+
+
 def _one_expert(device: torch.device) -> Arguments:
     arguments = _mapping(300, 2, 7, 16)(device)
     return {**arguments, "topk_idx": torch.full((300, 2), 5, device=device)}
@@ -97,6 +107,7 @@ GET_FUSED_MAPPING = Cases(
         Sample("all-masked", _mapping(33, 2, 4, 8, share=0.0)),
         Sample("too-few-rows", _mapping(90, 4, 6, 16, rows=150)),
         Sample("one-row", _mapping(90, 4, 6, 16, rows=1)),
+        *(Sample(f"overflow.{n}", _overflowing(n)) for n in (0, 1, 50, 150, 1000)),
         Sample("more-rows", _mapping(30, 2, 4, 4, rows=1000)),
         Sample("one-expert", _one_expert),
         Sample("bad-values", _bad_values),
@@ -122,25 +133,31 @@ GET_FUSED_MAPPING = Cases(
         Vector(
             "as many as needed",
             lambda: _arguments(0),
-            lambda: (*_tensors(*_ROWS, _PLACES, *_EXPERTS), [4, 0, 4, 4]),
+            lambda: ((*_tensors(*_ROWS, _PLACES, *_EXPERTS), [4, 0, 4, 4]), None),
         ),
         Vector(
             "16 rows",
             lambda: _arguments(16),
-            lambda: (*_tensors(*([*row, -1, -1, -1, -1] for row in _ROWS), _PLACES, *_EXPERTS), []),
+            lambda: (
+                (*_tensors(*([*row, -1, -1, -1, -1] for row in _ROWS), _PLACES, *_EXPERTS), []),
+                None,
+            ),
         ),
         Vector(
             "5 rows: the rest is dropped",
-            lambda: _arguments(5),
+            lambda: {**_arguments(5), "overflow": torch.zeros(1, dtype=torch.int32)},
             lambda: (
-                *_tensors(
-                    *(row[:5] for row in _ROWS),
-                    [[0, 4], [-1, -1], [1, -1], [-1, 2]],
-                    [0, 4, 4, 5],
-                    [4, 4, 5, 5],
-                    [4, 0, 1, 0],
+                (
+                    *_tensors(
+                        *(row[:5] for row in _ROWS),
+                        [[0, 4], [-1, -1], [1, -1], [-1, 2]],
+                        [0, 4, 4, 5],
+                        [4, 4, 5, 5],
+                        [4, 0, 1, 0],
+                    ),
+                    [],
                 ),
-                [],
+                torch.tensor([3], dtype=torch.int32),
             ),
         ),
     ],

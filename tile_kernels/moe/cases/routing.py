@@ -300,6 +300,7 @@ TOP2_SUM_GATE = Cases(
         Reject("logical_count", "alone", changed(logical_count=torch.ones(16, dtype=torch.int32))),
         Reject("mask", "too short", changed(mask=torch.ones(4, dtype=torch.bool))),
         Reject("mask", "not bool", changed(mask=torch.ones(5))),
+        Reject("mask", "a list", changed(mask=[True] * 5)),
         Reject(
             "to_physical_map",
             "too few columns",

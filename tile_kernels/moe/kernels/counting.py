@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from tilelang import language as T
 
+from tile_kernels.moe.counting import MOST_CHUNKS
 from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.kernels.common import is_last_block
 from tile_kernels.runtime.launch import kernel
@@ -15,7 +16,6 @@ from tile_kernels.runtime.launch import kernel
 THREADS = 512
 BATCH = 4  # loads in flight per thread
 INDICES_PER_CHUNK = BATCH * THREADS
-MOST_CHUNKS = 128
 
 
 def num_chunks(num_indices: int, device: Device) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tilelang import language as T
 
+from tile_kernels.moe.kernels.common import first_lane
 from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.launch import kernel
 
@@ -45,12 +46,6 @@ def split(vectors: int, num_tokens: int, device: Device) -> Split:
         for steps in range(1, MOST_STEPS + 1)
     ]
     return min(cuts, key=lambda cut: (cut.parts, cut.parts * cut.lanes * cut.steps, cut.lanes))
-
-
-@T.macro
-def lowest(mask):
-    """The lowest set bit of an int32 mask."""
-    return T.__ffs(mask) - 1
 
 
 # ---- expand -------------------------------------------------------------------------------------
@@ -239,7 +234,7 @@ def expand(
                 if word < words:
                     uncovered = ~covered[word]
                 while uncovered != 0:
-                    position = ((first + word * 32 + lowest(uncovered)) << log2) + block
+                    position = ((first + word * 32 + first_lane(uncovered)) << log2) + block
                     if position < num_positions:
                         for s in T.serial(T.ceildiv(vectors, lanes)):
                             if s * lanes + lane < vectors:
@@ -283,7 +278,7 @@ def expand(
                     slot = slots[token, k]
                 valid = T.cast(T.ballot(slot >= 0 and slot < num_positions), T.int32)
                 while valid != 0:
-                    position = T.shfl_sync(slot, lowest(valid))
+                    position = T.shfl_sync(slot, first_lane(valid))
                     valid = valid & (valid - 1)
                     for s in T.unroll(steps):
                         i = (part * steps + s) * lanes + lane
@@ -445,7 +440,7 @@ def reduce(
                         for n in T.unroll(at_once):
                             position[n] = -1
                             if valid != 0:
-                                lane_of[n] = lowest(valid)
+                                lane_of[n] = first_lane(valid)
                                 position[n] = T.shfl_sync(slot, lane_of[n])
                                 valid = valid & (valid - 1)
                                 for s in T.unroll(steps):

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from tilelang import language as T
 
+from tile_kernels.moe.counting import MOST_CHUNKS
 from tile_kernels.moe.kernels.common import LANES
 from tile_kernels.moe.kernels.counting import (
     BATCH,
-    MOST_CHUNKS,
     THREADS,
     count_chunk,
     load_groups,
@@ -111,9 +111,10 @@ def fused_mapping(num_topk: int, num_experts: int, chunks: int, placing_warps: i
             sums = T.alloc_shared((WARPS,), T.int32)
             dropped = T.alloc_shared((1,), T.int32)
             length = T.ceildiv(num_slots, chunks * quantum) * quantum
-            first_slot = chunk * length + warp * (length // placing_warps)
-            end = T.alloc_var(T.int32, init=0)  # of this warp's slots
+            first_slot = T.alloc_var(T.int32, init=0)  # of this warp, if it places slots
+            end = T.alloc_var(T.int32, init=0)
             if warp < placing_warps:
+                first_slot = chunk * length + warp * (length // placing_warps)
                 end = first_slot + length // placing_warps
             experts = T.alloc_local((BATCH,), T.int32)
             of_all = T.alloc_var(T.int32)

@@ -165,13 +165,19 @@ def weigh(num_experts: int, num_topk: int, scoring: int) -> Any:
     def weighed(lane, token, expert, top, denominator, logits, factor):
         value = T.alloc_var(T.float32, init=T.float32(0))
         total = T.alloc_var(T.float32, init=T.float32(1e-20))
-        if lane < num_topk and expert[0] >= 0 and expert[0] < num_experts:
+        valid = T.alloc_var(
+            T.bool, init=lane < num_topk and expert[0] >= 0 and expert[0] < num_experts
+        )
+        if valid:
             value = score(logits[token, expert[0]], top)
             if scoring == SOFTMAX:
                 value = T.ieee_fdiv(value, denominator)
         for j in T.unroll(num_topk):
             total = T.ieee_add(total, T.shfl_sync(value, j))
-        return T.ieee_mul(T.ieee_fdiv(value, total), factor)
+        weight = T.alloc_var(T.float32, init=T.float32(0))
+        if valid:
+            weight = T.ieee_mul(T.ieee_fdiv(value, total), factor)
+        return weight
 
     return weighed
 

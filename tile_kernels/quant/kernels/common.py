@@ -18,6 +18,8 @@ CLAMP_MIN = {"e4m3": 1e-4, "e2m1": 6.0 * 2.0**-126, "e5m6": 1e-4}
 LARGEST_FLOAT = 3.4028234663852886e38
 ACCESS_BITS = 128
 LANES = 32
+# For kernels whose accesses all stand under the conditions they need: no second check of positions.
+EXPLICIT_GUARDS = {"tl.disable_safe_memory_legalize": True}
 
 # How scales lie in memory: rows of float32, columns of float32, columns of four packed exponents.
 ROW, COLUMN, PACKED = "row", "column", "packed"
@@ -64,15 +66,63 @@ def access_width(name: str, values: int) -> int:
 def e2m1_code(value):
     """float32 -> 4-bit code in an int32: to nearest, ties to even, saturating; NaN is 7.
 
-    A NaN that arithmetic returned is positive, so its code has no sign.
+    The codes count steps: of a half up to 2, of 1 up to 4, of 2 up to 6. So the code is the sum of
+    the three parts of the magnitude, in steps. Adding each to 2**23, where floats are integers,
+    rounds it; the sums before a tie are even, so that ties go to even codes. A NaN that arithmetic
+    returned is positive, so its code has no sign.
     """
-    magnitude = T.alloc_var(T.float32, init=T.min(T.abs(value), T.float32(6)))
-    bits = T.alloc_var(T.int32, init=T.reinterpret(magnitude, T.int32))
-    # From 1 on: one bit of mantissa. Below: multiples of a half, as adding 2**22 rounds to them.
-    large = (bits + ((bits >> 22) & 1) + (0x1FFFFF - (252 << 22))) >> 22
-    small = T.reinterpret(T.ieee_add(magnitude, T.float32(4194304)), T.int32) - 0x4A800000
+    magnitude = T.alloc_var(T.float32, init=T.min(T.abs(value), T.float32(6)))  # drops NaN
+    steps = T.alloc_var(T.float32)
+    steps = T.fma(T.min(magnitude, T.float32(2)), T.float32(2), T.float32(8388608))
+    steps = T.fma(saturated_half(magnitude, 2), T.float32(2), steps)
+    steps = T.ieee_add(steps, saturated_half(magnitude, 4))
     sign = (T.reinterpret(value, T.int32) >> 28) & 8
-    return T.min(small, T.max(large, 2)) | sign
+    return (T.reinterpret(steps, T.int32) & 7) | sign
+
+
+@T.macro
+def saturated_half(value, start):
+    """`(value - start) / 2`, but at least 0 and at most 1; exact between."""
+    return T.call_extern(
+        T.float32, "__saturatef", T.fma(value, T.float32(0.5), T.float32(-0.5 * start))
+    )
+
+
+@T.macro
+def e2m1_word(values, base, word):
+    """Eight values, from `base` on, to eight codes in the uint32 `word[0]`; twice as fast.
+
+    For products of a bfloat16 and 2**-14 times a power of two, of magnitudes up to 6 * 2**-14 or
+    infinite, or NaN. There the bits of a float16 count as the codes do, with nine bits below: those
+    are rounded away, to nearest, ties to even. What a float16 itself cannot hold is below 0.25.
+    """
+    paired = T.alloc_local((8,), T.float32)
+    halves = T.alloc_local((8,), T.float16)
+    pairs = T.view(halves, (4,), T.uint32)
+    for i in T.unroll(4):
+        paired[2 * i] = values[base + i]
+        paired[2 * i + 1] = values[base + i + 4]
+    for i in T.vectorized(8):
+        halves[i] = T.cast(paired[i], T.float16)
+    if ((pairs[0] | pairs[1] | pairs[2] | pairs[3]) & T.uint32(0x70007000)) != T.uint32(0):
+        for i in T.unroll(4):  # infinities and NaN are 6
+            if (pairs[i] & T.uint32(0x7000)) != T.uint32(0):
+                pairs[i] = (pairs[i] & T.uint32(0xFFFF8000)) | T.uint32(0x0E00)
+            if (pairs[i] & T.uint32(0x70000000)) != T.uint32(0):
+                pairs[i] = (pairs[i] & T.uint32(0x8000FFFF)) | T.uint32(0x0E000000)
+    for i in T.unroll(4):
+        pairs[i] = (
+            pairs[i] + T.uint32(0x00FF00FF) + ((pairs[i] >> T.uint32(9)) & T.uint32(0x00010001))
+        )
+        pairs[i] = (pairs[i] & T.uint32(0x0E000E00)) | (
+            (pairs[i] >> T.uint32(3)) & T.uint32(0x10001000)
+        )
+    word[0] = (
+        (pairs[0] >> T.uint32(9))
+        | (pairs[1] >> T.uint32(5))
+        | (pairs[2] >> T.uint32(1))
+        | (pairs[3] << T.uint32(3))
+    )
 
 
 @T.macro
@@ -170,14 +220,68 @@ def write_scale(layout: str) -> Any:
     return write
 
 
+def group_amax(chunk: int, group: int) -> Any:
+    """A macro: the largest magnitude of a thread's group `i`, over the lanes that share it.
+
+    Each thread has `chunk` neighbouring values, lanes are neighbours; both are powers of two.
+    """
+    per_thread = max(1, chunk // group)
+    lanes = max(1, group // chunk)
+
+    @T.macro
+    def amax_of(values, i):
+        amax = T.alloc_var(T.float32, init=T.float32(0))
+        for v in T.unroll(chunk // per_thread):
+            amax = T.max(amax, T.abs(values[i * (chunk // per_thread) + v]))
+        for d in T.unroll(lanes.bit_length() - 1):
+            amax = T.max(amax, T.shfl_xor(amax, T.shift_left(1, d)))
+        return amax
+
+    return amax_of
+
+
+def write_group_scales(layout: str, width: int, chunk: int, group: int) -> Any:
+    """A macro: the scales of a thread's groups, each by its first lane.
+
+    They are zero where the row does not exist, or past the last group. The whole warp calls it.
+    """
+    groups = -(-width // group)
+    per_thread = max(1, chunk // group)  # groups of one thread
+    lanes = max(1, group // chunk)  # threads of one group
+    write = write_scale(layout)
+
+    @T.macro
+    def write_scales(sf, row, first, lane, scales, exists):
+        if layout == PACKED:
+            word = T.alloc_var(T.int32, init=0)
+            for i in T.unroll(per_thread):
+                g = first // group + i
+                if exists and g < groups:
+                    word = word | (exponent_of(scales[i]) << (g % 4 * 8))
+            for d in T.unroll(max(0, (4 // per_thread).bit_length() - 1)):
+                word = word | T.shfl_xor(word, T.shift_left(lanes, d))
+            if lane % (4 * lanes // per_thread) == 0 and first < width:
+                sf[first // group // 4, row] = word
+        else:
+            for i in T.unroll(per_thread):
+                g = first // group + i
+                if lane % lanes == 0 and g < groups:
+                    if exists:
+                        write(sf, row, g, scales[i])
+                    else:
+                        write(sf, row, g, T.float32(0))
+
+    return write_scales
+
+
 # ---- rows ---------------------------------------------------------------------------------------
 
 
-def load_values(source: str, width: int, count: int, vector: int) -> Any:
+def load_values(source: str, width: int, count: int, vector: int, offset: int = 0) -> Any:
     """A macro: `count` neighbouring values of a row as float32, zero past its end.
 
     They go to `values` from `base` on. `first` is a multiple of `count`; `vector` values come with
-    one load.
+    one load. The row of `width` values starts `offset`, a multiple of `vector`, into the buffer's.
     """
     dtype, _ = storage(source)
     elements = units(source, vector)
@@ -188,7 +292,7 @@ def load_values(source: str, width: int, count: int, vector: int) -> Any:
         for c in T.unroll(count // vector):
             if first + c * vector < width:
                 for v in T.vectorized(elements):
-                    raw[v] = x[row, (first + c * vector) // vector * elements + v]
+                    raw[v] = x[row, (offset + first + c * vector) // vector * elements + v]
                 if source == "e2m1":
                     for v in T.unroll(elements):
                         values[base + c * vector + 2 * v] = e2m1_value(T.cast(raw[v], T.int32) & 15)
@@ -236,7 +340,47 @@ def pack_e5m6(codes, first, words, word):
     words[word + 2] = ((codes[first + 5] & 255) << 24) | (codes[first + 6] << 12) | codes[first + 7]
 
 
-def encode_and_store(fmt: str, width: int, count: int, vector: int) -> Any:
+def store_values(target: str, width: int, count: int, vector: int, offset: int = 0) -> Any:
+    """A macro: `count` float32 values, from `base` on, rounded to their place in a row of `out`.
+
+    The mirror of `load_values` for bfloat16 and float32.
+    """
+    dtype, _ = storage(target)
+
+    @T.macro
+    def store(values, base, out, row, first):
+        stored = T.alloc_local((vector,), dtype)
+        for c in T.unroll(count // vector):
+            if first + c * vector < width:
+                for v in T.vectorized(vector):
+                    stored[v] = T.cast(values[base + c * vector + v], dtype)
+                for v in T.vectorized(vector):
+                    out[row, (offset + first + c * vector) // vector * vector + v] = stored[v]
+
+    return store
+
+
+def round_trip(fmt: str, count: int) -> Any:
+    """A macro: `count` values, from `base` on, as they come back from a cast to the format."""
+
+    @T.macro
+    def rounded(values, base, scales, inverse, per):
+        code = T.alloc_local((1,), "float8_e4m3fn")
+        for i in T.unroll(count):
+            values[base + i] = T.ieee_mul(values[base + i], inverse[i // per])
+            if fmt == "e4m3":
+                code[0] = T.cast(values[base + i], "float8_e4m3fn")
+                values[base + i] = T.cast(code[0], T.float32)
+            elif fmt == "e2m1":
+                values[base + i] = e2m1_value(e2m1_code(values[base + i]))
+            else:
+                values[base + i] = e5m6_value(e5m6_code(values[base + i]))
+            values[base + i] = T.ieee_mul(values[base + i], scales[i // per])
+
+    return rounded
+
+
+def encode_and_store(fmt: str, width: int, count: int, vector: int, offset: int = 0) -> Any:
     """A macro: `count` values times `inverse[i // per]`, encoded, to their place in a row of `out`.
 
     The values are those from `base` on; they are changed. `per` of them share a factor, `vector` go
@@ -267,7 +411,7 @@ def encode_and_store(fmt: str, width: int, count: int, vector: int) -> Any:
                         codes[v] = e5m6_code(values[base + c * vector + v])
                     for v in T.unroll(vector // 8):
                         pack_e5m6(codes, 8 * v, stored, 3 * v)
-                start = (first + c * vector) // vector * elements
+                start = (offset + first + c * vector) // vector * elements
                 if fmt == "e5m6":
                     for s in T.unroll(elements // words):
                         for v in T.vectorized(words):

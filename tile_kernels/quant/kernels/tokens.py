@@ -12,21 +12,26 @@ from tile_kernels.quant.kernels.common import (
     access_width,
     encode_and_store,
     exponent_of,
+    group_amax,
     load_values,
     multiply_scales,
+    round_trip,
     scale_of,
     storage,
+    store_values,
     units,
+    write_group_scales,
     write_scale,
 )
 from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.launch import kernel
 
 WARPS = 4
+BLOCKS_PER_SM = 6  # of cast_groups: else the compiler takes registers that loads in flight need
 MOST_KEPT = 4  # chunks of a row that a thread holds in registers
 
-# What is asked for: data and scales, scales alone, data by given scales.
-CAST, SCALES, GIVEN = "cast", "scales", "given"
+# What is asked for: data and scales, scales alone, data by given scales, the values that come back.
+CAST, SCALES, GIVEN, FAKE = "cast", "scales", "given", "fake"
 
 
 class Plan(NamedTuple):
@@ -67,7 +72,7 @@ def plan(
     if fmt == "e5m6" and width % 32:
         chunk = 8
     load = access(source, width, alignment, chunk)
-    store = access(fmt, width, out_alignment, chunk)
+    store = access(source if task == FAKE else fmt, width, out_alignment, chunk)
     threads = WARPS * LANES
     if group == width and group not in (16, 32, 64, 128):
         chunks = -(-width // chunk)
@@ -86,10 +91,32 @@ def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     loads = {access_width(plan.source, plan.load)}
     if plan.source_rows or plan.task == GIVEN:
         loads.add(32)
-    stores = set() if plan.task == SCALES else {access_width(plan.fmt, plan.store)}
-    if plan.task != GIVEN:
+    stores = set() if plan.task == SCALES else {access_width(target(plan), plan.store)}
+    if plan.task in (CAST, SCALES):
         stores.add(32)
     return tuple(sorted(loads)), tuple(sorted(stores))
+
+
+def target(plan: Plan) -> str:
+    """What `out` holds."""
+    return plan.source if plan.task == FAKE else plan.fmt
+
+
+def finish(plan: Plan) -> Any:
+    """A macro: a chunk of values, from `base` on, to its place in `out`."""
+    encode = encode_and_store(plan.fmt, plan.width, plan.chunk, plan.store)
+    rounded = round_trip(plan.fmt, plan.chunk)
+    store = store_values(plan.source, plan.width, plan.chunk, plan.store)
+
+    @T.macro
+    def finished(values, base, scales, inverse, per, out, row, first):
+        if plan.task == FAKE:
+            rounded(values, base, scales, inverse, per)
+            store(values, base, out, row, first)
+        else:
+            encode(values, base, inverse, per, out, row, first)
+
+    return finished
 
 
 def signature(plan: Plan, body: Any, grid: Any) -> Any:
@@ -101,7 +128,7 @@ def signature(plan: Plan, body: Any, grid: Any) -> Any:
     words = -(-groups // 4)
     scales_dtype = "int32" if plan.layout == PACKED else "float32"
     shape = {ROW: (rows, groups), PACKED: (words, padded)}.get(plan.layout, (groups, padded))
-    source_dtype, out_dtype = storage(plan.source)[0], storage(plan.fmt)[0]
+    source_dtype, out_dtype = storage(plan.source)[0], storage(target(plan))[0]
     in_scales = "int32" if plan.source_packed else "float32"
     to_write = rows if plan.layout == ROW else padded
 
@@ -109,12 +136,14 @@ def signature(plan: Plan, body: Any, grid: Any) -> Any:
     def cast_rows(
         x: T.StridedTensor[(rows, units(plan.source, plan.width)), (row_stride, 1), source_dtype],
         x_sf: T.StridedTensor[(sf_rows, sf_columns), (sf_row_stride, sf_column_stride), in_scales],
-        out: T.Tensor[(rows, units(plan.fmt, plan.width)), out_dtype],
+        out: T.Tensor[(rows, units(target(plan), plan.width)), out_dtype],
         sf: T.Tensor[shape, scales_dtype],
         clamp_min: T.float32,
     ):
         with T.Kernel(grid(to_write), threads=plan.threads) as block:
             T.assume(row_stride % units(plan.source, plan.load) == 0)
+            if plan.threads == WARPS * LANES:
+                T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
             body(block, rows, to_write, x, x_sf, out, sf, clamp_min)
 
     return cast_rows
@@ -131,45 +160,13 @@ def cast_groups(*static: Any) -> Any:
     tiles = -(-plan.width // (LANES * chunk))
     groups = -(-plan.width // group)
     per_thread = max(1, chunk // group)  # groups of one thread
-    lanes = max(1, group // chunk)  # threads of one group
     quantised = plan.source_rows > 0
     load = load_values(plan.source, plan.width, chunk, plan.load)
     multiplied = multiply_scales(chunk, (plan.source_rows, plan.source_columns), plan.source_packed)
     scaled = scale_of(plan.fmt, plan.round_sf)
-    encode = encode_and_store(plan.fmt, plan.width, chunk, plan.store)
-    write = write_scale(plan.layout)
-
-    @T.macro
-    def amax_of(values, i):
-        """The largest magnitude of a thread's group `i`, over the lanes that share it."""
-        amax = T.alloc_var(T.float32, init=T.float32(0))
-        for v in T.unroll(chunk // per_thread):
-            amax = T.max(amax, T.abs(values[i * (chunk // per_thread) + v]))
-        for d in T.unroll(lanes.bit_length() - 1):
-            amax = T.max(amax, T.shfl_xor(amax, T.shift_left(1, d)))
-        return amax
-
-    @T.macro
-    def write_scales(sf, row, first, lane, scales, exists):
-        """Each group's scale by its first lane; padding rows and groups are zero."""
-        if plan.layout == PACKED:
-            word = T.alloc_var(T.int32, init=0)
-            for i in T.unroll(per_thread):
-                g = first // group + i
-                if exists and g < groups:
-                    word = word | (exponent_of(scales[i]) << (g % 4 * 8))
-            for d in T.unroll(max(0, (4 // per_thread).bit_length() - 1)):
-                word = word | T.shfl_xor(word, T.shift_left(lanes, d))
-            if lane % (4 * lanes // per_thread) == 0 and first < plan.width:
-                sf[first // group // 4, row] = word
-        else:
-            for i in T.unroll(per_thread):
-                g = first // group + i
-                if lane % lanes == 0 and g < groups:
-                    if exists:
-                        write(sf, row, g, scales[i])
-                    elif plan.layout != ROW:
-                        write(sf, row, g, T.float32(0))
+    finished = finish(plan)
+    amax_of = group_amax(chunk, group)
+    write_scales = write_group_scales(plan.layout, plan.width, chunk, group)
 
     @T.macro
     def body(block, rows, to_write, x, x_sf, out, sf, clamp_min):
@@ -198,11 +195,11 @@ def cast_groups(*static: Any) -> Any:
                     scaled(amax_of(values, i), clamp_min, scale)
                     scales[i] = scale[0]
                     inverse[i] = scale[1]
-            if plan.task != GIVEN:
+            if plan.task in (CAST, SCALES):
                 write_scales(sf, row, first, lane, scales, row < rows)
             if plan.task != SCALES:
                 if row < rows:
-                    encode(values, 0, inverse, chunk // per_thread, out, row, first)
+                    finished(values, 0, scales, inverse, chunk // per_thread, out, row, first)
 
     return signature(plan, body, lambda count: T.ceildiv(count * tiles, WARPS))
 
@@ -217,7 +214,7 @@ def cast_whole_rows(*static: Any) -> Any:
     warps = threads // LANES
     load = load_values(plan.source, plan.width, chunk, plan.load)
     scaled = scale_of(plan.fmt, plan.round_sf)
-    encode = encode_and_store(plan.fmt, plan.width, chunk, plan.store)
+    finished = finish(plan)
     write = write_scale(plan.layout)
 
     @T.macro
@@ -243,18 +240,20 @@ def cast_whole_rows(*static: Any) -> Any:
             amax = T.max(amax, of_warps[w])
         scaled(amax, clamp_min, scale)
         inverse[0] = scale[1]
-        if tx == 0:
-            if block >= rows:
-                scale[0] = T.float32(0)
-            if plan.layout == PACKED:
-                sf[0, block] = exponent_of(scale[0])
-            else:
-                write(sf, block, 0, scale[0])
+        if plan.task == CAST:
+            if tx == 0:
+                if block >= rows:
+                    scale[0] = T.float32(0)
+                if plan.layout == PACKED:
+                    sf[0, block] = exponent_of(scale[0])
+                else:
+                    write(sf, block, 0, scale[0])
         if block < rows:
             for s in T.unroll(steps) if keep else T.serial(steps):
                 base = s * chunk if keep else 0
                 if not keep:
                     load(x, block, (s * threads + tx) * chunk, values, base)
-                encode(values, base, inverse, chunk, out, block, (s * threads + tx) * chunk)
+                first = (s * threads + tx) * chunk
+                finished(values, base, scale, inverse, chunk, out, block, first)
 
     return signature(plan, body, lambda count: count)

@@ -1,0 +1,159 @@
+"""The casts along channels beyond the op suite: worked examples, tiles, properties."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tile_kernels
+from tile_kernels.quant import (
+    per_channel_cast,
+    per_channel_cast_and_transpose,
+    per_channel_cast_fused,
+    swiglu_forward_and_per_channel_cast_and_transpose,
+)
+from tile_kernels.quant.cases.channels import worked_codes, worked_example
+from tile_kernels.quant.kernels.channels import access_bits, plan
+from tile_kernels.runtime.cases import assert_equal_results
+from tile_kernels.runtime.device import Device
+from tile_kernels.torch import quant as oracles
+
+BACKENDS = pytest.mark.parametrize("backend", ["torch", "emulate"])
+
+
+def codes(data: torch.Tensor) -> torch.Tensor:
+    return data.view(torch.uint8)
+
+
+@BACKENDS
+def test_worked_example_of_a_quantised_source(backend: str) -> None:
+    with tile_kernels.backend(backend):
+        result = per_channel_cast_fused(**worked_example(scales=True))
+    scales = torch.tensor([[2.0**-4, 2.0**-4], [2.0**-7, 2.0**-6]])
+    assert_equal_results(result, (worked_codes("7779", "6868", "7CF8"), scales))
+
+
+@BACKENDS
+def test_source_scales_are_applied_before_the_new_ones(backend: str) -> None:
+    """`(code * sf) * inv` is not `code * (sf * inv)`: a place where they differ."""
+    torch.manual_seed(1990)
+    data = torch.randint(0, 127, (32, 256), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    sf = 0.1 + torch.rand(32, 2)
+    with tile_kernels.backend(backend):
+        out, out_sf = per_channel_cast_fused((data, sf), "e4m3", 32, num_per_channels=128)
+    wide = sf.repeat_interleave(128, 1)
+    inverse = torch.tensor(448.0) / (data.float() * wide).amax(0)
+    exact = ((data.float() * wide) * inverse).to(torch.float8_e4m3fn)
+    other = (data.float() * (wide * inverse)).to(torch.float8_e4m3fn)
+    assert torch.equal(codes(out), codes(exact))
+    assert not torch.equal(codes(out), codes(other))
+    assert out_sf.shape == (1, 256)
+
+
+@BACKENDS
+def test_positions_beyond_the_tokens_are_padding(backend: str) -> None:
+    x = torch.randn(3, 8)
+    index = torch.tensor([3, 0, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    padded = torch.tensor([-1, 0, -1, -1], dtype=torch.int32)
+    with tile_kernels.backend(backend):
+        result = per_channel_cast_fused(x, "e4m3", 32, pos_to_token=index)
+        assert_equal_results(result, per_channel_cast_fused(x, "e4m3", 32, pos_to_token=padded))
+    assert (codes(result[0])[[0, 2, 3]] == 0).all()
+
+
+def test_a_short_last_block_has_the_scale_of_its_own_rows() -> None:
+    x = torch.full((36, 8), 2.0)
+    x[0] = 100.0
+    with tile_kernels.backend("emulate"):
+        _, scales = per_channel_cast(x, "e4m3", 32)
+    assert (scales * 448).tolist() == [[100.0] * 8, [2.0] * 8]
+
+
+def test_results_go_to_given_buffers() -> None:
+    x = torch.randn(40, 16)
+    data = torch.zeros(16, 40, dtype=torch.float8_e4m3fn)
+    scales = torch.zeros(2, 16)
+    with tile_kernels.backend("emulate"):
+        result = per_channel_cast_and_transpose(x, "e4m3", 32, out=(data, scales))
+    assert result[0] is data
+    assert result[1] is scales
+    assert_equal_results((data, scales), oracles.per_channel_cast_and_transpose(x, "e4m3", 32))
+
+
+def test_activation_is_rounded_before_its_scale_is_made() -> None:
+    x = torch.tensor([[1.0, 3.0]]).bfloat16()
+    with tile_kernels.backend("emulate"):
+        _, scales = swiglu_forward_and_per_channel_cast_and_transpose(x, "e4m3", 32)
+    assert scales.view(torch.int32).item() == 0x3BA00000  # unrounded: 0x3BA06A47
+
+
+@pytest.mark.parametrize("clamp", [None, 2.0])
+def test_nan_passes_the_clamp(clamp: float | None) -> None:
+    x = torch.tensor([[float("nan"), 1.0, 3.0, float("nan")], [1.0, 1.0, 5.0, 5.0]]).bfloat16()
+    with tile_kernels.backend("emulate"):
+        data, scales = swiglu_forward_and_per_channel_cast_and_transpose(
+            x, "e4m3", 32, without_transpose=True, swiglu_clamp_value=clamp
+        )
+    assert codes(data).tolist() == [[0x7F, 0x7F], [0x7E, 0x7E]]
+    assert scales.isfinite().all()
+
+
+def test_transposed_data_is_that_of_the_straight_cast() -> None:
+    x = torch.randn(145, 40).bfloat16()
+    with tile_kernels.backend("emulate"):
+        straight, scales = per_channel_cast(x, "e4m3", 128)
+        turned, same = per_channel_cast_and_transpose(x, "e4m3", 128)
+        x2 = torch.cat((x, x), 1)
+        mine = swiglu_forward_and_per_channel_cast_and_transpose(x2, "e4m3", 128)
+        plain = swiglu_forward_and_per_channel_cast_and_transpose(x2, "e4m3", 128, False, True)
+    assert torch.equal(codes(turned), codes(straight).T)
+    assert torch.equal(same, scales)
+    assert torch.equal(codes(mine[0]), codes(plain[0]).T)
+    assert torch.equal(mine[1], plain[1])
+
+
+# ---- plans --------------------------------------------------------------------------------------
+
+H200 = Device("NVIDIA H200", "sm_90a", 132, 227 * 1024, 228 * 1024)
+
+
+def planned(**changes: Any) -> Any:
+    problem = {
+        "source": "bfloat16",
+        "activation": "none",
+        "transposed": False,
+        "group": 128,
+        "round_sf": False,
+        "gathered": False,
+        "rows": 8192,
+        "width": 7168,
+        "row_stride": 7168,
+        "alignment": 16,
+        "out_alignment": 16,
+    }
+    return plan(**{**problem, **changes}, device=H200)
+
+
+def test_accesses_are_as_wide_as_rows_allow() -> None:
+    assert access_bits(*planned()) == ((128,), (32, 64))
+    assert access_bits(*planned(transposed=True)) == ((128,), (32, 128))
+    assert access_bits(*planned(source="e4m3")) == ((32, 128), (32, 128))
+    assert access_bits(*planned(transposed=True, rows=8194)) == ((128,), (16, 32))
+    assert access_bits(*planned(width=7170, row_stride=7170)) == ((32,), (16, 32))
+    assert access_bits(*planned(row_stride=7169)) == ((16,), (32, 64))
+    assert access_bits(*planned(alignment=8)) == ((64,), (32, 64))
+
+
+def test_one_kernel_serves_many_sizes() -> None:
+    assert planned(rows=4096) == planned(rows=1)
+    assert planned(width=576, row_stride=576) == planned()
+
+
+def test_no_axis_of_the_grid_overflows() -> None:
+    most = 128 * 65535
+    assert not planned(rows=most).rows_on_x
+    assert planned(rows=most + 1).rows_on_x
+    assert planned(transposed=True, width=most).rows_on_x
+    assert not planned(transposed=True, width=most + 8).rows_on_x

@@ -1,0 +1,5 @@
+"""Types of the quantising operators."""
+
+from tile_kernels.torch.scales import QuantTensor
+
+__all__ = ["QuantTensor"]
