@@ -144,12 +144,10 @@ def _tool(path: str | None, missing: str) -> str:
 
 def list_ops(options: argparse.Namespace) -> int:
     """Show the registry."""
-    rows = [
-        [op.name, _signature(op), _least_work(op), ", ".join(backends.BACKENDS)]
-        for op in select(options.which)
-    ]
+    rows = [[op.name, _signature(op), _least_work(op)] for op in select(options.which)]
     columns = [("operator", "left"), ("signature", "left"), ("least work", "left")]
-    terminal.show_table("operators", [*columns, ("backends", "left")], rows)
+    title = f"operators, each on the backends {', '.join(backends.BACKENDS)}"
+    terminal.show_table(title, columns, rows)
     return 0
 
 

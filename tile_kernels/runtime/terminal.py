@@ -14,7 +14,7 @@ def console() -> Any:
     from rich.console import Console
 
     found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=140)
+    return found if found.is_terminal else Console(highlight=False, width=160)
 
 
 def show_table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
