@@ -11,7 +11,6 @@ from tile_kernels.quant.kernels.common import (
     ROW,
     access,
     access_width,
-    e2m1_word,
     encode_and_store,
     exponent_of,
     scale_of,
@@ -197,11 +196,11 @@ def cast_blocks(*static: Any) -> Any:
     dtype = storage(plan.source)[0]
     largest = team_max(tile, teams, "float32")
     scaled = scale_of(plan.fmt, plan.round_sf)
-    encode = encode_and_store(plan.fmt, plan.width, chunk, plan.store)
     written = write_block_scale(plan.layout, groups)
     # Powers of two times bfloat16: the quick way to e2m1.
     exact = plan.source == "bfloat16" and plan.round_sf and plan.task != GIVEN
     quick = exact and plan.fmt == "e2m1" and plan.store == chunk
+    encode = encode_and_store(plan.fmt, plan.width, chunk, plan.store, quick=quick)
 
     rows, blocks, padded = T.dynamic("rows blocks padded")
     row_stride, sf_stride = T.dynamic("row_stride sf_stride")
@@ -211,19 +210,6 @@ def cast_blocks(*static: Any) -> Any:
         shape, strides, scales = (-(-groups // 4), padded), (sf_stride, 1), "uint8"
     else:
         shape, strides, scales = (groups, padded), (sf_stride, 1), "float32"
-
-    @T.macro
-    def store_word(values, inverse, out, row, first):
-        word = T.alloc_local((1,), T.uint32)
-        stored = T.alloc_local((4,), T.uint8)
-        for v in T.unroll(chunk):
-            values[v] = T.ieee_mul(values[v], inverse[0])
-        if first < plan.width:
-            e2m1_word(values, 0, word)
-            for v in T.unroll(4):
-                stored[v] = T.cast(word[0] >> T.cast(8 * v, T.uint32), T.uint8)
-            for v in T.vectorized(4):
-                out[row, first // chunk * 4 + v] = stored[v]
 
     @T.prim_func
     def cast_row_of_blocks(
@@ -278,9 +264,6 @@ def cast_blocks(*static: Any) -> Any:
                     if row < rows:
                         for v in T.unroll(chunk):
                             values[v] = T.cast(raw[s * chunk + v], T.float32)
-                        if quick:
-                            store_word(values, inverse, out, row, first)
-                        else:
-                            encode(values, 0, inverse, chunk, out, row, first)
+                        encode(values, 0, inverse, chunk, out, row, first)
 
     return cast_row_of_blocks

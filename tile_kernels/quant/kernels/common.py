@@ -380,11 +380,14 @@ def round_trip(fmt: str, count: int) -> Any:
     return rounded
 
 
-def encode_and_store(fmt: str, width: int, count: int, vector: int, offset: int = 0) -> Any:
+def encode_and_store(
+    fmt: str, width: int, count: int, vector: int, offset: int = 0, quick: bool = False
+) -> Any:
     """A macro: `count` values times `inverse[i // per]`, encoded, to their place in a row of `out`.
 
     The values are those from `base` on; they are changed. `per` of them share a factor, `vector` go
-    with one store (e5m6: with as many as they need, of 4 or 16 bytes).
+    with one store (e5m6: with as many as they need, of 4 or 16 bytes). `quick` is for e2m1, with
+    factors as `e2m1_word` wants them.
     """
     dtype, _ = storage(fmt)
     elements = units(fmt, vector)
@@ -401,6 +404,12 @@ def encode_and_store(fmt: str, width: int, count: int, vector: int, offset: int 
                 if fmt == "e4m3":
                     for v in T.vectorized(elements):
                         stored[v] = T.cast(values[base + c * vector + v], dtype)
+                elif quick:
+                    word = T.alloc_local((1,), T.uint32)
+                    for w in T.unroll(vector // 8):
+                        e2m1_word(values, base + c * vector + 8 * w, word)
+                        for v in T.unroll(4):
+                            stored[4 * w + v] = T.cast(word[0] >> T.cast(8 * v, T.uint32), dtype)
                 elif fmt == "e2m1":
                     for v in T.unroll(vector):
                         codes[v] = e2m1_code(values[base + c * vector + v])
