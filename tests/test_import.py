@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import tile_kernels
 from tests.requirements import run_fresh
@@ -23,8 +24,12 @@ print(json.dumps([found, [name for name in {HEAVY} if name in sys.modules]]))
     assert heavy == []
 
 
-def test_import_budget() -> None:
-    """At most 1.2 times `import torch`, all families included; the best of five, interleaved."""
+def test_import_budget(tmp_path: Path) -> None:
+    """At most 1.2 times `import torch`, all families included; the best of five.
+
+    Both are read as bytecode, as both are once installed; the first run writes it.
+    """
+    bytecode = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
     code = """
 import time
 start = time.perf_counter()
@@ -34,7 +39,8 @@ import tile_kernels
 [getattr(tile_kernels, family) for family in tile_kernels.FAMILIES]
 print((time.perf_counter() - start) / (middle - start))
 """
-    assert min(float(run_fresh(code)) for _ in range(5)) <= 1.2
+    run_fresh(code, **bytecode)
+    assert min(float(run_fresh(code, **bytecode)) for _ in range(5)) <= 1.2
 
 
 def test_version_is_in_one_place() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -185,7 +186,7 @@ def _launch(
     fix_routing_mask: Tensor | None,
     to_physical_map: Tensor | None,
     logical_count: Tensor | None,
-    unmapped: Tensor | None,
+    unmapped_topk_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
     num_shared = num_shared_experts if use_shared_as_routed else 0
@@ -200,12 +201,12 @@ def _launch(
     problem = (
         num_experts, num_topk, num_groups, num_topk_groups, num_shared,
         int(ScoringFunc.from_str(scoring_func)), mask is not None, fix_routing_mask is not None,
-        to_physical_map is not None, unmapped is not None,
+        to_physical_map is not None, unmapped_topk_idx is not None,
         min(alignment(logits), alignment(bias)),
     )  # fmt: skip
     _GATE.launch(
         problem, logits, bias, None if mask is None else mask.view(-1), fix_routing_mask,
-        to_physical_map, logical_count, unmapped, topk_idx, topk_weights,
+        to_physical_map, logical_count, unmapped_topk_idx, topk_idx, topk_weights,
         float(routed_scaling_factor), ep_rank, (num_experts + extra) // num_ep_ranks, tp_rank,
         num_tp_ranks,
     )  # fmt: skip
@@ -226,8 +227,10 @@ def _cost_gate(**arguments: Any) -> Cost:
 # Three operators behind the public function, as PyTorch wants them: nothing is written in place;
 # the choice is, and must be given; the choice is a result, which the gradient needs.
 
+_SIGNATURE = inspect.signature(_launch, eval_str=True)
+*_OTHERS, _UNMAPPED = _SIGNATURE.parameters.values()
 
-@op(
+_gate = op(
     check=_check_gate,
     oracle=oracles.top2_sum_gate,
     cost=_cost_gate,
@@ -235,67 +238,18 @@ def _cost_gate(**arguments: Any) -> Cost:
     values=_check_gate_values,
     differentiable=False,
     name="top2_sum_gate",
-)
-def _gate(
-    logits: Tensor,
-    bias: Tensor,
-    num_topk: int,
-    num_topk_groups: int,
-    num_groups: int,
-    use_shared_as_routed: bool,
-    num_shared_experts: int,
-    routed_scaling_factor: float,
-    ep_rank: int,
-    num_ep_ranks: int,
-    tp_rank: int,
-    num_tp_ranks: int,
-    scoring_func: str,
-    mask: Tensor | None,
-    fix_routing_mask: Tensor | None,
-    to_physical_map: Tensor | None,
-    logical_count: Tensor | None,
-    unmapped_topk_idx: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    return _launch(
-        logits, bias, num_topk, num_topk_groups, num_groups, use_shared_as_routed,
-        num_shared_experts, routed_scaling_factor, ep_rank, num_ep_ranks, tp_rank, num_tp_ranks,
-        scoring_func, mask, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx,
-    )  # fmt: skip
+)(_launch)
 
-
-@op(
+_gate_in_place = op(
     check=_check_gate,
     oracle=oracles.top2_sum_gate,
     mutates=("unmapped_topk_idx",),
     differentiable=False,
     values=_check_gate_values,
+    name="_gate_in_place",
     serves="top2_sum_gate",
-)
-def _gate_in_place(
-    logits: Tensor,
-    bias: Tensor,
-    num_topk: int,
-    num_topk_groups: int,
-    num_groups: int,
-    use_shared_as_routed: bool,
-    num_shared_experts: int,
-    routed_scaling_factor: float,
-    ep_rank: int,
-    num_ep_ranks: int,
-    tp_rank: int,
-    num_tp_ranks: int,
-    scoring_func: str,
-    mask: Tensor | None,
-    fix_routing_mask: Tensor | None,
-    to_physical_map: Tensor | None,
-    logical_count: Tensor | None,
-    unmapped_topk_idx: Tensor,
-) -> tuple[Tensor, Tensor]:
-    return _launch(
-        logits, bias, num_topk, num_topk_groups, num_groups, use_shared_as_routed,
-        num_shared_experts, routed_scaling_factor, ep_rank, num_ep_ranks, tp_rank, num_tp_ranks,
-        scoring_func, mask, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx,
-    )  # fmt: skip
+    signature=_SIGNATURE.replace(parameters=[*_OTHERS, _UNMAPPED.replace(annotation=Tensor)]),
+)(_launch)
 
 
 def _choice(unmapped_topk_idx: Tensor | None, logits: Tensor, num_topk: int) -> Tensor:
@@ -318,34 +272,14 @@ def _oracle_with_choice(
     oracle=_oracle_with_choice,
     values=_check_gate_values,
     serves="top2_sum_gate",
+    signature=_SIGNATURE.replace(return_annotation=tuple[Tensor, Tensor, Tensor]),
 )
 def _gate_with_choice(
-    logits: Tensor,
-    bias: Tensor,
-    num_topk: int,
-    num_topk_groups: int,
-    num_groups: int,
-    use_shared_as_routed: bool,
-    num_shared_experts: int,
-    routed_scaling_factor: float,
-    ep_rank: int,
-    num_ep_ranks: int,
-    tp_rank: int,
-    num_tp_ranks: int,
-    scoring_func: str,
-    mask: Tensor | None,
-    fix_routing_mask: Tensor | None,
-    to_physical_map: Tensor | None,
-    logical_count: Tensor | None,
-    unmapped_topk_idx: Tensor | None,
+    logits: Tensor, bias: Tensor, num_topk: int, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    choice = _choice(unmapped_topk_idx, logits, num_topk)
-    results = _launch(
-        logits, bias, num_topk, num_topk_groups, num_groups, use_shared_as_routed,
-        num_shared_experts, routed_scaling_factor, ep_rank, num_ep_ranks, tp_rank, num_tp_ranks,
-        scoring_func, mask, fix_routing_mask, to_physical_map, logical_count, choice,
-    )  # fmt: skip
-    return *results, choice
+    choice = _choice(rest[-1], logits, num_topk)
+    arguments: list[Any] = [logits, bias, num_topk, *rest[:-1], choice]
+    return *_launch(*arguments), choice
 
 
 def _save_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

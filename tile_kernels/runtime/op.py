@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch._C._functorch import peek_interpreter_stack as functorch_transform
+from torch._library.autograd import make_autograd_impl
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
@@ -116,6 +117,7 @@ def op(
     values: Callable[..., None] | None = None,
     name: str | None = None,
     serves: str | None = None,
+    signature: inspect.Signature | None = None,
 ) -> Callable[[F], F]:
     """Declare the decorated function as a public operator of its family.
 
@@ -131,6 +133,8 @@ def op(
     - `name` is the function's name where that is not the body's (see `face`);
     - an operator whose name starts with `_` serves another one: it is a custom op like all, but not
       listed, and needs neither cost nor cases; `serves` names that one, for error messages;
+    - `signature` is what the dispatcher sees where that is not the body's own, so that operators
+      behind one face share a body;
     - `differentiable=False` says that no result has a gradient (indices, counts), so that
       arguments which require one do not matter. Otherwise see `gradient`.
     """
@@ -141,19 +145,19 @@ def op(
         full_name = f"{family}.{short_name}"
         if full_name in _registry:
             raise ValueError(f"the operator {full_name} is declared twice")
-        signature = inspect.signature(body, eval_str=True)
-        road = _Road(full_name, body, check, oracle, signature, tuple(outputs), differentiable)
+        seen = signature or inspect.signature(body, eval_str=True)
+        road = _Road(full_name, body, check, oracle, seen, tuple(outputs), differentiable)
         road.name, road.values = serves or short_name, values
         function = _public_function(road, body)
-        qualified = f"tile_kernels::{family}_{short_name}"
+        registered = f"{family}_{short_name}"
         custom_op = _custom_op(
-            qualified, road.from_dispatcher, road.shapes, road.functional, tuple(mutates)
+            registered, road.from_dispatcher, road.shapes, road.functional, tuple(mutates)
         )
         road.dispatched = custom_op._opoverload
         if road.outputs:
             written = (*road.outputs, *mutates)
             writing = _custom_op(
-                f"{qualified}_out", road.write, road.shapes_to_write, road.writing, written
+                f"{registered}_out", road.write, road.shapes_to_write, road.writing, written
             )
             road.dispatched_out = writing._opoverload
         _registry[full_name] = Op(
@@ -166,7 +170,7 @@ def op(
             cases=cases,
             mutates=tuple(mutates),
             outputs=road.outputs,
-            signature=signature,
+            signature=seen,
             custom_op=custom_op,
         )
         return function  # type: ignore[return-value]
@@ -469,6 +473,23 @@ def _mixed(road: _Road, args: Any, kwargs: Any) -> ValueError:
     return ValueError(f"{road.name}: all tensors must be on one device, but {', '.join(places)}")
 
 
+class _LateAutograd(CustomOpDef):
+    """PyTorch's custom op, its autograd kernel made on the first call that reaches it.
+
+    Making one for each operator would be most of the time that importing the library takes.
+    """
+
+    def _register_autograd_dispatcher_impl(self) -> None:
+        @functools.cache
+        def made() -> Callable[..., Any]:
+            return make_autograd_impl(self._opoverload, self)
+
+        def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            return made()(keyset, *args, **kwargs)
+
+        self._lib.impl(self._name, autograd, "Autograd", with_keyset=True)
+
+
 def _custom_op(
     name: str,
     implementation: Callable[..., Any],
@@ -480,7 +501,9 @@ def _custom_op(
         return implementation(*args, **kwargs)
 
     implemented.__signature__ = signature  # type: ignore[attr-defined]
-    custom_op = torch.library.custom_op(name, implemented, mutates_args=mutates)
+    schema = torch.library.infer_schema(implemented, mutates_args=mutates)
+    custom_op = _LateAutograd("tile_kernels", name, schema, implemented)
+    custom_op.register_kernel(None)(implemented)
     custom_op.register_fake(shapes)
     return custom_op
 

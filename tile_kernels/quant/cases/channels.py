@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-from tile_kernels.quant.cases import changed, hexed, misaligned, numbers, strided, words
+from tile_kernels.quant.cases import (
+    changed,
+    hexed,
+    misaligned,
+    numbers,
+    strided,
+    within_one_step,
+    words,
+)
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -15,7 +23,6 @@ from tile_kernels.runtime.cases import (
     Reject,
     Sample,
     Vector,
-    assert_equal_results,
 )
 from tile_kernels.torch.cast import cast
 
@@ -293,27 +300,6 @@ def _quantised(arguments: Arguments) -> Arguments:
 # ---- of SwiGLU ----------------------------------------------------------------------------------
 
 
-def _within_one_step(result: Any, expected: Any) -> None:
-    """Data within a step of the format, scales within an ulp or so; on CUDA to the bit.
-
-    There, the oracle takes the same `exp` as the kernel; on a CPU it may differ in its last bit.
-    """
-    if all(tensor.is_cuda for tensor in (*result, *expected)):
-        assert_equal_results(result, expected)
-        return
-    (data, sf), (expected_data, expected_sf) = result, expected
-    for one, other in ((data, expected_data), (sf, expected_sf)):
-        assert_equal_results(
-            (one.dtype, one.shape, one.numel() and one.stride()),
-            (other.dtype, other.shape, other.numel() and other.stride()),
-        )
-    assert_equal_results(data.float().isnan(), expected_data.float().isnan())
-    steps = data.view(torch.uint8).int() - expected_data.view(torch.uint8).int()
-    if steps.numel() and steps.abs().max() > 1:
-        raise AssertionError(f"data differs by {steps.abs().max()} steps")
-    torch.testing.assert_close(sf, expected_sf, rtol=1e-6, atol=0.0)
-
-
 def _swiglu(
     rows: int,
     width: int,
@@ -407,5 +393,5 @@ SWIGLU_AND_PER_CHANNEL_CAST = Cases(
         Reject("swiglu_clamp_value", "NaN", changed(swiglu_clamp_value=float("nan"))),
         Reject("swiglu_clamp_value", "text", changed(swiglu_clamp_value="1")),
     ],
-    compare=_within_one_step,
+    compare=within_one_step,
 )  # fmt: skip
