@@ -13,14 +13,25 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tile_kernels import config, modeling, moe, quant, testing, torch, transpose, utils
+    from tile_kernels import (
+        config,
+        engram,
+        mhc,
+        modeling,
+        moe,
+        quant,
+        testing,
+        torch,
+        transpose,
+        utils,
+    )
     from tile_kernels.config import get_device_num_sms, get_num_sms, set_num_sms
     from tile_kernels.runtime.backends import backend, checked
     from tile_kernels.runtime.emulator import EmulationError, emulate
     from tile_kernels.runtime.logs import set_log_level
     from tile_kernels.runtime.warmup import warmup
 
-FAMILIES = ("moe", "quant", "transpose")
+FAMILIES = ("engram", "mhc", "moe", "quant", "transpose")
 _SUBMODULES = (*FAMILIES, "config", "modeling", "testing", "torch", "utils")
 _FUNCTIONS = {
     "EmulationError": "tile_kernels.runtime.emulator",
@@ -42,8 +53,10 @@ __all__ = [
     "checked",
     "config",
     "emulate",
+    "engram",
     "get_device_num_sms",
     "get_num_sms",
+    "mhc",
     "modeling",
     "moe",
     "quant",

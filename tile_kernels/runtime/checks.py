@@ -67,6 +67,15 @@ def countable(name: str, value: torch.Tensor) -> None:
         raise ValueError(f"{name} must have at most {MOST_SIZE} elements, got {count}")
 
 
+def apart(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Two contiguous tensors of a dtype, which are written, have no memory in common."""
+    if value.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return
+    first, second = value.storage_offset(), other.storage_offset()
+    if first < second + other.numel() and second < first + value.numel():
+        raise ValueError(f"{name} must not share memory with {other_name}")
+
+
 def integer(
     name: str, value: object, low: int, high: int | None = None, *, because: str = ""
 ) -> None:

@@ -151,6 +151,11 @@ def alignment(x: torch.Tensor, most: int = 16) -> int:
     return math.gcd(offset * x.element_size(), most) if isinstance(offset, int) else most
 
 
+def dtype_name(x: torch.Tensor | None) -> str:
+    """The dtype as kernels name it, `float32`; empty without a tensor."""
+    return "" if x is None else str(x.dtype).removeprefix("torch.")
+
+
 def nonempty(x: torch.Tensor) -> bool:
     """Whether `x` has elements; an empty grid cannot be launched.
 

@@ -247,6 +247,30 @@ def gradient(
     get(function).custom_op.register_autograd(backward, setup_context=setup_context)
 
 
+def last_gradients(
+    name: str, grads: Iterable[Tensor], inputs: Iterable[Tensor]
+) -> tuple[Tensor, ...]:
+    """`grads` of the operator `name`, which raise if someone differentiates them again.
+
+    For backward formulas whose operators have none themselves: under `create_graph=True` a second
+    derivative would be missing without a word.
+    """
+    if not torch.is_grad_enabled():
+        return tuple(grads)
+    return tuple(_LastGradient.apply(name, grad, *inputs) for grad in grads)
+
+
+class _LastGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, grad: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.name = name
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(f"{ctx.name}: there is no second derivative")
+
+
 class _Road:
     """What one call needs, apart from `Op` so that the hot path reads few plain attributes."""
 

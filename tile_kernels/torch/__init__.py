@@ -5,6 +5,15 @@ from tile_kernels.torch.cast import cast, cast_back
 from tile_kernels.torch.e5m6 import cast_back_from_e5m6, cast_to_e5m6
 from tile_kernels.torch.fused import expand_to_fused, expand_to_fused_with_sf, reduce_fused
 from tile_kernels.torch.mapping import get_fused_mapping
+from tile_kernels.torch.mhc import (
+    expand_to_mhc_ref,
+    mhc_head_compute_mix_ref,
+    mhc_post_ref,
+    mhc_pre_apply_mix_ref,
+    mhc_pre_norm_fn_ref,
+    mhc_pre_split_mixes_ref,
+    sinkhorn_normalize_ref,
+)
 from tile_kernels.torch.moe import (
     aux_fi,
     group_count,
@@ -33,15 +42,22 @@ __all__ = [
     "cast_to_e5m6",
     "expand_to_fused",
     "expand_to_fused_with_sf",
+    "expand_to_mhc_ref",
     "gate_scores",
     "get_fused_mapping",
     "group_count",
     "inplace_unique_group_indices",
     "mask_indices_by_tp",
+    "mhc_head_compute_mix_ref",
+    "mhc_post_ref",
+    "mhc_pre_apply_mix_ref",
+    "mhc_pre_norm_fn_ref",
+    "mhc_pre_split_mixes_ref",
     "normalize_weight",
     "per_channel_cast_fused",
     "quant",
     "reduce_fused",
+    "sinkhorn_normalize_ref",
     "stable_topk",
     "swiglu_backward",
     "swiglu_forward",

@@ -1,6 +1,10 @@
 """TileLang macros that any kernel may use."""
 
+from typing import Any
+
 from tilelang import language as T
+
+WARP = 32
 
 
 @T.macro
@@ -20,3 +24,72 @@ def is_last_block(tickets, ticket, blocks):
     T.sync_threads()
     T.call_extern("handle", "__threadfence")
     return last[0] == blocks - 1
+
+
+# ---- copies that a thread waits for itself -------------------------------------------------------
+# A thread that copies what it alone will read needs no barrier: it waits for its own groups of
+# copies. The compiler does not see that these touch memory; a warp's own barrier tells it.
+
+
+@T.macro
+def stage(place, source, count):
+    """Start the copy of `count` elements, 16 bytes, from global `source` to shared `place`."""
+    T.ptx_cp_async(T.access_ptr(place, "w", count), T.access_ptr(source, "r", count), count)
+
+
+@T.macro
+def close_stage():
+    """What was started since the last call is one group."""
+    T.ptx_commit_group()
+
+
+@T.macro
+def await_stages(pending):
+    """Wait until at most the last `pending` groups of this thread are under way."""
+    T.ptx_wait_group(pending)
+    T.sync_warp()
+
+
+@T.macro
+def free_stage():
+    """What was read of a place is in registers: from here on it may be copied to again."""
+    T.sync_warp()
+
+
+# ---- sums over a block --------------------------------------------------------------------------
+
+
+def sum_over_block(count: int, threads: int) -> Any:
+    """A macro: `count` sums over all threads, in place, in every thread, in a fixed order.
+
+    `of_warps` is shared memory of shape `(2, count, threads // 32)`; `turn` counts the calls, so
+    that two calls in a row use different halves and one barrier each is enough.
+    """
+    warps = threads // WARP
+    steps = (warps - 1).bit_length()  # of a butterfly over the warps' sums
+    width = 1 << steps
+    at_once = WARP // width  # sums that the lanes of a warp finish together
+
+    @T.macro
+    def summed(values, of_warps, turn):
+        lane = T.get_thread_binding() % WARP
+        for i in T.unroll(count):
+            for d in T.unroll(5):
+                values[i] = values[i] + T.shfl_xor(values[i], T.shift_left(1, d))
+        if warps > 1:
+            if lane == 0:
+                for i in T.unroll(count):
+                    of_warps[turn % 2, i, T.get_thread_binding() // WARP] = values[i]
+            T.sync_threads()
+            for r in T.unroll(-(-count // at_once)):
+                total = T.alloc_var(T.float32, init=T.float32(0))
+                value = r * at_once + lane // width
+                if lane % width < warps and value < count:
+                    total = of_warps[turn % 2, value, lane % width]
+                for d in T.unroll(steps):
+                    total = total + T.shfl_xor(total, T.shift_left(1, d))
+                for i in T.unroll(at_once):
+                    if r * at_once + i < count:
+                        values[r * at_once + i] = T.shfl_sync(total, i * width)
+
+    return summed

@@ -1,0 +1,24 @@
+"""Argument sets of the Engram operators, for tests, benchmarks and warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tile_kernels.runtime.cases import Arguments
+
+
+def changed(**changes: Any) -> Callable[[Arguments], Arguments]:
+    """An edit of good arguments, for `Reject`."""
+    return lambda arguments: {**arguments, **changes}
+
+
+def normal(*shape: int, device: torch.device, extra: int = 0, skip: int = 0) -> torch.Tensor:
+    """Normal bfloat16; in rows that are `extra` elements apart, or `skip` into their storage."""
+    wide = torch.randn(*shape[:-1], shape[-1] + extra, device=device).bfloat16()[..., : shape[-1]]
+    if skip:
+        flat = torch.cat((wide.new_zeros(skip), wide.reshape(-1)))
+        return flat[skip:].view(shape)
+    return wide

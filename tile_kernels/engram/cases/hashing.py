@@ -1,0 +1,209 @@
+"""Argument sets of the n-gram windows and their hash."""
+
+from __future__ import annotations
+
+import torch
+
+from tile_kernels.engram.cases import changed
+from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.torch.engram import make_offsets
+
+_INT32, _INT64 = torch.int32, torch.int64
+_VOCABULARY = 40  # small, so that pads come up within texts
+
+
+def _windows(
+    *shape: int,
+    window: int = 3,
+    dtype: torch.dtype = _INT64,
+    documents: int = 0,
+    starts: torch.dtype = _INT32,
+    mapped: torch.dtype | None = None,
+    pad_id: int = 0,
+) -> Build:
+    def make(device: torch.device) -> Arguments:
+        arguments: Arguments = {
+            "token_ids": torch.randint(0, _VOCABULARY, shape, device=device).to(dtype),
+            "max_ngram_size": window,
+            "pad_id": pad_id,
+        }
+        count = arguments["token_ids"].numel()
+        if documents:
+            inner = torch.randint(0, count + 1, (documents - 1,), device=device).sort().values
+            ends = torch.tensor([0, count], device=device)
+            arguments["cu_seqlens"] = torch.cat((ends[:1], inner, ends[1:])).to(starts)
+        if mapped is not None:
+            ids = torch.randint(0, 9, (_VOCABULARY - 3,), device=device)  # some ids are outside
+            arguments["token_map"] = ids.to(mapped)
+        return arguments
+
+    return make
+
+
+def _set(name: str, place: int, value: int):  # type: ignore[no-untyped-def]
+    """An edit that puts `value` at a place of a tensor."""
+
+    def edit(arguments: Arguments) -> Arguments:
+        tensor = arguments[name].clone()
+        tensor.view(-1)[place] = value
+        return {**arguments, name: tensor}
+
+    return edit
+
+
+def _ids(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def _rows(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=_INT32)
+
+
+NGRAM_WINDOWS = Cases(
+    small=[
+        Sample("texts.5x67", _windows(5, 67, documents=7, mapped=_INT32)),
+        Sample("none", _windows(0)),
+        Sample("no texts", _windows(0, 8, documents=1)),
+        Sample("empty texts", _windows(3, 0)),
+        Sample("one", _windows(1)),
+        Sample("one of one", _windows(1, 1)),
+        Sample("one column.130", _windows(130, window=1)),
+        Sample("int32.129.2", _windows(129, window=2, dtype=_INT32)),
+        Sample("wide.257.17", _windows(257, window=17, documents=20, starts=_INT64, pad_id=-1)),
+        Sample("mapped.300", _windows(300, window=4, dtype=_INT32, mapped=_INT64)),
+        Sample(
+            "no map.12", lambda d: {**_windows(12)(d), "token_map": torch.empty(0, device=d).int()}
+        ),
+        Sample(
+            "no starts.12",
+            lambda d: {**_windows(12)(d), "cu_seqlens": torch.empty(0, device=d).int()},
+        ),
+    ],
+    large=[
+        Sample("8x8001", _windows(8, 8001, documents=300, mapped=_INT32)),
+        Sample("1<<24", _windows(1 << 24, documents=10_000)),
+    ],
+    benchmarks=[Benchmark("8192", _windows(8192, documents=16, mapped=_INT32))],
+    vectors=[
+        Vector(
+            "a pad ends a document",
+            lambda: {"token_ids": _ids(5, 6, 0, 7, 8), "max_ngram_size": 3, "pad_id": 0},
+            lambda: _rows([5, 0, 0], [6, 5, 0], [0, 0, 0], [7, 0, 0], [8, 7, 0]),
+        ),
+        Vector(
+            "documents and a map",
+            lambda: {
+                "token_ids": _ids(0, 1, 2, 3),
+                "max_ngram_size": 2,
+                "pad_id": -1,
+                "cu_seqlens": _ids(0, 2, 4),
+                "token_map": _ids(7, 8, 9),
+            },
+            lambda: _rows([7, -1], [8, 7], [9, -1], [-1, -1]),
+        ),
+    ],
+    rejects=[
+        Reject("max_ngram_size", "none", changed(max_ngram_size=0)),
+        Reject("max_ngram_size", "too long", changed(max_ngram_size=65)),
+        Reject("pad_id", "64 bits", changed(pad_id=2**31)),
+        Reject("token_ids", "bytes", lambda a: {**a, "token_ids": a["token_ids"].byte()}),
+    ],
+    bad_values=[
+        Reject("cu_seqlens", "beyond the tokens", _set("cu_seqlens", -1, 10**6)),
+        Reject("cu_seqlens", "decreasing", _set("cu_seqlens", 0, 200)),
+        Reject("cu_seqlens", "negative", _set("cu_seqlens", 0, -1)),
+        Reject("token_ids", "beyond the map", _set("token_ids", 3, _VOCABULARY)),
+    ],
+)
+
+
+def _hash(
+    num_tokens: int,
+    window: int = 3,
+    layers: int = 2,
+    tables: int = 8,
+    *,
+    dtype: torch.dtype = _INT32,
+    wild: bool = False,
+) -> Build:
+    """As a model has them, or over the whole range of their types."""
+
+    def make(device: torch.device) -> Arguments:
+        def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
+            return torch.randint(low, high, shape, device=device)
+
+        ids, factors, sizes = (0, 10**5), (0, 10**5), (10**5, 10**6)
+        if wild:
+            ids, factors, sizes = (-(2**31), 2**31), (-(2**63), 2**63 - 1), (1, 2**31 - 1)
+        vocab_sizes = numbers(*sizes, layers, window - 1, tables).to(_INT32)
+        return {
+            "ngram_token_ids": numbers(*ids, num_tokens, window).to(_INT32),
+            "multipliers": numbers(*factors, layers, window),
+            "vocab_sizes": vocab_sizes,
+            "offsets": make_offsets(vocab_sizes, dtype),
+        }
+
+    return make
+
+
+def _worked(ids: torch.Tensor, multipliers: list[int], size: int, row: int) -> Vector:
+    return Vector(
+        f"wraps to {row}",
+        lambda: {
+            "ngram_token_ids": ids,
+            "multipliers": torch.tensor([multipliers]),
+            "vocab_sizes": torch.tensor([[[size]]], dtype=_INT32),
+            "offsets": torch.zeros(1, 1, dtype=_INT32),
+        },
+        lambda: torch.tensor([[[row]]], dtype=_INT32),
+    )
+
+
+ENGRAM_HASH = Cases(
+    small=[
+        Sample("37", _hash(37)),
+        Sample("none", _hash(0)),
+        Sample("no layers", _hash(5, layers=0)),
+        Sample("no tables", _hash(5, tables=0)),
+        Sample("one", _hash(1, layers=1, tables=1)),
+        Sample("wild.40", _hash(40, wild=True)),
+        Sample("wild.int64.33.5", _hash(33, 5, 3, 3, dtype=_INT64, wild=True)),
+        Sample("pairs.129", _hash(129, 2, 1, 1, wild=True)),
+    ],
+    large=[
+        Sample("8001", _hash(8001)),
+        Sample("wild.8001", _hash(8001, wild=True)),
+        Sample("over 2**31 entries", _hash(2**25 + 9, 3, 1, 33)),
+    ],
+    benchmarks=[
+        Benchmark("8192", _hash(8192), goal_us=3.0),
+        Benchmark("8192.int64", _hash(8192, dtype=_INT64)),
+        Benchmark("64", _hash(64)),
+    ],
+    vectors=[
+        Vector(
+            "two orders, two tables",
+            lambda: {
+                "ngram_token_ids": _rows([5, 7, 11], [-1, 0, 2]),
+                "multipliers": torch.tensor([[3, 5, 9]]),
+                "vocab_sizes": torch.tensor([[[10, 13], [17, 19]]], dtype=_INT32),
+                "offsets": _rows([0, 10, 23, 40]),
+            },
+            lambda: torch.tensor([[[4, 15, 34, 43], [7, 20, 23, 42]]], dtype=_INT32),
+        ),
+        _worked(_rows([3, 1]), [2**62, 1], 7, 4),
+        _worked(_rows([100000, 99999]), [2**62 + 1, 2**40 + 3], 1000003, 105154),
+    ],
+    rejects=[
+        Reject("ngram_token_ids", "one column", lambda a: {
+            **a, "ngram_token_ids": a["ngram_token_ids"][:, :1].contiguous(),
+        }),
+        Reject("offsets", "too few", lambda a: {**a, "offsets": a["offsets"][:, 1:].contiguous()}),
+        Reject("multipliers", "int32", lambda a: {**a, "multipliers": a["multipliers"].int()}),
+    ],
+    bad_values=[
+        Reject("vocab_sizes", "no rows", _set("vocab_sizes", 0, 0)),
+        Reject("vocab_sizes", "negative", _set("vocab_sizes", 2, -5)),
+        Reject("vocab_sizes", "minus one", _set("vocab_sizes", -1, -1)),
+    ],
+)  # fmt: skip

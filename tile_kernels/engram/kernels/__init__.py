@@ -1,0 +1,1 @@
+"""TileLang kernels of the Engram operators; imported at the first launch."""

@@ -1,0 +1,147 @@
+"""The weights of the gate: the product of two norms' weights, and its rule backwards."""
+
+from typing import Any, NamedTuple
+
+from tilelang import language as T
+
+from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import WARP
+from tile_kernels.runtime.launch import kernel
+
+THREADS = 256
+PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}
+
+
+class ProductPlan(NamedTuple):
+    dtype: str
+    vector: int
+
+
+def product_plan(dtype: str, vector: int, device: Device) -> ProductPlan:
+    return ProductPlan(dtype, vector)
+
+
+def bits_of(dtype: str) -> int:
+    """The width of one weight."""
+    return 16 if dtype == "bfloat16" else 32
+
+
+def product_access_bits(*static: Any) -> tuple[int, int]:
+    plan = ProductPlan(*static)
+    return min(128, plan.vector * bits_of(plan.dtype)), min(128, 32 * plan.vector)
+
+
+@kernel(plan=product_plan, access_bits=product_access_bits, pass_configs=PASS_CONFIGS)
+def product(dtype: str, vector: int) -> Any:
+    """The product of two tensors, seen flat, in float32."""
+    count = T.dynamic("count")
+
+    @T.prim_func
+    def products(
+        left: T.Tensor[(count,), dtype],
+        right: T.Tensor[(count,), dtype],
+        out: T.Tensor[(count,), T.float32],
+    ):
+        with T.Kernel(T.ceildiv(count, THREADS * vector), threads=THREADS) as block:
+            first = (block * THREADS + T.get_thread_binding()) * vector
+            lefts = T.alloc_local((vector,), dtype)
+            rights = T.alloc_local((vector,), dtype)
+            results = T.alloc_local((vector,), T.float32)
+            if first < count:
+                for e in T.vectorized(vector):
+                    lefts[e] = left[first + e]
+                for e in T.vectorized(vector):
+                    rights[e] = right[first + e]
+                for e in T.unroll(vector):
+                    results[e] = T.ieee_mul(
+                        T.cast(lefts[e], T.float32), T.cast(rights[e], T.float32)
+                    )
+                for e in T.vectorized(vector):
+                    out[first + e] = results[e]
+
+    return products
+
+
+# ---- sums of partial gradients ------------------------------------------------------------------
+
+IN_FLIGHT = 8  # parts that a thread reads at once
+MANY_WARPS = 4096  # enough for any device
+
+
+class ReducePlan(NamedTuple):
+    """Each warp of a block adds up a share of the parts, for the same columns."""
+
+    dtype: str
+    vector: int
+    warps: int
+
+
+def reduce_plan(dtype: str, columns: int, parts: int, vector: int, device: Device) -> ReducePlan:
+    """More warps, the fewer the columns and the more parts there are, whatever the SM budget."""
+    blocks = max(1, -(-columns // (WARP * vector)))
+    warps = max(1, min(16, -(-parts // IN_FLIGHT), MANY_WARPS // blocks))
+    return ReducePlan(dtype, vector, 1 << (warps.bit_length() - 1))
+
+
+def reduce_access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
+    plan = ReducePlan(*static)
+    return tuple(sorted({32, bits_of(plan.dtype), 32 * plan.vector})), 32
+
+
+@kernel(
+    plan=reduce_plan,
+    access_bits=reduce_access_bits,
+    pass_configs={**PASS_CONFIGS, "tl.disable_thread_storage_sync": True},
+)
+def reduce_gradients(dtype: str, vector: int, warps: int) -> Any:
+    """With `S` the sum of parts, `S` times either weight is added to the other's gradient."""
+    parts, columns = T.dynamic("parts columns")
+
+    @T.prim_func
+    def reduce_columns(
+        partial: T.Tensor[(parts, columns), T.float32],
+        weight_hidden: T.Tensor[(columns,), dtype],
+        weight_embed: T.Tensor[(columns,), dtype],
+        grad_hidden: T.Tensor[(columns,), T.float32],
+        grad_embed: T.Tensor[(columns,), T.float32],
+    ):
+        with T.Kernel(T.ceildiv(columns, WARP * vector), threads=warps * WARP) as block:
+            T.assume(columns % vector == 0)
+            lane = T.get_thread_binding() % WARP
+            warp = T.get_thread_binding() // WARP
+            first = (block * WARP + lane) * vector
+            of_warps = T.alloc_shared((warps, WARP * vector), T.float32)
+            read = T.alloc_local((IN_FLIGHT * vector,), T.float32)
+            sums = T.alloc_local((vector,), T.float32)
+            for e in T.unroll(vector):
+                sums[e] = T.float32(0)
+            if first < columns:
+                for turn in T.serial(T.ceildiv(parts, warps * IN_FLIGHT)):
+                    for i in T.unroll(IN_FLIGHT):
+                        part = (turn * warps + warp) * IN_FLIGHT + i
+                        if part < parts:
+                            for e in T.vectorized(vector):
+                                read[i * vector + e] = partial[part, first + e]
+                        else:
+                            for e in T.unroll(vector):
+                                read[i * vector + e] = T.float32(0)
+                    for i in T.unroll(IN_FLIGHT):
+                        for e in T.unroll(vector):
+                            sums[e] = sums[e] + read[i * vector + e]
+            for e in T.unroll(vector):
+                of_warps[warp, lane * vector + e] = sums[e]
+            T.sync_threads()
+            # A thread per column: the sums of warps in their order, then the products.
+            for i in T.unroll(T.ceildiv(vector, warps)):
+                place = i * warps * WARP + T.get_thread_binding()
+                column = block * WARP * vector + place
+                if place < WARP * vector and column < columns:
+                    total = T.alloc_var(T.float32, init=of_warps[0, place])
+                    for w in T.unroll(warps - 1):
+                        total = total + of_warps[w + 1, place]
+                    of_hidden = T.ieee_mul(total, T.cast(weight_embed[column], T.float32))
+                    of_embed = T.ieee_mul(total, T.cast(weight_hidden[column], T.float32))
+                    grad_hidden[column] = T.ieee_add(grad_hidden[column], of_hidden)
+                    grad_embed[column] = T.ieee_add(grad_embed[column], of_embed)
+
+    return reduce_columns

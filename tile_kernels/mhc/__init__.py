@@ -1,0 +1,31 @@
+"""Manifold-constrained hyper-connections (mHC): a residual of several streams, mixed per token."""
+
+from tile_kernels.mhc.expand import expand_to_mhc, expand_to_mhc_bwd
+from tile_kernels.mhc.mixes import (
+    mhc_head_compute_mix,
+    mhc_head_compute_mix_bwd,
+    mhc_pre_split_mixes,
+    mhc_pre_split_mixes_bwd,
+)
+from tile_kernels.mhc.projection import mhc_norm_fn_bwd, mhc_norm_fn_fwd
+from tile_kernels.mhc.read import mhc_pre_apply_mix, mhc_pre_apply_mix_bwd
+from tile_kernels.mhc.sinkhorn import sinkhorn_normalize, sinkhorn_normalize_bwd
+from tile_kernels.mhc.write import mhc_post, mhc_post_bwd, mhc_post_fwd
+
+__all__ = [
+    "expand_to_mhc",
+    "expand_to_mhc_bwd",
+    "mhc_head_compute_mix",
+    "mhc_head_compute_mix_bwd",
+    "mhc_norm_fn_bwd",
+    "mhc_norm_fn_fwd",
+    "mhc_post",
+    "mhc_post_bwd",
+    "mhc_post_fwd",
+    "mhc_pre_apply_mix",
+    "mhc_pre_apply_mix_bwd",
+    "mhc_pre_split_mixes",
+    "mhc_pre_split_mixes_bwd",
+    "sinkhorn_normalize",
+    "sinkhorn_normalize_bwd",
+]

@@ -1,0 +1,284 @@
+"""Device macros of the streams and their mixes, for single operators and for fused ones.
+
+A thread owns some neighbouring columns of all streams of a token. Streams are held as they lie in
+memory (bfloat16), mixes and sums as float32. Each term of a sum is one fused multiply-add, streams
+in order, so that every kernel which mixes gives the same bits.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from tilelang import language as T
+
+from tile_kernels.runtime.device import Device
+
+LANES = 32
+REGISTERS = 65536  # of a multiprocessor
+COLUMNS = 8  # of a thread at most: 16 bytes
+MOST_THREADS = 256
+MOST_STEPS = 4
+FEW_THREADS = 128  # for a part of a row, where there are too few tokens to fill the machine
+# Every access stands under the conditions it needs; TileLang would check positions once more.
+EXPLICIT_GUARDS = {"tl.disable_safe_memory_legalize": True}
+
+
+# ---- plans --------------------------------------------------------------------------------------
+
+
+def columns_of(hidden: int) -> int:
+    """Columns of a thread and step: up to 16 bytes, and a divisor of the row."""
+    return math.gcd(hidden, COLUMNS)
+
+
+def access(count: int, size: int, alignment: int) -> int:
+    """Elements of `size` bytes per load or store, where `count` lie together: up to 16 bytes."""
+    return math.gcd(count, 16 // size, max(alignment // size, 1))
+
+
+class Cut(NamedTuple):
+    """How a row is cut: `parts` blocks of `threads`, which take `steps` turns."""
+
+    threads: int
+    steps: int
+    parts: int
+
+
+def cut_row(hidden: int, num_tokens: int, device: Device) -> Cut:
+    """As few parts as possible, then as few idle threads, then as few threads.
+
+    With few tokens a row is spread over as many blocks as it fills instead.
+    """
+    units = hidden // columns_of(hidden)
+    if num_tokens < 2 * device.num_sms:
+        threads = min(FEW_THREADS, -(-units // LANES) * LANES)
+        return Cut(threads, 1, -(-units // threads))
+    cuts = [
+        Cut(threads, steps, -(-units // (threads * steps)))
+        for threads in range(LANES, MOST_THREADS + 1, LANES)
+        for steps in range(1, MOST_STEPS + 1)
+    ]
+    return min(cuts, key=lambda cut: (cut.parts, cut.parts * cut.threads * cut.steps, cut.threads))
+
+
+def whole_row(hidden: int) -> Cut:
+    """A block per row: as few idle threads as possible, then as many threads as are allowed."""
+    units = hidden // columns_of(hidden)
+    options = range(LANES, MOST_THREADS + 1, LANES)
+    threads = min(options, key=lambda t: (-(-units // t) * t, -t))
+    return Cut(threads, -(-units // threads), 1)
+
+
+def resident(threads: int, streams: int, few: int, many: int) -> int:
+    """Blocks per multiprocessor, if a thread has `few` registers, `many` with more than 4 streams.
+
+    What registers are shared out for: enough blocks to have reads under way while others compute.
+    """
+    return max(1, REGISTERS // (threads * (few if streams <= 4 else many)))
+
+
+class MixPlan(NamedTuple):
+    """Of a kernel that mixes: `vector` columns and `mix_vector` mixes per access, and a `Cut`."""
+
+    streams: int
+    hidden: int
+    vector: int
+    mix_vector: int
+    threads: int
+    steps: int
+    parts: int
+
+
+def mix_plan(
+    streams: int,
+    hidden: int,
+    num_tokens: int,
+    alignment: int,
+    mix_alignment: int,
+    device: Device,
+) -> MixPlan:
+    vector = access(columns_of(hidden), 2, alignment)
+    mix_vector = access(streams, 4, mix_alignment)
+    return MixPlan(streams, hidden, vector, mix_vector, *cut_row(hidden, num_tokens, device))
+
+
+def mix_access_bits(*static: int) -> tuple[tuple[int, ...], int]:
+    plan = MixPlan(*static)
+    return tuple(sorted({16 * plan.vector, 32 * plan.mix_vector})), 16 * plan.vector
+
+
+class GradientPlan(NamedTuple):
+    """Of a kernel with sums over columns. `added`: to what is there in the streams' gradient."""
+
+    streams: int
+    hidden: int
+    added: bool
+    vector: int
+    mix_vector: int
+    threads: int
+    steps: int
+
+
+def gradient_plan(
+    streams: int, hidden: int, added: bool, alignment: int, mix_alignment: int, device: Device
+) -> GradientPlan:
+    """A block per token, whatever the device, since the order of sums must not depend on it."""
+    vector = access(columns_of(hidden), 2, alignment)
+    mix_vector = access(streams, 4, mix_alignment)
+    threads, steps, _ = whole_row(hidden)
+    return GradientPlan(streams, hidden, added, vector, mix_vector, threads, steps)
+
+
+def gradient_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    plan = GradientPlan(*static)
+    loads = {16 * plan.vector, 32 * plan.mix_vector}
+    return tuple(sorted(loads)), tuple(sorted({16 * plan.vector, 32}))
+
+
+# ---- columns of a token -------------------------------------------------------------------------
+
+
+def load_columns(columns: int, vector: int) -> Any:
+    """A macro: the `columns` from `first` on of one stream, to row `at` of `raw`."""
+
+    @T.macro
+    def load(x, token, stream, first, raw, at):
+        for c in T.unroll(columns // vector):
+            for v in T.vectorized(vector):
+                raw[at, c * vector + v] = x[token, stream, first + c * vector + v]
+
+    return load
+
+
+def store_columns(columns: int, vector: int) -> Any:
+    """A macro: a float32 `total` for each column, rounded, to its place in a stream."""
+
+    @T.macro
+    def store(total, out, token, stream, first):
+        rounded = T.alloc_local((columns,), T.bfloat16)
+        for v in T.vectorized(columns):
+            rounded[v] = T.cast(total[v], T.bfloat16)
+        for c in T.unroll(columns // vector):
+            for v in T.vectorized(vector):
+                out[token, stream, first + c * vector + v] = rounded[c * vector + v]
+
+    return store
+
+
+def load_mixes(count: int, vector: int) -> Any:
+    """A macro: the `count` mixes of a token, row `token` of `mixes`, to `values`."""
+
+    @T.macro
+    def load(mixes, token, values):
+        for c in T.unroll(count // vector):
+            for v in T.vectorized(vector):
+                values[c * vector + v] = mixes[token, c * vector + v]
+
+    return load
+
+
+# ---- mixes --------------------------------------------------------------------------------------
+
+
+@T.macro
+def scaled_mix(x, scale, base):
+    """`x * scale + base`, rounded once."""
+    return T.ieee_fmaf(x, scale, base)
+
+
+@T.macro
+def sigmoid(z):
+    """`1 / (1 + exp(-z))`."""
+    return T.ieee_frcp(T.ieee_add(T.float32(1), T.exp(-z)))
+
+
+# ---- weighted sums ------------------------------------------------------------------------------
+
+
+def widen(columns: int) -> Any:
+    """A macro: row `at` of `raw` as float32."""
+
+    @T.macro
+    def widened(raw, at, wide):
+        for v in T.vectorized(columns):
+            wide[v] = T.cast(raw[at, v], T.float32)
+
+    return widened
+
+
+@T.macro
+def add_weighted(weight, wide, total, columns):
+    """`total = weight * wide + total` for each column."""
+    for v in T.unroll(columns):
+        total[v] = T.ieee_fmaf(wide[v], weight, total[v])
+
+
+def read_streams(streams: int, columns: int) -> Any:
+    """A macro: `total = sum_i mix[i] * raw[i]`, what a sublayer reads; starts at +0."""
+    widened = widen(columns)
+
+    @T.macro
+    def read(mix, raw, total):
+        wide = T.alloc_local((columns,), T.float32)
+        for v in T.unroll(columns):
+            total[v] = T.float32(0)
+        for i in T.unroll(streams):
+            widened(raw, i, wide)
+            add_weighted(mix[i], wide, total, columns)
+
+    return read
+
+
+def write_stream(streams: int, columns: int) -> Any:
+    """A macro: `total = post[j] * output + sum_i comb[i, j] * raw[i]`, stream `j` written.
+
+    `output` is float32; `comb` is flat, row-major.
+    """
+    widened = widen(columns)
+
+    @T.macro
+    def write(j, output, post, comb, raw, total):
+        wide = T.alloc_local((columns,), T.float32)
+        for v in T.unroll(columns):
+            total[v] = T.ieee_mul(output[v], post[j])
+        for i in T.unroll(streams):
+            widened(raw, i, wide)
+            add_weighted(comb[i * streams + j], wide, total, columns)
+
+    return write
+
+
+@T.macro
+def add_products(a, b, total, at, columns):
+    """`total[at] += sum of a * b` over a thread's columns, one after the other."""
+    for v in T.unroll(columns):
+        total[at] = T.ieee_fmaf(a[v], b[v], total[at])
+
+
+def sum_to_shared(count: int, threads: int) -> Any:
+    """A macro: `count` sums of a block's threads, in a fixed order.
+
+    Threads `0 .. count - 1` (or, in turns, more than there are) have theirs by `sum_of_warps`
+    afterwards. It is a barrier, and all threads must call it.
+    """
+
+    @T.macro
+    def summed(values, of_warps):
+        tx = T.get_thread_binding()
+        for d in T.unroll(5):  # outside, so that shuffles do not wait for each other
+            for i in T.unroll(count):
+                values[i] = T.ieee_add(values[i], T.shfl_xor(values[i], T.shift_left(1, d)))
+        if tx % LANES == 0:
+            for i in T.unroll(count):
+                of_warps[i, tx // LANES] = values[i]
+        T.sync_threads()
+
+    return summed
+
+
+@T.macro
+def sum_of_warps(of_warps, i, warps):
+    """Sum `i` over the warps, in order."""
+    total = T.alloc_var(T.float32, init=of_warps[i, 0])
+    for w in T.unroll(warps - 1):
+        total = T.ieee_add(total, of_warps[i, w + 1])
+    return total

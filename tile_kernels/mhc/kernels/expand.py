@@ -1,0 +1,104 @@
+"""One stream to several copies, and the sum of several streams."""
+
+from typing import Any, NamedTuple
+
+from tilelang import language as T
+
+from tile_kernels.mhc.kernels.common import (
+    EXPLICIT_GUARDS,
+    access,
+    columns_of,
+    cut_row,
+    load_columns,
+    store_columns,
+    widen,
+)
+from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.launch import kernel
+
+
+class Plan(NamedTuple):
+    """`vector` columns per access; a row is cut into `parts`, see `common.Cut`."""
+
+    streams: int
+    hidden: int
+    vector: int
+    threads: int
+    steps: int
+    parts: int
+
+
+def plan(streams: int, hidden: int, num_tokens: int, alignment: int, device: Device) -> Plan:
+    vector = access(columns_of(hidden), 2, alignment)
+    return Plan(streams, hidden, vector, *cut_row(hidden, num_tokens, device))
+
+
+def access_bits(*static: int) -> tuple[int, int]:
+    width = 16 * Plan(*static).vector
+    return width, width
+
+
+@kernel(plan=plan, access_bits=access_bits, pass_configs=EXPLICIT_GUARDS)
+def expand(streams: int, hidden: int, vector: int, threads: int, steps: int, parts: int) -> Any:
+    """Every stream of `out` is the one of `x`."""
+    columns = columns_of(hidden)
+    load = load_columns(columns, vector)
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def expanded(
+        x: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
+        out: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
+    ):
+        with T.Kernel(num_tokens * parts, threads=threads) as block:
+            token = block // parts
+            raw = T.alloc_local((steps, columns), T.bfloat16)
+            for s in T.unroll(steps):
+                first = ((block % parts * steps + s) * threads + T.get_thread_binding()) * columns
+                if first < hidden:
+                    load(x, token, 0, first, raw, s)
+            for s in T.unroll(steps):
+                first = ((block % parts * steps + s) * threads + T.get_thread_binding()) * columns
+                if first < hidden:
+                    for i in T.unroll(streams):
+                        for c in T.unroll(columns // vector):
+                            for v in T.vectorized(vector):
+                                out[token, i, first + c * vector + v] = raw[s, c * vector + v]
+
+    return expanded
+
+
+@kernel(plan=plan, access_bits=access_bits, pass_configs=EXPLICIT_GUARDS)
+def expand_backward(
+    streams: int, hidden: int, vector: int, threads: int, steps: int, parts: int
+) -> Any:
+    """The sum of the streams of `grad`, in order."""
+    columns = columns_of(hidden)
+    load = load_columns(columns, vector)
+    store = store_columns(columns, vector)
+    widened = widen(columns)
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def summed(
+        grad: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
+        out: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
+    ):
+        with T.Kernel(num_tokens * parts, threads=threads) as block:
+            token = block // parts
+            raw = T.alloc_local((streams, columns), T.bfloat16)
+            wide = T.alloc_local((columns,), T.float32)
+            total = T.alloc_local((columns,), T.float32)
+            for s in T.serial(steps):
+                first = ((block % parts * steps + s) * threads + T.get_thread_binding()) * columns
+                if first < hidden:
+                    for i in T.unroll(streams):
+                        load(grad, token, i, first, raw, i)
+                    widened(raw, 0, total)
+                    for i in T.unroll(streams - 1):
+                        widened(raw, i + 1, wide)
+                        for v in T.unroll(columns):
+                            total[v] = T.ieee_add(total[v], wide[v])
+                    store(total, out, token, 0, first)
+
+    return summed

@@ -1,0 +1,411 @@
+"""The projection of the streams to mixes, on tensor cores, and its gradients.
+
+A TF32 number has 11 bits, which are two bfloat16: its rounding to 8 bits, and the rest. So products
+with bfloat16 streams are two products of bfloat16, exact before they are summed, at the full speed
+of the matrix units and without widening the streams.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from tilelang import language as T
+
+from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import WARP
+from tile_kernels.runtime.launch import kernel
+
+DEPTH = 64  # columns of a step
+MOST_STAGES = 4
+BF16 = 2  # bytes
+
+
+# ---- weights as two parts -----------------------------------------------------------------------
+
+SPLIT_THREADS = 256
+MIX_THREADS = 128
+
+
+@T.macro
+def tf32(value):
+    """float32 rounded to TF32, to nearest, ties away from zero; infinities and NaN stay."""
+    bits = T.alloc_var(T.uint32, init=T.reinterpret(value, T.uint32))
+    if (bits & T.uint32(0x7F800000)) != T.uint32(0x7F800000):
+        bits = (bits + T.uint32(0x1000)) & T.uint32(0xFFFFE000)
+    return T.reinterpret(bits, T.float32)
+
+
+@T.macro
+def in_two(value, high, low, place):
+    """`tf32(value) = high + low`, both exact; what is not finite has no low part."""
+    rounded = T.alloc_var(T.float32, init=tf32(value))
+    high[place] = T.cast(rounded, T.bfloat16)
+    low[place] = T.cast(T.ieee_sub(rounded, T.cast(high[place], T.float32)), T.bfloat16)
+    if (T.reinterpret(T.cast(high[place], T.float32), T.uint32) & T.uint32(0x7F800000)) == T.uint32(
+        0x7F800000
+    ):
+        low[place] = T.bfloat16(0)
+
+
+class SplitPlan(NamedTuple):
+    mixes: int
+    padded: int
+    size: int
+    vector: int
+
+
+def split_plan(mixes: int, padded: int, size: int, vector: int, device: Device) -> SplitPlan:
+    return SplitPlan(mixes, padded, size, vector)
+
+
+def split_access_bits(*static: Any) -> tuple[int, int]:
+    vector = SplitPlan(*static).vector
+    return min(128, 32 * vector), 16 * vector
+
+
+@kernel(
+    plan=split_plan,
+    access_bits=split_access_bits,
+    pass_configs={"tl.disable_safe_memory_legalize": True},
+)
+def split_weights(mixes: int, padded: int, size: int, vector: int) -> Any:
+    """The two parts of each weight, rounded to TF32; rows of padding are zero."""
+
+    @T.prim_func
+    def split_rows(
+        fn: T.Tensor[(mixes, size), T.float32],
+        parts: T.Tensor[(2, padded, size), T.bfloat16],
+    ):
+        with T.Kernel(-(-size // (SPLIT_THREADS * vector)), padded, threads=SPLIT_THREADS) as (
+            block,
+            row,
+        ):
+            first = (block * SPLIT_THREADS + T.get_thread_binding()) * vector
+            values = T.alloc_local((vector,), T.float32)
+            high = T.alloc_local((vector,), T.bfloat16)
+            low = T.alloc_local((vector,), T.bfloat16)
+            if first < size:
+                if row < mixes:
+                    for e in T.vectorized(vector):
+                        values[e] = fn[row, first + e]
+                else:
+                    for e in T.unroll(vector):
+                        values[e] = T.float32(0)
+                for e in T.unroll(vector):
+                    in_two(values[e], high, low, e)
+                for e in T.vectorized(vector):
+                    parts[0, row, first + e] = high[e]
+                for e in T.vectorized(vector):
+                    parts[1, row, first + e] = low[e]
+
+    return split_rows
+
+
+# ---- products -----------------------------------------------------------------------------------
+
+MOST_ROWS = 256  # of a tile; the weights are read again for each
+FEW_ROWS = 64
+
+
+class ProductPlan(NamedTuple):
+    """A block has `steps` steps of the columns of `tile` rows; `splits` blocks share those rows."""
+
+    padded: int
+    size: int
+    tile: int
+    splits: int
+    steps: int
+    stages: int
+
+
+def product_plan(padded: int, size: int, rows: int, splits: int, device: Device) -> ProductPlan:
+    tile = MOST_ROWS if rows > MOST_ROWS else FEW_ROWS
+    steps = math.ceil(math.ceil(size / DEPTH) / splits)
+    stage = (tile + 2 * padded) * DEPTH * BF16
+    stages = max(1, min(MOST_STAGES, (device.smem_per_block - 4096) // stage, steps))
+    return ProductPlan(padded, size, tile, splits, steps, stages)
+
+
+@kernel(plan=product_plan, access_bits=lambda *_: ((), (32, 64)))
+def products(padded: int, size: int, tile: int, splits: int, steps: int, stages: int) -> Any:
+    """`mul` and `s` of a share of the columns, for each share: the products and the squares."""
+    rows = T.dynamic("rows")
+
+    @T.prim_func
+    def product_tiles(
+        x: T.Tensor[(rows, size), T.bfloat16],
+        parts: T.Tensor[(2 * padded, size), T.bfloat16],
+        mul: T.Tensor[(splits, rows, padded), T.float32],
+        squares: T.Tensor[(splits, rows), T.float32],
+    ):
+        with T.Kernel(T.ceildiv(rows, tile), splits, threads=2 * tile) as (block, split):
+            of_x = T.alloc_shared((tile, DEPTH), T.bfloat16)
+            of_parts = T.alloc_shared((2 * padded, DEPTH), T.bfloat16)
+            sums = T.alloc_fragment((tile, padded), T.float32)
+            squared = T.alloc_fragment((tile, DEPTH), T.float32)
+            of_rows = T.alloc_fragment((tile,), T.float32)
+            T.clear(sums)
+            T.clear(squared)
+            for step in T.Pipelined(steps, num_stages=stages):
+                column = (split * steps + step) * DEPTH
+                T.copy(x[block * tile, column], of_x, disable_tma=True)
+                T.copy(parts[0, column], of_parts, disable_tma=True)
+                for part in (0, padded):
+                    T.gemm(
+                        of_x, of_parts[part : part + padded, 0:DEPTH], sums, transpose_B=True,
+                        policy=T.GemmWarpPolicy.FullRow,
+                    )  # fmt: skip
+                for i, j in T.Parallel(tile, DEPTH):
+                    squared[i, j] = T.fma(
+                        T.cast(of_x[i, j], T.float32), T.cast(of_x[i, j], T.float32), squared[i, j]
+                    )
+            T.reduce_sum(squared, of_rows, dim=1)
+            for i, j in T.Parallel(tile, padded):
+                if block * tile + i < rows:
+                    mul[split, block * tile + i, j] = sums[i, j]
+            for i in T.Parallel(tile):
+                if block * tile + i < rows:
+                    squares[split, block * tile + i] = of_rows[i]
+
+    return product_tiles
+
+
+# ---- mixes from products ------------------------------------------------------------------------
+
+
+def sum_of_products(splits: int, size: int) -> Any:
+    """A macro: `totals` of a token are `mul` of one mix, `s`, and what divides by the norm.
+
+    The shares of the columns are added in order, wherever this is called.
+    """
+
+    @T.macro
+    def summed(mul, squares, token, mix, eps, totals):
+        totals[0] = mul[0, token, mix]
+        totals[1] = squares[0, token]
+        for i in T.unroll(splits - 1):
+            totals[0] = T.ieee_add(totals[0], mul[i + 1, token, mix])
+            totals[1] = T.ieee_add(totals[1], squares[i + 1, token])
+        totals[2] = T.rsqrt(T.ieee_fmaf(totals[1], T.float32(1 / size), eps))
+
+    return summed
+
+
+class MixPlan(NamedTuple):
+    mixes: int
+    padded: int
+    size: int
+    splits: int
+
+
+def mix_plan(mixes: int, padded: int, size: int, splits: int, device: Device) -> MixPlan:
+    return MixPlan(mixes, padded, size, splits)
+
+
+@kernel(
+    plan=mix_plan,
+    access_bits=lambda *_: (32, 32),
+    pass_configs={"tl.disable_safe_memory_legalize": True},
+)
+def mixes_of_products(mixes: int, padded: int, size: int, splits: int) -> Any:
+    """A thread per mix: the shares summed, and divided by the norm of the token."""
+    rows = T.dynamic("rows")
+    summed = sum_of_products(splits, size)
+
+    @T.prim_func
+    def mix_entries(
+        mul: T.Tensor[(splits, rows, padded), T.float32],
+        squares: T.Tensor[(splits, rows), T.float32],
+        out: T.Tensor[(rows, mixes), T.float32],
+        products_out: T.Tensor[(rows, mixes), T.float32],
+        squares_out: T.Tensor[(rows,), T.float32],
+        eps: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(rows * mixes, MIX_THREADS), threads=MIX_THREADS) as block:
+            entry = block * MIX_THREADS + T.get_thread_binding()
+            totals = T.alloc_local((3,), T.float32)
+            if entry < rows * mixes:
+                token = T.alloc_var(T.int32, init=entry // mixes)
+                mix = T.alloc_var(T.int32, init=entry % mixes)
+                summed(mul, squares, token, mix, eps, totals)
+                out[token, mix] = T.ieee_mul(totals[0], totals[2])
+                products_out[token, mix] = totals[0]
+                if mix == 0:
+                    squares_out[token] = totals[1]
+
+    return mix_entries
+
+
+# ---- backward -----------------------------------------------------------------------------------
+
+GRADIENT_WARPS = 4
+GRADIENT_ROWS = 64  # of a tile
+GRADIENT_COLUMNS = 128
+GRADIENT_STAGES = 3
+
+
+class MixGradientPlan(NamedTuple):
+    mixes: int
+    padded: int
+    size: int
+
+
+def mix_gradient_plan(mixes: int, padded: int, size: int, device: Device) -> MixGradientPlan:
+    return MixGradientPlan(mixes, padded, size)
+
+
+@kernel(
+    plan=mix_gradient_plan,
+    access_bits=lambda *_: (32, (16, 32)),
+    pass_configs={"tl.disable_safe_memory_legalize": True},
+)
+def mix_gradients(mixes: int, padded: int, size: int) -> Any:
+    """A warp per token: the gradient of its products in two parts, and twice that of its squares.
+
+    With `r` the inverse norm: `g r`, rounded to TF32, and `-(sum of g mul) r / (s + eps K)`.
+    """
+    rows = T.dynamic("rows")
+    steps = -(-padded // WARP)
+
+    @T.prim_func
+    def mix_gradient_rows(
+        grad: T.Tensor[(rows, mixes), T.float32],
+        mul: T.Tensor[(rows, mixes), T.float32],
+        squares: T.Tensor[(rows,), T.float32],
+        parts: T.Tensor[(2, rows, padded), T.bfloat16],
+        of_squares: T.Tensor[(rows,), T.float32],
+        eps: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(rows, GRADIENT_WARPS), threads=GRADIENT_WARPS * WARP) as block:
+            row = block * GRADIENT_WARPS + T.get_thread_binding() // WARP
+            lane = T.get_thread_binding() % WARP
+            high = T.alloc_local((1,), T.bfloat16)
+            low = T.alloc_local((1,), T.bfloat16)
+            total = T.alloc_var(T.float32, init=T.float32(0))
+            if row < rows:
+                square = T.alloc_var(T.float32, init=squares[row])
+                inverse = T.alloc_var(T.float32)
+                inverse = T.rsqrt(T.ieee_fmaf(square, T.float32(1 / size), eps))
+                for i in T.unroll(steps):
+                    mix = i * WARP + lane
+                    if mix < padded:
+                        incoming = T.alloc_var(T.float32, init=T.float32(0))
+                        if mix < mixes:
+                            incoming = grad[row, mix]
+                            total = T.ieee_fmaf(incoming, mul[row, mix], total)
+                        in_two(T.ieee_mul(incoming, inverse), high, low, 0)
+                        parts[0, row, mix] = high[0]
+                        parts[1, row, mix] = low[0]
+                for d in T.unroll(5):
+                    total = T.ieee_add(total, T.shfl_xor(total, T.shift_left(1, d)))
+                if lane == 0:
+                    of_squares[row] = T.ieee_fdiv(
+                        -total * inverse, T.ieee_fmaf(eps, T.float32(size), square)
+                    )
+
+    return mix_gradient_rows
+
+
+class GradientPlan(NamedTuple):
+    """Some columns of `tiles` tiles of rows for a block; `splits` blocks share those columns."""
+
+    mixes: int
+    padded: int
+    size: int
+    splits: int
+    accumulate: bool
+    stages: int
+
+
+def gradient_plan(
+    mixes: int, padded: int, size: int, splits: int, accumulate: bool, device: Device
+) -> GradientPlan:
+    held = (2 * padded + GRADIENT_ROWS) * GRADIENT_COLUMNS * BF16
+    tile = GRADIENT_ROWS * (GRADIENT_COLUMNS * (1 + accumulate) + 2 * padded) * BF16 + 1024
+    room = device.smem_per_block - held - 2048
+    stages = max(2, min(GRADIENT_STAGES, room // tile))
+    return GradientPlan(mixes, padded, size, splits, accumulate, stages)
+
+
+@kernel(plan=gradient_plan, access_bits=lambda *_: (128, (32, 128)))
+def product_gradients(
+    mixes: int, padded: int, size: int, splits: int, accumulate: bool, stages: int
+) -> Any:
+    """The gradients of streams and weights from one reading of the streams."""
+    rows = T.dynamic("rows")
+    height, width = GRADIENT_ROWS, GRADIENT_COLUMNS
+    copies = 5 if accumulate else 4  # for a tile
+
+    @T.macro
+    def fetch(sources, places, chunk, first, tile, tiles):
+        """Start the copies of a tile, each a group."""
+        x, parts, of_squares, grad_x = sources
+        of_x, high, low, squared, old = places
+        if tile < tiles:
+            row = (first + tile) * height
+            slot = tile % stages
+            columns = slice(chunk * width, (chunk + 1) * width)
+            T.async_copy(x[row : row + height, columns], of_x[slot, :, :])
+            T.async_copy(parts[0, row : row + height, 0:padded], high[slot, :, :])
+            T.async_copy(parts[1, row : row + height, 0:padded], low[slot, :, :])
+            T.async_copy(of_squares[row : row + height], squared[slot, :])
+            if accumulate:
+                T.async_copy(grad_x[row : row + height, columns], old[slot, :, :])
+        else:
+            for _ in T.unroll(copies):
+                T.ptx_commit_group()
+
+    @T.prim_func
+    def gradient_tiles(
+        x: T.Tensor[(rows, size), T.bfloat16],
+        weights: T.Tensor[(2 * padded, size), T.bfloat16],
+        parts: T.Tensor[(2, rows, padded), T.bfloat16],
+        of_squares: T.Tensor[(rows,), T.float32],
+        grad_x: T.Tensor[(rows, size), T.bfloat16],
+        grad_fn: T.Tensor[(splits, mixes, size), T.float32],
+        tiles: T.int32,
+    ):
+        with T.Kernel(-(-size // width), splits, threads=128) as (chunk, split):
+            of_weights = T.alloc_shared((2 * padded, width), T.bfloat16)
+            of_x = T.alloc_shared((stages, height, width), T.bfloat16)
+            old = T.alloc_shared((stages, height, width if accumulate else 1), T.bfloat16)
+            high = T.alloc_shared((stages, height, padded), T.bfloat16)
+            low = T.alloc_shared((stages, height, padded), T.bfloat16)
+            squared = T.alloc_shared((stages, height), T.float32)
+            rounded = T.alloc_shared((height, width), T.bfloat16)
+            new_x = T.alloc_fragment((height, width), T.float32)
+            sums = T.alloc_fragment((width, padded), T.float32)
+            sources = (x, parts, of_squares, grad_x)
+            places = (of_x, high, low, squared, old)
+            T.clear(sums)
+            T.copy(weights[0, chunk * width], of_weights, disable_tma=True)
+            for ahead in T.serial(stages - 1):
+                fetch(sources, places, chunk, split * tiles, ahead, tiles)
+            for tile in T.serial(tiles):
+                fetch(sources, places, chunk, split * tiles, tile + stages - 1, tiles)
+                T.ptx_wait_group(copies * (stages - 1))
+                T.sync_threads()
+                slot = tile % stages
+                T.clear(new_x)
+                T.gemm(high[slot, :, :], of_weights[0:padded, :], new_x)
+                T.gemm(low[slot, :, :], of_weights[0:padded, :], new_x)
+                T.gemm(high[slot, :, :], of_weights[padded : 2 * padded, :], new_x)
+                T.gemm(of_x[slot, :, :], high[slot, :, :], sums, transpose_A=True)
+                T.gemm(of_x[slot, :, :], low[slot, :, :], sums, transpose_A=True)
+                for i, j in T.Parallel(height, width):
+                    new_x[i, j] = T.fma(
+                        T.cast(of_x[slot, i, j], T.float32), squared[slot, i], new_x[i, j]
+                    )
+                if accumulate:
+                    for i, j in T.Parallel(height, width):
+                        new_x[i, j] = T.cast(old[slot, i, j], T.float32) + new_x[i, j]
+                T.copy(new_x, rounded)
+                T.copy(
+                    rounded, grad_x[(split * tiles + tile) * height, chunk * width],
+                    disable_tma=True,
+                )  # fmt: skip
+                T.sync_threads()
+            for i, j in T.Parallel(width, padded):
+                if chunk * width + i < size and j < mixes:
+                    grad_fn[split, j, chunk * width + i] = sums[i, j]
+
+    return gradient_tiles

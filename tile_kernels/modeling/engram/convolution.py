@@ -1,0 +1,81 @@
+"""A short causal convolution along the tokens, each channel by itself."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class CausalConvolution(nn.Module):
+    """`silu(convolution(norm(y)))`: RMSNorm of each stream, then taps into the past.
+
+    `y` and the result are `[B, S, hc, H]`, or `[S, hc, H]` for one text. Token `t` sees the tokens
+    `t - j * dilation` for `j < kernel_size` of its row, and with `cu_seqlens` only those of its
+    document. The taps start at zero, so that a new layer adds nothing.
+
+    >>> CausalConvolution(num_streams=2, hidden_size=8)(torch.ones(5, 2, 8)).abs().max().item()
+    0.0
+    """
+
+    def __init__(
+        self,
+        num_streams: int,
+        hidden_size: int,
+        kernel_size: int = 4,
+        dilation: int = 1,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dilation, self.eps = dilation, eps
+        shape = num_streams, hidden_size
+        self.norm_weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.taps = nn.Parameter(torch.empty(kernel_size, *shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Norms of weight one, taps of zero."""
+        nn.init.ones_(self.norm_weight)
+        nn.init.zeros_(self.taps)
+
+    def forward(self, y: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """In float32, rounded to the dtype of `y` at the end."""
+        normed = F.rms_norm(y.float(), y.shape[-1:], eps=self.eps) * self.norm_weight
+        document = None if cu_seqlens is None else document_of_tokens(y.shape[:-2], cu_seqlens)
+        total = normed * self.taps[0]
+        for tap in range(1, self.taps.shape[0]):
+            distance = tap * self.dilation
+            past = _earlier(normed, distance, dim=-3)
+            if document is not None:
+                same = document == _earlier(document, distance, dim=-1)
+                past = torch.where(same[..., None, None], past, 0)
+            total = total + past * self.taps[tap]
+        return F.silu(total).to(y.dtype)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print`."""
+        kernel_size, num_streams, hidden_size = self.taps.shape
+        return (
+            f"streams={num_streams}, hidden={hidden_size}, kernel_size={kernel_size}, "
+            f"dilation={self.dilation}"
+        )
+
+
+def document_of_tokens(shape: torch.Size, cu_seqlens: Tensor) -> Tensor:
+    """The number of the document that each token of `shape` belongs to, int64.
+
+    >>> document_of_tokens(torch.Size([2, 3]), torch.tensor([0, 2, 5])).tolist()
+    [[1, 1, 2], [2, 2, 3]]
+    """
+    place = torch.arange(shape.numel(), device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens, place, right=True).view(shape)
+
+
+def _earlier(x: Tensor, distance: int, dim: int) -> Tensor:
+    """What stood `distance` places before along a dimension, zeros before the start."""
+    distance = min(distance, x.shape[dim])
+    kept = x.narrow(dim, 0, x.shape[dim] - distance)
+    after_dim = -1 - dim
+    return F.pad(kept, (0, 0) * after_dim + (distance, 0))

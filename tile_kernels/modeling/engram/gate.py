@@ -1,0 +1,208 @@
+"""The gate as an autograd function that can add gradients to `main_grad`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tile_kernels import engram as ops
+
+
+class EngramGateFn(torch.autograd.Function):
+    """The gate with gradients; see `engram_gate`, whose arguments `apply` takes in order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: Tensor,
+        k: Tensor,
+        v: Tensor,
+        weight_hidden: Tensor,
+        weight_embed: Tensor,
+        clamp_value: float,
+        eps: float,
+        add_residual: bool = True,
+    ) -> Tensor:
+        """The output; dot products, gates and norms are kept, so that nothing is computed twice."""
+        x, key, value = _rows(hidden_states, k, v)
+        fused = ops.fused_weight(weight_hidden, weight_embed)
+        output, *saved = ops.engram_gate_fwd(
+            x, key, value, fused, eps, clamp_value, True, add_residual
+        )
+        ctx.save_for_backward(x, key, value, weight_hidden, weight_embed, fused, *saved)
+        # The objects that a caller gave `main_grad` to: hooks on saved tensors may replace others.
+        ctx.weights = weight_hidden, weight_embed
+        ctx.settings = clamp_value, add_residual
+        ctx.shapes = hidden_states.shape, k.shape, v.shape
+        return output.view(hidden_states.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients that are needed; those of weights with `main_grad` are added there."""
+        with torch.no_grad():
+            grads = EngramGateFn._gradients(ctx, grad_out)
+        if torch.is_grad_enabled():  # under `create_graph=True`
+            inputs = grad_out, *ctx.saved_tensors[:5]
+            grads = [None if grad is None else _LastGradient.apply(grad, *inputs) for grad in grads]
+        return *grads, None, None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, grad_out: Tensor) -> list[Tensor | None]:
+        x, key, value, weight_hidden, weight_embed, fused, *saved = ctx.saved_tensors
+        dot, gate_score, rstd_x, rstd_k = saved
+        *grads, partial = ops.engram_gate_bwd(
+            grad_out.reshape(x.shape).contiguous(), x, key, value, fused, dot, gate_score, rstd_x,
+            rstd_k, *ctx.settings,
+        )  # fmt: skip
+        needed = ctx.needs_input_grad
+        of_inputs = [
+            grad.view(shape) if need else None
+            for grad, shape, need in zip(grads, ctx.shapes, needed)
+        ]
+        if not any(needed[3:5]):
+            return [*of_inputs, None, None]
+        weights = weight_hidden, weight_embed
+        return [*of_inputs, *_weight_gradients(partial, weights, ctx.weights, needed[3:5])]
+
+
+class _LastGradient(torch.autograd.Function):
+    """A gradient that cannot be differentiated, and says so if someone tries."""
+
+    @staticmethod
+    def forward(_: Any, grad: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG004
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> None:  # noqa: ARG004
+        raise RuntimeError("engram_gate: there is no second derivative of the gate")
+
+
+_WEIGHTS = ("weight_hidden", "weight_embed")
+
+
+def engram_gate(
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_hidden: Tensor,
+    weight_embed: Tensor,
+    clamp_value: float,
+    eps: float,
+    add_residual: bool = True,
+) -> Tensor:
+    """Add a value to each residual stream, scaled by how well the stream fits its key.
+
+    | argument | shape | dtype |
+    |---|---|---|
+    | `hidden_states`, `k` | `[*, hc, H]` | bfloat16 |
+    | `v` | `[*, H]` | bfloat16 |
+    | `weight_hidden`, `weight_embed` | `[hc, H]`: of the norms of stream and key | bfloat16 |
+    | returns | `[*, hc, H]` | bfloat16 |
+
+    `hidden_states + gate * v`, or `gate * v` with `add_residual=False`. The gate of a stream is
+    `sigmoid(sign(s) * sqrt(max(|s|, clamp_value)))`, where `s` is the dot product of the stream and
+    its key, both after RMSNorm with `eps`, over `sqrt(H)`. Note the order: `clamp_value`, `eps`.
+
+    Differentiable once in all tensors. If a weight has an attribute `main_grad` (float32, packed,
+    `[hc, H]`) when the gradient is computed, the gradient is added to it in place, and the weight
+    gets no `.grad`. Inside `torch.compile` that is refused: such a call runs eagerly, or raises
+    with `fullgraph=True`.
+
+    >>> x = torch.randn(2, 3, 4, 64).bfloat16().requires_grad_()
+    >>> k, v, weight = torch.randn_like(x), torch.randn(2, 3, 64).bfloat16(), torch.ones(4, 64)
+    >>> out = engram_gate(x, k, v, weight.bfloat16(), weight.bfloat16(), 1e-6, 1e-20)
+    >>> out.sum().backward()
+    >>> out.shape, x.grad.shape
+    (torch.Size([2, 3, 4, 64]), torch.Size([2, 3, 4, 64]))
+    """
+    _check(hidden_states, k, v)
+    tensors = (hidden_states, k, v, weight_hidden, weight_embed)
+    if torch.compiler.is_compiling():
+        for name, weight in zip(_WEIGHTS, tensors[3:]):
+            if weight.requires_grad and getattr(weight, "main_grad", None) is not None:
+                raise RuntimeError(
+                    f"engram_gate: {name} has a main_grad, which a compiled graph cannot add to"
+                )
+        x, key, value = _rows(hidden_states, k, v)
+        output = ops.engram_gate(
+            x, key, value, weight_hidden, weight_embed, clamp_value, eps, add_residual
+        )
+        return output.view(hidden_states.shape)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        result: Tensor = EngramGateFn.apply(*tensors, clamp_value, eps, add_residual)
+        return result
+    fused = ops.fused_weight(weight_hidden, weight_embed)
+    output = ops.engram_gate_fwd(
+        *_rows(hidden_states, k, v), fused, eps, clamp_value, False, add_residual
+    )[0]
+    return output.view(hidden_states.shape)
+
+
+def _check(hidden_states: Tensor, k: Tensor, v: Tensor) -> None:
+    shape = tuple(hidden_states.shape)
+    if len(shape) < 2:
+        raise ValueError(f"engram_gate: hidden_states must be [*, hc, H], got {list(shape)}")
+    for name, tensor, expected in (("k", k, shape), ("v", v, (*shape[:-2], shape[-1]))):
+        if tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"engram_gate: {name} must be {list(expected)} for hidden_states of "
+                f"{list(shape)}, got {list(tensor.shape)}"
+            )
+
+
+def _rows(hidden_states: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All leading dimensions as one; slices of a wider tensor stay slices where they can."""
+    num_streams, hidden = hidden_states.shape[-2:]
+    num_tokens = hidden_states.shape[:-2].numel()
+    x = hidden_states.reshape(num_tokens, num_streams, hidden).contiguous()
+    key, value = k.reshape(num_tokens, num_streams, hidden), v.reshape(num_tokens, hidden)
+    return x, _dense_in_last(key), _dense_in_last(value)
+
+
+def _dense_in_last(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _weight_gradients(
+    partial: Tensor,
+    weights: tuple[Tensor, Tensor],
+    owners: tuple[Tensor, Tensor],
+    needed: tuple[bool, bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the weights that need one and have no `main_grad` to add it to."""
+    targets = [
+        _main_grad(name, owner) if need else None
+        for name, owner, need in zip(_WEIGHTS, owners, needed)
+    ]
+    # One weight for both norms has one `main_grad`, which cannot take two sums at the same time.
+    shared = targets[0] is targets[1]
+    sums = [
+        partial.new_zeros(partial.shape[1:]) if target is None or shared else target
+        for target in targets
+    ]
+    ops.grad_w_reduce(partial, *weights, *sums)
+    if shared and targets[0] is not None:
+        targets[0].add_(sums[0]).add_(sums[1])
+    return tuple(
+        total if need and target is None else None
+        for total, target, need in zip(sums, targets, needed)
+    )
+
+
+def _main_grad(name: str, weight: Tensor) -> Tensor | None:
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return None
+    if not isinstance(main_grad, Tensor):
+        raise TypeError(
+            f"engram_gate: main_grad of {name} must be a tensor, got {type(main_grad).__name__}"
+        )
+    fits = main_grad.shape == weight.shape and main_grad.dtype == torch.float32
+    if not (fits and main_grad.is_contiguous()):
+        raise ValueError(
+            f"engram_gate: main_grad of {name} must be packed float32 {list(weight.shape)}, got "
+            f"{main_grad.dtype} {list(main_grad.shape)} with strides {main_grad.stride()}"
+        )
+    return main_grad

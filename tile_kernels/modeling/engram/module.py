@@ -1,0 +1,177 @@
+"""One Engram layer, from token ids to what it adds to the residual streams."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tile_kernels.modeling.engram.convolution import CausalConvolution
+from tile_kernels.modeling.engram.gate import engram_gate
+from tile_kernels.modeling.engram.hashing import EngramHasher
+from tile_kernels.modeling.engram.tables import EngramTable
+
+
+class EngramModule(nn.Module):
+    """An Engram layer: n-grams look up a memory, which a gate adds to the residual streams.
+
+    | argument | meaning |
+    |---|---|
+    | `hasher` | the model's `EngramHasher`; the layer keeps its own part of it |
+    | `layer` | which of the hasher's layers this is |
+    | `hidden_size`, `num_streams` | `H` and `hc` |
+    | `embed_dim` | width of one table; a token looks up `C * embed_dim` numbers |
+    | `kernel_size` | taps of the convolution, `max_ngram_size` tokens apart |
+    | `clamp_value`, `eps` | of the gate; `eps` also of the convolution's norm |
+    | `sparse`, `host_resident` | of the table, see `EngramTable` |
+    | `dtype` | of the parameters |
+
+    With `e` the embeddings of a token, `k` and `v` its projections, and for each stream `x`
+
+        y = gate(x, k) v        out = x + y + silu(convolution(norm(y)))
+
+    The gate and its value are bfloat16, whatever the dtype of streams and parameters; the sum has
+    the dtype of `hidden_states`.
+
+    >>> hasher = EngramHasher(num_layers=2, vocab_size=50, table_rows=100, num_tables=2)
+    >>> layer = EngramModule(hasher, layer=1, hidden_size=16, num_streams=4, embed_dim=8)
+    >>> token_ids = torch.tensor([[3, 1, 4], [1, 5, 9]])
+    >>> layer(torch.randn(2, 3, 4, 16), token_ids).shape
+    torch.Size([2, 3, 4, 16])
+    """
+
+    def __init__(
+        self,
+        hasher: EngramHasher,
+        layer: int,
+        hidden_size: int,
+        num_streams: int = 4,
+        embed_dim: int = 64,
+        kernel_size: int = 4,
+        clamp_value: float = 1e-6,
+        eps: float = 1e-6,
+        sparse: bool = False,
+        host_resident: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.num_streams = hidden_size, num_streams
+        self.clamp_value, self.eps = clamp_value, eps
+        self.hasher = hasher.layer(layer)
+        if device is not None:
+            self.hasher.to(device)
+        columns = hasher.num_columns
+        self.table = EngramTable(
+            hasher.rows_per_layer[layer], embed_dim, sparse, host_resident, device, dtype
+        )
+        # The keys of all streams and the value, one matrix product: the gate reads slices of it.
+        outputs = (num_streams + 1) * hidden_size
+        self.projection = nn.Linear(columns * embed_dim, outputs, False, device, dtype)
+        shape = num_streams, hidden_size
+        self.weight_hidden = nn.Parameter(torch.ones(shape, device=device, dtype=dtype))
+        self.weight_embed = nn.Parameter(torch.ones(shape, device=device, dtype=dtype))
+        self.convolution = CausalConvolution(
+            num_streams, hidden_size, kernel_size, hasher.max_ngram_size, eps, device, dtype
+        )
+
+    def prefetch(
+        self,
+        token_ids: Tensor | None = None,
+        indices: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> None:
+        """Start to bring the rows of a table in host memory to the device.
+
+        Takes what `forward` will be given. The next `forward` uses these rows if it gets the very
+        same tensors and neither they nor the table were written in between, and reads the table
+        anew if not. Ids in host memory spare a wait for the device.
+        """
+        if not self.table.host_resident:
+            return
+        rows = self._rows(token_ids, indices, cu_seqlens)
+        device = self.projection.weight.device
+        self.table.prefetch(rows, device, (token_ids, indices, cu_seqlens))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        token_ids: Tensor | None = None,
+        indices: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """The residual streams with the memory added.
+
+        | argument | shape | dtype |
+        |---|---|---|
+        | `hidden_states` | `[B, S, hc, H]`, or `[S, hc, H]` for one text | bfloat16, float32 |
+        | `token_ids` | `[B, S]` or `[S]` | int32, int64 |
+        | `indices`, instead | `[B, S, C]` or `[S, C]`: this layer's part of the hasher's result | |
+        | `cu_seqlens`, optional | `[D + 1]`: starts in the flattened tokens | int32, int64 |
+        | returns | that of `hidden_states` | that of `hidden_states` |
+
+        Rows are separate texts. With `cu_seqlens` neither n-grams nor the convolution look across
+        the start of a document; give it with `indices` too. A pad token inside a row ends n-grams
+        only. With a table in host memory `token_ids` may be there as well.
+        """
+        self._check(hidden_states, token_ids, indices)
+        device, embeddings = hidden_states.device, None
+        if self.table.host_resident:
+            embeddings = self.table.prefetched((token_ids, indices, cu_seqlens), device)
+        if embeddings is None:
+            embeddings = self.table(self._rows(token_ids, indices, cu_seqlens), device)
+        k, v = self.project(embeddings)
+        y = engram_gate(
+            hidden_states.bfloat16(), k.bfloat16(), v.bfloat16(), self.weight_hidden.bfloat16(),
+            self.weight_embed.bfloat16(), self.clamp_value, self.eps, add_residual=False,
+        )  # fmt: skip
+        if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.to(device)
+        return hidden_states + (y + self.convolution(y, cu_seqlens))
+
+    def project(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings `[*, C * d]` to keys `[*, hc, H]` and the value `[*, H]`, slices of one."""
+        both = F.linear(embeddings, self.projection.weight)
+        k, v = both.split((self.num_streams * self.hidden_size, self.hidden_size), dim=-1)
+        return k.unflatten(-1, (self.num_streams, self.hidden_size)), v
+
+    def _rows(
+        self, token_ids: Tensor | None, indices: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """The rows to look up, `[*, C]`."""
+        if token_ids is None and indices is not None:
+            return indices
+        if token_ids is None or indices is not None:
+            raise ValueError("EngramModule: give token_ids or indices, and not both")
+        if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.to(token_ids.device)
+        rows: Tensor = self.hasher(token_ids, cu_seqlens)[0]
+        return rows
+
+    def _check(
+        self, hidden_states: Tensor, token_ids: Tensor | None, indices: Tensor | None
+    ) -> None:
+        shape = list(hidden_states.shape)
+        streams = [self.num_streams, self.hidden_size]
+        if len(shape) not in (3, 4) or shape[-2:] != streams:
+            raise ValueError(
+                f"EngramModule: hidden_states must be [B, S, {streams[0]}, {streams[1]}] or "
+                f"[S, {streams[0]}, {streams[1]}], got {shape}"
+            )
+        tokens = shape[:-2]
+        for name, tensor, expected in (
+            ("token_ids", token_ids, tokens),
+            ("indices", indices, [*tokens, self.hasher.num_columns]),
+        ):
+            if tensor is not None and list(tensor.shape) != expected:
+                raise ValueError(
+                    f"EngramModule: {name} must be {expected} for hidden_states of {shape}, got "
+                    f"{list(tensor.shape)}"
+                )
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print`."""
+        return (
+            f"hidden={self.hidden_size}, streams={self.num_streams}, "
+            f"clamp_value={self.clamp_value}, eps={self.eps}"
+        )

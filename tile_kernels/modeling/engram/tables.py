@@ -1,0 +1,183 @@
+"""The embeddings that n-grams look up, on the device or in the host's memory."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Source = tuple[Tensor | None, ...]
+
+
+@dataclass
+class _Fetched:
+    """Rows on their way to the device."""
+
+    source: Source  # what they were asked for with
+    versions: list[int]  # of those tensors and the table
+    indices: Tensor  # in host memory
+    rows: Tensor  # `[n, d]` on the device
+    ready: Any  # the event after the copy, None where there is none
+
+
+class EngramTable(nn.Module):
+    """All tables of one layer, one behind the other: rows `[*, C]` to embeddings `[*, C * d]`.
+
+    | argument | meaning |
+    |---|---|
+    | `num_rows`, `embed_dim` | the shape of `weight` |
+    | `sparse` | the gradient is a sparse tensor of the rows that were looked up |
+    | `host_resident` | `weight` stays in the host's memory |
+
+    A table in host memory does not move with the module (its dtype does). Rows are gathered by the
+    host into pinned memory and copied to the device on a stream of their own; `prefetch` starts
+    that early. Its gradient is computed on the host, which waits for the device. Use `sparse=True`
+    for a table that is much larger than what a step looks up.
+
+    >>> table = EngramTable(num_rows=100, embed_dim=4, dtype=torch.float32)
+    >>> table(torch.tensor([[1, 50], [7, 99]])).shape
+    torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        embed_dim: int,
+        sparse: bool = False,
+        host_resident: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.sparse, self.host_resident = sparse, host_resident
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if host_resident and device.type != "meta":
+            device = torch.device("cpu")
+        self.weight = nn.Parameter(torch.empty(num_rows, embed_dim, device=device, dtype=dtype))
+        self._fetched: _Fetched | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal with standard deviation 0.02."""
+        nn.init.normal_(self.weight, std=0.02)
+
+    def prefetch(self, indices: Tensor, device: torch.device, source: Source | None = None) -> None:
+        """Start to bring the rows of `indices` `[*, C]` to `device`.
+
+        The next `forward` with these indices uses them; or, if the indices come from tensors
+        `source`, `prefetched` of those. Indices on a GPU make the host wait for them. Does nothing
+        for a table on the device.
+        """
+        if self.host_resident:
+            source = (indices,) if source is None else source
+            self._fetched = self._fetch(indices, device, source)
+
+    def prefetched(self, source: Source, device: torch.device) -> Tensor | None:
+        """The embeddings that `prefetch` has started for `source`, once; None if they do not fit.
+
+        They fit if the tensors are the same ones, and neither they nor the table were written in
+        between.
+        """
+        fetched, self._fetched = self._fetched, None
+        if fetched is None or fetched.rows.device != device:
+            return None
+        same = len(source) == len(fetched.source) and all(map(operator.is_, source, fetched.source))
+        fresh = same and fetched.versions == self._versions(source)
+        return self._arrived(fetched) if fresh else None
+
+    def forward(self, indices: Tensor, device: torch.device | None = None) -> Tensor:
+        """Embeddings on `device`, by default that of `indices`."""
+        if not self.host_resident:
+            return F.embedding(indices, self.weight, sparse=self.sparse).flatten(-2)
+        device = indices.device if device is None else device
+        found = self.prefetched((indices,), device)
+        return self._arrived(self._fetch(indices, device, ())) if found is None else found
+
+    def _fetch(self, indices: Tensor, device: torch.device, source: Source) -> _Fetched:
+        """Gather in host memory, and start the copy."""
+        versions, ready = self._versions(source), None
+        indices = indices.cpu()
+        on_cuda = device.type == "cuda"
+        rows = self.weight.new_empty(indices.numel(), self.weight.shape[1], pin_memory=on_cuda)
+        torch.index_select(self.weight.detach(), 0, indices.reshape(-1), out=rows)
+        if on_cuda:
+            stream = _copy_stream(device)
+            with torch.cuda.stream(stream):
+                rows = rows.to(device, non_blocking=True)
+                ready = stream.record_event()
+        return _Fetched(source, versions, indices, rows.to(device), ready)
+
+    def _arrived(self, fetched: _Fetched) -> Tensor:
+        """The embeddings `[*, C * d]`, in the order of the current stream and with a gradient."""
+        indices, rows = fetched.indices, fetched.rows
+        if fetched.ready is not None:
+            stream = torch.cuda.current_stream(rows.device)
+            stream.wait_event(fetched.ready)
+            rows.record_stream(stream)
+        found: Tensor = _HostRows.apply(self.weight, indices.reshape(-1), rows, self.sparse)
+        return found.view(*indices.shape, self.weight.shape[1]).flatten(-2)
+
+    def _versions(self, source: Source) -> list[int]:
+        """How often each tensor was written; those of the inference mode do not know."""
+        tensors = [tensor for tensor in (*source, self.weight) if tensor is not None]
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EngramTable:
+        """A table in host memory takes a new dtype, and no new device."""
+        self._fetched = None
+
+        def without_moving(x: Tensor) -> Tensor:
+            probe = fn(x.new_empty(0))
+            device = "meta" if probe.is_meta else "cpu"
+            if x.is_meta:
+                return torch.empty_like(x, dtype=probe.dtype, device=device)
+            return x.to(device, probe.dtype)
+
+        return super()._apply(without_moving if self.host_resident else fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_fetched": None}
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print`."""
+        num_rows, embed_dim = self.weight.shape
+        return (
+            f"rows={num_rows}, embed_dim={embed_dim}, sparse={self.sparse}, "
+            f"host_resident={self.host_resident}"
+        )
+
+
+class _HostRows(torch.autograd.Function):
+    """Rows that were gathered already, with the gradient of the gather."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, indices: Tensor, rows: Tensor, sparse: bool) -> Tensor:
+        ctx.save_for_backward(indices)
+        ctx.shape, ctx.sparse = weight.shape, sparse
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (indices,) = ctx.saved_tensors
+        grad = grads[0].cpu()
+        if ctx.sparse:
+            of_weight = torch.sparse_coo_tensor(
+                indices[None], grad, ctx.shape, check_invariants=False
+            )
+        else:
+            of_weight = torch.ops.aten.embedding_dense_backward(
+                grad, indices, ctx.shape[0], -1, False
+            )
+        return of_weight, None, None, None
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream of a device on which rows arrive."""
+    return torch.cuda.Stream(device)
