@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneD
 
 @pytest.fixture(autouse=True)
 def _plain_matrix_products() -> Iterator[None]:
-    """oneDNN's bfloat16 products need AMX, which some virtual machines announce and do not have."""
+    """oneDNN picks AMX for bfloat16 by a CPU flag that does not say whether AMX may be used."""
     with torch.backends.mkldnn.flags(enabled=False):
         yield
 
@@ -142,6 +142,46 @@ def test_apply_with_seven_arguments() -> None:
     assert all(tensor.grad is not None for tensor in inputs)
 
 
+def test_apply_checks_shapes() -> None:
+    x, k, v, *weights = trained(gate_inputs(2, 3))
+    with pytest.raises(ValueError, match=r"k must be \[2, 3, 4, 64\] for hidden_states of"):
+        EngramGateFn.apply(x, k.transpose(0, 1), v, *weights, CLAMP, EPS)
+    with pytest.raises(ValueError, match=r"v must be \[2, 3, 64\] for hidden_states of"):
+        EngramGateFn.apply(x, k, v.flatten(0, 1), *weights, CLAMP, EPS)
+
+
+@pytest.mark.parametrize("add_residual", [True, False])
+def test_weights_of_float32(add_residual: bool) -> None:
+    inputs = trained([*gate_inputs(5)[:3], *torch.randn(2, 4, 64)])
+    inputs[4].main_grad = torch.zeros(4, 64)
+    grad = torch.randn_like(inputs[0])
+    engram_gate(*inputs, CLAMP, EPS, add_residual).backward(grad)
+    expected = plain_gradients(inputs, grad, add_residual)
+    assert inputs[3].grad.dtype == torch.float32
+    assert inputs[4].grad is None
+    for found, wanted in zip((inputs[3].grad, inputs[4].main_grad), expected[3:]):
+        assert calc_diff(found, wanted) < 1e-9
+
+
+def test_nan_in_the_value() -> None:
+    """It spoils its column and what flows through gates that are not clamped."""
+    x, k, v, *weights = gate_inputs(2)
+    k[0, 1] = 0  # a gate below the clamp
+    v[0, 5] = math.nan
+    inputs = trained([x, k, v, *weights])
+    out = engram_gate(*inputs, CLAMP, EPS)
+    out.sum().backward()
+    spoiled = torch.zeros(2, 4, 64, dtype=torch.bool)
+    spoiled[0, :, 5] = True
+    assert_equal(out.isnan(), spoiled)
+    streams = torch.tensor([[True, False, True, True], [False] * 4])
+    for leaf in inputs[:2]:
+        assert_equal(leaf.grad.isnan(), streams[..., None].repeat(1, 1, 64))
+    assert inputs[2].grad.isfinite().all()
+    for leaf in inputs[3:]:
+        assert_equal(leaf.grad.isnan(), streams[0, :, None].repeat(1, 64))
+
+
 @pytest.mark.parametrize("which", [(3,), (4,), (3, 4)])
 def test_main_grad_takes_the_gradient(which: tuple[int, ...]) -> None:
     plain, inputs = trained(gate_inputs(5)), trained(gate_inputs(5))
@@ -183,6 +223,11 @@ def test_one_weight_for_both_norms() -> None:
     engram_gate(x, k, v, shared, shared, CLAMP, EPS).backward(grad)
     assert shared.grad is None
     assert calc_diff(shared.main_grad, expected[3] + expected[4]) < 1e-5
+    both = trained([weight, weight])
+    both[0].main_grad = torch.zeros(4, 64)
+    both[1].main_grad = both[0].main_grad[:]  # the same memory in another tensor
+    engram_gate(x, k, v, *both, CLAMP, EPS).backward(grad)
+    assert_equal(both[0].main_grad, shared.main_grad)
 
 
 def test_main_grad_survives_hooks_on_saved_tensors() -> None:
@@ -369,6 +414,89 @@ def test_tables_beyond_31_bits_have_wide_offsets() -> None:
     assert EngramHasher(1, 1000, 2**28, num_tables=3).offsets.dtype == torch.int32
 
 
+def assert_equal_states(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert_equal(value, other[name])
+
+
+def test_layers_share_no_memory_with_their_hasher() -> None:
+    hasher = hasher_for(token_map=compression_map(TOKENS))
+    before = copy.deepcopy(hasher.state_dict())
+    one = hasher.layer(1)
+    for buffer in one.buffers():
+        buffer.zero_()
+    assert_equal_states(hasher.state_dict(), before)
+
+
+MAP = torch.tensor([7, 5, 5, 6, 0, 3], dtype=torch.int32)  # the pad token 1 becomes 5
+
+
+def test_a_state_brings_its_pad_token() -> None:
+    hasher = hasher_for(token_map=MAP, pad_id=1)
+    other = hasher_for(token_map=torch.arange(6, dtype=torch.int32), pad_id=1, seed=3)
+    ids = torch.tensor([0, 3, 1, 4, 5])
+    assert other.pad_id == 1
+    other.load_state_dict(hasher.state_dict())
+    assert other.pad_id == 5
+    assert_equal(other(ids), hasher(ids))
+    assert all(isinstance(value, Tensor) for value in hasher.state_dict().values())
+
+
+def test_a_state_brings_its_table_sizes() -> None:
+    hasher, other = hasher_for(), hasher_for(table_rows=70)
+    assert other.rows_per_layer != hasher.rows_per_layer
+    other.load_state_dict(hasher.state_dict())
+    assert other.rows_per_layer == hasher.rows_per_layer
+    assert other.layer(1).rows_per_layer == hasher.rows_per_layer[1:]
+
+
+def test_host_ids_need_no_buffers_on_the_device() -> None:
+    """Buffers that cannot be read stand for those of a GPU, which would have to be waited for."""
+    ids = torch.tensor([[0, 3, 1], [4, 5, 2]])
+    hasher, other = (hasher_for(token_map=MAP, pad_id=1, seed=seed) for seed in (1, 2))
+    expected = other(ids)
+    assert not torch.equal(hasher(ids), expected)
+    hasher.load_state_dict(other.state_dict())
+    away = copy.deepcopy(hasher).to("meta")
+    assert away.multipliers.is_meta
+    assert_equal(away(ids), expected)
+    assert_equal(pickle.loads(pickle.dumps(away)).layer(1)(ids)[0], expected[1])
+    for name, buffer in list(hasher.named_buffers()):  # moved behind the back of the module
+        setattr(hasher, name, buffer.to("meta"))
+    assert_equal(hasher(ids), expected)
+
+
+@pytest.mark.gpu
+def test_host_ids_do_not_wait_for_the_device() -> None:
+    source = hasher_for(token_map=MAP, pad_id=1, seed=1)
+    hasher = hasher_for(token_map=MAP, pad_id=1, seed=2).cuda()
+    hasher.load_state_dict(source.state_dict())
+    module = module_for(hasher, host_resident=True, dtype=torch.bfloat16).cuda()
+    ids, cu_seqlens = torch.randint(0, 6, (2, 9)), torch.tensor([0, 4, 18])
+    x = torch.randn(2, 9, 4, 32, device="cuda").bfloat16()
+    with torch.no_grad():
+        expected = module(x, ids.cuda(), cu_seqlens=cu_seqlens.cuda())  # and kernels are compiled
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            indices = hasher(ids)
+            module.prefetch(ids, cu_seqlens=cu_seqlens)
+            found = module(x, ids, cu_seqlens=cu_seqlens)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert_equal(found, expected)
+    assert_equal(indices, source(ids))
+
+
+def test_reset_gives_the_hasher_its_constants_back() -> None:
+    expected = hasher_for(token_map=MAP, pad_id=1, seed=4)
+    hasher = copy.deepcopy(expected)
+    hasher.load_state_dict(hasher_for(token_map=MAP.flip(0), pad_id=1).state_dict())
+    assert hasher.pad_id == 0
+    hasher.reset_parameters()
+    assert_equal_states(hasher.state_dict(), expected.state_dict())
+
+
 # ---- the table ---------------------------------------------------------------------------------
 
 
@@ -424,6 +552,42 @@ def test_prefetched_rows_serve_once_and_only_their_ids() -> None:
     with torch.no_grad():
         table.weight.mul_(2)  # an optimizer's step
     assert_equal(table(indices).detach(), table.weight.detach()[[3, 2]].view(1, 8))
+
+
+def test_prefetched_rows_are_not_used_where_writes_do_not_count() -> None:
+    table, device = EngramTable(30, 4, host_resident=True), torch.device("cpu")
+    with torch.inference_mode():
+        indices = torch.tensor([[1, 2]])
+        table.prefetch(indices, device)
+        table._fetched.rows.fill_(7)
+        assert (table(indices) == 7).all()
+        table.prefetch(indices, device)
+        indices[0, 0] = 3
+        assert_equal(table(indices), table.weight[[3, 2]].view(1, 8))
+        table.prefetch(indices, device)
+        table.weight.mul_(2)  # counted, since the table was not made in inference mode
+        assert_equal(table(indices), table.weight[[3, 2]].view(1, 8))
+        other = EngramTable(30, 4, host_resident=True)
+        other.prefetch(indices, device)
+        other.weight.mul_(2)
+        assert_equal(other(indices), other.weight[[3, 2]].view(1, 8))
+
+
+def test_rows_prefetched_from_another_weight_are_not_used() -> None:
+    table, other = (EngramTable(30, 4, host_resident=True) for _ in range(2))
+    indices = torch.tensor([[1, 2]])
+    table.prefetch(indices, torch.device("cpu"))
+    table.load_state_dict(other.state_dict(), assign=True)
+    assert_equal(table(indices), other(indices))
+
+
+def test_prefetched_rows_can_be_discarded() -> None:
+    module = module_for(hasher_for(), host_resident=True)
+    ids, x = torch.randint(1, 40, (9,)), torch.randn(9, 4, 32)
+    module.prefetch(ids)
+    module.table.weight.data.mul_(2)  # not counted
+    module.discard_prefetched()
+    assert_equal(module(x, ids), module(x, ids.clone()))
 
 
 def test_prefetched_rows_have_a_gradient() -> None:
@@ -587,7 +751,7 @@ def test_module_is_its_description(dtype: torch.dtype, documents: bool) -> None:
     expected.backward(grad.double())
     assert calc_diff(out.detach(), expected.detach()) < 1e-5
     # The slope of the gate grows without bound towards 0, and with it what rounding does there:
-    # streams, keys and the weights of the norms in bfloat16, also where parameters are float32.
+    # streams and keys are rounded to bfloat16, also where parameters are float32.
     bound = 1e-4 if dtype == torch.bfloat16 else 2e-3
     assert calc_diff(x.grad, same.grad) < bound
     for name, parameter in module.named_parameters():
@@ -715,8 +879,9 @@ def test_prefetch_in_inference_mode() -> None:
 def test_state_goes_round() -> None:
     token_map = compression_map(TOKENS)
     ids, x = torch.randint(1, len(TOKENS), (2, 9)), torch.randn(2, 9, 4, 32)
-    module = module_for(hasher_for(token_map=token_map, seed=1))
+    module = module_for(hasher_for(token_map=token_map, pad_id=3, seed=1))
     other = module_for(hasher_for(token_map=torch.zeros_like(token_map), seed=2))
+    assert module.hasher.pad_id == 2
     names = {"hasher." + name for name in ("multipliers", "vocab_sizes", "offsets", "token_map")}
     assert names <= set(module.state_dict())
     assert not torch.equal(other(x, ids), module(x, ids))
@@ -735,6 +900,30 @@ def test_meta_module_takes_a_state() -> None:
     empty.to_empty(device="cpu").load_state_dict(module.state_dict())
     ids, x = torch.randint(1, 40, (2, 9)), torch.randn(2, 9, 4, 32)
     assert_equal(empty(x, ids), module(x, ids))
+
+
+@pytest.mark.parametrize("host_resident", [False, True])
+def test_meta_module_can_be_initialised(host_resident: bool) -> None:
+    def made() -> EngramModule:
+        hasher = hasher_for(token_map=MAP, pad_id=1, seed=5)
+        return EngramModule(hasher, 1, 32, embed_dim=8, host_resident=host_resident)
+
+    plain = made()
+    with torch.device("meta"):
+        module = made()
+    assert module.hasher.multipliers.is_meta
+    module.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.fill_(99)  # what memory happens to hold
+    for part in module.modules():
+        part.reset_parameters()  # type: ignore[operator]
+    assert_equal_states(module.hasher.state_dict(), plain.hasher.state_dict())
+    assert module.hasher.rows_per_layer == plain.hasher.rows_per_layer
+    for name in ("weight_hidden", "weight_embed", "convolution.norm_weight", "convolution.taps"):
+        assert_equal(module.get_parameter(name), plain.get_parameter(name))
+    assert 0.01 < module.table.weight.std() < 0.03
+    assert module.projection.weight.abs().max() < 1
 
 
 def test_a_new_convolution_adds_nothing() -> None:
@@ -766,15 +955,45 @@ def test_module_compiles(documents: bool) -> None:
         torch.testing.assert_close(parameter.grad, grads[name])
 
 
-def test_main_grad_in_the_module() -> None:
-    module = module_for(hasher_for(), dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_main_grad_in_the_module(dtype: torch.dtype) -> None:
+    module = module_for(hasher_for(), dtype=dtype)
     for weight in (module.weight_hidden, module.weight_embed):
         weight.main_grad = torch.zeros(4, 32)  # type: ignore[attr-defined]
-    ids, x = torch.randint(1, 40, (2, 9)), torch.randn(2, 9, 4, 32).bfloat16()
+    ids, x = torch.randint(1, 40, (2, 9)), torch.randn(2, 9, 4, 32).to(dtype)
     module(x, ids).float().square().sum().backward()
     assert module.weight_hidden.grad is None
     assert module.weight_hidden.main_grad.any()  # type: ignore[attr-defined]
     assert module.projection.weight.grad is not None
+
+
+def test_small_steps_of_the_norms_count() -> None:
+    torch.manual_seed(0)
+    module = module_for(hasher_for())
+    module.reset_parameters()
+    ids, x = torch.randint(1, 40, (2, 9)), torch.randn(2, 9, 4, 32)
+    before = module(x, ids)
+    with torch.no_grad():
+        module.weight_hidden += 2**-10  # a quarter of what bfloat16 can tell from one
+    assert not torch.equal(module(x, ids), before)
+
+
+def test_norms_of_other_dtypes() -> None:
+    module = module_for(hasher_for())
+    ids, x = torch.randint(1, 40, (2, 9)), torch.randn(2, 9, 4, 32)
+    expected = module(x, ids)
+    module.weight_hidden.data = module.weight_hidden.data.double()
+    assert_equal(module(x, ids), expected)
+
+
+def test_the_sum_has_the_precision_of_the_streams() -> None:
+    module = module_for(hasher_for())
+    ids, x = torch.randint(1, 40, (2, 9)), torch.randn(2, 9, 4, 32)
+    k, v = (part.bfloat16() for part in module.project(module.table(module.hasher(ids)[0])))
+    weights = module.weight_hidden, module.weight_embed
+    y = engram_gate(x.bfloat16(), k, v, *weights, CLAMP, EPS, add_residual=False)
+    assert_equal(module(x, ids), x + (y.float() + module.convolution(y).float()))
+    assert module(x.half(), ids).dtype == torch.float16
 
 
 def test_words_of_the_module() -> None:

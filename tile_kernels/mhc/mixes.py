@@ -28,7 +28,8 @@ _BACKWARD = Kernel("tile_kernels.mhc.kernels.mixes", "mixes_backward")
 Three = tuple[Tensor, Tensor, Tensor]
 
 
-def _check_parameter(name: str, value: Tensor, size: int) -> None:
+def check_parameter(name: str, value: Tensor, size: int) -> None:
+    """`value` holds `size` numbers that are learnt."""
     checks.tensor(name, value, ("size",), torch.float32, shape=(size,), contiguous=True)
 
 
@@ -41,8 +42,8 @@ def _check_three(
 ) -> None:
     count = m * (m + 2)
     shapes.tensor("input_mixes", input_mixes, ("mixes",), torch.float32, like=like, sizes=(count,))
-    _check_parameter("mhc_scale", mhc_scale, 3)
-    _check_parameter("mhc_base", mhc_base, count)
+    check_parameter("mhc_scale", mhc_scale, 3)
+    check_parameter("mhc_base", mhc_base, count)
 
 
 def _launch(
@@ -244,8 +245,8 @@ def _check_head(input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_pre_
     shapes.tensor("input_mix", input_mix, ("mhc_mult",), torch.float32)
     m = input_mix.shape[-1]
     shapes.stream_count("input_mix", m)
-    _check_parameter("mhc_scale", mhc_scale, 1)
-    _check_parameter("mhc_base", mhc_base, m)
+    check_parameter("mhc_scale", mhc_scale, 1)
+    check_parameter("mhc_base", mhc_base, m)
     checks.number("mhc_pre_eps", mhc_pre_eps)
 
 

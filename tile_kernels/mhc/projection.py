@@ -76,11 +76,11 @@ def _in_two(fn: Tensor) -> Tensor:
 
 
 def _check_fwd(residual: Tensor, fn: Tensor, eps: float) -> None:
-    _check_inputs(residual, fn, eps)
+    check_inputs(residual, fn, eps)
 
 
-def _check_inputs(residual: Tensor, fn: Tensor, eps: float) -> shapes.Leading:
-    """Returns the leading dimensions, which other arguments share."""
+def check_inputs(residual: Tensor, fn: Tensor, eps: float, name: str = "eps") -> shapes.Leading:
+    """Streams, weights and `eps`, which has this `name`; returns what other arguments share."""
     tokens, streams, hidden = shapes.streams("residual", residual)
     if hidden % VECTOR:
         raise ValueError(f"residual must have a multiple of {VECTOR} columns, got {hidden}")
@@ -89,7 +89,7 @@ def _check_inputs(residual: Tensor, fn: Tensor, eps: float) -> shapes.Leading:
     )
     if not 1 <= fn.shape[0] <= MOST_MIXES:
         raise ValueError(f"fn must have 1..{MOST_MIXES} rows, got {fn.shape[0]}")
-    checks.number("eps", eps)
+    checks.number(name, eps)
     return tokens
 
 
@@ -102,7 +102,7 @@ def _check_bwd(
     eps: float,
     grad_residual: Tensor | None = None,
 ) -> None:
-    tokens = _check_inputs(residual, fn, eps)
+    tokens = check_inputs(residual, fn, eps)
     fp32, mixes = torch.float32, (fn.shape[0],)
     shapes.tensor(
         "grad_mixes", grad_mixes, ("J",), fp32, like=tokens, sizes=mixes, contiguous=False

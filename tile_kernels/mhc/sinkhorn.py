@@ -26,12 +26,14 @@ def is_near(eps: float) -> bool:
     return 1e-20 <= eps <= 1.0
 
 
-def check_steps(repeat: int, eps: float) -> None:
+def check_steps(
+    repeat: int, eps: float, repeat_name: str = "repeat", eps_name: str = "eps"
+) -> None:
     """`repeat` is at least 1, `eps` not negative."""
-    checks.integer("repeat", repeat, 1, MOST_REPEAT)
-    checks.number("eps", eps)
+    checks.integer(repeat_name, repeat, 1, MOST_REPEAT)
+    checks.number(eps_name, eps)
     if not 0 <= eps < float("inf"):
-        raise ValueError(f"eps must be finite and at least 0, got {eps}")
+        raise ValueError(f"{eps_name} must be finite and at least 0, got {eps}")
 
 
 def _check(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> None:

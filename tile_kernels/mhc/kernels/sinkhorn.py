@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.mhc.kernels.common import access
-from tile_kernels.quant.kernels.activation import near_quotient, near_reciprocal
 from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import near_quotient, near_reciprocal
 from tile_kernels.runtime.launch import kernel
 
 THREADS = 64

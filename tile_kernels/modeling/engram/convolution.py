@@ -49,8 +49,8 @@ class CausalConvolution(nn.Module):
             distance = tap * self.dilation
             past = _earlier(normed, distance, dim=-3)
             if document is not None:
-                same = document == _earlier(document, distance, dim=-1)
-                past = torch.where(same[..., None, None], past, 0)
+                other = document != _earlier(document, distance, dim=-1)
+                past = past.masked_fill(other[..., None, None], 0)
             total = total + past * self.taps[tap]
         return F.silu(total).to(y.dtype)
 

@@ -98,7 +98,7 @@ def engram_gate(
     |---|---|---|
     | `hidden_states`, `k` | `[*, hc, H]` | bfloat16 |
     | `v` | `[*, H]` | bfloat16 |
-    | `weight_hidden`, `weight_embed` | `[hc, H]`: of the norms of stream and key | bfloat16 |
+    | `weight_hidden`, `weight_embed` | `[hc, H]`: norms of stream, key | bfloat16, float32; alike |
     | returns | `[*, hc, H]` | bfloat16 |
 
     `hidden_states + gate * v`, or `gate * v` with `add_residual=False`. The gate of a stream is
@@ -117,7 +117,6 @@ def engram_gate(
     >>> out.shape, x.grad.shape
     (torch.Size([2, 3, 4, 64]), torch.Size([2, 3, 4, 64]))
     """
-    _check(hidden_states, k, v)
     tensors = (hidden_states, k, v, weight_hidden, weight_embed)
     if torch.compiler.is_compiling():
         for name, weight in zip(_WEIGHTS, tensors[3:]):
@@ -153,7 +152,11 @@ def _check(hidden_states: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _rows(hidden_states: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All leading dimensions as one; slices of a wider tensor stay slices where they can."""
+    """All leading dimensions as one; slices of a wider tensor stay slices where they can.
+
+    Shapes are checked first, since a key of another shape may have as many elements.
+    """
+    _check(hidden_states, k, v)
     num_streams, hidden = hidden_states.shape[-2:]
     num_tokens = hidden_states.shape[:-2].numel()
     x = hidden_states.reshape(num_tokens, num_streams, hidden).contiguous()
@@ -177,18 +180,27 @@ def _weight_gradients(
         for name, owner, need in zip(_WEIGHTS, owners, needed)
     ]
     # One weight for both norms has one `main_grad`, which cannot take two sums at the same time.
-    shared = targets[0] is targets[1]
+    shared = _overlap(*targets)
     sums = [
         partial.new_zeros(partial.shape[1:]) if target is None or shared else target
         for target in targets
     ]
     ops.grad_w_reduce(partial, *weights, *sums)
-    if shared and targets[0] is not None:
-        targets[0].add_(sums[0]).add_(sums[1])
+    if shared:
+        for target, total in zip(targets, sums):
+            if target is not None:
+                target.add_(total)
     return tuple(
         total if need and target is None else None
         for total, target, need in zip(sums, targets, needed)
     )
+
+
+def _overlap(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two packed buffers of one shape share memory."""
+    if one is None or other is None:
+        return False
+    return abs(one.data_ptr() - other.data_ptr()) < one.nbytes
 
 
 def _main_grad(name: str, weight: Tensor) -> Tensor | None:

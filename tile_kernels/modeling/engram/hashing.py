@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +115,22 @@ def odd_multipliers(num_layers: int, max_ngram_size: int, vocab_size: int, seed:
     return 2 * torch.stack(layers) + 1
 
 
+class _Constants(NamedTuple):
+    """What the hash needs besides the pad token; the names are those of the buffers."""
+
+    multipliers: Tensor
+    vocab_sizes: Tensor
+    offsets: Tensor
+    token_map: Tensor | None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> _Constants:
+        """The same of changed tensors."""
+        return _Constants(
+            change(self.multipliers), change(self.vocab_sizes), change(self.offsets),
+            None if self.token_map is None else change(self.token_map),
+        )  # fmt: skip
+
+
 class EngramHasher(nn.Module):
     """Rows of the tables for token ids, of all Engram layers of a model at once.
 
@@ -128,8 +145,9 @@ class EngramHasher(nn.Module):
     | `seed` | of the multipliers |
 
     `multipliers` `[L, N]`, `vocab_sizes` `[L, N - 1, E]`, `offsets` `[L, C]` and `token_map` are
-    buffers and part of the state. Offsets are int64 if a layer has more than 2^31 rows.
-    `rows_per_layer` are the rows that the tables of each layer have together.
+    buffers. They and the mapped `pad_id` are the state. Offsets are int64 if a layer has more than
+    2^31 rows. Ids in host memory are hashed there, with copies that are kept if the buffers are on
+    a GPU; so change these buffers with `load_state_dict` only.
 
     >>> hasher = EngramHasher(num_layers=2, vocab_size=50, table_rows=100, num_tables=4)
     >>> hasher(torch.tensor([[3, 1, 4], [1, 5, 9]])).shape
@@ -161,30 +179,45 @@ class EngramHasher(nn.Module):
         ):
             if number < least:
                 raise ValueError(f"EngramHasher: {name} must be at least {least}, got {number}")
-        self.max_ngram_size = max_ngram_size
-        self.pad_id = pad_id
         if token_map is not None:
             vocab_size = int(token_map.max()) + 1
             if 0 <= pad_id < len(token_map):
-                self.pad_id = int(token_map[pad_id])
+                pad_id = int(token_map[pad_id])
         sizes = prime_table_sizes(num_layers, max_ngram_size, num_tables, table_rows)
-        self.rows_per_layer = sizes.flatten(1).sum(1, dtype=torch.int64).tolist()
-        wide = max(self.rows_per_layer, default=0) > 2**31
-        self._register(
+        wide = max(_rows_per_layer(sizes)) > 2**31
+        initial = _Constants(
             odd_multipliers(num_layers, max_ngram_size, vocab_size, seed),
             sizes,
             make_offsets(sizes, torch.int64 if wide else torch.int32),
             token_map,
         )
-        self.to(torch.get_default_device() if device is None else device)
+        self._set_up(initial, pad_id, torch.get_default_device() if device is None else device)
 
-    def _register(
-        self, multipliers: Tensor, vocab_sizes: Tensor, offsets: Tensor, token_map: Tensor | None
-    ) -> None:
-        self.register_buffer("multipliers", multipliers)
-        self.register_buffer("vocab_sizes", vocab_sizes)
-        self.register_buffer("offsets", offsets)
-        self.register_buffer("token_map", token_map)
+    def _set_up(self, initial: _Constants, pad_id: int, device: torch.device | str) -> None:
+        """Keep the initial constants in host memory, and register buffers that hold them."""
+        self._initial, self._initial_pad_id = initial.map(_host_copy), pad_id
+        for name, value in self._initial._asdict().items():
+            buffer = None if value is None else torch.empty_like(value, device=device)
+            self.register_buffer(name, buffer)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The constants that the hasher was made with; from the seed, not random."""
+        for name, value in self._initial._asdict().items():
+            if value is not None:
+                getattr(self, name).copy_(value)
+        self.pad_id = self._initial_pad_id
+        self._host = self._initial
+
+    @property
+    def max_ngram_size(self) -> int:
+        """Tokens of the longest n-gram."""
+        return self.multipliers.shape[1]
+
+    @property
+    def rows_per_layer(self) -> list[int]:
+        """The rows that the tables of each layer have together."""
+        return _rows_per_layer(self._on_host().vocab_sizes)
 
     @property
     def num_layers(self) -> int:
@@ -197,36 +230,60 @@ class EngramHasher(nn.Module):
         return self.offsets.shape[1]
 
     def layer(self, layer: int) -> EngramHasher:
-        """A hasher for one of the layers, with buffers of its own but for the token map."""
+        """A hasher for one of the layers, with buffers of its own."""
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"EngramHasher: layer must be 0..{self.num_layers - 1}, got {layer}")
         one = EngramHasher.__new__(EngramHasher)
         nn.Module.__init__(one)
-        one.max_ngram_size, one.pad_id = self.max_ngram_size, self.pad_id
-        one.rows_per_layer = self.rows_per_layer[layer : layer + 1]
-        multipliers, vocab_sizes, offsets = (
-            buffer[layer : layer + 1].clone()
-            for buffer in (self.multipliers, self.vocab_sizes, self.offsets)
-        )
-        one._register(multipliers, vocab_sizes, offsets, self.token_map)
+        constants, part = self._on_host(), slice(layer, layer + 1)
+        initial = constants.map(lambda x: x[part])._replace(token_map=constants.token_map)
+        one._set_up(initial, self.pad_id, self.multipliers.device)
         return one
 
     def forward(self, token_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Token ids `[S]` or `[B, S]` to rows `[L, *token_ids.shape, C]`.
 
         `cu_seqlens` divides the tokens into documents, as in `tile_kernels.engram.ngram_windows`.
-        Ids on another device than the buffers are hashed there, with copies of the buffers.
+        Rows are on the device of the ids, whatever that of the buffers. Ids in host memory never
+        wait for a GPU.
         """
         device = token_ids.device
-        multipliers, vocab_sizes, offsets = (
-            buffer.to(device) for buffer in (self.multipliers, self.vocab_sizes, self.offsets)
-        )
-        token_map = None if self.token_map is None else self.token_map.to(device)
+        if device.type == "cpu":
+            constants = self._on_host()
+        else:
+            constants = self._constants().map(lambda buffer: buffer.to(device))
         windows = ops.ngram_windows(
-            token_ids.contiguous(), self.max_ngram_size, self.pad_id, cu_seqlens, token_map
-        )
-        rows = ops.engram_hash(windows.flatten(0, -2), multipliers, vocab_sizes, offsets)
+            token_ids.contiguous(), self.max_ngram_size, self.pad_id, cu_seqlens,
+            constants.token_map,
+        )  # fmt: skip
+        rows = ops.engram_hash(windows.flatten(0, -2), *constants[:3])
         return rows.view(self.num_layers, *token_ids.shape, self.num_columns)
+
+    def _constants(self) -> _Constants:
+        return _Constants(self.multipliers, self.vocab_sizes, self.offsets, self.token_map)
+
+    def _on_host(self) -> _Constants:
+        """The buffers if they are in host memory, otherwise the copies that are."""
+        return self._constants() if self.multipliers.device.type == "cpu" else self._host
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EngramHasher:
+        """Buffers that leave the host leave copies behind."""
+        self._host = self._on_host().map(_host_copy)
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        """Loads, and renews the copies in host memory."""
+        super()._load_from_state_dict(*arguments, **options)
+        if not self.multipliers.is_meta:
+            self._host = self._constants().map(_host_copy)
+
+    def get_extra_state(self) -> Tensor:
+        """The pad token, which is a number and not a buffer: kernels take it from the host."""
+        return torch.tensor(self.pad_id, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Takes the pad token of a state."""
+        self.pad_id = int(state)
 
     def extra_repr(self) -> str:
         """Sizes, for `print`."""
@@ -235,3 +292,12 @@ class EngramHasher(nn.Module):
             f"tables={self.num_columns}, pad_id={self.pad_id}, "
             f"compressed={self.token_map is not None}"
         )
+
+
+def _rows_per_layer(vocab_sizes: Tensor) -> list[int]:
+    rows: list[int] = vocab_sizes.flatten(1).sum(1, dtype=torch.int64).tolist()
+    return rows
+
+
+def _host_copy(x: Tensor) -> Tensor:
+    return x.detach().to("cpu", copy=True)

@@ -30,8 +30,9 @@ class EngramModule(nn.Module):
 
         y = gate(x, k) v        out = x + y + silu(convolution(norm(y)))
 
-    The gate and its value are bfloat16, whatever the dtype of streams and parameters; the sum has
-    the dtype of `hidden_states`.
+    Streams, keys and values enter the gate in bfloat16, and `y` is bfloat16, whatever the dtype of
+    streams and parameters; the weights of the norms keep theirs. The sum is computed in the dtype
+    of `hidden_states`.
 
     >>> hasher = EngramHasher(num_layers=2, vocab_size=50, table_rows=100, num_tables=2)
     >>> layer = EngramModule(hasher, layer=1, hidden_size=16, num_streams=4, embed_dim=8)
@@ -69,11 +70,17 @@ class EngramModule(nn.Module):
         outputs = (num_streams + 1) * hidden_size
         self.projection = nn.Linear(columns * embed_dim, outputs, False, device, dtype)
         shape = num_streams, hidden_size
-        self.weight_hidden = nn.Parameter(torch.ones(shape, device=device, dtype=dtype))
-        self.weight_embed = nn.Parameter(torch.ones(shape, device=device, dtype=dtype))
+        self.weight_hidden = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.weight_embed = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.convolution = CausalConvolution(
             num_streams, hidden_size, kernel_size, hasher.max_ngram_size, eps, device, dtype
         )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Norms of weight one; the parts of the layer have a `reset_parameters` of their own."""
+        nn.init.ones_(self.weight_hidden)
+        nn.init.ones_(self.weight_embed)
 
     def prefetch(
         self,
@@ -85,13 +92,19 @@ class EngramModule(nn.Module):
 
         Takes what `forward` will be given. The next `forward` uses these rows if it gets the very
         same tensors and neither they nor the table were written in between, and reads the table
-        anew if not. Ids in host memory spare a wait for the device.
+        anew if not. Call `discard_prefetched` after writes that PyTorch does not count, such as
+        those through `.data`. With ids and `cu_seqlens` in host memory the host need not wait for
+        the device.
         """
         if not self.table.host_resident:
             return
         rows = self._rows(token_ids, indices, cu_seqlens)
         device = self.projection.weight.device
         self.table.prefetch(rows, device, (token_ids, indices, cu_seqlens))
+
+    def discard_prefetched(self) -> None:
+        """Forget prefetched rows, so that the next `forward` reads the table."""
+        self.table.discard_prefetched()
 
     def forward(
         self,
@@ -122,18 +135,27 @@ class EngramModule(nn.Module):
             embeddings = self.table(self._rows(token_ids, indices, cu_seqlens), device)
         k, v = self.project(embeddings)
         y = engram_gate(
-            hidden_states.bfloat16(), k.bfloat16(), v.bfloat16(), self.weight_hidden.bfloat16(),
-            self.weight_embed.bfloat16(), self.clamp_value, self.eps, add_residual=False,
+            hidden_states.bfloat16(), k.bfloat16(), v.bfloat16(), *self._norm_weights(),
+            self.clamp_value, self.eps, add_residual=False,
         )  # fmt: skip
-        if cu_seqlens is not None:
-            cu_seqlens = cu_seqlens.to(device)
-        return hidden_states + (y + self.convolution(y, cu_seqlens))
+        if cu_seqlens is not None and cu_seqlens.device != device:
+            # From memory that is not pinned the host neither waits nor may change what is copied.
+            cu_seqlens = cu_seqlens.clone().to(device, non_blocking=device.type == "cuda")
+        dtype = hidden_states.dtype
+        return hidden_states + (y.to(dtype) + self.convolution(y, cu_seqlens).to(dtype))
 
     def project(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Embeddings `[*, C * d]` to keys `[*, hc, H]` and the value `[*, H]`, slices of one."""
         both = F.linear(embeddings, self.projection.weight)
         k, v = both.split((self.num_streams * self.hidden_size, self.hidden_size), dim=-1)
         return k.unflatten(-1, (self.num_streams, self.hidden_size)), v
+
+    def _norm_weights(self) -> tuple[Tensor, Tensor]:
+        """The parameters themselves where the gate takes them, otherwise in float32."""
+        hidden, embed = self.weight_hidden, self.weight_embed
+        if hidden.dtype == embed.dtype and hidden.dtype in (torch.bfloat16, torch.float32):
+            return hidden, embed
+        return hidden.float(), embed.float()
 
     def _rows(
         self, token_ids: Tensor | None, indices: Tensor | None, cu_seqlens: Tensor | None

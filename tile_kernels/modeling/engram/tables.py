@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,8 @@ Source = tuple[Tensor | None, ...]
 class _Fetched:
     """Rows on their way to the device."""
 
-    source: Source  # what they were asked for with
-    versions: list[int]  # of those tensors and the table
+    source: Source  # what they were asked for with, and the table
+    marks: list[int | Tensor | None]  # what tells whether these were written since
     indices: Tensor  # in host memory
     rows: Tensor  # `[n, d]` on the device
     ready: Any  # the event after the copy, None where there is none
@@ -72,23 +71,36 @@ class EngramTable(nn.Module):
 
         The next `forward` with these indices uses them; or, if the indices come from tensors
         `source`, `prefetched` of those. Indices on a GPU make the host wait for them. Does nothing
-        for a table on the device.
+        for a table on the device, nor for one that was made in inference mode, where PyTorch does
+        not count writes.
         """
-        if self.host_resident:
+        self.discard_prefetched()
+        if self.host_resident and not self.weight.is_inference():
             source = (indices,) if source is None else source
             self._fetched = self._fetch(indices, device, source)
+
+    def discard_prefetched(self) -> None:
+        """Forget prefetched rows; for after a write that PyTorch does not count.
+
+        Such writes go through `.data`, NumPy or memory shared with another process.
+        """
+        self._fetched = None
 
     def prefetched(self, source: Source, device: torch.device) -> Tensor | None:
         """The embeddings that `prefetch` has started for `source`, once; None if they do not fit.
 
         They fit if the tensors are the same ones, and neither they nor the table were written in
-        between.
+        between. See `discard_prefetched` for writes that do not show.
         """
-        fetched, self._fetched = self._fetched, None
+        fetched = self._fetched
+        self.discard_prefetched()
         if fetched is None or fetched.rows.device != device:
             return None
-        same = len(source) == len(fetched.source) and all(map(operator.is_, source, fetched.source))
-        fresh = same and fetched.versions == self._versions(source)
+        watched = *source, self.weight
+        fresh = len(watched) == len(fetched.source) and all(
+            tensor is before and _unwritten(tensor, mark)
+            for tensor, before, mark in zip(watched, fetched.source, fetched.marks)
+        )
         return self._arrived(fetched) if fresh else None
 
     def forward(self, indices: Tensor, device: torch.device | None = None) -> Tensor:
@@ -97,11 +109,14 @@ class EngramTable(nn.Module):
             return F.embedding(indices, self.weight, sparse=self.sparse).flatten(-2)
         device = indices.device if device is None else device
         found = self.prefetched((indices,), device)
-        return self._arrived(self._fetch(indices, device, ())) if found is None else found
+        return self._arrived(self._fetch(indices, device)) if found is None else found
 
-    def _fetch(self, indices: Tensor, device: torch.device, source: Source) -> _Fetched:
-        """Gather in host memory, and start the copy."""
-        versions, ready = self._versions(source), None
+    def _fetch(
+        self, indices: Tensor, device: torch.device, source: Source | None = None
+    ) -> _Fetched:
+        """Gather in host memory, and start the copy; `source` only for what is used later."""
+        watched = () if source is None else (*source, self.weight)
+        marks, ready = [_mark(tensor) for tensor in watched], None
         indices = indices.cpu()
         on_cuda = device.type == "cuda"
         rows = self.weight.new_empty(indices.numel(), self.weight.shape[1], pin_memory=on_cuda)
@@ -111,7 +126,7 @@ class EngramTable(nn.Module):
             with torch.cuda.stream(stream):
                 rows = rows.to(device, non_blocking=True)
                 ready = stream.record_event()
-        return _Fetched(source, versions, indices, rows.to(device), ready)
+        return _Fetched(watched, marks, indices, rows.to(device), ready)
 
     def _arrived(self, fetched: _Fetched) -> Tensor:
         """The embeddings `[*, C * d]`, in the order of the current stream and with a gradient."""
@@ -123,14 +138,9 @@ class EngramTable(nn.Module):
         found: Tensor = _HostRows.apply(self.weight, indices.reshape(-1), rows, self.sparse)
         return found.view(*indices.shape, self.weight.shape[1]).flatten(-2)
 
-    def _versions(self, source: Source) -> list[int]:
-        """How often each tensor was written; those of the inference mode do not know."""
-        tensors = [tensor for tensor in (*source, self.weight) if tensor is not None]
-        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EngramTable:
         """A table in host memory takes a new dtype, and no new device."""
-        self._fetched = None
+        self.discard_prefetched()
 
         def without_moving(x: Tensor) -> Tensor:
             probe = fn(x.new_empty(0))
@@ -175,6 +185,20 @@ class _HostRows(torch.autograd.Function):
                 grad, indices, ctx.shape[0], -1, False
             )
         return of_weight, None, None, None
+
+
+def _mark(tensor: Tensor | None) -> int | Tensor | None:
+    """The number of writes, or a copy where PyTorch does not count them."""
+    if tensor is None:
+        return None
+    return tensor.clone() if tensor.is_inference() else tensor._version
+
+
+def _unwritten(tensor: Tensor | None, mark: int | Tensor | None) -> bool:
+    """Whether a tensor is as it was when it got this mark."""
+    if tensor is None:
+        return True
+    return torch.equal(tensor, mark) if isinstance(mark, Tensor) else tensor._version == mark
 
 
 @functools.cache

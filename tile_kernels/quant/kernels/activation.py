@@ -9,6 +9,8 @@ from typing import Any
 
 from tilelang import language as T
 
+from tile_kernels.runtime.kernels.common import near_quotient, near_reciprocal
+
 
 @T.macro
 def swiglu_clamp(left, right, clamp):
@@ -35,28 +37,6 @@ def swiglu_value(left, right):
 
 # Gates of a smaller magnitude have a denominator that is far from overflow.
 NEAR = 87.0
-
-
-@T.macro
-def near_reciprocal(denominator):
-    """`1 / d`, rounded once, for a gate that is `NEAR`: the steps of a division without its branch.
-
-    A general division looks for extreme operands first; here there are none.
-    """
-    guess = T.alloc_var(T.float32, init=T.fast_rcp(denominator))
-    return T.ieee_fmaf(guess, T.ieee_fmaf(-denominator, guess, T.float32(1)), guess)
-
-
-@T.macro
-def near_quotient(left, denominator, reciprocal):
-    """`l / d`, rounded once, with `1 / d` at hand, for a gate that is `NEAR` or NaN.
-
-    Residues are taken negative, which keeps the sign of zero.
-    """
-    quotient = T.alloc_var(T.float32, init=T.ieee_mul(left, reciprocal))
-    for _ in T.unroll(2):
-        quotient = T.ieee_fmaf(-T.ieee_fmaf(denominator, quotient, -left), reciprocal, quotient)
-    return quotient
 
 
 @T.macro

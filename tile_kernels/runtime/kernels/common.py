@@ -93,3 +93,28 @@ def sum_over_block(count: int, threads: int) -> Any:
                         values[r * at_once + i] = T.shfl_sync(total, i * width)
 
     return summed
+
+
+# ---- division without a branch ------------------------------------------------------------------
+
+
+@T.macro
+def near_reciprocal(denominator):
+    """`1 / d`, rounded once, for a `d` far from overflow and underflow.
+
+    The steps of a division without its branch, which looks for extreme operands first.
+    """
+    guess = T.alloc_var(T.float32, init=T.fast_rcp(denominator))
+    return T.ieee_fmaf(guess, T.ieee_fmaf(-denominator, guess, T.float32(1)), guess)
+
+
+@T.macro
+def near_quotient(left, denominator, reciprocal):
+    """`l / d`, rounded once, with `1 / d` at hand, where the quotient is far from extremes too.
+
+    Residues are taken negative, which keeps the sign of zero. NaN stays NaN.
+    """
+    quotient = T.alloc_var(T.float32, init=T.ieee_mul(left, reciprocal))
+    for _ in T.unroll(2):
+        quotient = T.ieee_fmaf(-T.ieee_fmaf(denominator, quotient, -left), reciprocal, quotient)
+    return quotient

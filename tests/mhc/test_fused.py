@@ -1,0 +1,155 @@
+"""Fused and single operators give the same bits; the projection to the precision it promises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tile_kernels
+from tile_kernels import mhc
+from tile_kernels.mhc.projection import count_shares, count_splits
+from tile_kernels.torch import mhc_projection as oracles
+from tile_kernels.torch.mhc import mhc_pre_norm_fn_ref
+
+BF16 = torch.bfloat16
+ON_CPU = ("emulate", "cpu")
+ON_GPU = ("tilelang", "cuda")
+
+
+def grounds(small: list[Any], large: list[Any]) -> list[Any]:
+    return [
+        *(pytest.param(*ON_CPU, *x, id=f"emulate-{x}") for x in small),
+        *(pytest.param(*ON_GPU, *x, id=f"cuda-{x}", marks=pytest.mark.gpu) for x in large),
+    ]
+
+
+def sublayer(n: int, m: int, h: int, device: str) -> tuple[Tensor, ...]:
+    torch.manual_seed(3)
+    count = m * (m + 2)
+    residual = torch.randn(1, n, m, h, device=device).to(BF16)
+    fn = (0.5 / (m * h)) ** 0.5 * torch.randn(count, m * h, device=device)
+    return residual, fn, torch.randn(3, device=device), torch.randn(count, device=device)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "n", "m", "h"),
+    grounds(
+        [(5, 4, 72), (3, 3, 64), (70, 2, 24), (2, 8, 264)],
+        [(n, 4, h) for n in (1, 512, 8192) for h in (1280, 2560, 7168)] + [(300, 7, 1288)],
+    ),
+)
+def test_big_fuse_is_the_chain(backend: str, device: str, n: int, m: int, h: int) -> None:
+    residual, fn, scale, base = sublayer(n, m, h, device)
+    with tile_kernels.backend(backend):
+        post, comb, read = mhc.mhc_pre_big_fuse(
+            residual, fn, scale, base, 1e-6, 1e-6, 1e-6, 1.0, 10
+        )
+        mixes = mhc.mhc_norm_fn_fwd(residual, fn, 1e-6)[0]
+        pre, post_alone, logits = mhc.mhc_pre_split_mixes(mixes, scale, base, m, 1.0, 1e-6)
+        assert torch.equal(post, post_alone)
+        assert torch.equal(comb, mhc.sinkhorn_normalize(logits, 10, 1e-6))
+        assert torch.equal(read, mhc.mhc_pre_apply_mix(residual, pre))
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "reads", "writes", "h"),
+    grounds(
+        [(3, 2, 40), (12, 12, 8)],
+        [(1, 1, 2560), (3, 3, 2560), (10, 9, 4096), (10, 10, 7168), (25, 25, 1280)],
+    ),
+)
+def test_recompute_is_the_chain(backend: str, device: str, reads: int, writes: int, h: int) -> None:
+    n, m = (3, 4) if device == "cpu" else (8192, 4)
+    torch.manual_seed(5)
+
+    def normal(count: int, *last: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        return [torch.randn(1, n, *last, device=device).to(dtype) for _ in range(count)]
+
+    (first,) = normal(1, m, h, dtype=BF16)
+    pre, outputs = normal(reads, m, 1), normal(writes, h, dtype=BF16)
+    post, comb = normal(writes, m, 1), normal(writes, m, m)
+    reading, residuals = normal(reads, h, dtype=BF16), normal(writes, m, h, dtype=BF16)
+    with tile_kernels.backend(backend):
+        mhc.mhc_multilayer_recompute(first, pre, outputs, post, comb, reading, residuals)
+        residual = first
+        for i in range(reads):
+            assert torch.equal(reading[i], mhc.mhc_pre_apply_mix(residual, pre[i]))
+            if i < writes:
+                residual = mhc.mhc_post(outputs[i], residual, post[i], comb[i])
+                assert torch.equal(residuals[i], residual)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "n", "h"),
+    grounds([(33, 72)], [(n, h) for n in (4096, 8192) for h in (1280, 2560, 7168)]),
+)
+def test_projection_against_the_reference(backend: str, device: str, n: int, h: int) -> None:
+    """As training code compares them: the reference multiplies in TF32 where the device can."""
+    residual, fn, *_ = sublayer(n, 4, h, device)
+    residual = (
+        residual * torch.tensor([1.0, 1.01, 1.02, 1.03], device=device).to(BF16)[:, None]
+    ).to(BF16)
+    fn = 1e-4 * fn / fn.std()
+    grad = torch.randn(1, n, 24, device=device)
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        leaves = residual.clone().requires_grad_(), fn.clone().requires_grad_()
+        expected = mhc_pre_norm_fn_ref(*leaves, None, 1e-6)
+        expected_grads = torch.autograd.grad(expected, leaves, grad)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+    with tile_kernels.backend(backend):
+        leaves = residual.clone().requires_grad_(), fn.clone().requires_grad_()
+        mixes = mhc.mhc_norm_fn_fwd(*leaves, 1e-6)[0]
+        grads = torch.autograd.grad(mixes, leaves, grad)
+    torch.testing.assert_close(mixes, expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(grads[0], expected_grads[0])
+    torch.testing.assert_close(grads[1], expected_grads[1], atol=3e-2, rtol=1e-3)
+
+
+def test_the_oracle_of_the_projection_is_the_gradient() -> None:
+    torch.manual_seed(0)
+    residual = torch.randn(2, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+    fn = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    mixes, mul, s = oracles.mhc_norm_fn_fwd(residual, fn, 1e-3)
+    grad = torch.randn_like(mixes)
+    expected = torch.autograd.grad(mixes, (residual, fn), grad)
+    found = oracles.mhc_norm_fn_bwd(grad, residual, fn, mul.detach(), s.detach(), 1e-3)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other)
+    there = torch.ones_like(residual).detach()
+    added = oracles.mhc_norm_fn_bwd(grad, residual, fn, mul.detach(), s.detach(), 1e-3, there)
+    assert added[0] is there
+    torch.testing.assert_close(there, 1 + expected[0])
+
+
+def test_tf32() -> None:
+    bits = oracles.round_to_tf32(torch.tensor([1.0, 0.1])).view(torch.int32).tolist()
+    assert bits == [0x3F801000, 0x3DCCDCCD]
+    values = torch.tensor([1.0, 0.1, 1 + 2**-11, 1 + 2**-11 - 2**-23, float("inf"), -0.0])
+    assert oracles.tf32(values).tolist() == [1.0, 0.0999755859375, 1 + 2**-10, 1.0, float("inf"), 0]
+    assert oracles.tf32(torch.tensor([float("nan")])).isnan().all()
+
+
+def test_what_is_shared_does_not_depend_on_the_budget() -> None:
+    device, num_sms = torch.device("cpu"), tile_kernels.get_num_sms()
+    before = count_splits(4096, 28672, device), count_shares(4096, 5120, device)
+    tile_kernels.set_num_sms(num_sms // 3)
+    try:
+        assert (count_splits(4096, 28672, device), count_shares(4096, 5120, device)) == before
+    finally:
+        tile_kernels.set_num_sms(num_sms)
+    assert before == (8, (6, 11))
+
+
+def test_second_import_paths() -> None:
+    from tile_kernels.mhc import multilayer_recompute_kernel, norm_fn_kernel, post_kernel
+
+    assert norm_fn_kernel.round_to_tf32 is oracles.round_to_tf32
+    assert post_kernel.mhc_post_fwd is mhc.mhc_post_fwd
+    assert post_kernel.mhc_post_bwd is mhc.mhc_post_bwd
+    assert multilayer_recompute_kernel.mhc_multilayer_recompute is mhc.mhc_multilayer_recompute

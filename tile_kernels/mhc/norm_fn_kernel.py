@@ -1,0 +1,5 @@
+"""`round_to_tf32` at its import path."""
+
+from tile_kernels.torch.mhc_projection import round_to_tf32
+
+__all__ = ["round_to_tf32"]
