@@ -4,11 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: demo test lint format test-arches clean help
+.PHONY: demo check docs test lint format test-arches clean help
 
 help:
-	@echo "make demo         run every operator on this machine"
+	@echo "make demo         train a small model made of everything here, about two minutes"
+	@echo "make check        run every operator on this machine"
 	@echo "make test         all tests that this machine can run"
+	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make lint         ruff and mypy"
 	@echo "make test-arches  compile every kernel with nvcc for all architectures (slow)"
 
@@ -20,7 +22,13 @@ help:
 	touch $@
 
 demo: .venv/ready
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m examples.tiny_v4.train
+
+check: .venv/ready
+	$(BIN)/tile-kernels check
+
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 test: .venv/ready
 	$(BIN)/python -m pytest -q -n $(JOBS)

@@ -127,6 +127,15 @@ def test_the_oracle_of_the_projection_is_the_gradient() -> None:
     torch.testing.assert_close(there, 1 + expected[0])
 
 
+def test_definitions_are_not_rounded_by_autocast() -> None:
+    residual, fn, *_ = sublayer(3, 2, 64, "cpu")
+    expected = mhc.mhc_norm_fn_fwd(residual, fn, 1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = mhc.mhc_norm_fn_fwd(residual, fn, 1e-6)
+    for one, other in zip(found, expected):
+        assert torch.equal(one, other)
+
+
 def test_tf32() -> None:
     bits = oracles.round_to_tf32(torch.tensor([1.0, 0.1])).view(torch.int32).tolist()
     assert bits == [0x3F801000, 0x3DCCDCCD]
@@ -150,6 +159,8 @@ def test_second_import_paths() -> None:
     from tile_kernels.mhc import multilayer_recompute_kernel, norm_fn_kernel, post_kernel
 
     assert norm_fn_kernel.round_to_tf32 is oracles.round_to_tf32
-    assert post_kernel.mhc_post_fwd is mhc.mhc_post_fwd
-    assert post_kernel.mhc_post_bwd is mhc.mhc_post_bwd
+    from tile_kernels.modeling.mhc import ops
+
+    assert post_kernel.mhc_post_fwd is ops.mhc_post_fwd
+    assert post_kernel.mhc_post_bwd is ops.mhc_post_bwd
     assert multilayer_recompute_kernel.mhc_multilayer_recompute is mhc.mhc_multilayer_recompute

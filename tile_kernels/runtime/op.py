@@ -321,6 +321,9 @@ class _Road:
             except ValueError as error:
                 raise self.explained(error, args, kwargs) from None
         if backend == "torch":
+            if torch.is_autocast_enabled(device.type):  # which would round inside of the definition
+                with torch.autocast(device.type, enabled=False):
+                    return self.oracle(*args, **kwargs)
             return self.oracle(*args, **kwargs)
         if backend == "meta":
             with recording():

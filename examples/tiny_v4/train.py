@@ -1,0 +1,233 @@
+"""Train the tiny model: `make demo`, or `python -m examples.tiny_v4.train --help`.
+
+Everything that a step depends on is the seed, the step's number and the parameters, so a run that
+was interrupted and goes on (`--resume`) has the losses of one that was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from examples.tiny_v4.model import Config, TinyV4
+from examples.tiny_v4.report import write_report
+from examples.tiny_v4.text import Text
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train a tiny language model.")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rows", type=int, default=8, help="texts of a step")
+    parser.add_argument("--length", type=int, default=64, help="letters of a text")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning-rate", type=float, default=5e-3)
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="report and checkpoint")
+    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--no-engram", action="store_true", help="without the n-gram memory")
+    parser.add_argument("--no-mhc", action="store_true", help="one plain residual stream")
+    parser.add_argument("--dense", action="store_true", help="no experts")
+    parser.add_argument("--fp8", choices=("on", "off"), default="on")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args(given)
+
+
+# ---- state --------------------------------------------------------------------------------------
+
+
+def save(path: Path, model: TinyV4, optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
+    """Everything that the next step depends on; written whole or not at all."""
+    tensors = {f"model.{name}": x.contiguous() for name, x in _tensors_of(model).items()}
+    for index, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            tensors[f"optimizer.{index}.{name}"] = torch.as_tensor(value).contiguous()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial, metadata={"losses": json.dumps(losses)})
+    partial.replace(path)
+
+
+def restore(path: Path, model: TinyV4, optimizer: torch.optim.Optimizer) -> list[float]:
+    """The losses so far."""
+    tensors = load_file(path)
+    state = model.state_dict()
+    for name in _tensors_of(model):
+        state[name] = tensors[f"model.{name}"]
+    model.load_state_dict(state)
+    moments: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if name.startswith("optimizer."):
+            _, index, kind = name.split(".")
+            moments.setdefault(int(index), {})[kind] = value
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+    with safe_open(path, framework="pt") as file:
+        losses: list[float] = json.loads(file.metadata()["losses"])
+    return losses
+
+
+def _tensors_of(model: TinyV4) -> dict[str, Tensor]:
+    """The model's state without what is no tensor of numbers."""
+    return {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """A list that is not empty once someone asked the process to stop."""
+    asked: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in signals}
+    for number in signals:
+        signal.signal(number, lambda n, _: asked.append(n))
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---- training -----------------------------------------------------------------------------------
+
+
+def loss_of(model: TinyV4, token_ids: Tensor) -> Tensor:
+    """Nats per letter of `[rows, length + 1]`."""
+    logits = model(token_ids[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), token_ids[:, 1:].flatten())
+
+
+def train(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Train, checkpoint, and return what there is to report."""
+    text = Text()
+    torch.manual_seed(options.seed)
+    config = Config(
+        len(text.letters), hidden=options.hidden, layers=options.layers,
+        engram_layers=(options.layers - 1,), mhc=not options.no_mhc,
+        engram=not options.no_engram, moe=not options.dense, fp8=options.fp8 == "on",
+    )  # fmt: skip
+    model = TinyV4(config).to(options.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
+    checkpoint = options.out / "checkpoint.safetensors"
+    losses: list[float] = []
+    if options.resume:
+        losses = restore(checkpoint, model, optimizer)
+        console.print(f"going on after step {len(losses)}")
+    loads: list[list[list[int]]] = []
+    started, first = time.perf_counter(), len(losses)
+    columns = (
+        TextColumn("training"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with interruptible() as asked, Progress(*columns, console=console) as progress:
+        task = progress.add_task("train", total=options.steps, completed=first, loss=float("nan"))
+        for step in range(first, options.steps):
+            if asked:
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = options.learning_rate * schedule(step, options.steps)
+            batch = text.batch(step, options.seed, options.rows, options.length)
+            loss = loss_of(model, batch.to(options.device))
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            for layer in model.experts():
+                layer.update_bias(0.01)
+            losses.append(loss.item())
+            loads.append([layer.load.tolist() for layer in model.experts()])
+            progress.update(task, completed=step + 1, loss=losses[-1])
+            if (step + 1) % options.every == 0:
+                save(checkpoint, model, optimizer, losses)
+    seconds = time.perf_counter() - started
+    save(checkpoint, model, optimizer, losses)
+    if asked:
+        console.print(f"stopped after step {len(losses)}; go on with --resume")
+        sys.exit(128 + asked[0])
+    held_out = text.test[: 8 * (options.length + 1)].view(8, -1).to(options.device)
+    with torch.no_grad():
+        test_loss = loss_of(model, held_out).item()
+    tokens = (len(losses) - first) * options.rows * options.length
+    return {
+        "config": config,
+        "losses": losses,
+        "loads": loads,
+        "test_loss": test_loss,
+        "unigram": text.unigram_entropy(),
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "sample": sample(model, text, "The ", 160),
+        "looked_at": model.looked_at(held_out[:1, :-1]),
+        "shown": text.decode(held_out[0, :-1].cpu()),
+    }
+
+
+def schedule(step: int, steps: int) -> float:
+    """Up for the first twentieth, then down to a tenth."""
+    warm = max(1, steps // 20)
+    return min(1.0, (step + 1) / warm) * (1 - 0.9 * step / max(1, steps))
+
+
+@torch.no_grad()
+def sample(model: TinyV4, text: Text, start: str, letters: int) -> str:
+    """A text that the model writes, the same for the same model."""
+    draw = torch.Generator().manual_seed(0)
+    device = model.head.weight.device
+    ids = text.encode(start)
+    for _ in range(letters):
+        logits = model(ids[None, -64:].to(device))[0, -1].float().cpu()
+        chosen = torch.multinomial((logits / 0.7).softmax(-1), 1, generator=draw)
+        ids = torch.cat((ids, chosen))
+    return text.decode(ids)
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """The result in the terminal."""
+    table = Table(title="nats per letter")
+    table.add_column("")
+    table.add_column("loss", justify="right")
+    rows = (
+        ("letter frequencies alone", result["unigram"]),
+        ("first step", result["losses"][0]),
+        ("last ten steps", sum(result["losses"][-10:]) / len(result["losses"][-10:])),
+        ("text it has not seen", result["test_loss"]),
+    )
+    for name, value in rows:
+        table.add_row(name, f"{value:.3f}")
+    console.print(table)
+    for i, load in enumerate(result["loads"][-1] if result["loads"] else []):
+        console.print(f"load of the experts, layer {i}: {load}")
+    console.print(
+        f"{result['tokens_per_second']:.0f} letters per second, {result['seconds']:.0f} s"
+    )
+    console.print(f"\n{result['sample']}\n", markup=False, highlight=False)
+
+
+def main(given: list[str] | None = None) -> None:
+    """Train, show and write the report."""
+    options = arguments(given)
+    console = Console()
+    result = train(options, console)
+    show(result, console)
+    path = write_report(result, options.out / "report.html")
+    console.print(f"report: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""The mixture-of-experts layer against every expert on every token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tile_kernels
+from tile_kernels.modeling.moe import MoELayer, grouped_linear
+
+
+def plain(layer: MoELayer, x: Tensor) -> Tensor:
+    """The layer's formula, with the layer's parameters, without routing."""
+    tokens = x.reshape(-1, x.shape[-1])
+    logits = tokens.float() @ layer.router.T
+    scores = {
+        "sigmoid": torch.sigmoid,
+        "softmax": lambda z: z.softmax(-1),
+        "sqrtsoftplus": lambda z: F.softplus(z).sqrt(),
+    }[layer.scoring_func](logits)
+    ranks = (logits if layer.scoring_func == "softmax" else scores) + layer.expert_bias
+    chosen = ranks.topk(layer.num_topk).indices
+    weights = scores.gather(1, chosen)
+    weights = layer.routed_scaling_factor * weights / weights.sum(1, keepdim=True)
+    gate, value = torch.einsum("th,eoh->teo", tokens, layer.w_in).chunk(2, -1)
+    every = torch.einsum("tei,ehi->teh", F.silu(gate) * value, layer.w_out)
+    picked = every.gather(1, chosen[:, :, None].expand(-1, -1, every.shape[-1]))
+    y = (picked * weights[:, :, None]).sum(1)
+    if layer.shared_in is not None and layer.shared_out is not None:
+        gate, value = (tokens @ layer.shared_in.T).chunk(2, -1)
+        y = y + (F.silu(gate) * value) @ layer.shared_out.T
+    return y.view(x.shape)
+
+
+def layer_of(**changes: Any) -> MoELayer:
+    torch.manual_seed(1)
+    settings = {"hidden": 24, "intermediate": 32, "num_experts": 6, "num_topk": 2, **changes}
+    layer = MoELayer(**settings)
+    layer.expert_bias.copy_(0.1 * torch.randn(layer.num_experts))
+    return layer
+
+
+@pytest.mark.parametrize("scoring_func", ["sigmoid", "sqrtsoftplus", "softmax"])
+@pytest.mark.parametrize("shared", [0, 2])
+def test_is_the_formula(scoring_func: str, shared: int) -> None:
+    layer = layer_of(
+        scoring_func=scoring_func, num_shared_experts=shared, routed_scaling_factor=1.5
+    )
+    x = torch.randn(3, 7, 24, requires_grad=True)
+    found, expected = layer(x), plain(layer, x)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    leaves = [x, *layer.parameters()]
+    grad = torch.randn_like(found)
+    for one, other in zip(
+        torch.autograd.grad(found, leaves, grad), torch.autograd.grad(expected, leaves, grad)
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_groups_are_honoured() -> None:
+    layer = layer_of(num_experts=8, num_groups=4, num_topk_groups=2)
+    idx, weights = layer.route(torch.randn(50, 24))
+    assert all(len(set((row // 2).tolist())) <= 2 for row in idx)
+    torch.testing.assert_close(weights.sum(1), torch.ones(50))
+
+
+def test_no_tokens_and_one() -> None:
+    layer = layer_of(num_shared_experts=1)
+    assert layer(torch.empty(0, 24)).shape == (0, 24)
+    x = torch.randn(24)
+    torch.testing.assert_close(layer(x), plain(layer, x), rtol=1e-4, atol=1e-5)
+
+
+def test_load_and_bias() -> None:
+    layer = layer_of(num_topk=1)
+    with torch.no_grad():
+        layer.router.zero_()
+        layer.expert_bias.zero_()
+    x = torch.randn(40, 24)
+    layer(x)
+    assert layer.load.tolist() == [40, 0, 0, 0, 0, 0]  # ties go to the first
+    layer.update_bias(0.25)
+    assert layer.expert_bias.tolist() == [-0.25, 0.25, 0.25, 0.25, 0.25, 0.25]
+    layer(x)
+    assert layer.load.tolist() == [0, 40, 0, 0, 0, 0]
+    assert "expert_bias" in layer.state_dict()
+    assert "load" not in layer.state_dict()
+
+
+@pytest.mark.parametrize("scoring_func", ["sigmoid", "sqrtsoftplus", "softmax"])
+def test_balance_loss(scoring_func: str) -> None:
+    layer = layer_of(balancing="loss", scoring_func=scoring_func, num_topk=1)
+    with pytest.raises(ValueError, match="balance_loss needs a call first"):
+        layer.balance_loss()
+    with pytest.raises(ValueError, match="update_bias needs"):
+        layer.update_bias()
+    x = torch.randn(60, 24)
+    optimizer = torch.optim.SGD([layer.router], lr=0.3)
+    with torch.no_grad():
+        layer.expert_bias.zero_()
+        layer.router[0] += 0.5 * x.mean(0) + 1.0
+    layer(x)
+    before = float(layer.balance_loss())
+    for _ in range(40):
+        layer(x)
+        optimizer.zero_grad()
+        layer.balance_loss().backward()
+        optimizer.step()
+    layer(x)
+    assert float(layer.balance_loss()) < before
+    assert before > 1.0
+
+
+def test_fp8_is_near() -> None:
+    exact, rounded = layer_of(), layer_of(fp8=True)
+    rounded.load_state_dict(exact.state_dict())
+    x = torch.randn(30, 24, requires_grad=True)
+    grads = []
+    for layer in (exact, rounded):
+        y = layer(x)
+        grads.append((y, *torch.autograd.grad(y.square().sum(), [x, layer.w_in, layer.router])))
+    for one, other in zip(*grads):
+        error = (one - other).norm() / one.norm()
+        assert 0 < error < 0.08
+
+
+def test_trains() -> None:
+    """It learns a function that no single expert of this size can."""
+    layer = layer_of(num_shared_experts=1)
+    x = torch.randn(256, 24)
+    target = torch.where(x[:, :1] > 0, x.roll(1, 1), -x.flip(1))
+    optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        loss = F.mse_loss(layer(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        layer.update_bias()
+        losses.append(float(loss))
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_kernels_and_oracles_agree() -> None:
+    layer = layer_of()
+    x = torch.randn(5, 24)
+    with tile_kernels.backend("emulate"):
+        emulated = layer(x)
+    torch.testing.assert_close(emulated, layer(x), rtol=1e-4, atol=1e-5)
+
+
+def test_meta_initialisation() -> None:
+    with torch.device("meta"):
+        layer = MoELayer(24, 32, 6, 2, num_shared_experts=1)
+    layer = layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    assert layer(torch.randn(4, 24)).isfinite().all()
+
+
+@pytest.mark.gpu
+def test_engines_agree_on_cuda() -> None:
+    layer = layer_of(hidden=64, intermediate=128).to("cuda", torch.bfloat16)
+    layer.router.data, layer.expert_bias = layer.router.data.float(), layer.expert_bias.float()
+    x = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    results = []
+    for engine in ("loop", "grouped_mm"):
+        layer.engine = engine
+        y = layer(x)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), [x, layer.w_in])))
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
+
+
+def test_wrong_arguments_in_words() -> None:
+    for change, words in (
+        ({"num_topk": 7}, "num_topk must be in 1..6"),
+        ({"scoring_func": "tanh"}, "scoring_func must be one of sigmoid"),
+        ({"balancing": "hope"}, "balancing must be one of bias, loss, none, got 'hope'"),
+        ({"engine": "fast"}, "engine must be one of auto"),
+        ({"num_shared_experts": -1}, "num_shared_experts must be at least 0"),
+        ({"fp8": True, "intermediate": 24}, "intermediate must be a multiple of 32 with fp8"),
+    ):
+        with pytest.raises(ValueError, match=f"MoELayer: {words}"):
+            layer_of(**change)
+    with pytest.raises(ValueError, match="x must have 24 channels"):
+        layer_of()(torch.randn(3, 25))
+    with pytest.raises(ValueError, match="engine grouped_mm needs bfloat16"):
+        grouped_linear(
+            torch.ones(1, 2), torch.ones(1, 2, 2), [1], torch.ones(1).int(), "grouped_mm"
+        )

@@ -1,0 +1,295 @@
+"""The steps around a sublayer as functions: enter, read, write, leave."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels import mhc
+from tile_kernels.modeling.mhc.main_grad import in_float32
+from tile_kernels.modeling.mhc.once import differentiable_once
+from tile_kernels.modeling.mhc.ops.norm_fn import merged
+from tile_kernels.modeling.mhc.ops.post import Made, MHCPost
+from tile_kernels.modeling.mhc.ops.pre_big_fuse import mhc_pre_big_fuse
+
+
+class CarriedResidual(NamedTuple):
+    """A residual that `mhc_post` shall take from `mhc_pre`, so that both share one gradient.
+
+    `residual` is the residual again, as a result of `mhc_pre`: what flows back to it passes through
+    `mhc_pre`, which adds its own part. `made` tells whether it is the tensor that `mhc_post` made
+    for this purpose, which can be added to in place, or one that somebody else may hold.
+    """
+
+    residual: Tensor
+    made: Made
+
+
+Mixes = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, CarriedResidual | None]
+
+
+class Settings(NamedTuple):
+    """The numbers of `mhc_pre`."""
+
+    norm_eps: float = 1e-6
+    post_mult_value: float = 1.0
+    pre_eps: float = 1e-6
+    sinkhorn_eps: float = 1e-6
+    sinkhorn_repeat: int = 10
+
+
+class Read(NamedTuple):
+    """What comes before a sublayer: its input and mixes; `pre` is None if not asked for."""
+
+    layer_input: Tensor
+    pre: Tensor | None
+    post: Tensor
+    comb: Tensor
+    carried: CarriedResidual | None
+
+
+def _steps(
+    residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, settings: Settings
+) -> tuple[Tensor, ...]:
+    """The operators in order, with what their gradients need."""
+    mixes, mul, s = mhc.mhc_norm_fn_fwd(residual, fn, settings.norm_eps)
+    pre, post, logits = mhc.mhc_pre_split_mixes(
+        mixes, scale, base, residual.shape[-2], settings.post_mult_value, settings.pre_eps
+    )
+    comb = mhc.sinkhorn_normalize(logits, settings.sinkhorn_repeat, settings.sinkhorn_eps)
+    return mhc.mhc_pre_apply_mix(residual, pre), pre, post, comb, mixes, mul, s, logits
+
+
+class _Pre(torch.autograd.Function):
+    """All steps before a sublayer: one gradient of the residual, to which each step adds."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        residual: Tensor,
+        fn: Tensor,
+        scale: Tensor,
+        base: Tensor,
+        settings: Settings,
+        made: Made | None,
+    ) -> tuple[Tensor, ...]:
+        """Layer input, `pre`, `post`, `comb`, and the residual again if it is to be carried."""
+        layer_input, pre, post, comb, *kept = _steps(residual, fn, scale, base, settings)
+        ctx.save_for_backward(residual, fn, scale, base, pre, *kept)
+        ctx.settings, ctx.made = settings, made
+        ctx.mark_non_differentiable(pre)
+        ctx.set_materialize_grads(False)
+        results = layer_input, pre, post, comb
+        return results if made is None else (*results, residual)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """In reverse; what came back to the carried residual is what the others add to."""
+        residual, fn, scale, base, pre, mixes, mul, s, logits = ctx.saved_tensors
+        settings = ctx.settings
+        of_input = _or_zeros(grads[0], residual, residual.shape[:-2] + residual.shape[-1:])
+        of_post = _or_zeros(grads[2], pre, pre.shape)
+        of_comb = _or_zeros(grads[3], logits, logits.shape)
+        total = grads[4] if ctx.made is not None else None
+        if total is not None and total is not ctx.made.gradient:  # others may hold it: not ours
+            total = total.clone(memory_format=torch.contiguous_format)
+        total, of_pre = mhc.mhc_pre_apply_mix_bwd(of_input, residual, pre, total)
+        of_logits = mhc.sinkhorn_normalize_bwd(
+            of_comb, logits, settings.sinkhorn_repeat, settings.sinkhorn_eps
+        )
+        of_mixes, of_scale, of_base = mhc.mhc_pre_split_mixes_bwd(
+            of_pre, of_post, of_logits, mixes, scale, base, settings.post_mult_value
+        )
+        total, of_fn = mhc.mhc_norm_fn_bwd(of_mixes, residual, fn, mul, s, settings.norm_eps, total)
+        if ctx.made is not None:
+            ctx.made.gradient = None
+        return total, of_fn, of_scale, of_base, None, None
+
+
+def _or_zeros(grad: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return like.new_zeros(shape) if grad is None else grad
+
+
+def read(
+    residual: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    norm_weight: Tensor | None,
+    settings: Settings,
+    carry: bool,
+    with_pre: bool = False,
+) -> Read:
+    """`mhc_pre`, with the mixes by which the layer input was read."""
+    parameters = (fn, scale, base) if norm_weight is None else (fn, scale, base, norm_weight)
+    trained = torch.is_grad_enabled() and any(t.requires_grad for t in (residual, *parameters))
+    fn = merged(("fn", "norm_weight"), fn, norm_weight)
+    scale, base = in_float32("scale", scale), in_float32("base", base)
+    if not (trained or with_pre):
+        post, comb, layer_input = mhc_pre_big_fuse(
+            residual, fn, scale, base, settings.norm_eps, settings.pre_eps, settings.sinkhorn_eps,
+            settings.post_mult_value, settings.sinkhorn_repeat,
+        )  # fmt: skip
+        return Read(layer_input, None, post, comb, None)
+    if not trained or torch.compiler.is_compiling():  # no graph can follow who holds a gradient
+        layer_input, pre, post, comb, *_ = _steps(residual, fn, scale, base, settings)
+        return Read(layer_input, pre, post, comb, None)
+    made = Made() if carry and residual.requires_grad else None
+    layer_input, pre, post, comb, *same = _Pre.apply(residual, fn, scale, base, settings, made)
+    carried = None if made is None else CarriedResidual(same[0], made)
+    return Read(layer_input, pre, post, comb, carried)
+
+
+def _check_streams(name: str, residual: Tensor, mhc_mult: int) -> None:
+    if residual.dim() < 2 or residual.shape[-2] != mhc_mult:
+        raise ValueError(
+            f"{name}: residual must be [..., {mhc_mult}, h] for mhc_mult of {mhc_mult}, got "
+            f"{list(residual.shape)}"
+        )
+
+
+# ---- public ------------------------------------------------------------------------------------
+
+
+def expand_from_embedding(x: Tensor, mhc_mult: int = 4) -> Tensor:
+    """The first residual: every stream a copy of the embedding.
+
+    `x` is bfloat16 `[..., h]`, contiguous; the result is `[..., mhc_mult, h]`.
+
+    >>> expand_from_embedding(torch.ones(2, 3, 16).bfloat16()).shape
+    torch.Size([2, 3, 4, 16])
+    """
+    return mhc.expand_to_mhc(x, mhc_mult)
+
+
+def mhc_pre(
+    residual: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    mhc_mult: int = 4,
+    post_mult_value: float = 1.0,
+    pre_eps: float = 1e-6,
+    sinkhorn_eps: float = 1e-6,
+    sinkhorn_repeat: int = 10,
+    n_splits: int = 16,  # noqa: ARG001
+    fuse_grad_acc: bool = False,
+) -> tuple[Tensor, Mixes]:
+    """The input of a sublayer, and the mixes with which `mhc_post` writes its output back.
+
+    | argument | shape | dtype |
+    |---|---|---|
+    | `residual` | `[..., m, h]`, contiguous; `m` = `mhc_mult` in `1..8`, `h` a multiple of 8 | \
+bfloat16 |
+    | `fn` | `[m * (m + 2), m * h]` | float32 |
+    | `scale` | `[3]`: of pre, post and comb | float32 |
+    | `base` | `[m * (m + 2)]` | float32 |
+    | `norm_weight` | `[m * h]`, or None | float32 |
+    | `n_splits` | without effect: the device decides | int |
+    | returns `layer_input` | `[..., h]` | bfloat16 |
+    | returns `post_mix`, `comb_mix` | `[..., m, 1]` and `[..., m, m]` | float32 |
+
+    The mixes are a projection of the RMS norm of all streams, scaled and shifted; `pre` and `post`
+    are sigmoids of theirs, `comb` is made nearly doubly stochastic. `layer_input` is the sum of the
+    streams, weighted by `pre`.
+
+    Without gradients one fused operator does everything, with the same bits. Parameters may have
+    `main_grad`: a float32 buffer that takes the gradient instead of `.grad`.
+
+    With `fuse_grad_acc` the mixes are three: the last one is for `mhc_post` to share its gradient
+    of the residual, which saves a gradient and an addition. Results are right whoever else reads
+    the residual. It is None where there is nothing to share.
+
+    >>> residual = torch.randn(5, 2, 16).bfloat16().requires_grad_()
+    >>> fn, scale, base = torch.randn(8, 32), torch.ones(3), torch.zeros(8)
+    >>> layer_input, mixes = mhc_pre(residual, fn, scale, base, mhc_mult=2)
+    >>> out = mhc_post(layer_input.tanh(), residual, *mixes)
+    >>> out.sum().backward()
+    >>> layer_input.shape, out.shape, residual.grad.shape
+    (torch.Size([5, 16]), torch.Size([5, 2, 16]), torch.Size([5, 2, 16]))
+    """
+    _check_streams("mhc_pre", residual, mhc_mult)
+    settings = Settings(norm_eps, post_mult_value, pre_eps, sinkhorn_eps, sinkhorn_repeat)
+    got = read(residual, fn, scale, base, norm_weight, settings, fuse_grad_acc)
+    if fuse_grad_acc:
+        return got.layer_input, (got.post, got.comb, got.carried)
+    return got.layer_input, (got.post, got.comb)
+
+
+def mhc_post(
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    carried: CarriedResidual | None = None,
+) -> Tensor:
+    """The next residual: the streams mixed, and the output of a sublayer added to each.
+
+    | argument | shape | dtype |
+    |---|---|---|
+    | `x` | `[..., h]`: the sublayer's output, contiguous | bfloat16 |
+    | `residual` | `[..., m, h]`: the one that `mhc_pre` was given | bfloat16 |
+    | `post_layer_mix`, `comb_res_mix` | `[..., m, 1]`, `[..., m, m]`: of `mhc_pre` | float32 |
+    | `carried` | the third of `mhc_pre` with `fuse_grad_acc`, or None | |
+    | returns | `[..., m, h]` | bfloat16 |
+
+    `out[j] = post[j] * x + sum_i comb[i, j] * residual[i]`.
+
+    >>> x, residual = torch.tensor([10.0, 20.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> post, comb = torch.tensor([[1.0], [0.5]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]])
+    >>> mhc_post(x.bfloat16(), residual.bfloat16(), post, comb).tolist()
+    [[12.25, 23.5], [6.75, 12.5]]
+    """
+    if carried is None:
+        return mhc.mhc_post(x, residual, post_layer_mix, comb_res_mix)
+    same, made = carried
+    if same.data_ptr() != residual.data_ptr() or same.shape != residual.shape:
+        raise ValueError("mhc_post: carried must come from the mhc_pre of this very residual")
+    result: Tensor = MHCPost.apply(x, same, post_layer_mix, comb_res_mix, None, made)
+    return result
+
+
+def mhc_head(
+    residual: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    *,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    mhc_mult: int = 4,
+    pre_eps: float = 1e-6,
+    n_splits: int = 16,  # noqa: ARG001
+) -> Tensor:
+    """What leaves the streams: their sum, weighted by mixes of its own.
+
+    | argument | shape | dtype |
+    |---|---|---|
+    | `residual` | `[..., m, h]`, contiguous; `m` = `mhc_mult` in `1..8`, `h` a multiple of 8 | \
+bfloat16 |
+    | `fn` | `[m, m * h]`; of more rows the first `m` count | float32 |
+    | `scale` | `[1]` or `[]` | float32 |
+    | `base` | `[m]` | float32 |
+    | `norm_weight` | `[m * h]`, or None | float32 |
+    | `n_splits` | without effect: the device decides | int |
+    | returns | `[..., h]` | bfloat16 |
+
+    Parameters may have `main_grad`, as those of `mhc_pre`.
+
+    >>> residual = torch.ones(5, 2, 16).bfloat16()
+    >>> out = mhc_head(residual, torch.zeros(2, 32), torch.ones(1), torch.zeros(2), mhc_mult=2)
+    >>> out.shape, out[0, 0].item()
+    (torch.Size([5, 16]), 1.0)
+    """
+    _check_streams("mhc_head", residual, mhc_mult)
+    fn = merged(("fn", "norm_weight"), fn, norm_weight)[:mhc_mult]
+    mixes = mhc.mhc_norm_fn_fwd(residual, fn, norm_eps)[0]
+    scale = in_float32("scale", scale).reshape(1)
+    mix = mhc.mhc_head_compute_mix(mixes, scale, in_float32("base", base), pre_eps)
+    return mhc.mhc_pre_apply_mix(residual, mix.unsqueeze(-1))

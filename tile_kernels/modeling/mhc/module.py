@@ -1,0 +1,196 @@
+"""A sublayer among residual streams, and the head that leaves them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tile_kernels.mhc.shapes import MOST_STREAMS
+from tile_kernels.modeling.mhc.functional import Read, Settings, mhc_head, mhc_post, read
+
+_SCALE = 0.01  # of the part that depends on the token, at the start
+_STAYS = 0.99  # of a stream, at the start
+_MOST = 0.999  # of a sigmoid: one has no logit
+
+
+def _logit(share: float) -> float:
+    share = min(share, _MOST)
+    return math.log(share / (1 - share))
+
+
+class _Streams(nn.Module):
+    """The parameters that make mixes of a residual."""
+
+    def __init__(
+        self,
+        num_mixes: int,
+        num_scales: int,
+        hidden_size: int,
+        mhc_mult: int,
+        norm_weight: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if not 1 <= mhc_mult <= MOST_STREAMS:
+            raise ValueError(f"{name}: mhc_mult must be 1..{MOST_STREAMS}, got {mhc_mult}")
+        if hidden_size < 1 or hidden_size % 8:
+            raise ValueError(f"{name}: hidden_size must be a multiple of 8, got {hidden_size}")
+        self.hidden_size, self.mhc_mult = hidden_size, mhc_mult
+        size = mhc_mult * hidden_size
+        self.fn = nn.Parameter(torch.empty(num_mixes, size, device=device, dtype=dtype))
+        self.scale = nn.Parameter(torch.empty(num_scales, device=device, dtype=dtype))
+        self.base = nn.Parameter(torch.empty(num_mixes, device=device, dtype=dtype))
+        self.norm_weight = (
+            nn.Parameter(torch.empty(size, device=device, dtype=dtype)) if norm_weight else None
+        )
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Projections of about one, scaled down; the mean of the streams is read."""
+        nn.init.normal_(self.fn, std=self.fn.shape[1] ** -0.5)
+        nn.init.constant_(self.scale, _SCALE)
+        nn.init.constant_(self.base[: self.mhc_mult], _logit(1 / self.mhc_mult))
+        if self.norm_weight is not None:
+            nn.init.ones_(self.norm_weight)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print`."""
+        return (
+            f"hidden={self.hidden_size}, streams={self.mhc_mult}, "
+            f"norm_weight={self.norm_weight is not None}"
+        )
+
+
+class HyperConnection(_Streams):
+    """A block between residual streams, in the place of `x + block(x)`.
+
+    | argument | meaning |
+    |---|---|
+    | `block` | a module or function, bfloat16 `[..., h]` to `[..., h]` |
+    | `hidden_size`, `mhc_mult` | `h`, a multiple of 8, and the streams `m`, 1 to 8 |
+    | `norm_weight` | whether the norm before the projection has a weight |
+    | `post_mult_value` | the most that a stream gets of the block's output |
+    | `sinkhorn_repeat` | how often rows and columns are normalised |
+    | `norm_eps`, `pre_eps`, `sinkhorn_eps` | as in `mhc_pre` |
+    | `block_dtype` | what the block is given, if not bfloat16; its output is rounded to that |
+    | `dtype` | of the parameters; they are used in float32 |
+
+    With `pre`, `post` and `comb` the mixes of a token (see `mhc_pre`),
+
+        x = sum_i pre[i] residual[i]      out[j] = post[j] block(x) + sum_i comb[i, j] residual[i]
+
+    A new one reads the mean of the streams and adds the output to each, nearly: for streams that
+    are all `x` the result is about `x + block(x)`, in every stream. How much that depends on the
+    token is small at first, and random, so that the streams become different.
+
+    >>> layer = HyperConnection(nn.Identity(), hidden_size=16, mhc_mult=2)
+    >>> layer(torch.ones(3, 2, 16).bfloat16()).shape
+    torch.Size([3, 2, 16])
+    """
+
+    def __init__(
+        self,
+        block: Callable[..., Tensor],
+        hidden_size: int,
+        mhc_mult: int = 4,
+        *,
+        norm_weight: bool = False,
+        post_mult_value: float = 2.0,
+        sinkhorn_repeat: int = 20,
+        norm_eps: float = 1e-6,
+        pre_eps: float = 1e-6,
+        sinkhorn_eps: float = 1e-6,
+        block_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        num_mixes = mhc_mult * (mhc_mult + 2)
+        super().__init__(num_mixes, 3, hidden_size, mhc_mult, norm_weight, device, dtype)
+        self.block, self.block_dtype = block, block_dtype
+        self.settings = Settings(norm_eps, post_mult_value, pre_eps, sinkhorn_eps, sinkhorn_repeat)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Read the mean, write the output once to each stream, keep the streams nearly apart."""
+        super().reset_parameters()
+        m = self.mhc_mult
+        nn.init.constant_(self.base[m : 2 * m], _logit(1 / max(1.0, self.settings.post_mult_value)))
+        stays = math.log(_STAYS / (1 - _STAYS) * max(1, m - 1))
+        self.base[2 * m :] = stays * torch.eye(m, device=self.base.device).flatten()
+
+    def read(self, residual: Tensor, with_pre: bool = False) -> Read:
+        """What comes before the block; `residual` is bfloat16 `[..., m, h]`, contiguous."""
+        sizes = (self.mhc_mult, self.hidden_size)
+        if residual.shape[-2:] != sizes:
+            raise ValueError(
+                f"HyperConnection: residual must be [..., {sizes[0]}, {sizes[1]}], got "
+                f"{list(residual.shape)}"
+            )
+        return read(
+            residual, self.fn, self.scale, self.base, self.norm_weight, self.settings, carry=True,
+            with_pre=with_pre,
+        )  # fmt: skip
+
+    def run_block(self, layer_input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The block's output in bfloat16, packed, for `mhc_post`."""
+        given = layer_input if self.block_dtype is None else layer_input.to(self.block_dtype)
+        output = self.block(given, *args, **kwargs)
+        if not isinstance(output, Tensor) or output.shape != layer_input.shape:
+            got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(
+                "HyperConnection: the block must return a tensor like its input, "
+                f"{list(layer_input.shape)}, got {got}"
+            )
+        return output.to(layer_input.dtype).contiguous()
+
+    def forward(self, residual: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The next residual, like `residual`: bfloat16 `[..., m, h]`; the block gets the rest."""
+        got = self.read(residual)
+        output = self.run_block(got.layer_input, *args, **kwargs)
+        return mhc_post(output, residual, got.post, got.comb, got.carried)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print`."""
+        return (
+            f"{super().extra_repr()}, post_mult_value={self.settings.post_mult_value}, "
+            f"sinkhorn_repeat={self.settings.sinkhorn_repeat}"
+        )
+
+
+class HyperHead(_Streams):
+    """Leaves the streams: `[..., m, h]` to `[..., h]`, weighted by mixes of its own.
+
+    Arguments are those of `HyperConnection`. A new one reads the mean of the streams, nearly.
+
+    >>> HyperHead(hidden_size=16, mhc_mult=2)(torch.ones(3, 2, 16).bfloat16()).shape
+    torch.Size([3, 16])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        mhc_mult: int = 4,
+        *,
+        norm_weight: bool = False,
+        norm_eps: float = 1e-6,
+        pre_eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(mhc_mult, 1, hidden_size, mhc_mult, norm_weight, device, dtype)
+        self.norm_eps, self.pre_eps = norm_eps, pre_eps
+        self.reset_parameters()
+
+    def forward(self, residual: Tensor) -> Tensor:
+        """`residual` is bfloat16 `[..., m, h]`, contiguous; the result `[..., h]`."""
+        return mhc_head(
+            residual, self.fn, self.scale, self.base, norm_weight=self.norm_weight,
+            norm_eps=self.norm_eps, mhc_mult=self.mhc_mult, pre_eps=self.pre_eps,
+        )  # fmt: skip

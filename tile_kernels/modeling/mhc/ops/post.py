@@ -1,0 +1,105 @@
+"""What a sublayer writes to the streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tile_kernels import mhc
+from tile_kernels.modeling.mhc.once import differentiable_once
+from tile_kernels.modeling.mhc.ops import storage
+
+mhc_post_fwd = mhc.mhc_post_fwd
+
+
+class Made:
+    """Which gradient a backward pass has made, for another to know it again."""
+
+    __slots__ = ("gradient",)
+
+    def __init__(self) -> None:
+        self.gradient: Tensor | None = None
+
+
+class MHCPost(torch.autograd.Function):
+    """`mhc_post`, whose arguments `apply` takes in order.
+
+    The gradient of the residual is left on its storage, or with `made`, if that is given.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        post_layer_mix: Tensor,
+        comb_res_mix: Tensor,
+        out: Tensor | None = None,
+        made: Made | None = None,
+    ) -> Tensor:
+        """The next residual; only the arguments are kept."""
+        ctx.save_for_backward(x, residual, post_layer_mix, comb_res_mix)
+        ctx.made = made
+        return mhc.mhc_post_fwd(x, residual, post_layer_mix, comb_res_mix, out)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Of the four tensors; that of the residual is also left for others to add to."""
+        x, residual, post, comb = ctx.saved_tensors
+        shared = ctx.made is None and ctx.needs_input_grad[1]
+        grads = mhc_post_bwd(x, residual, post, comb, grad, shared)
+        if ctx.made is not None:
+            ctx.made.gradient = grads[1]
+        return *grads, None, None
+
+
+def mhc_post(
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The next residual, bfloat16 `[..., m, h]`, from the output `x` of a sublayer, `[..., h]`.
+
+    `out[j] = post[j] * x + sum_i comb[i, j] * residual[i]`, with float32 mixes `[..., m, 1]` and
+    `[..., m, m]`. `out` is filled, and what is returned is a view of it.
+
+    Backward, the gradient of `residual` goes to autograd and is also set as the attribute
+    `grad_from_mhc_post` of the storage of `residual`, where `mhc_pre_apply_mix` and
+    `mhc_pre_norm_fn` add theirs.
+
+    >>> x, residual = torch.tensor([10.0, 20.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> post, comb = torch.tensor([[1.0], [0.5]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]])
+    >>> mhc_post(x.bfloat16(), residual.bfloat16(), post, comb).tolist()
+    [[12.25, 23.5], [6.75, 12.5]]
+    """
+    result: Tensor = MHCPost.apply(x, residual, post_layer_mix, comb_res_mix, out)
+    return result
+
+
+def mhc_post_bwd(
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    d_o: Tensor,
+    fuse_grad_acc: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`tile_kernels.mhc.mhc_post_bwd`: the gradients of the four arguments of `mhc_post`.
+
+    With `fuse_grad_acc` that of `residual` is also set as the attribute `grad_from_mhc_post` of the
+    storage of `residual`.
+
+    >>> x, residual = torch.ones(2).bfloat16(), torch.ones(1, 2).bfloat16()
+    >>> grads = mhc_post_bwd(x, residual, torch.ones(1, 1), torch.ones(1, 1), residual)
+    >>> residual.untyped_storage().grad_from_mhc_post.tolist()
+    [[[1.0, 1.0]]]
+    """
+    grads = mhc.mhc_post_bwd(x, residual, post_layer_mix, comb_res_mix, d_o)
+    if fuse_grad_acc:
+        storage.leave(residual, grads[1])
+    return grads

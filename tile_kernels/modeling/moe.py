@@ -1,0 +1,251 @@
+"""A mixture-of-experts layer on the routing operators."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tile_kernels import moe
+from tile_kernels.modeling.quant import swiglu_cast
+
+SCORING_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax")
+BALANCING = ("bias", "loss", "none")
+ENGINES = ("auto", "loop", "grouped_mm")
+ROWS = 16  # each expert's rows are a multiple of this, as grouped products want it
+
+
+# ---- products of all experts --------------------------------------------------------------------
+
+
+def grouped_mm_is_available(x: Tensor) -> bool:
+    """Whether PyTorch multiplies all experts in one launch for such rows."""
+    return (
+        x.is_cuda
+        and x.dtype is torch.bfloat16
+        and hasattr(torch, "_grouped_mm")
+        and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    )
+
+
+def grouped_linear(
+    rows: Tensor, weight: Tensor, counts: list[int], ends: Tensor, engine: str = "auto"
+) -> Tensor:
+    """Rows of experts, each by the weight of its expert.
+
+    | argument | shape |
+    |---|---|
+    | `rows` | `[N, in_features]`, expert after expert |
+    | `weight` | `[num_experts, out_features, in_features]` |
+    | `counts`, `ends` | rows of each expert on the host, and where they end, int32 on the device |
+    | returns | `[N, out_features]` |
+
+    `engine` is `grouped_mm` (one launch of PyTorch's, bfloat16 on Hopper and later), `loop` (one
+    product per expert, anywhere) or `auto`: the first where it is available.
+
+    >>> rows, weight = torch.ones(3, 2), torch.tensor([[[1.0, 1.0]], [[2.0, 0.0]]])
+    >>> grouped_linear(rows, weight, [1, 2], torch.tensor([1, 3]).int()).tolist()
+    [[2.0], [2.0], [2.0]]
+    """
+    available = grouped_mm_is_available(rows)
+    if engine == "grouped_mm" and not available:
+        raise ValueError(
+            "grouped_linear: engine grouped_mm needs bfloat16 on a CUDA device of capability 9.0 "
+            f"or more, got {rows.dtype} on {rows.device}"
+        )
+    if available and engine != "loop":
+        multiply: Callable[..., Tensor] = torch._grouped_mm
+        return multiply(rows, weight.transpose(1, 2), offs=ends)
+    parts = (part @ w.T for part, w in zip(rows.split(counts), weight))
+    return torch.cat(list(parts))
+
+
+# ---- the layer ----------------------------------------------------------------------------------
+
+
+class MoELayer(nn.Module):
+    """A feed-forward layer of experts, of which each token takes `num_topk`.
+
+    | argument | meaning |
+    |---|---|
+    | `hidden`, `intermediate` | channels of a token, and inside an expert |
+    | `num_experts`, `num_topk` | experts, and how many a token takes |
+    | `scoring_func` | `sigmoid`, `sqrtsoftplus` or `softmax` of the router's logits |
+    | `num_groups`, `num_topk_groups` | only experts of the best groups; 0, 0: no groups |
+    | `routed_scaling_factor` | multiplies the normalised weights |
+    | `num_shared_experts` | experts that every token takes, beside the others |
+    | `balancing` | `bias`: see `update_bias`; `loss`: see `balance_loss`; `none` |
+    | `fp8` | activations inside the experts are rounded to e4m3 (`modeling.quant.swiglu_cast`) |
+    | `engine` | of the products: `auto`, `loop` or `grouped_mm`; see `grouped_linear` |
+
+    An expert is `w_out . (silu(gate) * value)` with `gate, value = w_in . x`. Tokens are sorted by
+    expert (`moe.get_fused_mapping`) without a limit per expert, so none is dropped. Gradients reach
+    the input, the experts and, through the weights, the router.
+
+    After a call `load` counts how often each expert was chosen in it.
+
+    >>> layer = MoELayer(16, 32, num_experts=4, num_topk=2)
+    >>> y = layer(torch.randn(2, 3, 16))
+    >>> y.shape, int(layer.load.sum())
+    (torch.Size([2, 3, 16]), 12)
+    """
+
+    load: Tensor
+    expert_bias: Tensor
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        num_topk: int,
+        *,
+        scoring_func: str = "sigmoid",
+        num_groups: int = 0,
+        num_topk_groups: int = 0,
+        routed_scaling_factor: float = 1.0,
+        num_shared_experts: int = 0,
+        balancing: str = "bias",
+        fp8: bool = False,
+        engine: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _one_of("scoring_func", scoring_func, SCORING_FUNCTIONS)
+        _one_of("balancing", balancing, BALANCING)
+        _one_of("engine", engine, ENGINES)
+        if not 1 <= num_topk <= num_experts:
+            raise ValueError(
+                f"MoELayer: num_topk must be in 1..{num_experts} (the experts), got {num_topk}"
+            )
+        if num_shared_experts < 0:
+            raise ValueError(
+                f"MoELayer: num_shared_experts must be at least 0, got {num_shared_experts}"
+            )
+        if fp8 and intermediate % 32:
+            raise ValueError(
+                f"MoELayer: intermediate must be a multiple of 32 with fp8, got {intermediate}"
+            )
+        self.hidden, self.intermediate = hidden, intermediate
+        self.num_experts, self.num_topk = num_experts, num_topk
+        self.scoring_func, self.routed_scaling_factor = scoring_func, routed_scaling_factor
+        self.num_groups, self.num_topk_groups = num_groups, num_topk_groups
+        self.num_shared_experts, self.balancing = num_shared_experts, balancing
+        self.fp8, self.engine = fp8, engine
+
+        empty = functools.partial(torch.empty, device=device, dtype=dtype)
+        self.router = nn.Parameter(torch.empty(num_experts, hidden, device=device))  # float32
+        self.w_in = nn.Parameter(empty(num_experts, 2 * intermediate, hidden))
+        self.w_out = nn.Parameter(empty(num_experts, hidden, intermediate))
+        shared = num_shared_experts * intermediate
+        self.shared_in = nn.Parameter(empty(2 * shared, hidden)) if shared else None
+        self.shared_out = nn.Parameter(empty(hidden, shared)) if shared else None
+        self.register_buffer("expert_bias", torch.empty(num_experts, device=device))
+        counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+        self.register_buffer("load", counts, persistent=False)
+        self._balance_loss: Tensor | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights whose products keep the size of their input; no bias, no load."""
+        for weight in self.parameters(recurse=False):
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+        nn.init.zeros_(self.expert_bias)
+        self.load.zero_()
+
+    def extra_repr(self) -> str:
+        """What the layer is made of."""
+        shared = f", {self.num_shared_experts} shared" if self.num_shared_experts else ""
+        return (
+            f"hidden={self.hidden}, intermediate={self.intermediate}, {self.num_topk} of "
+            f"{self.num_experts} experts{shared}, scoring_func={self.scoring_func}, "
+            f"balancing={self.balancing}, fp8={self.fp8}"
+        )
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of each token of `x`, `[num_tokens, hidden]`, and their weights.
+
+        int64 and float32 `[num_tokens, num_topk]`.
+        """
+        logits = F.linear(x.float(), self.router)
+        topk_idx, weights = moe.top2_sum_gate(
+            logits, self.expert_bias, self.num_topk, self.num_topk_groups, self.num_groups,
+            use_shared_as_routed=False, num_shared_experts=0,
+            routed_scaling_factor=self.routed_scaling_factor, ep_rank=0, num_ep_ranks=1, tp_rank=0,
+            num_tp_ranks=1, scoring_func=self.scoring_func,
+        )  # fmt: skip
+        self.load = moe.group_count(topk_idx, self.num_experts)
+        if self.balancing == "loss":
+            self._balance_loss = self._loss_of(logits, topk_idx)
+        return topk_idx, weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., hidden]` to the same."""
+        if x.shape[-1] != self.hidden:
+            raise ValueError(
+                f"MoELayer: x must have {self.hidden} channels, got shape {tuple(x.shape)}"
+            )
+        tokens = x.reshape(-1, self.hidden)
+        topk_idx, weights = self.route(tokens)
+        pos_to_expert, _, _, token_topk_to_pos, _, ends, _, counts = moe.get_fused_mapping(
+            topk_idx, self.num_experts, num_expanded_tokens=0, alignment=ROWS
+        )
+        rows = moe.expand_to_fused(tokens, token_topk_to_pos, pos_to_expert)
+        rows = grouped_linear(rows, self.w_in, counts, ends, self.engine)
+        rows = grouped_linear(self._activated(rows), self.w_out, counts, ends, self.engine)
+        y = moe.reduce_fused(rows, weights, token_topk_to_pos)
+        if self.shared_in is not None and self.shared_out is not None:
+            y = y + F.linear(self._activated(F.linear(tokens, self.shared_in)), self.shared_out)
+        return y.view(x.shape)
+
+    def _activated(self, rows: Tensor) -> Tensor:
+        if self.fp8:
+            group = 128 if rows.shape[-1] % 256 == 0 else 32
+            return swiglu_cast(rows.bfloat16(), num_per_channels=group)[0].to(rows.dtype)
+        gate, value = rows.chunk(2, dim=-1)
+        return F.silu(gate) * value
+
+    # ---- balance ----
+
+    def balance_loss(self) -> Tensor:
+        """Of the last call, with `balancing="loss"`: 1 if all experts are chosen alike, else more.
+
+        The sum over experts of their share of choices (`moe.aux_fi`) and their mean share of the
+        scores; add it to the loss, times a small factor.
+        """
+        if self._balance_loss is None:
+            raise ValueError('MoELayer: balance_loss needs a call first, with balancing="loss"')
+        return self._balance_loss
+
+    def _loss_of(self, logits: Tensor, topk_idx: Tensor) -> Tensor:
+        if self.scoring_func == "softmax":
+            shares = logits.softmax(-1)
+        else:
+            scores = (
+                logits.sigmoid() if self.scoring_func == "sigmoid" else F.softplus(logits).sqrt()
+            )
+            shares = scores / scores.sum(-1, keepdim=True)
+        return (moe.aux_fi(topk_idx, self.num_experts, self.num_topk) * shares.mean(0)).sum()
+
+    @torch.no_grad()
+    def update_bias(self, step: float = 1e-3) -> None:
+        """Make experts that were chosen less than the average in the last call likelier, by `step`.
+
+        With `balancing="bias"`: to be called after each training step. The bias decides who is
+        chosen, not the weights, so it has no gradient.
+        """
+        if self.balancing != "bias":
+            raise ValueError(
+                f'MoELayer: update_bias needs balancing="bias", got {self.balancing!r}'
+            )
+        load = self.load.float()
+        self.expert_bias += step * torch.sign(load.mean() - load)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"MoELayer: {name} must be one of {', '.join(allowed)}, got {value!r}")
