@@ -138,7 +138,7 @@ def test_second_derivatives_are_refused() -> None:
 def test_one_buffer_for_both_gradients_is_refused() -> None:
     weights = torch.ones(2, 2, 64).bfloat16()
     buffer = torch.zeros(3, 64)
-    with pytest.raises(ValueError, match="must not share memory with grad_weight_hidden"):
+    with pytest.raises(ValueError, match="embed must not share memory with grad_weight_hidden"):
         engram.grad_w_reduce(torch.ones(1, 2, 64), *weights, buffer[:2], buffer[1:])
 
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 import tile_kernels
 from tile_kernels import mhc
-from tile_kernels.mhc.projection import count_shares, count_splits
+from tile_kernels.mhc.kernels import projection as kernels
+from tile_kernels.mhc.projection import MOST_MIXES, count_shares, count_splits, gradient_columns
+from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.torch import mhc_projection as oracles
 from tile_kernels.torch.mhc import mhc_pre_norm_fn_ref
 
@@ -146,13 +148,71 @@ def test_tf32() -> None:
 
 def test_what_is_shared_does_not_depend_on_the_budget() -> None:
     device, num_sms = torch.device("cpu"), tile_kernels.get_num_sms()
-    before = count_splits(4096, 28672, device), count_shares(4096, 5120, device)
+    before = count_splits(4096, 28672, device), count_shares(4096, 5120, 128, device)
     tile_kernels.set_num_sms(num_sms // 3)
     try:
-        assert (count_splits(4096, 28672, device), count_shares(4096, 5120, device)) == before
+        assert (count_splits(4096, 28672, device), count_shares(4096, 5120, 128, device)) == before
     finally:
         tile_kernels.set_num_sms(num_sms)
     assert before == (8, (6, 11))
+
+
+@pytest.mark.parametrize("arch", DESCRIBED)
+def test_shared_memory_suffices(arch: str) -> None:
+    """What the kernels of the projection hold, for every number of mixes, on every device."""
+    device = DESCRIBED[arch]
+    for padded in range(16, MOST_MIXES + 1, 16):
+        for rows in (10, 4096):
+            plan = kernels.product_plan(padded, 28672, rows, 8, device)
+            stage = (plan.tile + 2 * padded) * kernels.DEPTH * kernels.BF16
+            assert plan.stages * stage <= device.smem_per_block
+        for accumulate in (False, True):
+            stages = kernels.gradient_plan(padded, padded, 28672, 1, accumulate, device).stages
+            width = gradient_columns(padded)
+            tile = 64 * (2 * width * (1 + accumulate) + 4 * padded + 4)
+            assert 4 * padded * width + stages * tile <= device.smem_per_block
+
+
+def test_one_graph_for_many_token_counts() -> None:
+    """Compiled once for all numbers of tokens, one that depends on data included."""
+
+    def step(residual: Tensor, keep: Tensor, fn: Tensor) -> Tensor:
+        chosen = residual[keep.nonzero()[:, 0]]
+        return mhc.mhc_norm_fn_fwd(chosen, fn, 1e-6)[0].sum()
+
+    fn = torch.randn(8, 2 * 64)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, recompile_limit=2):
+        compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+        for n in (5, 70, 300, 700, 2000):
+            residual = torch.randn(n, 2, 64).to(BF16).requires_grad_()
+            keep = torch.arange(n) % 3
+            (grad,) = torch.autograd.grad(compiled(residual, keep, fn), residual)
+            (expected,) = torch.autograd.grad(step(residual, keep, fn), residual)
+            assert torch.equal(grad, expected)
+
+
+def test_what_is_written_is_apart_from_what_is_read() -> None:
+    first, shared = torch.zeros(1, 2, 8).to(BF16), torch.zeros(1, 8).to(BF16)
+    mix, comb = torch.ones(1, 2, 1), torch.ones(1, 2, 2)
+    with pytest.raises(
+        ValueError, match=r"layer_input_list\[0\] must not share memory with layer_o"
+    ):
+        mhc.mhc_multilayer_recompute(
+            first, [mix], [shared], [mix], [comb], [shared], [torch.zeros_like(first)]
+        )
+
+
+def test_doubly_stochastic() -> None:
+    """The kernel's own matrices: columns to the last bits, rows with enough steps."""
+    logits = torch.empty(40, 4, 4).uniform_(-3, 3)
+    with tile_kernels.backend("emulate"):
+        found = mhc.sinkhorn_normalize(logits, 200, 1e-8)
+        extreme = mhc.sinkhorn_normalize(80 * logits.sign(), 20, 1e-6)
+    for dim in (-1, -2):
+        torch.testing.assert_close(found.sum(dim), torch.ones(40, 4), rtol=0, atol=1e-6)
+    assert extreme.isfinite().all()
+    torch.testing.assert_close(extreme.sum(-2), torch.ones(40, 4), rtol=0, atol=3e-6)
 
 
 def test_second_import_paths() -> None:

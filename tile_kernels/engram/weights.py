@@ -107,7 +107,14 @@ def _check_reduce(
             name, grad, ("hc", "hidden"), torch.float32, shape=tuple(weight_hidden.shape),
             contiguous=True,
         )  # fmt: skip
-    checks.apart("grad_weight_embed", grad_weight_embed, "grad_weight_hidden", grad_weight_hidden)
+    checks.apart(
+        [("grad_weight_hidden", grad_weight_hidden), ("grad_weight_embed", grad_weight_embed)],
+        [
+            ("grad_w_partial", grad_w_partial),
+            ("weight_hidden", weight_hidden),
+            ("weight_embed", weight_embed),
+        ],
+    )
 
 
 @op(

@@ -37,7 +37,7 @@ def expand_to_mhc_bwd(grad_out: Tensor) -> Tensor:
 
     | argument | shape | dtype | layout |
     |---|---|---|---|
-    | `grad_out` | `[..., m, h]`, 1 to 8 streams, up to 4 leading dimensions | bfloat16 | any |
+    | `grad_out` | `[..., m, h]`, 1 to 8 streams | bfloat16 | any |
     | returns | `[..., h]` | bfloat16 | contiguous |
 
     Added in float32, in the order of the streams, and rounded once.
@@ -75,7 +75,7 @@ def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> T
 
     | argument | shape | dtype | layout |
     |---|---|---|---|
-    | `hidden` | `[..., h]`, up to 4 leading dimensions | bfloat16 | contiguous |
+    | `hidden` | `[..., h]` | bfloat16 | contiguous |
     | `mhc_mult` | | int in `1..8`: the streams `m` | |
     | `out` | as returned; filled and returned | | |
     | returns | `[..., m, h]` | bfloat16 | contiguous |

@@ -21,7 +21,7 @@ from tile_kernels.runtime.op import op
 from tile_kernels.torch import mhc as oracles
 from tile_kernels.torch.mhc_projection import mhc_norm_fn_fwd
 
-LAYERS = 10  # of a launch, as the kernel has them
+LAYERS = 10  # of a launch
 
 _READ = Kernel("tile_kernels.mhc.kernels.fused", "read_from_products")
 _RECOMPUTE = Kernel("tile_kernels.mhc.kernels.fused", "recompute")
@@ -189,14 +189,14 @@ def _check_recompute(
     ):
         if len(tensors) != count:
             raise ValueError(f"{name} must have {count} layers, got {len(tensors)}")
-    written = [
-        *((f"layer_input_list[{i}]", x) for i, x in enumerate(layer_input_list)),
-        *((f"residual_list[{i}]", x) for i, x in enumerate(residual_list)),
-    ]
-    for (name, one), (other_name, other) in itertools.combinations(
-        [*written, ("initial_residual", initial_residual)], 2
-    ):
-        checks.apart(name, one, other_name, other)
+    written, read = (
+        [(f"{name}[{i}]", tensor) for name, tensors in lists for i, tensor in enumerate(tensors)]
+        for lists in (
+            (("layer_input_list", layer_input_list), ("residual_list", residual_list)),
+            [(name, tensors) for name, tensors, *_ in named[:4]],
+        )
+    )
+    checks.apart(written, [*read, ("initial_residual", initial_residual)])
 
 
 def _oracle_recompute(

@@ -151,7 +151,7 @@ def mhc_pre_split_mixes_bwd(
     | argument | shape | dtype | layout |
     |---|---|---|---|
     | `grad_pre`, `grad_post` | `[..., m, 1]` | float32 | any |
-    | `grad_comb` | `[..., m, m]`, 1 to 8 streams, up to 4 leading dimensions | float32 | any |
+    | `grad_comb` | `[..., m, m]`, 1 to 8 streams | float32 | any |
     | `input_mixes` | `[..., m * (m + 2)]` | float32 | contiguous |
     | `mhc_scale` | `[3]` | float32 | contiguous |
     | `mhc_base` | `[m * (m + 2)]` | float32 | contiguous |
@@ -193,7 +193,7 @@ def mhc_pre_split_mixes(
 
     | argument | shape | dtype | layout |
     |---|---|---|---|
-    | `input_mixes` | `[..., m * (m + 2)]`: pre, post, comb; up to 4 leading | float32 | \
+    | `input_mixes` | `[..., m * (m + 2)]`: pre, post, comb | float32 | \
 contiguous |
     | `mhc_scale` | `[3]`: of pre, post and comb | float32 | contiguous |
     | `mhc_base` | `[m * (m + 2)]` | float32 | contiguous |
@@ -274,7 +274,7 @@ def mhc_head_compute_mix_bwd(
     | argument | shape | dtype | layout |
     |---|---|---|---|
     | `grad_mix` | `[..., m]` | float32 | any |
-    | `input_mix` | `[..., m]`, 1 to 8 streams, up to 4 leading dimensions | float32 | contiguous |
+    | `input_mix` | `[..., m]`, 1 to 8 streams | float32 | contiguous |
     | `mhc_scale` | `[1]` | float32 | contiguous |
     | `mhc_base` | `[m]` | float32 | contiguous |
     | returns | the gradients of `input_mix`, `mhc_scale` and `mhc_base` | float32 | contiguous |
@@ -302,7 +302,7 @@ def mhc_head_compute_mix(
 
     | argument | shape | dtype | layout |
     |---|---|---|---|
-    | `input_mix` | `[..., m]`, 1 to 8 streams, up to 4 leading dimensions | float32 | contiguous |
+    | `input_mix` | `[..., m]`, 1 to 8 streams | float32 | contiguous |
     | `mhc_scale` | `[1]` | float32 | contiguous |
     | `mhc_base` | `[m]` | float32 | contiguous |
     | `mhc_pre_eps` | | float | |

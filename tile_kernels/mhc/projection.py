@@ -18,8 +18,8 @@ from tile_kernels.torch import mhc_projection as oracles
 
 MOST_MIXES = 128
 VECTOR = 8  # bfloat16 of 16 bytes
-DEPTH, MOST_ROWS, FEW_ROWS = 64, 256, 64  # of a step and a tile, as the kernel has them
-GRADIENT_ROWS, GRADIENT_COLUMNS = 64, 128
+DEPTH, MOST_ROWS, FEW_ROWS = 64, 256, 64  # of a step and a tile; the weights are read per tile
+GRADIENT_ROWS = 64  # of a tile in the backward pass
 LEAST_STEPS = 4  # of a block, so that copies run ahead
 
 _MODULE = "tile_kernels.mhc.kernels.projection"
@@ -40,8 +40,18 @@ def _num_sms(device: torch.device) -> int:
     return config.get_device_num_sms(device if device.type == "cuda" else None)
 
 
+def gradient_columns(padded: int) -> int:
+    """Columns of a block in the backward pass: fewer, the more mixes it has to hold."""
+    return 128 if padded <= 48 else 64
+
+
 def count_splits(rows: int, size: int, device: torch.device) -> int:
-    """Blocks that share the columns of a tile of rows, enough to fill the device."""
+    """Blocks that share the columns of a tile of rows, enough to fill the device.
+
+    One, for a number of rows that is not known yet: nobody sees the difference in shapes.
+    """
+    if isinstance(rows, torch.SymInt):
+        return 1
     tiles = -(-rows // (MOST_ROWS if rows > MOST_ROWS else FEW_ROWS))
     steps = -(-size // DEPTH)
     most = max(1, min(_num_sms(device) // max(1, tiles), steps // LEAST_STEPS))
@@ -49,10 +59,12 @@ def count_splits(rows: int, size: int, device: torch.device) -> int:
     return next((n for n in range(most, most // 2, -1) if steps % n == 0), most)
 
 
-def count_shares(rows: int, size: int, device: torch.device) -> tuple[int, int]:
-    """Blocks that share the rows of a chunk of columns in the backward pass, and tiles of each."""
+def count_shares(rows: int, size: int, columns: int, device: torch.device) -> tuple[int, int]:
+    """Blocks that share the rows of `columns` in the backward pass, and tiles of each."""
+    if isinstance(rows, torch.SymInt):
+        return 1, 1
     tiles = -(-rows // GRADIENT_ROWS)
-    chunks = -(-size // GRADIENT_COLUMNS)
+    chunks = -(-size // columns)
     shares = max(1, min(2 * _num_sms(device) // chunks, tiles))
     return shares, -(-tiles // shares)
 
@@ -203,7 +215,7 @@ def _launch_bwd(
     rows = _rows(residual)
     num_rows, size = rows.shape
     mixes, width = fn.shape[0], padded(fn.shape[0])
-    shares, tiles = count_shares(num_rows, size, rows.device)
+    shares, tiles = count_shares(num_rows, size, gradient_columns(width), rows.device)
     parts = residual.new_empty((2, num_rows, width))
     of_squares = fn.new_empty((num_rows,))
     _MIX_GRADIENTS.launch(

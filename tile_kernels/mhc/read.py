@@ -102,7 +102,7 @@ def mhc_pre_apply_mix_bwd(
     | argument | shape | dtype | layout |
     |---|---|---|---|
     | `grad_out` | `[..., h]` | bfloat16 | any |
-    | `x` | `[..., m, h]`, 1 to 8 streams, up to 4 leading dimensions | bfloat16 | contiguous |
+    | `x` | `[..., m, h]`, 1 to 8 streams | bfloat16 | contiguous |
     | `mix` | `[..., m, 1]` | float32 | contiguous |
     | `grad_x` | `[..., m, h]`, added to in place; or None | bfloat16 | contiguous |
     | returns `grad_x` | `[..., m, h]`: new, or the one given | bfloat16 | contiguous |
@@ -142,7 +142,7 @@ def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tens
 
     | argument | shape | dtype | layout |
     |---|---|---|---|
-    | `x` | `[..., m, h]`, 1 to 8 streams, up to 4 leading dimensions | bfloat16 | contiguous |
+    | `x` | `[..., m, h]`, 1 to 8 streams | bfloat16 | contiguous |
     | `mix` | `[..., m, 1]` | float32 | contiguous |
     | `out` | as returned; filled and returned | | |
     | returns | `[..., h]` | bfloat16 | contiguous |

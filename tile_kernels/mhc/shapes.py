@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,6 @@ from tile_kernels.runtime import checks
 from tile_kernels.runtime.launch import alignment, is_recording
 
 MOST_STREAMS = 8
-MOST_LEADING = 4  # dimensions before those of a token
 MOST_TOKENS = 2**30  # blocks and threads are counted in 32 bits
 
 STREAMS = ("mhc_mult", "hidden")
@@ -39,12 +39,12 @@ def tensor(
         before = value.dim() - len(last)
         leading = value.shape[:before]
         if (
-            0 <= before <= MOST_LEADING
+            before >= 0
             and value.dtype is dtype
             and value.layout is torch.strided
             and (sizes is None or value.shape[before:] == sizes)
             and (like is None or leading == like[1])
-            and value.numel() <= MOST_TOKENS
+            and _few(value.numel())
             and (not contiguous or value.is_contiguous())
         ):
             return name, leading
@@ -62,11 +62,11 @@ def _tensor_in_words(
 ) -> Leading:
     """What `tensor` checks, with an error that says what is wrong, or a tensor that is large."""
     before = value.dim() - len(last) if isinstance(value, Tensor) else 0
-    if not 0 <= before <= MOST_LEADING:
+    if before < 0:
         wanted = ", ".join(("...", *last))
         raise ValueError(
-            f"{name} must have {len(last)}..{len(last) + MOST_LEADING} dimensions [{wanted}], "
-            f"got shape {tuple(value.shape)}"
+            f"{name} must have at least {len(last)} dimensions [{wanted}], got shape "
+            f"{tuple(value.shape)}"
         )
     dims = ("...",) * before + last
     shape = (None,) * before + (sizes or (None,) * len(last))
@@ -77,10 +77,15 @@ def _tensor_in_words(
             f"{name} must have the leading dimensions of {like[0]}, {tuple(like[1])}, got shape "
             f"{tuple(value.shape)}"
         )
-    tokens = leading.numel()
+    tokens = math.prod(leading)
     if isinstance(tokens, int) and tokens > MOST_TOKENS:
         raise ValueError(f"{name} must have at most {MOST_TOKENS} tokens, got {tokens}")
     return name, leading
+
+
+def _few(count: int) -> bool:
+    """Whether a number is small, and known: under `torch.compile` it may be neither."""
+    return isinstance(count, int) and count <= MOST_TOKENS
 
 
 def streams(name: str, value: Tensor, *, contiguous: bool = True) -> tuple[Leading, int, int]:

@@ -69,7 +69,7 @@ def sinkhorn_normalize_bwd(
     | argument | shape | dtype | layout |
     |---|---|---|---|
     | `grad_out` | `[..., M, M]` | float32 | any |
-    | `x` | `[..., M, M]`, `M` from 1 to 8, up to 4 leading dimensions | float32 | any |
+    | `x` | `[..., M, M]`, `M` from 1 to 8 | float32 | any |
     | `repeat` | | int, at least 1 | |
     | `eps` | | float, at least 0 | |
     | returns | `[..., M, M]` | float32 | contiguous |
@@ -104,7 +104,7 @@ def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor
 
     | argument | shape | dtype | layout |
     |---|---|---|---|
-    | `x` | `[..., M, M]`: logits, `M` from 1 to 8, up to 4 leading dimensions | float32 | any |
+    | `x` | `[..., M, M]`: logits, `M` from 1 to 8 | float32 | any |
     | `repeat` | | int, at least 1 | |
     | `eps` | | float, at least 0 | |
     | returns | `[..., M, M]` | float32 | contiguous |
@@ -112,7 +112,7 @@ def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor
     `y = softmax(x) + eps` along rows, then columns over `sum + eps`, then `repeat - 1` times rows
     and columns over `sum + eps`. Columns come last and sum to 1 up to `eps`; rows do the closer,
     the larger `repeat`. Sums add neighbours first; quotients are correctly rounded. Differentiable,
-    by `sinkhorn_normalize_bwd`. NaN or infinity in a matrix makes NaN of it.
+    by `sinkhorn_normalize_bwd`. NaN, +inf or a row of -inf makes NaN of a matrix.
 
     Raises `TypeError` or `ValueError` with the argument's name.
 

@@ -77,7 +77,7 @@ def mhc_post_bwd(
     | argument | shape | dtype | layout |
     |---|---|---|---|
     | `x` | `[..., h]` | bfloat16 | contiguous |
-    | `residual` | `[..., m, h]`, 1 to 8 streams, up to 4 leading dimensions | bfloat16 | any |
+    | `residual` | `[..., m, h]`, 1 to 8 streams | bfloat16 | any |
     | `post_layer_mix` | `[..., m, 1]` | float32 | contiguous |
     | `comb_res_mix` | `[..., m, m]` | float32 | contiguous |
     | `d_o` | `[..., m, h]` | bfloat16 | any |
@@ -157,7 +157,7 @@ def mhc_post(
     | argument | shape | dtype | layout |
     |---|---|---|---|
     | `x` | `[..., h]`: the sublayer's output | bfloat16 | contiguous |
-    | `residual` | `[..., m, h]`, 1 to 8 streams, up to 4 leading dimensions | bfloat16 | any |
+    | `residual` | `[..., m, h]`, 1 to 8 streams | bfloat16 | any |
     | `post_layer_mix` | `[..., m, 1]`: how much of `x` a stream gets | float32 | contiguous |
     | `comb_res_mix` | `[..., m, m]`: from stream, to stream | float32 | contiguous |
     | `out` | as returned; filled and returned | | |

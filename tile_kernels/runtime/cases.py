@@ -129,7 +129,7 @@ class Cases:
     `small` cross every guard of the kernel at sizes that an emulator runs quickly, zero and one
     token included; `large` are for GPUs; `benchmarks` are timed. `rejects` are refused always,
     `bad_values` in the checked mode. `compare(result, oracle's)` raises `AssertionError` where they
-    differ; by default every bit and stride counts.
+    differ; by default every bit and stride counts. `any_rank`: one dimension more is no error.
     """
 
     small: Sequence[Sample]
@@ -139,6 +139,7 @@ class Cases:
     rejects: Sequence[Reject] = ()
     bad_values: Sequence[Reject] = ()
     compare: Callable[[Any, Any], None] = assert_equal_results
+    any_rank: bool = False
 
     def ordinary(self) -> Sample:
         """A small sample in which no dimension of a tensor is 0 or 1."""

@@ -67,13 +67,33 @@ def countable(name: str, value: torch.Tensor) -> None:
         raise ValueError(f"{name} must have at most {MOST_SIZE} elements, got {count}")
 
 
-def apart(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """Two contiguous tensors of a dtype, which are written, have no memory in common."""
-    if value.untyped_storage()._cdata != other.untyped_storage()._cdata:
-        return
-    first, second = value.storage_offset(), other.storage_offset()
-    if first < second + other.numel() and second < first + value.numel():
-        raise ValueError(f"{name} must not share memory with {other_name}")
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+def apart(written: Named, read: Named = ()) -> None:
+    """Contiguous tensors that are written share memory with no other, written or read."""
+    spans = []
+    for is_written, tensors in ((True, written), (False, read)):
+        for name, tensor in tensors:
+            start, count = tensor.storage_offset(), tensor.numel()
+            if not (isinstance(start, int) and isinstance(count, int)):
+                return  # symbolic under torch.compile; then the real call looks
+            if count:
+                size, storage = tensor.element_size(), tensor.untyped_storage()._cdata
+                spans.append((storage, start * size, (start + count) * size, is_written, name))
+    spans.sort()
+    storage, reach, last = None, {True: 0, False: 0}, {True: "", False: ""}
+    for there, start, end, is_written, name in spans:
+        if there != storage:
+            storage, reach = there, {True: 0, False: 0}
+        for other_written in (True, False):
+            if (is_written or other_written) and start < reach[other_written]:
+                one, other = name, last[other_written]
+                if not is_written:
+                    one, other = other, one
+                raise ValueError(f"{one} must not share memory with {other}")
+        if end > reach[is_written]:
+            reach[is_written], last[is_written] = end, name
 
 
 def integer(

@@ -18,7 +18,7 @@ from tile_kernels.runtime.cases import (
 
 BF16, FP32 = torch.bfloat16, torch.float32
 _NAN, _INF = float("nan"), float("inf")
-# More than this many leading dimensions are refused, which tests of the rank rely on.
+# Operators take any number of leading dimensions.
 LEADING = (2, 2, 3, 2)
 # Tokens, streams, columns: every number of streams, columns that fill accesses and that do not.
 SHAPES = [(3, 1, 8), (5, 2, 24), (2, 3, 40), (3, 5, 7), (4, 6, 12), (2, 7, 1), (3, 8, 264)]
@@ -30,7 +30,12 @@ Edit = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class StreamCases(Cases):
-    """For operators with dimensions that are always 1: the first sample is the ordinary one."""
+    """For operators on tokens in any number of dimensions, some of which are always 1.
+
+    The first sample is the ordinary one.
+    """
+
+    any_rank: bool = True
 
     def ordinary(self) -> Sample:
         """The first small sample."""

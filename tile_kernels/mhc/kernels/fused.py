@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from tilelang import language as T
 
+from tile_kernels.mhc.fused import LAYERS
 from tile_kernels.mhc.kernels.common import (
     EXPLICIT_GUARDS,
     LANES,
@@ -14,6 +15,7 @@ from tile_kernels.mhc.kernels.common import (
     columns_of,
     load_columns,
     load_mixes,
+    mix_access_bits,
     mix_plan,
     read_streams,
     resident,
@@ -23,6 +25,7 @@ from tile_kernels.mhc.kernels.common import (
     widen,
     write_stream,
 )
+from tile_kernels.mhc.kernels.mixes import kind_of
 from tile_kernels.mhc.kernels.projection import sum_of_products
 from tile_kernels.mhc.kernels.sinkhorn import lanes_of, sinkhorn
 from tile_kernels.runtime.device import Device
@@ -84,6 +87,7 @@ def read_from_products(*static: Any) -> Any:
     store = store_columns(columns, plan.vector)
     read = read_streams(streams, columns)
     normalized = sinkhorn(streams, plan.near)
+    kind = kind_of(streams, head=False)
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -118,9 +122,8 @@ def read_from_products(*static: Any) -> Any:
                 mix = turn * threads + tx
                 if mix < count:
                     summed(mul, squares, token, mix, rms_eps, totals)
-                    kind = T.Select(mix < streams, 0, T.Select(mix < 2 * streams, 1, 2))
                     z = T.alloc_var(T.float32)
-                    z = scaled_mix(T.ieee_mul(totals[0], totals[2]), scale[kind], base[mix])
+                    z = scaled_mix(T.ieee_mul(totals[0], totals[2]), scale[kind(mix)], base[mix])
                     if mix < streams:
                         pre[mix] = T.ieee_add(sigmoid(z), pre_eps)
                     elif mix < 2 * streams:
@@ -154,16 +157,10 @@ def read_from_products(*static: Any) -> Any:
 
 # ---- several layers again -----------------------------------------------------------------------
 
-LAYERS = 10  # of a launch
 SLOTS = tuple(range(LAYERS))
 
 
-def recompute_access_bits(*static: int) -> tuple[tuple[int, ...], int]:
-    plan = MixPlan(*static)
-    return tuple(sorted({16 * plan.vector, 32 * plan.mix_vector})), 16 * plan.vector
-
-
-@kernel(plan=mix_plan, access_bits=recompute_access_bits, pass_configs=EXPLICIT_GUARDS)
+@kernel(plan=mix_plan, access_bits=mix_access_bits, pass_configs=EXPLICIT_GUARDS)
 def recompute(*static: int) -> Any:
     """Up to `LAYERS` layers of a token: what each reads, and the residual after it.
 

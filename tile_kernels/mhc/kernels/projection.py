@@ -2,7 +2,8 @@
 
 A TF32 number has 11 bits, which are two bfloat16: its rounding to 8 bits, and the rest. So products
 with bfloat16 streams are two products of bfloat16, exact before they are summed, at the full speed
-of the matrix units and without widening the streams.
+of the matrix units and without widening the streams. Where two TF32 numbers meet, in the gradient
+of the streams, the product of the two rests is left out: 2**-18 of the whole.
 """
 
 import math
@@ -10,11 +11,17 @@ from typing import Any, NamedTuple
 
 from tilelang import language as T
 
+from tile_kernels.mhc.projection import (
+    DEPTH,
+    FEW_ROWS,
+    GRADIENT_ROWS,
+    MOST_ROWS,
+    gradient_columns,
+)
 from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.kernels.common import WARP
 from tile_kernels.runtime.launch import kernel
 
-DEPTH = 64  # columns of a step
 MOST_STAGES = 4
 BF16 = 2  # bytes
 
@@ -36,7 +43,7 @@ def tf32(value):
 
 @T.macro
 def in_two(value, high, low, place):
-    """`tf32(value) = high + low`, both exact; what is not finite has no low part."""
+    """`tf32(value) = high + low`, both exact; what is not finite in bfloat16 has no low part."""
     rounded = T.alloc_var(T.float32, init=tf32(value))
     high[place] = T.cast(rounded, T.bfloat16)
     low[place] = T.cast(T.ieee_sub(rounded, T.cast(high[place], T.float32)), T.bfloat16)
@@ -102,12 +109,12 @@ def split_weights(mixes: int, padded: int, size: int, vector: int) -> Any:
 
 # ---- products -----------------------------------------------------------------------------------
 
-MOST_ROWS = 256  # of a tile; the weights are read again for each
-FEW_ROWS = 64
-
 
 class ProductPlan(NamedTuple):
-    """A block has `steps` steps of the columns of `tile` rows; `splits` blocks share those rows."""
+    """A block has `steps` steps of the columns of `tile` rows; `splits` blocks share those rows.
+
+    `fenced`: matrix units read shared memory by a way of their own (Hopper's), which must be told.
+    """
 
     padded: int
     size: int
@@ -115,6 +122,7 @@ class ProductPlan(NamedTuple):
     splits: int
     steps: int
     stages: int
+    fenced: bool
 
 
 def product_plan(padded: int, size: int, rows: int, splits: int, device: Device) -> ProductPlan:
@@ -122,11 +130,14 @@ def product_plan(padded: int, size: int, rows: int, splits: int, device: Device)
     steps = math.ceil(math.ceil(size / DEPTH) / splits)
     stage = (tile + 2 * padded) * DEPTH * BF16
     stages = max(1, min(MOST_STAGES, (device.smem_per_block - 4096) // stage, steps))
-    return ProductPlan(padded, size, tile, splits, steps, stages)
+    fenced = device.arch == "sm_90a"
+    return ProductPlan(padded, size, tile, splits, steps, stages, fenced)
 
 
 @kernel(plan=product_plan, access_bits=lambda *_: ((), (32, 64)))
-def products(padded: int, size: int, tile: int, splits: int, steps: int, stages: int) -> Any:
+def products(
+    padded: int, size: int, tile: int, splits: int, steps: int, stages: int, fenced: bool
+) -> Any:
     """`mul` and `s` of a share of the columns, for each share: the products and the squares."""
     rows = T.dynamic("rows")
 
@@ -149,6 +160,8 @@ def products(padded: int, size: int, tile: int, splits: int, steps: int, stages:
                 column = (split * steps + step) * DEPTH
                 T.copy(x[block * tile, column], of_x, disable_tma=True)
                 T.copy(parts[0, column], of_parts, disable_tma=True)
+                if fenced:
+                    T.fence_proxy_async()
                 for part in (0, padded):
                     T.gemm(
                         of_x, of_parts[part : part + padded, 0:DEPTH], sums, transpose_B=True,
@@ -209,6 +222,7 @@ def mix_plan(mixes: int, padded: int, size: int, splits: int, device: Device) ->
 def mixes_of_products(mixes: int, padded: int, size: int, splits: int) -> Any:
     """A thread per mix: the shares summed, and divided by the norm of the token."""
     rows = T.dynamic("rows")
+    slots = MIX_THREADS // mixes  # tokens of a block
     summed = sum_of_products(splits, size)
 
     @T.prim_func
@@ -220,12 +234,11 @@ def mixes_of_products(mixes: int, padded: int, size: int, splits: int) -> Any:
         squares_out: T.Tensor[(rows,), T.float32],
         eps: T.float32,
     ):
-        with T.Kernel(T.ceildiv(rows * mixes, MIX_THREADS), threads=MIX_THREADS) as block:
-            entry = block * MIX_THREADS + T.get_thread_binding()
+        with T.Kernel(T.ceildiv(rows, slots), threads=MIX_THREADS) as block:
+            token = block * slots + T.get_thread_binding() // mixes
+            mix = T.get_thread_binding() % mixes
             totals = T.alloc_local((3,), T.float32)
-            if entry < rows * mixes:
-                token = T.alloc_var(T.int32, init=entry // mixes)
-                mix = T.alloc_var(T.int32, init=entry % mixes)
+            if T.get_thread_binding() < slots * mixes and token < rows:
                 summed(mul, squares, token, mix, eps, totals)
                 out[token, mix] = T.ieee_mul(totals[0], totals[2])
                 products_out[token, mix] = totals[0]
@@ -238,8 +251,6 @@ def mixes_of_products(mixes: int, padded: int, size: int, splits: int) -> Any:
 # ---- backward -----------------------------------------------------------------------------------
 
 GRADIENT_WARPS = 4
-GRADIENT_ROWS = 64  # of a tile
-GRADIENT_COLUMNS = 128
 GRADIENT_STAGES = 3
 
 
@@ -319,10 +330,10 @@ class GradientPlan(NamedTuple):
 def gradient_plan(
     mixes: int, padded: int, size: int, splits: int, accumulate: bool, device: Device
 ) -> GradientPlan:
-    held = (2 * padded + GRADIENT_ROWS) * GRADIENT_COLUMNS * BF16
-    tile = GRADIENT_ROWS * (GRADIENT_COLUMNS * (1 + accumulate) + 2 * padded) * BF16 + 1024
-    room = device.smem_per_block - held - 2048
-    stages = max(2, min(GRADIENT_STAGES, room // tile))
+    width = gradient_columns(padded)
+    held = 2 * padded * width * BF16
+    tile = GRADIENT_ROWS * ((width * (1 + accumulate) + 2 * padded) * BF16 + 4)
+    stages = max(1, min(GRADIENT_STAGES, (device.smem_per_block - 1024 - held) // tile))
     return GradientPlan(mixes, padded, size, splits, accumulate, stages)
 
 
@@ -332,7 +343,7 @@ def product_gradients(
 ) -> Any:
     """The gradients of streams and weights from one reading of the streams."""
     rows = T.dynamic("rows")
-    height, width = GRADIENT_ROWS, GRADIENT_COLUMNS
+    height, width = GRADIENT_ROWS, gradient_columns(padded)
     copies = 5 if accumulate else 4  # for a tile
 
     @T.macro
@@ -371,7 +382,6 @@ def product_gradients(
             high = T.alloc_shared((stages, height, padded), T.bfloat16)
             low = T.alloc_shared((stages, height, padded), T.bfloat16)
             squared = T.alloc_shared((stages, height), T.float32)
-            rounded = T.alloc_shared((height, width), T.bfloat16)
             new_x = T.alloc_fragment((height, width), T.float32)
             sums = T.alloc_fragment((width, padded), T.float32)
             sources = (x, parts, of_squares, grad_x)
@@ -398,11 +408,10 @@ def product_gradients(
                 if accumulate:
                     for i, j in T.Parallel(height, width):
                         new_x[i, j] = T.cast(old[slot, i, j], T.float32) + new_x[i, j]
-                T.copy(new_x, rounded)
-                T.copy(
-                    rounded, grad_x[(split * tiles + tile) * height, chunk * width],
-                    disable_tma=True,
-                )  # fmt: skip
+                T.copy(new_x, of_x[slot, :, :])  # which all have read by now
+                row = (split * tiles + tile) * height
+                columns = slice(chunk * width, (chunk + 1) * width)
+                T.copy(of_x[slot, :, :], grad_x[row : row + height, columns], disable_tma=True)
                 T.sync_threads()
             for i, j in T.Parallel(width, padded):
                 if chunk * width + i < size and j < mixes:
