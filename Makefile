@@ -31,7 +31,7 @@ docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 test: .venv/ready
-	$(BIN)/python -m pytest -q -n $(JOBS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 lint: .venv/ready
 	$(BIN)/ruff check .

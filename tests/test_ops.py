@@ -221,7 +221,7 @@ def wrong_arguments(op: Op) -> Iterator[tuple[str, str, Arguments]]:
         value = good[name]
         yield name, "not a tensor", {**good, name: value.tolist()}
         yield name, "dtype", {**good, name: torch.zeros(value.shape, dtype=torch.complex128)}
-        if len(tensors) > 1 or not op.cases.any_rank:
+        if not op.cases.any_rank or name != tensors[0]:
             yield name, "rank", {**good, name: value[None]}
         if len(tensors) > 1:
             yield name, "device", {**good, name: value.to("meta")}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tile_kernels import (
         config,
         engram,
+        ep,
         mhc,
         modeling,
         moe,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from tile_kernels.runtime.warmup import warmup
 
 FAMILIES = ("engram", "mhc", "moe", "quant", "transpose")
-_SUBMODULES = (*FAMILIES, "config", "modeling", "testing", "torch", "utils")
+_SUBMODULES = (*FAMILIES, "config", "ep", "modeling", "testing", "torch", "utils")
 _FUNCTIONS = {
     "EmulationError": "tile_kernels.runtime.emulator",
     "backend": "tile_kernels.runtime.backends",
@@ -54,6 +55,7 @@ __all__ = [
     "config",
     "emulate",
     "engram",
+    "ep",
     "get_device_num_sms",
     "get_num_sms",
     "mhc",

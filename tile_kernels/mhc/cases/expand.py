@@ -30,6 +30,7 @@ def _forward(*leading: int, m: int, h: int, **kinds: Any) -> Build:
 
 
 EXPAND_TO_MHC = Cases(
+    any_rank=True,
     small=[
         Sample("leading", _forward(*LEADING, m=4, h=16)),
         Sample("0", _forward(0, m=4, h=16)),
@@ -82,6 +83,7 @@ def _backward(*leading: int, m: int, h: int, grad: Edit = same, **kinds: Any) ->
 
 
 EXPAND_TO_MHC_BWD = Cases(
+    any_rank=True,
     small=[
         Sample("leading", _backward(*LEADING, m=4, h=16)),
         Sample("0", _backward(0, m=4, h=16)),

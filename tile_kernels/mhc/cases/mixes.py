@@ -78,6 +78,7 @@ def _split_vector() -> Arguments:
 
 
 MHC_PRE_SPLIT_MIXES = Cases(
+    any_rank=True,
     small=[
         Sample("leading", _split(*LEADING)),
         Sample("0", _split(0)),

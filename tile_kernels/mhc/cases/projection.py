@@ -82,6 +82,7 @@ def _compare(result: Any, expected: Any) -> None:
 
 
 MHC_NORM_FN_FWD = Cases(
+    any_rank=True,
     small=[
         Sample("leading.2x72", _forward(*LEADING, 2, 72)),
         Sample("one of one", _forward(1, 1, 8, mixes=1)),
@@ -133,6 +134,7 @@ MHC_NORM_FN_FWD = Cases(
 )
 
 MHC_NORM_FN_BWD = Cases(
+    any_rank=True,
     small=[
         Sample("leading.2x72", _backward(*LEADING, 2, 72)),
         Sample("one of one", _backward(1, 1, 8, mixes=1)),

@@ -73,6 +73,7 @@ _REJECTS = [
 ]
 
 SINKHORN_NORMALIZE = Cases(
+    any_rank=True,
     small=[
         Sample("leading", _forward(*LEADING)),
         Sample("0", _forward(0)),
@@ -120,6 +121,7 @@ def _backward(*leading: int, size: int = 4, grad: Edit = same, **more: Any) -> B
 
 
 SINKHORN_NORMALIZE_BWD = Cases(
+    any_rank=True,
     small=[
         Sample("2x3", _backward(2, 3)),
         Sample("0", _backward(0)),

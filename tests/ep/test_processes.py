@@ -1,0 +1,245 @@
+"""Ranks as processes, over gloo and through shared memory: the same bits as the reference, the same
+errors on every rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ep.helpers import Case, check_rank
+from tests.ep.processes import run_processes
+from tile_kernels.ep import ElasticBuffer, get_logical_domain_size, get_physical_domain_size
+from tile_kernels.ep.engines import chosen_engine, make_engine
+from tile_kernels.ep.engines.mmap import CHUNK
+
+FP8 = ((torch.float8_e4m3fn, 64), (torch.float32, 2))
+MIXED = ((torch.bfloat16, 5), (torch.int16, 3), (torch.bool, 1), (torch.int64, 2))
+
+each_engine = pytest.mark.parametrize("engine", ["collective", "mmap"])
+
+ALONE: list[dict[str, Any]] = [
+    {"ranks_per_node": 1, "tokens": (7,)},
+    {"ranks_per_node": 1, "tokens": (0,), "expand": True},
+]
+PAIR: list[dict[str, Any]] = [
+    {"tokens": (5, 3)},
+    {"tokens": (5, 0), "expand": True, "alignment": 4, "num_biases": 2, "num_topk": 4},
+    {"tokens": (0, 0)},
+    {"tokens": (4, 9), "widths": FP8, "expand": True, "alignment": 8},
+    {"tokens": (4, 9), "widths": MIXED, "num_topk": 32, "experts_per_rank": 24},
+    {"num_nodes": 2, "ranks_per_node": 1, "tokens": (4, 6), "num_biases": 1},
+]
+FOUR: list[dict[str, Any]] = [
+    {"ranks_per_node": 4, "tokens": (5, 3, 0, 8), "num_topk": 6, "expand": True, "alignment": 4},
+    {"ranks_per_node": 4, "tokens": (5, 3, 0, 8), "num_topk": 6, "multiple_reduction": False,
+     "expand": True},
+    {"num_nodes": 2, "tokens": (5, 3, 0, 8), "num_topk": 6, "num_biases": 1, "widths": FP8},
+    {"num_nodes": 2, "tokens": (5, 3, 0, 8), "num_topk": 6, "num_biases": 2, "expand": True,
+     "experts_per_rank": 3},
+    {"num_nodes": 2, "tokens": (5, 3, 2, 8), "num_topk": 6, "multiple_reduction": False},
+    {"num_nodes": 2, "tokens": (5, 3, 2, 8), "num_topk": 6, "multiple_reduction": False,
+     "expand": True},
+]  # fmt: skip
+
+
+def check_all(group: dist.ProcessGroup, engine: str, cases: list[dict[str, Any]]) -> None:
+    for case in cases:
+        check_rank(group, Case(**case), engine=engine, explicitly_destroy=True)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "cases"), [(1, ALONE), (2, PAIR), (4, FOUR)], ids=["1", "2", "4"]
+)
+@each_engine
+def test_against_reference(engine: str, num_ranks: int, cases: list[dict[str, Any]]) -> None:
+    run_processes(num_ranks, check_all, engine, cases)
+
+
+def errors_of(group: dist.ProcessGroup, engine: str) -> list[str]:
+    """What this rank hears of mistakes that rank 1 makes; in between, that all is still well."""
+    buffer = ElasticBuffer(group, num_max_tokens_per_rank=4, hidden=2, engine=engine)
+    good: dict[str, Any] = {
+        "x": torch.zeros(2, 2),
+        "topk_idx": torch.tensor([[0, 3], [1, -1]]),
+        "num_experts": 4,
+    }
+    mistakes: list[dict[str, Any]] = [
+        {"x": torch.zeros(2, 3)},
+        {"x": torch.zeros(2, 2).to(torch.float8_e4m3fn)},
+        {"topk_idx": torch.tensor([[3, 3], [1, -1]])},
+        {"x": torch.zeros(5, 2), "topk_idx": torch.full((5, 1), -1)},
+        {"num_experts": 3},
+    ]
+    heard = []
+    for mistake in mistakes:
+        try:
+            buffer.dispatch(**{**good, **(mistake if buffer.rank_idx == 1 else {})})
+        except (TypeError, ValueError) as error:
+            heard.append(f"{type(error).__name__} {error}")
+        rows, _, _, handle, _ = buffer.dispatch(**good)
+        try:
+            buffer.combine(rows[: -1 if buffer.rank_idx == 1 else None], handle)
+        except ValueError as error:
+            heard.append(str(error))
+    return heard
+
+
+@each_engine
+def test_errors_on_every_rank_and_life_goes_on(engine: str) -> None:
+    first, second = run_processes(2, errors_of, engine)
+    assert first == second
+    call = "ElasticBuffer.dispatch: "
+    assert first[0::2] == [
+        f"ValueError {call}x must be the same on all ranks, got float32 rows of 2 on rank 0 and "
+        "float32 rows of 3 on rank 1",
+        f"ValueError {call}x must be the same on all ranks, got float32 rows of 2 on rank 0 and "
+        "float8_e4m3fn rows of 2 on rank 1",
+        f"ValueError {call}rank 1: topk_idx must name an expert once for each token, but token 0 "
+        "names expert 3 more often",
+        f"ValueError {call}rank 1: x must have at most num_max_tokens_per_rank = 4 tokens, got 5",
+        f"ValueError {call}rank 1: num_experts must be a multiple of the 2 ranks, got 3",
+    ]
+    combine = "ElasticBuffer.combine: rank 1: x must have shape [2, hidden], got (1, 2)"
+    assert first[1::2] == [combine] * 5
+
+
+def part_of_the_world(group: dist.ProcessGroup) -> tuple[int, int] | None:
+    """Ranks 1 and 3 of four: their numbers in the group are not those in the world."""
+    part = dist.new_group([1, 3])
+    if group.rank() not in (1, 3):
+        return None
+    check_rank(part, Case(tokens=(4, 6), num_topk=3))
+    check_rank(part, Case(num_nodes=2, ranks_per_node=1, tokens=(4, 6), num_topk=3))
+    assert get_logical_domain_size(part, allow_hybrid_mode=False) == (1, 2)
+    return get_physical_domain_size(part)
+
+
+def test_part_of_the_world() -> None:
+    assert run_processes(4, part_of_the_world) == [None, (1, 2), None, (1, 2)]
+
+
+def unavailable(group: dist.ProcessGroup) -> str:
+    try:
+        ElasticBuffer(group, num_bytes=2 << 20, engine="local")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_engine_that_cannot_serve_the_group() -> None:
+    (message,) = run_processes(1, unavailable)
+    assert message.startswith(
+        "ElasticBuffer: rank 0: engine 'local' is not available: its ranks are threads"
+    )
+
+
+def many_buffers(group: dist.ProcessGroup) -> int:
+    before = len(dist.distributed_c10d._world.pg_map)
+    for _ in range(3):
+        case = Case(num_nodes=2, ranks_per_node=1, tokens=(4, 6))
+        check_rank(group, case, explicitly_destroy=True)
+        buffer = ElasticBuffer(
+            group, num_bytes=2 << 20, num_scaleup_ranks=1, explicitly_destroy=True
+        )
+        buffer.barrier()
+        buffer.destroy()
+    return len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_buffers_share_the_groups_of_rails_and_nodes() -> None:
+    assert run_processes(2, many_buffers) == [2, 2]
+
+
+def two_worlds(group: dist.ProcessGroup, folder: str) -> None:
+    """A process may leave one world and join another."""
+    case = Case(num_nodes=2, ranks_per_node=1, tokens=(4, 6))
+    check_rank(group, case)
+    rank = group.rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/2", rank=rank, world_size=2)
+    check_rank(dist.group.WORLD, case)
+
+
+def test_two_worlds(tmp_path: Path) -> None:
+    run_processes(2, two_worlds, str(tmp_path))
+
+
+def large_rows(group: dist.ProcessGroup) -> bool:
+    """Many chunks, more than a slab holds, unequally many to each rank; then single messages."""
+    engine = chosen_engine(make_engine(group), "mmap")
+    folder = engine._folder
+    rank, size = engine.index, engine.size
+    width, counts = (
+        1001,
+        [[rank * 300 + peer * 500 for peer in range(size)] for rank in range(size)],
+    )
+    sent = torch.cat(
+        [
+            torch.full((counts[rank][p], width), 10 * rank + p, dtype=torch.uint8)
+            for p in range(size)
+        ]
+    )
+    for _ in range(2):
+        recv_counts = [counts[peer][rank] for peer in range(size)]
+        found = engine.exchange(sent, counts[rank], recv_counts)
+        for peer, part in enumerate(found.split(recv_counts)):
+            assert (part == 10 * peer + rank).all()
+        engine.barrier()
+    pending = engine.send(torch.full((CHUNK * 3,), rank, dtype=torch.uint8), (rank + 1) % size)
+    out = torch.empty(CHUNK * 3, dtype=torch.uint8)
+    engine.receive(out, (rank - 1) % size)
+    assert (out == (rank - 1) % size).all()
+    pending.wait()
+    engine.barrier()
+    return folder.exists()
+
+
+def test_rows_larger_than_a_slab() -> None:
+    assert run_processes(3, large_rows) == [False] * 3
+
+
+def impatient(group: dist.ProcessGroup) -> str:
+    """Rank 1 never comes."""
+    engine = chosen_engine(make_engine(group), "mmap")
+    if engine.index == 1:
+        return ""
+    engine.patience = 0.2
+    heard = []
+    for action in (
+        lambda: engine.exchange(torch.zeros(3, 4, dtype=torch.uint8), [1, 2], [1, 1]),
+        engine.barrier,
+        lambda: engine.receive(torch.empty(8, dtype=torch.uint8), 1),
+    ):
+        with pytest.raises(RuntimeError) as error:
+            action()
+        heard.append(str(error.value))
+    return "; ".join(heard)
+
+
+def test_waiting_in_vain_says_for_whom() -> None:
+    message, _ = run_processes(2, impatient)
+    assert message == (
+        "mmap: rank 0 waited 0.2 s; chunks still to put into and to take from each rank: "
+        "{1: (0, 1)}; mmap: rank 0 waited 0.2 s for rank 1 at barrier 1; "
+        "mmap: rank 0 waited 0.2 s for message_0_from_1_to_0"
+    )
+
+
+def different_engines(group: dist.ProcessGroup) -> str:
+    engine = "mmap" if group.rank() else "collective"
+    with pytest.raises(ValueError, match="engine must be the same") as error:
+        ElasticBuffer(group, num_bytes=2 << 20, engine=engine)
+    return str(error.value)
+
+
+def test_engines_must_be_the_same() -> None:
+    assert set(run_processes(2, different_engines)) == {
+        "ElasticBuffer: engine must be the same on all ranks, got collective on rank 0 and mmap on "
+        "rank 1"
+    }

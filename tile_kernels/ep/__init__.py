@@ -1,0 +1,20 @@
+"""Expert parallelism: tokens to the ranks of their experts and back, over one or many processes."""
+
+from tile_kernels.ep.buffer import ElasticBuffer
+from tile_kernels.ep.domains import get_logical_domain_size, get_physical_domain_size
+from tile_kernels.ep.engines import LocalGroup, run_ranks
+from tile_kernels.ep.events import EventHandle, EventOverlap
+from tile_kernels.ep.handle import EPHandle
+from tile_kernels.ep.requests import topk_idx_t
+
+__all__ = [
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "LocalGroup",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
+    "run_ranks",
+    "topk_idx_t",
+]

@@ -1,0 +1,58 @@
+"""How many nodes there are and how many ranks each has."""
+
+from __future__ import annotations
+
+from tile_kernels.ep.engines import Engine, make_engine
+from tile_kernels.ep.topology import Topology
+
+Domain = tuple[int, int]
+
+
+def _physical(engine: Engine) -> Domain:
+    hosts = engine.hosts()
+    per_host = hosts.count(hosts[0])
+    regular = len(hosts) % per_host == 0 and all(
+        len(set(hosts[start : start + per_host])) == 1 and hosts.count(hosts[start]) == per_host
+        for start in range(0, len(hosts), per_host)
+    )
+    if not regular:
+        raise ValueError(
+            "ElasticBuffer: ranks must be numbered host by host with equally many on each, got "
+            f"{', '.join(hosts)}; num_scaleup_ranks=1 treats every rank as a node"
+        )
+    return len(hosts) // per_host, per_host
+
+
+def topology_of(
+    engine: Engine, allow_hybrid_mode: bool, num_scaleup_ranks: int | None
+) -> tuple[Topology, Domain]:
+    """How tokens travel, and the nodes that there are.
+
+    A node is a host unless `num_scaleup_ranks` says otherwise. Collective.
+    """
+    if num_scaleup_ranks is None:
+        physical = _physical(engine)
+    else:
+        if num_scaleup_ranks < 1 or engine.size % num_scaleup_ranks:
+            raise ValueError(
+                f"ElasticBuffer: num_scaleup_ranks must divide the {engine.size} ranks, got "
+                f"{num_scaleup_ranks}"
+            )
+        physical = (engine.size // num_scaleup_ranks, num_scaleup_ranks)
+    return Topology(*physical) if allow_hybrid_mode else Topology(1, engine.size), physical
+
+
+def get_physical_domain_size(group: object) -> Domain:
+    """`(nodes, ranks of each)`, a node being a host. Collective.
+
+    >>> from tile_kernels.ep import LocalGroup
+    >>> get_physical_domain_size(LocalGroup())
+    (1, 1)
+    """
+    return _physical(make_engine(group))
+
+
+def get_logical_domain_size(group: object, allow_hybrid_mode: bool = True) -> Domain:
+    """`(nodes, ranks of each)` as tokens travel: all ranks are one node without hybrid mode."""
+    engine = make_engine(group)
+    return _physical(engine) if allow_hybrid_mode else (1, engine.size)

@@ -1,0 +1,210 @@
+"""Dispatch and combine of checked requests, without autograd and without events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tile_kernels import moe
+from tile_kernels.ep.handle import EPHandle, Routing
+from tile_kernels.ep.journey import (
+    Fabric,
+    back,
+    back_unreduced,
+    explore,
+    forward,
+    nothing,
+    staged_sum,
+)
+from tile_kernels.ep.plan import Plan
+from tile_kernels.ep.requests import CombineRequest, DispatchRequest
+from tile_kernels.ep.rows import as_bytes, field_of, pack, unpack, zeros
+from tile_kernels.utils import align
+
+
+@dataclass
+class Dispatched:
+    """What a dispatch gives this rank; payloads and weights as in `ElasticBuffer.dispatch`."""
+
+    payloads: list[Tensor]
+    topk_idx: Tensor | None
+    topk_weights: Tensor | None
+    handle: EPHandle
+
+
+# ---- dispatch -----------------------------------------------------------------------------------
+
+
+def dispatch(
+    fabric: Fabric,
+    request: DispatchRequest,
+    serial: int,
+    before_epilogue: Callable[[], None] = nothing,
+) -> Dispatched:
+    """Send the tokens and lay out what arrives."""
+    together = list(request.payloads)
+    if request.topk_weights is not None:
+        together.append(request.topk_weights)
+    fields = [field_of(each) for each in together]
+    rows = pack(together)
+    handle = request.handle
+    if handle is None:
+        if request.leg is None:
+            raise RuntimeError("a dispatch without a handle has a first leg")
+        num_tokens = request.topk_idx.shape[0]
+        first = fabric.rank * request.num_max_tokens_per_rank
+        sources = torch.arange(first, first + num_tokens, device=rows.device)
+        plan, rows = explore(
+            fabric, request.leg, rows, sources, request.topk_idx, request.num_experts
+        )
+        before_epilogue()
+        handle = _handle(fabric, request, plan, serial)
+        if request.stats is not None:
+            request.stats += handle.num_unaligned_recv_tokens_per_expert
+    else:
+        rows = forward(fabric, handle.routing.plan, rows)
+        before_epilogue()
+    arrived = unpack(rows, fields)
+    weights = arrived.pop() if request.topk_weights is not None else None
+    return _laid_out(arrived, weights, handle, request.column_major_sf)
+
+
+def _laid_out(
+    arrived: list[Tensor], weights: Tensor | None, handle: EPHandle, column_major_sf: bool
+) -> Dispatched:
+    routing = handle.routing
+    topk_idx: Tensor | None = None
+    if routing.places is None or routing.pos_to_expert is None:
+        size = handle.num_recv_tokens
+        payloads = [_padded(each, size) for each in arrived]
+        weights = None if weights is None else _padded(weights, size)
+        topk_idx = routing.recv_topk_idx.new_full((size, handle.topk_idx.shape[1]), -1)
+        topk_idx[: routing.recv_topk_idx.shape[0]] = routing.recv_topk_idx
+    else:
+        payloads = [_expanded(each, routing.places, routing.pos_to_expert) for each in arrived]
+        if weights is not None:
+            size = handle.num_expanded_tokens
+            of_rows = weights.new_zeros(size + 1)  # one more, for slots without a row
+            of_rows[torch.where(routing.places >= 0, routing.places, size).long()] = weights
+            weights = of_rows[:size]
+    if column_major_sf:
+        payloads[1] = column_major(payloads[1])
+    return Dispatched(payloads, topk_idx, weights, handle)
+
+
+def _padded(rows: Tensor, size: int) -> Tensor:
+    """`rows` `[n, width]` with zeros below, `size` in all."""
+    if rows.shape[0] == size:
+        return rows
+    below = zeros(size - rows.shape[0], field_of(rows), rows.device)
+    return torch.cat([as_bytes(rows), as_bytes(below)]).view(rows.dtype)
+
+
+def _expanded(rows: Tensor, places: Tensor, pos_to_expert: Tensor) -> Tensor:
+    """Rows of any dtype at their places, zeros elsewhere."""
+    if rows.numel() == 0 or pos_to_expert.shape[0] == 0:
+        return zeros(pos_to_expert.shape[0], field_of(rows), rows.device)
+    return moe.expand_to_fused(as_bytes(rows), places, pos_to_expert).view(rows.dtype)
+
+
+def column_major(sf: Tensor) -> Tensor:
+    """The same scales with strides `(1, rows rounded up to a multiple of 4)`."""
+    num_rows, num_packs = sf.shape
+    columns = sf.new_zeros((num_packs, align(num_rows, 4)))
+    return columns.T[:num_rows].copy_(sf)
+
+
+def _handle(fabric: Fabric, request: DispatchRequest, plan: Plan, serial: int) -> EPHandle:
+    """Everything that follows from who sent what."""
+    topology, rank = fabric.topology, fabric.rank
+    num_local = request.num_experts // topology.num_ranks
+    most_tokens, alignment = request.num_max_tokens_per_rank, request.expert_alignment
+    local = plan.topk_idx - rank * num_local
+    local.masked_fill_((plan.topk_idx < 0) | (local < 0) | (local >= num_local), -1)
+    counts = local.new_zeros(num_local + 1)
+    slots = torch.where(local >= 0, local, num_local).flatten()
+    counts = counts.scatter_add_(0, slots, torch.ones_like(slots))[:num_local]
+    aligned = (counts + alignment - 1) // alignment * alignment
+    ends = aligned.cumsum(0)
+    num_topk = local.shape[1]
+    if request.cpu_sync:
+        num_recv, num_expanded = plan.num_arrived, int(ends[-1])
+    else:
+        num_recv = topology.num_ranks * most_tokens
+        most_slots = num_recv * min(num_topk, num_local)
+        num_expanded = align(most_slots + (alignment - 1) * num_local, alignment)
+    places = pos_to_expert = None
+    if request.expand:
+        if num_expanded == 0:
+            places = torch.full(local.shape, -1, dtype=torch.int32, device=local.device)
+            pos_to_expert = places.new_empty(0)
+        else:
+            mapping = moe.get_fused_mapping(local, num_local, num_expanded, alignment)
+            pos_to_expert, places = mapping[0], mapping[3]
+    routing = Routing(plan, topology, rank, serial, local, places, pos_to_expert)
+    return EPHandle(
+        do_expand=request.expand,
+        num_experts=request.num_experts,
+        expert_alignment=alignment,
+        num_max_tokens_per_rank=most_tokens,
+        num_sms=request.num_sms,
+        topk_idx=request.topk_idx.clone() if request.copy_handle else request.topk_idx,
+        num_recv_tokens=num_recv,
+        num_expanded_tokens=num_expanded,
+        num_recv_tokens_per_expert_list=aligned.tolist() if request.cpu_sync else [],
+        psum_num_recv_tokens_per_scaleup_rank=plan.block_counts.cumsum(0).int(),
+        psum_num_recv_tokens_per_expert=(ends - aligned + counts if request.expand else ends).int(),
+        num_unaligned_recv_tokens_per_expert=counts.int(),
+        recv_src_metadata=_metadata(plan, local, places, most_tokens),
+        routing=routing,
+    )
+
+
+def _metadata(plan: Plan, local: Tensor, places: Tensor | None, most_tokens: int) -> Tensor:
+    """`[N, K + 2]` int32, see `EPHandle`."""
+    num_topk = local.shape[1]
+    slots = torch.arange(num_topk, device=local.device)
+    masters = torch.where(local >= 0, slots, -1).amax(1)
+    if len(plan.legs) == 1:
+        peers = plan.sources.div(most_tokens, rounding_mode="floor")
+    else:  # the place of each row among those from the same peer
+        counts = plan.legs[-1].recv_counts
+        if plan.is_static:
+            within = torch.arange(sum(counts), device=local.device) % max(1, counts[0])
+        else:
+            within = torch.cat([torch.arange(count) for count in counts]).to(local.device)
+        peers = within[plan.order]
+    out = torch.full((local.shape[0], num_topk + 2), -1, dtype=torch.int32, device=local.device)
+    out[:, 0] = plan.sources
+    out[:, 1] = torch.where(plan.sources >= 0, peers * num_topk + masters, -1)
+    if places is not None:
+        out[:, 2:] = places
+    return out
+
+
+# ---- combine ------------------------------------------------------------------------------------
+
+
+def combine(
+    fabric: Fabric, request: CombineRequest, before_epilogue: Callable[[], None] = nothing
+) -> tuple[Tensor, Tensor | None]:
+    """Send results back to their sources and add them up: `[T, H]`, and weights `[T, K]`."""
+    handle, x, weights = request.handle, request.x.contiguous(), request.topk_weights
+    routing = handle.routing
+    plan, places = routing.plan, routing.places
+    if places is None:
+        values = x[: plan.num_arrived]
+        weights = None if weights is None else weights[: plan.num_arrived]
+    elif request.reduce_first:
+        values = staged_sum(x, places)
+        if weights is not None:
+            of_rows = torch.cat([weights, weights.new_zeros(1)])  # the last for slots without a row
+            weights = of_rows[places.long()]  # -1 is the last
+    else:
+        return back_unreduced(fabric, plan, x, None, places, request.bias, before_epilogue)
+    if request.reduce_first:
+        return back(fabric, plan, values, weights, request.bias, before_epilogue)
+    return back_unreduced(fabric, plan, values, weights, None, request.bias, before_epilogue)

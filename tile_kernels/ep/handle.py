@@ -1,0 +1,74 @@
+"""The record of a dispatch: what combine and further dispatches along the same routing need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tile_kernels.ep.plan import Plan
+from tile_kernels.ep.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """What a buffer keeps of a dispatch for itself.
+
+    `places` `[N, K]` int32 is the expanded row of each slot and `pos_to_expert` `[rows]` the expert
+    of each row (-1: none); both `None` in the compact layout. `serial` counts the dispatches of a
+    buffer, so that ranks can see whether they mean the same one.
+    """
+
+    plan: Plan
+    topology: Topology
+    rank: int
+    serial: int
+    recv_topk_idx: Tensor
+    places: Tensor | None
+    pos_to_expert: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class EPHandle:
+    """The routing of a dispatch. `N` rows arrived, `L` experts are local, `R` ranks.
+
+    | field | shape | meaning |
+    |---|---|---|
+    | `do_expand`, `num_experts`, `expert_alignment`, `num_max_tokens_per_rank`, `num_sms` | | \
+as dispatched |
+    | `topk_idx` | `[T, K]` int64 | the choices; a copy unless `do_handle_copy=False` |
+    | `num_recv_tokens` | int | rows of the compact layout: `N`, or `R * max` without CPU sync |
+    | `num_expanded_tokens` | int | rows of the expanded layout, padding included |
+    | `num_recv_tokens_per_expert_list` | list of `L` | aligned counts; `[]` without CPU sync |
+    | `psum_num_recv_tokens_per_scaleup_rank` | `[R]`, hybrid `[U]`, int32 | running sum of the \
+rows from each peer; the last is `N` |
+    | `psum_num_recv_tokens_per_expert` | `[L]` int32 | compact: running sum of aligned counts; \
+expanded: one past the last token of each expert |
+    | `num_unaligned_recv_tokens_per_expert` | `[L]` int32 | tokens of each expert |
+    | `recv_src_metadata` | `[N, K + 2]` int32 | source rank times max plus token; peer (hybrid: \
+place in its block) times `K` plus largest local slot; expanded row of each slot, -1: none |
+    """
+
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: Tensor
+    num_recv_tokens: int
+    num_expanded_tokens: int
+    num_recv_tokens_per_expert_list: list[int]
+    psum_num_recv_tokens_per_scaleup_rank: Tensor
+    psum_num_recv_tokens_per_expert: Tensor
+    num_unaligned_recv_tokens_per_expert: Tensor
+    recv_src_metadata: Tensor
+    routing: Routing = field(repr=False)
+
+    def tensors(self) -> list[Tensor]:
+        """Those that a dispatch makes."""
+        return [
+            self.psum_num_recv_tokens_per_scaleup_rank,
+            self.psum_num_recv_tokens_per_expert,
+            self.num_unaligned_recv_tokens_per_expert,
+            self.recv_src_metadata,
+        ]

@@ -1,0 +1,189 @@
+"""How large buffers must be and how many SMs and queue pairs a transfer needs: plain arithmetic.
+
+Nothing here looks at a device. Bandwidths are arguments in GB/s, sizes are in bytes, and a topology
+is `num_scaleout_ranks` nodes of `num_scaleup_ranks` ranks each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from tile_kernels.utils import align, ceil_div
+
+PAGE = 2 << 20  # buffers are whole pages of 2 MiB
+SECTION = 32  # a token's data, scale factors and metadata each start on a multiple of it
+MOST_TOPK = 32
+SPARE_SLOTS = 1280  # of a hybrid receive buffer: 8 channels on each of 160 SMs
+WORKSPACE_BYTES = 14 << 20  # 12,820,528 bytes of counters, in whole pages
+
+
+# ---- sizes --------------------------------------------------------------------------------------
+
+
+def dispatch_token_bytes(hidden: int, element_size: int, num_sf_packs: int, num_topk: int) -> int:
+    """Bytes of one token on its way to an expert: data, scale factors, metadata.
+
+    >>> dispatch_token_bytes(7168, 2, 0, 8)
+    14464
+    """
+    data = align(hidden * element_size, SECTION)
+    scales = align(4 * num_sf_packs, SECTION)
+    return data + scales + align(8 * num_topk + 4 * (1 + num_topk), SECTION)
+
+
+def combine_token_bytes(hidden: int, num_topk: int) -> int:
+    """Bytes of one bfloat16 token on its way back: data, ids and weights."""
+    return align(2 * hidden, SECTION) + align(8 * num_topk, SECTION)
+
+
+def buffer_bytes(
+    num_scaleout_ranks: int,
+    num_scaleup_ranks: int,
+    num_max_tokens_per_rank: int,
+    hidden: int,
+    num_topk: int = 0,
+    use_fp8_dispatch: bool = False,
+    allow_multiple_reduction: bool = True,
+    all_nvlink: bool = True,
+) -> int:
+    """Bytes that dispatch and combine need on each rank.
+
+    One scale-out rank is direct mode, several are hybrid mode. `num_topk=0` leaves room for 32
+    slots. `all_nvlink=False` adds staging for direct peers that loads and stores do not reach.
+
+    >>> buffer_bytes(2, 8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8)
+    1218445312
+    """
+    slots = num_topk or MOST_TOPK
+    tokens = num_max_tokens_per_rank
+    num_packs = ceil_div(hidden, SECTION) if use_fp8_dispatch else 0
+    out = dispatch_token_bytes(hidden, 1 if use_fp8_dispatch else 2, num_packs, slots)
+    back = combine_token_bytes(hidden, slots)
+    copies = 1 if allow_multiple_reduction else slots
+
+    def most(ranks: int) -> int:
+        return min(ranks, slots) if allow_multiple_reduction else slots
+
+    if num_scaleout_ranks == 1:
+        ranks = num_scaleup_ranks
+        dispatch = (ranks + (not all_nvlink)) * tokens * out
+        combine = (most(ranks) + (0 if all_nvlink else ranks * copies)) * tokens * back
+    else:
+        nodes = num_scaleout_ranks
+        forwarded = nodes * (tokens + SPARE_SLOTS)
+        dispatch = (num_scaleup_ranks * nodes * tokens + tokens + forwarded) * out
+        combine = (most(num_scaleup_ranks) * nodes * tokens + most(nodes) * tokens) * back
+        combine += copies * forwarded * back
+    return align(max(dispatch, combine), PAGE)
+
+
+def engram_bytes(
+    num_entries: int, hidden: int, num_max_tokens: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[int, int]:
+    """Bytes on the GPU for `num_max_tokens` fetched rows and in host memory for the entries."""
+    entry = align(hidden * dtype.itemsize, SECTION)
+    return align(entry * num_max_tokens, PAGE), align(entry * num_entries, PAGE)
+
+
+def pp_bytes(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
+    """Bytes of the pipeline rings: sent and received, towards the previous and the next rank."""
+    return align(align(num_max_tensor_bytes, SECTION) * num_max_inflight_tensors * 4, PAGE)
+
+
+def all_gather_session_bytes(
+    num_ranks: int, shapes: Sequence[Sequence[int]], dtype: torch.dtype
+) -> int:
+    """Bytes that gathering a tensor of each shape from all ranks takes in one session."""
+    sizes = (num_ranks * math.prod(shape) * dtype.itemsize for shape in shapes)
+    return sum(align(size, SECTION) for size in sizes)
+
+
+# ---- SMs and queue pairs ------------------------------------------------------------------------
+
+
+def expected_groups(num_groups: int, num_experts: int, num_topk: int) -> float:
+    """Into how many of `num_groups` equal groups of experts a token's distinct choices fall.
+
+    On average, each set of experts being as likely as any other.
+
+    >>> round(expected_groups(32, 256, 8), 3)
+    7.267
+    """
+    others = num_experts - num_experts // num_groups
+    return num_groups * (1 - math.comb(others, num_topk) / math.comb(num_experts, num_topk))
+
+
+def num_sms(
+    num_scaleout_ranks: int,
+    num_scaleup_ranks: int,
+    num_experts: int,
+    num_topk: int,
+    *,
+    rdma_gbs: float,
+    nvlink_gbs: float,
+    num_device_sms: int,
+    num_physical_nvlink_ranks: int | None = None,
+    prefer_overlap_with_compute: bool = True,
+    sm_read_gbs: float = 200.0,
+    sm_write_gbs: float = 50.0,
+) -> int:
+    """How many SMs keep the slower of network and NVLink busy, routing being balanced.
+
+    Traffic is counted per byte that a rank receives over the scale-up fabric. In direct mode
+    (`num_scaleout_ranks == 1`) over several machines, `num_physical_nvlink_ranks` is how many
+    ranks one machine has; the network never is the bound there.
+
+    >>> num_sms(2, 8, 256, 8, rdma_gbs=50, nvlink_gbs=430, num_device_sms=132)
+    12
+    """
+    ranks = num_scaleout_ranks * num_scaleup_ranks
+    nodes = num_scaleout_ranks
+    sent = 1 / expected_groups(ranks, num_experts, num_topk)  # once, while a rank receives one
+    read, write = sent, 0.0
+    rdma = 0.0
+    if nodes > 1:
+        nodes_hit = expected_groups(nodes, num_experts, num_topk)
+        write += sent + sent * nodes_hit / nodes  # staging; own node without the network
+        rdma += sent * nodes_hit * (1 - 1 / nodes)
+        read += sent * nodes_hit  # forwarding
+        write += 1
+        nvlink = 1 - 1 / num_scaleup_ranks
+    else:
+        near = num_physical_nvlink_ranks or ranks
+        write += (sent if near < ranks else 0) + near / ranks
+        nvlink = near / ranks * (1 - 1 / near)
+    if nodes > 1 and rdma_gbs <= 0:
+        raise ValueError(f"rdma_gbs must be positive for {nodes} nodes, got {rdma_gbs}")
+    if nvlink > 0 and nvlink_gbs <= 0:
+        raise ValueError(f"nvlink_gbs must be positive, got {nvlink_gbs}")
+    traffic, gbs = nvlink, nvlink_gbs
+    if nodes > 1 and (nvlink == 0 or rdma / rdma_gbs > nvlink / nvlink_gbs):
+        traffic, gbs = rdma, rdma_gbs
+    if traffic == 0:
+        return num_device_sms
+    rate = gbs / traffic
+    needed = max(rate * read / sm_read_gbs, rate * write / sm_write_gbs)
+    sms = align(max(4, math.ceil(1.25 * needed)), 2)
+    if not prefer_overlap_with_compute:
+        sms = max(sms, 64)
+    return min(sms, num_device_sms)
+
+
+def num_qps(sms: int, num_allocated_qps: int, allow_hybrid_mode: bool = True) -> int:
+    """How many queue pairs a transfer on `sms` SMs uses, of those that were allocated.
+
+    >>> num_qps(12, 129), num_qps(12, 17, allow_hybrid_mode=False)
+    (129, 9)
+    """
+    wanted = 16 * sms + 1 if allow_hybrid_mode else min(sms, 9)
+    return min(wanted, num_allocated_qps)
+
+
+def default_num_qps(allow_hybrid_mode: bool, fast_rdma_atomics: bool = False) -> int:
+    """How many queue pairs a buffer allocates unless told."""
+    if not allow_hybrid_mode:
+        return 17
+    return 65 if fast_rdma_atomics else 129

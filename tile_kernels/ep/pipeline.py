@@ -1,0 +1,85 @@
+"""Tensors to and from the neighbours in a ring of ranks, as pipeline parallelism uses them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from tile_kernels.ep.engines import Engine, Pending
+from tile_kernels.ep.model import SECTION
+from tile_kernels.ep.rows import as_bytes
+from tile_kernels.runtime import checks
+
+
+class Pipeline:
+    """Sends and receives between neighbours, first in, first out; matched by order alone.
+
+    A send returns at once until `num_max_inflight` tensors to that neighbour have not been
+    received; then it waits for the oldest.
+    """
+
+    def __init__(self, engine: Engine, num_max_tensor_bytes: int, num_max_inflight: int) -> None:
+        self._engine = engine
+        self._most_bytes = num_max_tensor_bytes
+        self._most_inflight = num_max_inflight
+        self._inflight: dict[int, deque[list[Pending]]] = {}
+
+    def _check(self, tensor: object, peer: object, name: str) -> Tensor:
+        rank, size = self._engine.index, self._engine.size
+        checks.integer(name, peer, 0, size - 1)
+        if peer not in ((rank - 1) % size, (rank + 1) % size):
+            raise ValueError(
+                f"{name} must be a neighbour of rank {rank}, {(rank - 1) % size} or "
+                f"{(rank + 1) % size}, got {peer}"
+            )
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"t must be a torch.Tensor, got {type(tensor).__name__}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"t must be contiguous, got strides {tensor.stride()}")
+        num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes > self._most_bytes or num_bytes % SECTION:
+            raise ValueError(
+                f"t must have a multiple of {SECTION} bytes, at most {self._most_bytes}, got "
+                f"{num_bytes}"
+            )
+        return tensor
+
+    def send(self, tensor: object, peer: int) -> None:
+        """Send a copy of a contiguous tensor to a neighbour."""
+        data = as_bytes(self._check(tensor, peer, "dst_rank_idx").view(1, -1))[0].clone()
+        waiting = self._inflight.setdefault(peer, deque())
+        while len(waiting) >= self._most_inflight:
+            for pending in waiting.popleft():
+                pending.wait()
+        size = torch.tensor([data.numel()]).view(torch.uint8)
+        waiting.append([self._engine.send(size, peer), self._engine.send(data, peer)])
+
+    def receive(self, tensor: object, peer: int) -> None:
+        """Fill a contiguous tensor with the next one that a neighbour sent."""
+        out = self._check(tensor, peer, "src_rank_idx")
+        size = torch.empty(8, dtype=torch.uint8)
+        self._engine.receive(size, peer)
+        announced = int(size.view(torch.int64))
+        data = torch.empty(announced, dtype=torch.uint8, device=out.device)
+        self._engine.receive(data, peer)
+        num_bytes = out.numel() * out.element_size()
+        if announced != num_bytes:
+            raise ValueError(
+                f"t must be as large as what rank {peer} sent, {announced} bytes, got {num_bytes}"
+            )
+        out.view(1, -1).view(torch.uint8).copy_(data.view(1, -1))
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has been received."""
+        for waiting in self._inflight.values():
+            while waiting:
+                for pending in waiting.popleft():
+                    pending.wait()
+
+
+def check_config(num_max_tensor_bytes: object, num_max_inflight_tensors: object) -> None:
+    """The arguments of `pp_set_config`."""
+    checks.integer("num_max_tensor_bytes", num_max_tensor_bytes, 1)
+    checks.integer("num_max_inflight_tensors", num_max_inflight_tensors, 1)

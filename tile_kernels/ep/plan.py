@@ -1,0 +1,143 @@
+"""Who sends which row where, and in which order the answers are added: made once, replayed often.
+
+A *leg* is one exchange among a group of peers. In direct mode dispatch is one leg, to the ranks of
+the chosen experts. In hybrid mode it is two: to the nodes, then to the ranks inside each. Combine
+goes the same way back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+def largest_slots(groups: Tensor) -> Tensor:
+    """For each slot of `groups` `[rows, K]`, the largest slot of the row with the same group.
+
+    >>> largest_slots(torch.tensor([[0, 1, 0, -1]])).tolist()
+    [[2, 1, 2, 3]]
+    """
+    largest = torch.zeros_like(groups)
+    for slot in range(groups.shape[1]):
+        largest.masked_fill_(groups == groups[:, slot : slot + 1], slot)
+    return largest
+
+
+def numbered(groups: Tensor, chosen: Tensor) -> Tensor:
+    """Number the chosen slots by group, then row, then slot; -1 elsewhere, int32 `[rows, K]`.
+
+    >>> groups = torch.tensor([[1, 0], [0, 0]])
+    >>> numbered(groups, torch.tensor([[True, True], [False, True]])).tolist()
+    [[2, 0], [-1, 1]]
+    """
+    order = groups[chosen].argsort(stable=True)
+    numbers = torch.empty_like(order)
+    numbers[order] = torch.arange(order.numel(), device=order.device)
+    out = torch.full(groups.shape, -1, dtype=torch.int32, device=groups.device)
+    out[chosen] = numbers.int()
+    return out
+
+
+@dataclass
+class Leg:
+    """One exchange. `rows` are the senders', `K` the slots of each; an item is a row to one peer.
+
+    | field | shape | meaning |
+    |---|---|---|
+    | `groups` | `[rows, K]` | the peer of each slot, -1: none |
+    | `masters` | `[rows, K]` bool | the largest slot of each peer |
+    | `items` | `[rows, K]` int32 | at those: the number of the item, -1 elsewhere |
+    | `owners` | `[rows, K]` | the item that serves a slot, -1: none |
+    | `source` | `[items]` | the row of each item, by peer, then ascending |
+    | `send_counts`, `recv_counts` | per peer | items that leave and that arrive |
+    | `is_static` | bool | counts are a capacity; items beyond the real ones have the row `rows` |
+    """
+
+    groups: Tensor
+    masters: Tensor
+    items: Tensor
+    owners: Tensor
+    source: Tensor
+    send_counts: list[int]
+    recv_counts: list[int] = field(default_factory=list)
+    is_static: bool = False
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [self.groups, self.masters, self.items, self.owners, self.source]
+
+
+def plan_leg(groups: Tensor, num_peers: int) -> Leg:
+    """The items for the peers named by `groups` `[rows, K]`: each row once to each of its peers."""
+    valid = groups >= 0
+    largest = largest_slots(groups)
+    slots = torch.arange(groups.shape[1], device=groups.device)
+    masters = valid & (largest == slots)
+    items = numbered(groups, masters)
+    owners = items.long().gather(1, largest).masked_fill_(~valid, -1)
+    row, slot = masters.nonzero(as_tuple=True)
+    order = groups[row, slot].argsort(stable=True)
+    counts = torch.bincount(groups[masters], minlength=num_peers)
+    return Leg(groups, masters, items, owners, row[order], counts.tolist())
+
+
+def plan_static_leg(groups: Tensor, num_peers: int, capacity: int) -> Leg:
+    """The same with room for `capacity` items to each peer, and without waiting for the device.
+
+    `capacity` is at least the number of rows. Item `n` of peer `p` has the number
+    `p * capacity + n`.
+    """
+    num_rows = groups.shape[0]
+    valid = groups >= 0
+    largest = largest_slots(groups)
+    slots = torch.arange(groups.shape[1], device=groups.device)
+    masters = valid & (largest == slots)
+    peers = torch.where(masters, groups, num_peers)  # one more, for nobody
+    goes = groups.new_zeros((num_rows, num_peers + 1)).scatter_(1, peers, 1)
+    place = (goes.cumsum(0) - 1).gather(1, peers)
+    items = torch.where(masters, groups * capacity + place, -1)
+    owners = items.gather(1, largest).masked_fill_(~valid, -1)
+    room = num_peers * capacity
+    source = groups.new_full((room + 1,), num_rows)
+    rows = torch.arange(num_rows, device=groups.device)[:, None].expand_as(items)
+    source[torch.where(masters, items, room)] = rows
+    counts = [capacity] * num_peers
+    return Leg(groups, masters, items.int(), owners, source[:room], counts, counts, is_static=True)
+
+
+@dataclass
+class Plan:
+    """All legs of a dispatch, and the order of what arrived.
+
+    `order` `[N]` takes rows from the order of arrival to that of their sources; `None` where the
+    two are the same. `ranks` `[T, K]` is the rank of each slot, -1: none (in hybrid mode the first
+    leg only knows nodes). `sources` `[N]` is `source rank * num_max_tokens_per_rank + token` of
+    what arrived, `topk_idx` `[N, K]` its expert ids, both in the order of the sources;
+    `block_counts` is how many came from each peer of the last leg. In a static plan `N` is what
+    could arrive, and the rows that did not come last, with -1 for source and ids.
+    """
+
+    legs: list[Leg]
+    order: Tensor | None
+    ranks: Tensor
+    sources: Tensor
+    topk_idx: Tensor
+    block_counts: Tensor
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the plan was made without knowing counts on the host."""
+        return self.legs[0].is_static
+
+    @property
+    def num_arrived(self) -> int:
+        """How many rows this rank receives."""
+        return sum(self.legs[-1].recv_counts)
+
+
+def peers_of(topk_idx: Tensor, experts_per_peer: int, first_expert: int, num_peers: int) -> Tensor:
+    """The peer that owns each chosen expert, -1 for none or one that is not among the peers."""
+    peers = (topk_idx - first_expert).div(experts_per_peer, rounding_mode="floor")
+    return peers.masked_fill((topk_idx < 0) | (peers < 0) | (peers >= num_peers), -1)

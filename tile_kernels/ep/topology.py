@@ -1,0 +1,48 @@
+"""Which rank is where: nodes of equally many ranks, and the experts of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`num_scaleout_ranks` nodes of `num_scaleup_ranks` ranks each, numbered node by node.
+
+    One node is direct mode: every token travels once to each rank that needs it. Several nodes are
+    hybrid mode: once to each node, then once to each rank inside it.
+
+    >>> place = Topology(num_scaleout_ranks=2, num_scaleup_ranks=4)
+    >>> place.num_ranks, place.node_of(5), place.rail(5), place.node(5)
+    (8, 1, (1, 5), (4, 5, 6, 7))
+    """
+
+    num_scaleout_ranks: int
+    num_scaleup_ranks: int
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks."""
+        return self.num_scaleout_ranks * self.num_scaleup_ranks
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether tokens travel in two steps."""
+        return self.num_scaleout_ranks > 1
+
+    def node_of(self, rank: int) -> int:
+        """The node (scale-out index) of a rank."""
+        return rank // self.num_scaleup_ranks
+
+    def place_of(self, rank: int) -> int:
+        """The place of a rank in its node (scale-up index)."""
+        return rank % self.num_scaleup_ranks
+
+    def node(self, rank: int) -> tuple[int, ...]:
+        """The ranks of this rank's node."""
+        first = self.node_of(rank) * self.num_scaleup_ranks
+        return tuple(range(first, first + self.num_scaleup_ranks))
+
+    def rail(self, rank: int) -> tuple[int, ...]:
+        """The ranks at the same place of all nodes."""
+        return tuple(range(self.place_of(rank), self.num_ranks, self.num_scaleup_ranks))
