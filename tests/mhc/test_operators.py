@@ -221,8 +221,11 @@ def test_limits_are_said_in_words() -> None:
         mhc.mhc_pre_apply_mix(torch.zeros(3, 4, 8, dtype=BF16), torch.zeros(2, 4, 1))
     with pytest.raises(ValueError, match=r"x must hold square matrices of 1\.\.8 rows"):
         mhc.sinkhorn_normalize(torch.zeros(3, 9, 9))
-    with pytest.raises(ValueError, match=r"hidden must have 1\.\.5 dimensions \[\.\.\., hidden\]"):
-        mhc.expand_to_mhc(torch.zeros((1,) * 6, dtype=BF16), 4)
+    with pytest.raises(
+        ValueError, match=r"hidden must have at least 1 dimensions \[\.\.\., hidden\]"
+    ):
+        mhc.expand_to_mhc(torch.zeros((), dtype=BF16), 4)
+    assert mhc.expand_to_mhc(torch.zeros((1,) * 7, dtype=BF16), 4).shape == (1,) * 6 + (4, 1)
     many = torch.empty(shapes.MOST_TOKENS + 1, 1, device="meta")
     with pytest.raises(ValueError, match="input_mix must have at most 1073741824 tokens"):
         mhc.mhc_head_compute_mix(
