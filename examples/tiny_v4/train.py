@@ -33,7 +33,7 @@ from examples.tiny_v4.text import Text
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train a tiny language model.")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rows", type=int, default=8, help="texts of a step")
     parser.add_argument("--length", type=int, default=64, help="letters of a text")
     parser.add_argument("--hidden", type=int, default=64)
@@ -223,6 +223,8 @@ def main(given: list[str] | None = None) -> None:
     """Train, show and write the report."""
     options = arguments(given)
     console = Console()
+    if options.device == "cpu":
+        torch.set_num_threads(1)  # tensors are too small for more
     result = train(options, console)
     show(result, console)
     path = write_report(result, options.out / "report.html")
