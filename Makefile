@@ -7,7 +7,7 @@ JOBS ?= 2
 .PHONY: demo check docs test lint format test-arches clean help
 
 help:
-	@echo "make demo         train a small model made of everything here, about two minutes"
+	@echo "make demo         train a small model made of everything here"
 	@echo "make check        run every operator on this machine"
 	@echo "make test         all tests that this machine can run"
 	@echo "make docs         the documentation as a site, in build/site"

@@ -16,6 +16,13 @@ needs_nvcc = pytest.mark.skipif(
     reason="compiles with nvcc, which was not found: install a CUDA toolkit to run it",
 )
 
+# Where an operator runs: backend and device.
+GROUNDS = [
+    pytest.param(("torch", "cpu"), id="torch"),
+    pytest.param(("emulate", "cpu"), id="emulate"),
+    pytest.param(("tilelang", "cuda"), id="cuda", marks=pytest.mark.gpu),
+]
+
 
 def run_fresh(code: str, **environment: str) -> str:
     """What `code` prints in a new interpreter with these variables added."""

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tile_kernels
+from tests.requirements import GROUNDS
 from tile_kernels.runtime import launch
 from tile_kernels.runtime import op as ops
 from tile_kernels.runtime.cases import (
@@ -27,11 +28,6 @@ from tile_kernels.runtime.op import Op
 from tile_kernels.testing.poison import poisoned_empty
 
 OPS = ops.all_ops()
-GROUNDS = [
-    pytest.param(("torch", "cpu"), id="torch"),
-    pytest.param(("emulate", "cpu"), id="emulate"),
-    pytest.param(("tilelang", "cuda"), id="cuda", marks=pytest.mark.gpu),
-]
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 each_ground = pytest.mark.parametrize("ground", GROUNDS)
 on_gpu = pytest.mark.gpu

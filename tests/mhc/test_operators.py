@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 
 import tile_kernels
+from tests.requirements import GROUNDS
 from tile_kernels import mhc
 from tile_kernels import torch as references
 from tile_kernels.mhc import shapes
 from tile_kernels.runtime.cases import assert_equal_results
 from tile_kernels.torch import mhc as oracles
 
-GROUNDS = [
-    pytest.param(("torch", "cpu"), id="torch"),
-    pytest.param(("emulate", "cpu"), id="emulate"),
-    pytest.param(("tilelang", "cuda"), id="cuda", marks=pytest.mark.gpu),
-]
 each_ground = pytest.mark.parametrize("ground", GROUNDS)
 BF16 = torch.bfloat16
 

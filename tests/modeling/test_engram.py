@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import tile_kernels
+from tests.requirements import GROUNDS
 from tile_kernels.modeling.engram import (
     CausalConvolution,
     EngramGateFn,
@@ -30,20 +31,11 @@ from tile_kernels.modeling.engram.hashing import normalized_text
 from tile_kernels.testing.numeric import assert_equal, calc_diff
 from tile_kernels.torch.engram import engram_gate_ref, engram_hash, ngram_windows
 
-GROUNDS = [
-    pytest.param(("torch", "cpu"), id="torch"),
-    pytest.param(("emulate", "cpu"), id="emulate"),
-    pytest.param(("tilelang", "cuda"), id="cuda", marks=pytest.mark.gpu),
-]
 CLAMP, EPS = 1e-6, 1e-6
-pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
-
-
-@pytest.fixture(autouse=True)
-def _plain_matrix_products() -> Iterator[None]:
-    """oneDNN picks AMX for bfloat16 by a CPU flag that does not say whether AMX may be used."""
-    with torch.backends.mkldnn.flags(enabled=False):
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("plain_matrix_products"),
+    pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN"),
+]
 
 
 # ---- the gate ----------------------------------------------------------------------------------

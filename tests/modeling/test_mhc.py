@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tile_kernels
+from tests.requirements import GROUNDS
 from tile_kernels.modeling import mhc
 from tile_kernels.modeling.mhc import (
     HyperConnection,
@@ -33,20 +34,11 @@ from tile_kernels.testing.numeric import assert_equal, calc_diff
 from tile_kernels.torch import mhc as refs
 from tile_kernels.torch.mhc_projection import tf32
 
-GROUNDS = [
-    pytest.param(("torch", "cpu"), id="torch"),
-    pytest.param(("emulate", "cpu"), id="emulate"),
-    pytest.param(("tilelang", "cuda"), id="cuda", marks=pytest.mark.gpu),
-]
 EPS = 1e-6
-pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
-
-
-@pytest.fixture(autouse=True)
-def _plain_matrix_products() -> Iterator[None]:
-    """oneDNN's bfloat16 products need AMX, which some virtual machines announce and do not have."""
-    with torch.backends.mkldnn.flags(enabled=False):
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("plain_matrix_products"),
+    pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN"),
+]
 
 
 def leaves(*tensors: Tensor) -> list[Tensor]:

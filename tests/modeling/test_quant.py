@@ -6,15 +6,10 @@ import pytest
 import torch
 
 import tile_kernels
+from tests.requirements import GROUNDS
 from tile_kernels import moe
 from tile_kernels.modeling.quant import swiglu_cast
 from tile_kernels.testing.numeric import calc_diff
-
-GROUNDS = [
-    pytest.param(("torch", "cpu"), id="torch"),
-    pytest.param(("emulate", "cpu"), id="emulate"),
-    pytest.param(("tilelang", "cuda"), id="cuda", marks=pytest.mark.gpu),
-]
 
 
 def plain(x: torch.Tensor, weights: torch.Tensor | None, clamp: float | None) -> torch.Tensor:

@@ -8,17 +8,13 @@ import pytest
 import torch
 
 import tile_kernels
+from tests.requirements import GROUNDS
 from tile_kernels import torch as oracles
 from tile_kernels.moe.scoring import ScoringFunc
 
 SCORING = ("sigmoid", "sqrtsoftplus", "softmax")
 PLAIN = (False, 0, 1.5, 0, 1, 0, 1)  # no shared experts, factor, one rank
 each_scoring = pytest.mark.parametrize("scoring", SCORING)
-GROUNDS = [
-    pytest.param(("torch", "cpu"), id="torch"),
-    pytest.param(("emulate", "cpu"), id="emulate"),
-    pytest.param(("tilelang", "cuda"), id="cuda", marks=pytest.mark.gpu),
-]
 each_ground = pytest.mark.parametrize("ground", GROUNDS)
 
 

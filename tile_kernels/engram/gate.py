@@ -168,7 +168,8 @@ def _gate_backward(ctx: Any, grad_out: Tensor, *_saved: Any) -> tuple[Any, ...]:
     *grads, partial = engram_gate_bwd(*arguments)
     grads = [*grads, partial.sum(0)]
     inputs = (grad_out, *ctx.saved_tensors[:4])
-    return *last_gradients("engram_gate_fwd", grads, inputs), None, None, None
+    message = "engram_gate_fwd: there is no second derivative"
+    return *last_gradients(message, grads, inputs), None, None, None
 
 
 gradient(_gate_saving, _gate_backward, setup_context=_save_gate)

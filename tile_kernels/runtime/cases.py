@@ -30,11 +30,16 @@ def assert_equal_results(result: Any, expected: Any) -> None:
         raise AssertionError(f"{result!r} != {expected!r}")
 
 
-def close_results(rtol: float, atol: float) -> Callable[[Any, Any], None]:
+def close_results(
+    rtol: float, atol: float, rtol_bfloat16: float | None = None
+) -> Callable[[Any, Any], None]:
     """A comparison for `Cases`: floating-point tensors to a tolerance, the rest to the bit.
 
-    NaN equals NaN, of any bits; dtypes, shapes and strides count as always.
+    bfloat16 to one of its own, if given; `atol` counts in units of the root mean square of what is
+    expected, where that is above 1, as sums of many terms have it. NaN equals NaN, of any bits;
+    dtypes, shapes and strides count as always.
     """
+    tolerances = {} if rtol_bfloat16 is None else {torch.bfloat16: rtol_bfloat16}
 
     def compare(result: Any, expected: Any) -> None:
         if isinstance(expected, (tuple, list)) and type(result) is type(expected):
@@ -43,17 +48,53 @@ def close_results(rtol: float, atol: float) -> Callable[[Any, Any], None]:
                 compare(one, other)
         elif isinstance(expected, torch.Tensor) and expected.is_floating_point():
             assert_equal_results(torch.zeros_like(result), torch.zeros_like(expected))
-            torch.testing.assert_close(result, expected, rtol=rtol, atol=atol, equal_nan=True)
+            relative = tolerances.get(expected.dtype, rtol)
+            size = expected.double().nan_to_num(0, 0, 0).square().mean().sqrt().nan_to_num(0)
+            torch.testing.assert_close(
+                result, expected, rtol=relative, atol=atol * max(1.0, size.item()), equal_nan=True
+            )
         else:
             assert_equal_results(result, expected)
 
     return compare
 
 
+def changed(**changes: Any) -> Callable[[Arguments], Arguments]:
+    """An edit of good arguments, for `Reject`: these instead."""
+    return lambda arguments: {**arguments, **changes}
+
+
+def edited(name: str, edit: Callable[[Any], Any]) -> Callable[[Arguments], Arguments]:
+    """An edit of one good argument, for `Reject`."""
+    return lambda arguments: {**arguments, name: edit(arguments[name])}
+
+
+def with_value(name: str, value: int, place: int = -1) -> Callable[[Arguments], Arguments]:
+    """An edit that puts `value` at a place of a tensor, by default the last."""
+
+    def edit(arguments: Arguments) -> Arguments:
+        tensor = arguments[name].clone()
+        tensor.view(-1)[place] = value
+        return {**arguments, name: tensor}
+
+    return edit
+
+
+def misaligned(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, one element into their storage."""
+    flat = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)
+    return flat[1:].view(x.shape).copy_(x)
+
+
 def moved(value: Any, device: torch.device | str) -> Any:
-    """Arguments or results with every tensor on `device`; dense strides are kept."""
+    """Arguments or results with every tensor on `device`; strides and padding are kept."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        device = torch.device(device)
+        if device.type in (value.device.type, "meta"):
+            return value.to(device)
+        storage = value.untyped_storage().to(device=device)
+        view = (value.storage_offset(), value.shape, value.stride())
+        return torch.empty(0, dtype=value.dtype, device=device).set_(storage, *view)
     if isinstance(value, dict):
         return {name: moved(item, device) for name, item in value.items()}
     if isinstance(value, (tuple, list)):

@@ -248,27 +248,30 @@ def gradient(
 
 
 def last_gradients(
-    name: str, grads: Iterable[Tensor], inputs: Iterable[Tensor]
-) -> tuple[Tensor, ...]:
-    """`grads` of the operator `name`, which raise if someone differentiates them again.
+    message: str, grads: Iterable[Tensor | None], inputs: Iterable[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """`grads`, which raise with `message` if someone differentiates them again.
 
     For backward formulas whose operators have none themselves: under `create_graph=True` a second
     derivative would be missing without a word.
     """
     if not torch.is_grad_enabled():
         return tuple(grads)
-    return tuple(_LastGradient.apply(name, grad, *inputs) for grad in grads)
+    inputs = tuple(inputs)
+    return tuple(
+        None if grad is None else _LastGradient.apply(message, grad, *inputs) for grad in grads
+    )
 
 
 class _LastGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, name: str, grad: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG004
-        ctx.name = name
+    def forward(ctx: Any, message: str, grad: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.message = message
         return grad.view_as(grad)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError(f"{ctx.name}: there is no second derivative")
+        raise RuntimeError(ctx.message)
 
 
 class _Road:

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-
-from tile_kernels.runtime.cases import Arguments
-
-
-def changed(**changes: Any) -> Callable[[Arguments], Arguments]:
-    """An edit of good arguments, for `Reject`."""
-    return lambda arguments: {**arguments, **changes}
 
 
 def normal(*shape: int, device: torch.device, extra: int = 0, skip: int = 0) -> torch.Tensor:

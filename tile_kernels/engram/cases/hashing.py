@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.engram.cases import changed
-from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.cases import (
+    Arguments,
+    Benchmark,
+    Build,
+    Cases,
+    Reject,
+    Sample,
+    Vector,
+    changed,
+    with_value,
+)
 from tile_kernels.torch.engram import make_offsets
 
 _INT32, _INT64 = torch.int32, torch.int64
@@ -38,17 +47,6 @@ def _windows(
         return arguments
 
     return make
-
-
-def _set(name: str, place: int, value: int):  # type: ignore[no-untyped-def]
-    """An edit that puts `value` at a place of a tensor."""
-
-    def edit(arguments: Arguments) -> Arguments:
-        tensor = arguments[name].clone()
-        tensor.view(-1)[place] = value
-        return {**arguments, name: tensor}
-
-    return edit
 
 
 def _ids(*values: int) -> torch.Tensor:
@@ -109,10 +107,10 @@ NGRAM_WINDOWS = Cases(
         Reject("token_ids", "bytes", lambda a: {**a, "token_ids": a["token_ids"].byte()}),
     ],
     bad_values=[
-        Reject("cu_seqlens", "beyond the tokens", _set("cu_seqlens", -1, 10**6)),
-        Reject("cu_seqlens", "decreasing", _set("cu_seqlens", 0, 200)),
-        Reject("cu_seqlens", "negative", _set("cu_seqlens", 0, -1)),
-        Reject("token_ids", "beyond the map", _set("token_ids", 3, _VOCABULARY)),
+        Reject("cu_seqlens", "beyond the tokens", with_value("cu_seqlens", 10**6, -1)),
+        Reject("cu_seqlens", "decreasing", with_value("cu_seqlens", 200, 0)),
+        Reject("cu_seqlens", "negative", with_value("cu_seqlens", -1, 0)),
+        Reject("token_ids", "beyond the map", with_value("token_ids", _VOCABULARY, 3)),
     ],
 )
 
@@ -202,8 +200,8 @@ ENGRAM_HASH = Cases(
         Reject("multipliers", "int32", lambda a: {**a, "multipliers": a["multipliers"].int()}),
     ],
     bad_values=[
-        Reject("vocab_sizes", "no rows", _set("vocab_sizes", 0, 0)),
-        Reject("vocab_sizes", "negative", _set("vocab_sizes", 2, -5)),
-        Reject("vocab_sizes", "minus one", _set("vocab_sizes", -1, -1)),
+        Reject("vocab_sizes", "no rows", with_value("vocab_sizes", 0, 0)),
+        Reject("vocab_sizes", "negative", with_value("vocab_sizes", -5, 2)),
+        Reject("vocab_sizes", "minus one", with_value("vocab_sizes", -1, -1)),
     ],
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.engram.cases import changed, normal
+from tile_kernels.engram.cases import normal
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -13,6 +13,7 @@ from tile_kernels.runtime.cases import (
     Reject,
     Sample,
     Vector,
+    changed,
     close_results,
 )
 

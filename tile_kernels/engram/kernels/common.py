@@ -5,16 +5,13 @@ it copies them ahead into a place of its own in shared memory, so that only the 
 a barrier. Rows that are too long for that are read where they are used.
 """
 
-from tile_kernels.runtime.kernels.common import WARP
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 
 VECTOR = 8  # bfloat16 of 16 bytes
 MOST_THREADS = 512
 MANY_THREADS = 1024  # where rows are long
 # Every access stands under the conditions it needs, barriers are written out.
-PASS_CONFIGS = {
-    "tl.disable_safe_memory_legalize": True,
-    "tl.disable_thread_storage_sync": True,
-}
+PASS_CONFIGS = {**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True}
 
 
 def cuts(hidden: int) -> list[tuple[int, int]]:

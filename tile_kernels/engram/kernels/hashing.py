@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 THREADS = 128
-PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}
 
 
 # ---- windows ------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def windows_access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
     return bits(plan.dtype if plan.map_dtype else "int32", plan.starts_dtype), 32
 
 
-@kernel(plan=windows_plan, access_bits=windows_access_bits, pass_configs=PASS_CONFIGS)
+@kernel(plan=windows_plan, access_bits=windows_access_bits, pass_configs=EXPLICIT_GUARDS)
 def windows(dtype: str, window: int, starts_dtype: str, map_dtype: str) -> Any:
     """A thread per token: it walks back until its document starts."""
     tokens, num_starts, map_size = T.dynamic("tokens num_starts map_size")
@@ -138,7 +138,7 @@ def hash_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (32, 64), bits(HashPlan(*static).dtype)
 
 
-@kernel(plan=hash_plan, access_bits=hash_access_bits, pass_configs=PASS_CONFIGS)
+@kernel(plan=hash_plan, access_bits=hash_access_bits, pass_configs=EXPLICIT_GUARDS)
 def hashes(window: int, tables: int, dtype: str) -> Any:
     """A thread per entry of the result, so that a division is all it waits for."""
     columns = (window - 1) * tables

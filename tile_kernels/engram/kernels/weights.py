@@ -5,11 +5,10 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.runtime.device import Device
-from tile_kernels.runtime.kernels.common import WARP
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
 THREADS = 256
-PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}
 
 
 class ProductPlan(NamedTuple):
@@ -31,7 +30,7 @@ def product_access_bits(*static: Any) -> tuple[int, int]:
     return min(128, plan.vector * bits_of(plan.dtype)), min(128, 32 * plan.vector)
 
 
-@kernel(plan=product_plan, access_bits=product_access_bits, pass_configs=PASS_CONFIGS)
+@kernel(plan=product_plan, access_bits=product_access_bits, pass_configs=EXPLICIT_GUARDS)
 def product(dtype: str, vector: int) -> Any:
     """The product of two tensors, seen flat, in float32."""
     count = T.dynamic("count")
@@ -91,7 +90,7 @@ def reduce_access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
 @kernel(
     plan=reduce_plan,
     access_bits=reduce_access_bits,
-    pass_configs={**PASS_CONFIGS, "tl.disable_thread_storage_sync": True},
+    pass_configs={**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True},
 )
 def reduce_gradients(dtype: str, vector: int, warps: int) -> Any:
     """With `S` the sum of parts, `S` times either weight is added to the other's gradient."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from tile_kernels.runtime.cases import (
-    Arguments,
     Cases,
     Sample,
     assert_equal_results,
     close_results,
+    misaligned,
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -42,25 +42,9 @@ class StreamCases(Cases):
         return self.small[0]
 
 
-def changed(**changes: object) -> Callable[[Arguments], Arguments]:
-    """An edit of good arguments, for `Reject`."""
-    return lambda arguments: {**arguments, **changes}
-
-
-def edited(name: str, edit: Callable[[Any], Any]) -> Callable[[Arguments], Arguments]:
-    """An edit of one good argument, for `Reject`."""
-    return lambda arguments: {**arguments, name: edit(arguments[name])}
-
-
 def same(x: torch.Tensor) -> torch.Tensor:
     """No edit."""
     return x
-
-
-def misaligned(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, one element into their storage."""
-    flat = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)
-    return flat[1:].view(x.shape).copy_(x)
 
 
 def numbers(

@@ -6,19 +6,18 @@ from typing import Any
 
 import torch
 
-from tile_kernels.mhc.cases import (
-    BF16,
-    LEADING,
-    SHAPES,
-    Edit,
+from tile_kernels.mhc.cases import BF16, LEADING, SHAPES, Edit, constant, numbers, same, spread
+from tile_kernels.runtime.cases import (
+    Arguments,
+    Benchmark,
+    Build,
+    Cases,
+    Reject,
+    Sample,
+    Vector,
     changed,
-    constant,
     edited,
-    numbers,
-    same,
-    spread,
 )
-from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
 
 
 def _forward(*leading: int, m: int, h: int, **kinds: Any) -> Build:

@@ -6,18 +6,7 @@ from typing import Any
 
 import torch
 
-from tile_kernels.mhc.cases import (
-    FP32,
-    LEADING,
-    Edit,
-    StreamCases,
-    changed,
-    constant,
-    edited,
-    numbers,
-    same,
-    spread,
-)
+from tile_kernels.mhc.cases import FP32, LEADING, Edit, StreamCases, constant, numbers, same, spread
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -26,7 +15,9 @@ from tile_kernels.runtime.cases import (
     Reject,
     Sample,
     Vector,
+    changed,
     close_results,
+    edited,
 )
 
 

@@ -15,13 +15,12 @@ from tile_kernels.mhc.cases import (
     Edit,
     StreamCases,
     constant,
-    edited,
     numbers,
     same,
     spread,
     streams_exact,
 )
-from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Reject, Sample, Vector
+from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Reject, Sample, Vector, edited
 
 
 def _x() -> torch.Tensor:

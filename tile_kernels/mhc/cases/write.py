@@ -14,13 +14,12 @@ from tile_kernels.mhc.cases import (
     Edit,
     StreamCases,
     constant,
-    edited,
     numbers,
     same,
     spread,
     streams_exact,
 )
-from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Reject, Sample, Vector
+from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Reject, Sample, Vector, edited
 
 
 def _forward(*leading: int, m: int = 4, h: int = 32, residual: Edit = same, **kinds: Any) -> Build:

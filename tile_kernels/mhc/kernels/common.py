@@ -11,15 +11,13 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import WARP
 
-LANES = 32
 REGISTERS = 65536  # of a multiprocessor
 COLUMNS = 8  # of a thread at most: 16 bytes
 MOST_THREADS = 256
 MOST_STEPS = 4
 FEW_THREADS = 128  # for a part of a row, where there are too few tokens to fill the machine
-# Every access stands under the conditions it needs; TileLang would check positions once more.
-EXPLICIT_GUARDS = {"tl.disable_safe_memory_legalize": True}
 
 
 # ---- plans --------------------------------------------------------------------------------------
@@ -50,11 +48,11 @@ def cut_row(hidden: int, num_tokens: int, device: Device) -> Cut:
     """
     units = hidden // columns_of(hidden)
     if num_tokens < 2 * device.num_sms:
-        threads = min(FEW_THREADS, -(-units // LANES) * LANES)
+        threads = min(FEW_THREADS, -(-units // WARP) * WARP)
         return Cut(threads, 1, -(-units // threads))
     cuts = [
         Cut(threads, steps, -(-units // (threads * steps)))
-        for threads in range(LANES, MOST_THREADS + 1, LANES)
+        for threads in range(WARP, MOST_THREADS + 1, WARP)
         for steps in range(1, MOST_STEPS + 1)
     ]
     return min(cuts, key=lambda cut: (cut.parts, cut.parts * cut.threads * cut.steps, cut.threads))
@@ -63,7 +61,7 @@ def cut_row(hidden: int, num_tokens: int, device: Device) -> Cut:
 def whole_row(hidden: int) -> Cut:
     """A block per row: as few idle threads as possible, then as many threads as are allowed."""
     units = hidden // columns_of(hidden)
-    options = range(LANES, MOST_THREADS + 1, LANES)
+    options = range(WARP, MOST_THREADS + 1, WARP)
     threads = min(options, key=lambda t: (-(-units // t) * t, -t))
     return Cut(threads, -(-units // threads), 1)
 
@@ -267,9 +265,9 @@ def sum_to_shared(count: int, threads: int) -> Any:
         for d in T.unroll(5):  # outside, so that shuffles do not wait for each other
             for i in T.unroll(count):
                 values[i] = T.ieee_add(values[i], T.shfl_xor(values[i], T.shift_left(1, d)))
-        if tx % LANES == 0:
+        if tx % WARP == 0:
             for i in T.unroll(count):
-                of_warps[i, tx // LANES] = values[i]
+                of_warps[i, tx // WARP] = values[i]
         T.sync_threads()
 
     return summed

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.mhc.kernels.common import (
-    EXPLICIT_GUARDS,
     access,
     columns_of,
     cut_row,
@@ -14,6 +13,7 @@ from tile_kernels.mhc.kernels.common import (
     widen,
 )
 from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 

@@ -9,8 +9,6 @@ from tilelang import language as T
 
 from tile_kernels.mhc.fused import LAYERS
 from tile_kernels.mhc.kernels.common import (
-    EXPLICIT_GUARDS,
-    LANES,
     MixPlan,
     columns_of,
     load_columns,
@@ -29,6 +27,7 @@ from tile_kernels.mhc.kernels.mixes import kind_of
 from tile_kernels.mhc.kernels.projection import sum_of_products
 from tile_kernels.mhc.kernels.sinkhorn import lanes_of, sinkhorn
 from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
 # ---- from products to what a sublayer reads -----------------------------------------------------
@@ -141,7 +140,7 @@ def read_from_products(*static: Any) -> Any:
                         load(residual, token, i, first, raw, i)
                     read(weights, raw, total)
                     store(total, out, token, 0, first)
-            if part == 0 and tx < LANES:
+            if part == 0 and tx < WARP:
                 row = tx % lanes
                 for c in T.unroll(streams):
                     matrix[c] = T.float32(0)

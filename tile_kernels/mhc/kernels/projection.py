@@ -19,7 +19,7 @@ from tile_kernels.mhc.projection import (
     gradient_columns,
 )
 from tile_kernels.runtime.device import Device
-from tile_kernels.runtime.kernels.common import WARP
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
 MOST_STAGES = 4
@@ -72,7 +72,7 @@ def split_access_bits(*static: Any) -> tuple[int, int]:
 @kernel(
     plan=split_plan,
     access_bits=split_access_bits,
-    pass_configs={"tl.disable_safe_memory_legalize": True},
+    pass_configs=EXPLICIT_GUARDS,
 )
 def split_weights(mixes: int, padded: int, size: int, vector: int) -> Any:
     """The two parts of each weight, rounded to TF32; rows of padding are zero."""
@@ -217,7 +217,7 @@ def mix_plan(mixes: int, padded: int, size: int, splits: int, device: Device) ->
 @kernel(
     plan=mix_plan,
     access_bits=lambda *_: (32, 32),
-    pass_configs={"tl.disable_safe_memory_legalize": True},
+    pass_configs=EXPLICIT_GUARDS,
 )
 def mixes_of_products(mixes: int, padded: int, size: int, splits: int) -> Any:
     """A thread per mix: the shares summed, and divided by the norm of the token."""
@@ -267,7 +267,7 @@ def mix_gradient_plan(mixes: int, padded: int, size: int, device: Device) -> Mix
 @kernel(
     plan=mix_gradient_plan,
     access_bits=lambda *_: (32, (16, 32)),
-    pass_configs={"tl.disable_safe_memory_legalize": True},
+    pass_configs=EXPLICIT_GUARDS,
 )
 def mix_gradients(mixes: int, padded: int, size: int) -> Any:
     """A warp per token: the gradient of its products in two parts, and twice that of its squares.
@@ -295,7 +295,9 @@ def mix_gradients(mixes: int, padded: int, size: int) -> Any:
             if row < rows:
                 square = T.alloc_var(T.float32, init=squares[row])
                 inverse = T.alloc_var(T.float32)
-                inverse = T.rsqrt(T.ieee_fmaf(square, T.float32(1 / size), eps))
+                # In float64 and rounded once: a step of it would move ties of TF32.
+                mean = T.cast(square, T.float64) / T.float64(size)
+                inverse = T.cast(T.float64(1) / T.sqrt(mean + T.cast(eps, T.float64)), T.float32)
                 for i in T.unroll(steps):
                     mix = i * WARP + lane
                     if mix < padded:

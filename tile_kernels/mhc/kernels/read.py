@@ -5,8 +5,6 @@ from typing import Any
 from tilelang import language as T
 
 from tile_kernels.mhc.kernels.common import (
-    EXPLICIT_GUARDS,
-    LANES,
     GradientPlan,
     MixPlan,
     add_products,
@@ -24,6 +22,7 @@ from tile_kernels.mhc.kernels.common import (
     sum_to_shared,
     widen,
 )
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
 
@@ -70,7 +69,7 @@ def apply_mix_backward(*static: Any) -> Any:
     plan = GradientPlan(*static)
     streams, hidden, threads = plan.streams, plan.hidden, plan.threads
     columns = columns_of(hidden)
-    warps = threads // LANES
+    warps = threads // WARP
     load = load_columns(columns, plan.vector)
     store = store_columns(columns, plan.vector)
     load_mix = load_mixes(streams, plan.mix_vector)

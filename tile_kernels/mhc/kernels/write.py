@@ -5,8 +5,6 @@ from typing import Any
 from tilelang import language as T
 
 from tile_kernels.mhc.kernels.common import (
-    EXPLICIT_GUARDS,
-    LANES,
     GradientPlan,
     MixPlan,
     add_products,
@@ -25,6 +23,7 @@ from tile_kernels.mhc.kernels.common import (
     widen,
     write_stream,
 )
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
 
@@ -85,7 +84,7 @@ def post_backward(*static: Any) -> Any:
     plan = GradientPlan(*static)
     streams, hidden, threads = plan.streams, plan.hidden, plan.threads
     columns = columns_of(hidden)
-    warps = threads // LANES
+    warps = threads // WARP
     count = streams * (streams + 1)  # sums of a token: those of `post`, then those of `comb`
     load = load_columns(columns, plan.vector)
     store = store_columns(columns, plan.vector)

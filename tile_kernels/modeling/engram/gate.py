@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels import engram as ops
+from tile_kernels.runtime.op import last_gradients
 
 
 class EngramGateFn(torch.autograd.Function):
@@ -43,10 +44,9 @@ class EngramGateFn(torch.autograd.Function):
         """The gradients that are needed; those of weights with `main_grad` are added there."""
         with torch.no_grad():
             grads = EngramGateFn._gradients(ctx, grad_out)
-        if torch.is_grad_enabled():  # under `create_graph=True`
-            inputs = grad_out, *ctx.saved_tensors[:5]
-            grads = [None if grad is None else _LastGradient.apply(grad, *inputs) for grad in grads]
-        return *grads, None, None, None
+        message = "engram_gate: there is no second derivative of the gate"
+        inputs = (grad_out, *ctx.saved_tensors[:5])
+        return *last_gradients(message, grads, inputs), None, None, None
 
     @staticmethod
     def _gradients(ctx: Any, grad_out: Tensor) -> list[Tensor | None]:
@@ -65,18 +65,6 @@ class EngramGateFn(torch.autograd.Function):
             return [*of_inputs, None, None]
         weights = weight_hidden, weight_embed
         return [*of_inputs, *_weight_gradients(partial, weights, ctx.weights, needed[3:5])]
-
-
-class _LastGradient(torch.autograd.Function):
-    """A gradient that cannot be differentiated, and says so if someone tries."""
-
-    @staticmethod
-    def forward(_: Any, grad: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG004
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(_: Any, *grads: Tensor) -> None:  # noqa: ARG004
-        raise RuntimeError("engram_gate: there is no second derivative of the gate")
 
 
 _WEIGHTS = ("weight_hidden", "weight_embed")

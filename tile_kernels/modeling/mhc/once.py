@@ -9,19 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tile_kernels.runtime.op import last_gradients
+
+_MESSAGE = "tile_kernels.modeling.mhc: there are no second derivatives"
+
 Backward = Callable[..., tuple[Tensor | None, ...]]
-
-
-class _Last(torch.autograd.Function):
-    """A gradient that cannot be differentiated, and says so if someone tries."""
-
-    @staticmethod
-    def forward(_: Any, grad: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG004
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(_: Any, *grads: Tensor) -> None:  # noqa: ARG004
-        raise RuntimeError("tile_kernels.modeling.mhc: there are no second derivatives")
 
 
 def differentiable_once(backward: Backward) -> Backward:
@@ -38,6 +30,6 @@ def differentiable_once(backward: Backward) -> Backward:
             grads = backward(ctx, *given)
         inputs = [grad for grad in given if grad is not None]
         inputs += ctx.saved_tensors
-        return tuple(None if grad is None else _Last.apply(grad, *inputs) for grad in grads)
+        return last_gradients(_MESSAGE, grads, inputs)
 
     return outer

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.moe.cases import changed, with_value
-from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.cases import (
+    Arguments,
+    Benchmark,
+    Build,
+    Cases,
+    Reject,
+    Sample,
+    Vector,
+    changed,
+    with_value,
+)
 
 
 def _counted(num_tokens: int, num_topk: int, num_groups: int, name: str, **more: int) -> Build:

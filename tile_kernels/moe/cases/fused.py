@@ -10,8 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tile_kernels.moe.cases import changed, with_value
-from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.cases import (
+    Arguments,
+    Benchmark,
+    Build,
+    Cases,
+    Reject,
+    Sample,
+    Vector,
+    changed,
+    with_value,
+)
 from tile_kernels.torch.mapping import get_fused_mapping
 from tile_kernels.transpose.cases import random_bits
 

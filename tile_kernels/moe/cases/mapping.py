@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.moe.cases import changed, with_value
-from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.cases import (
+    Arguments,
+    Benchmark,
+    Build,
+    Cases,
+    Reject,
+    Sample,
+    Vector,
+    changed,
+    with_value,
+)
 from tile_kernels.torch.mapping import most_expanded_tokens
 
 # What one of 8 ranks receives when each sends 4096 tokens to 8 of 256 experts, 32 of them here:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from tile_kernels.moe.cases import changed, with_value
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -15,7 +14,9 @@ from tile_kernels.runtime.cases import (
     Reject,
     Sample,
     Vector,
+    changed,
     close_results,
+    with_value,
 )
 
 _SCORING = ("sigmoid", "sqrtsoftplus", "softmax")

@@ -13,15 +13,13 @@ from tilelang import language as T
 
 from tile_kernels.moe.kernels.common import first_lane
 from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
 ACCESS_BYTES = 16
-WARP = 32
 MOST_LANES = 256
 MOST_STEPS = 4
 FEW_LANES = 128  # a row's part, where there are too few tokens to fill the machine
-# Every access stands under the conditions it needs; TileLang would check positions once more.
-EXPLICIT_GUARDS = {"tl.disable_safe_memory_legalize": True}
 
 
 class Split(NamedTuple):

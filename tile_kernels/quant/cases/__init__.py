@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tile_kernels.runtime.cases import Arguments, assert_equal_results
+from tile_kernels.runtime.cases import assert_equal_results
 from tile_kernels.torch.cast import cast
 
 _NAN, _INF = float("nan"), float("inf")
@@ -17,11 +16,6 @@ ROUNDED: Flags = {"round_sf": True}
 COLUMN: Flags = {"use_tma_aligned_col_major_sf": True}
 PACKED: Flags = {"round_sf": True, "use_tma_aligned_col_major_sf": True, "use_packed_ue8m0": True}
 LAYOUTS = {"row": ROW, "rounded": ROUNDED, "column": COLUMN, "packed": PACKED}
-
-
-def changed(**changes: Any) -> Callable[[Arguments], Arguments]:
-    """An edit of good arguments, for `Reject`."""
-    return lambda arguments: {**arguments, **changes}
 
 
 def numbers(
@@ -44,13 +38,6 @@ def strided(x: torch.Tensor, extra: int) -> torch.Tensor:
     wide = torch.zeros(x.shape[0], x.shape[1] + extra, dtype=x.dtype, device=x.device)
     wide[:, : x.shape[1]] = x
     return wide[:, : x.shape[1]]
-
-
-def misaligned(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, one element into their storage."""
-    flat = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)
-    flat[1:] = x.reshape(-1)
-    return flat[1:].view(x.shape)
 
 
 def quantised(

@@ -6,17 +6,7 @@ from typing import Any
 
 import torch
 
-from tile_kernels.quant.cases import (
-    COLUMN,
-    LAYOUTS,
-    PACKED,
-    ROW,
-    Flags,
-    changed,
-    hexed,
-    misaligned,
-    strided,
-)
+from tile_kernels.quant.cases import COLUMN, LAYOUTS, PACKED, ROW, Flags, hexed, strided
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -26,6 +16,8 @@ from tile_kernels.runtime.cases import (
     Sample,
     Vector,
     assert_equal_results,
+    changed,
+    misaligned,
 )
 from tile_kernels.torch.scales import lay_out_sf
 

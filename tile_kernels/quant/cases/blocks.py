@@ -13,13 +13,21 @@ from tile_kernels.quant.cases import (
     ROUNDED,
     ROW,
     Flags,
-    changed,
     hexed,
-    misaligned,
     numbers,
     strided,
 )
-from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.cases import (
+    Arguments,
+    Benchmark,
+    Build,
+    Cases,
+    Reject,
+    Sample,
+    Vector,
+    changed,
+    misaligned,
+)
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 Block = tuple[int, int]

@@ -6,15 +6,7 @@ from typing import Any
 
 import torch
 
-from tile_kernels.quant.cases import (
-    changed,
-    hexed,
-    misaligned,
-    numbers,
-    strided,
-    within_one_step,
-    words,
-)
+from tile_kernels.quant.cases import hexed, numbers, strided, within_one_step, words
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -23,6 +15,8 @@ from tile_kernels.runtime.cases import (
     Reject,
     Sample,
     Vector,
+    changed,
+    misaligned,
 )
 from tile_kernels.torch.cast import cast
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.quant.cases import changed, misaligned, numbers, strided
+from tile_kernels.quant.cases import numbers, strided
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -13,7 +13,9 @@ from tile_kernels.runtime.cases import (
     Reject,
     Sample,
     Vector,
+    changed,
     close_results,
+    misaligned,
 )
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.quant.cases import (
-    COLUMN,
-    LAYOUTS,
-    PACKED,
-    ROW,
-    Flags,
-    changed,
-    hexed,
-    misaligned,
-    strided,
-)
+from tile_kernels.quant.cases import COLUMN, LAYOUTS, PACKED, ROW, Flags, hexed, strided
 from tile_kernels.quant.cases.back import codes
-from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.cases import (
+    Arguments,
+    Benchmark,
+    Build,
+    Cases,
+    Reject,
+    Sample,
+    Vector,
+    changed,
+    misaligned,
+)
 from tile_kernels.torch.scales import lay_out_sf
 
 Block = tuple[int, int]

@@ -12,9 +12,7 @@ from tile_kernels.quant.cases import (
     PACKED,
     ROUNDED,
     Flags,
-    changed,
     hexed,
-    misaligned,
     numbers,
     strided,
     within_one_step,
@@ -27,7 +25,9 @@ from tile_kernels.runtime.cases import (
     Reject,
     Sample,
     Vector,
+    changed,
     close_results,
+    misaligned,
 )
 from tile_kernels.torch.cast import cast
 

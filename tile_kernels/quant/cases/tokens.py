@@ -12,15 +12,23 @@ from tile_kernels.quant.cases import (
     PACKED,
     ROUNDED,
     Flags,
-    changed,
     hexed,
-    misaligned,
     numbers,
     quantised,
     strided,
     words,
 )
-from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.cases import (
+    Arguments,
+    Benchmark,
+    Build,
+    Cases,
+    Reject,
+    Sample,
+    Vector,
+    changed,
+    misaligned,
+)
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _E4M3 = torch.float8_e4m3fn

@@ -8,7 +8,6 @@ from tilelang import language as T
 from tile_kernels.quant.kernels.common import (
     ACCESS_BITS,
     BITS,
-    EXPLICIT_GUARDS,
     access,
     access_width,
     e2m1_value,
@@ -18,6 +17,7 @@ from tile_kernels.quant.kernels.common import (
     units,
 )
 from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 THREADS = 256

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.quant.kernels.common import (
-    EXPLICIT_GUARDS,
     LANES,
     PACKED,
     ROW,
@@ -20,6 +19,7 @@ from tile_kernels.quant.kernels.common import (
 )
 from tile_kernels.quant.kernels.tokens import GIVEN, SCALES
 from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 THREADS = 256

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.quant.kernels.activation import swiglu_clamp, swiglu_value
-from tile_kernels.quant.kernels.common import BITS, scale_of, storage
+from tile_kernels.quant.kernels.common import BITS, LANES, scale_of, storage
 from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.launch import kernel
 
-LANES = 32
 ACCESS_BYTES = 16
 TILE_ROWS = 128  # the most rows of a scale; of 32 rows a tile has four scales per channel
 SCALE_COLUMNS = 128  # of a quantised source

@@ -18,8 +18,6 @@ CLAMP_MIN = {"e4m3": 1e-4, "e2m1": 6.0 * 2.0**-126, "e5m6": 1e-4}
 LARGEST_FLOAT = 3.4028234663852886e38
 ACCESS_BITS = 128
 LANES = 32
-# For kernels whose accesses all stand under the conditions they need: no second check of positions.
-EXPLICIT_GUARDS = {"tl.disable_safe_memory_legalize": True}
 
 # How scales lie in memory: rows of float32, columns of float32, columns of four packed exponents.
 ROW, COLUMN, PACKED = "row", "column", "packed"

@@ -13,7 +13,6 @@ from tile_kernels.quant.kernels.blocks import (
     write_block_scale,
 )
 from tile_kernels.quant.kernels.common import (
-    EXPLICIT_GUARDS,
     PACKED,
     ROW,
     access,
@@ -21,6 +20,7 @@ from tile_kernels.quant.kernels.common import (
     e2m1_value,
 )
 from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 MOST_KEPT = 16  # rows that a thread holds in registers
