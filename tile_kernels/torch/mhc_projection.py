@@ -93,7 +93,7 @@ def mhc_norm_fn_bwd(
     """
     x = _rows(residual)
     size = x.shape[-1]
-    # A step of this number moves `gm` across a tie of TF32 now and then: rounded once, from float64.
+    # A step of this number moves `gm` across ties of TF32: rounded once, from float64.
     r = torch.rsqrt(s.double() / size + torch.full_like(s, eps).double()).to(s.dtype)
     into_norm = -0.5 * (grad_mixes * mul).sum(-1) * r / (s + eps * size)
     into_product = tf32(grad_mixes * r[..., None])
