@@ -25,6 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from examples.tiny_v4 import speed
 from examples.tiny_v4.model import Config, TinyV4
 from examples.tiny_v4.report import write_report
 from examples.tiny_v4.text import Text
@@ -164,6 +165,10 @@ def train(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     with torch.no_grad():
         test_loss = loss_of(model, held_out).item()
     tokens = (len(losses) - first) * options.rows * options.length
+    speeds = {}
+    if options.device != "cpu":
+        batch = text.batch(0, options.seed, options.rows, options.length).to(options.device)
+        speeds = speed.compare(model, loss_of, batch)
     return {
         "config": config,
         "losses": losses,
@@ -172,6 +177,7 @@ def train(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "unigram": text.unigram_entropy(),
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
+        "speeds": speeds,
         "sample": sample(model, text, "The ", 160),
         "looked_at": model.looked_at(held_out[:1, :-1]),
         "shown": text.decode(held_out[0, :-1].cpu()),
@@ -216,6 +222,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(
         f"{result['tokens_per_second']:.0f} letters per second, {result['seconds']:.0f} s"
     )
+    for name, value in result["speeds"].items():
+        console.print(f"{name}: {value:.0f} letters per second, forward and backward")
     console.print(f"\n{result['sample']}\n", markup=False, highlight=False)
 
 

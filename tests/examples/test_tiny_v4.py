@@ -12,9 +12,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from examples.tiny_v4 import ablate, report, train
+from examples.tiny_v4 import ablate, report, speed, train
 from examples.tiny_v4.model import Config, TinyV4
 from examples.tiny_v4.text import Text, corpus
+from tile_kernels.runtime.backends import choose
 
 QUIET = Console(quiet=True)
 SMALL = ["--hidden", "32", "--layers", "1", "--rows", "2", "--length", "24"]
@@ -89,6 +90,22 @@ def test_parts_can_be_left_out(tmp_path: Path) -> None:
     assert all(0 < loss < 6 for loss in found.values())
 
 
+def test_speed_of_each_way() -> None:
+    """Both ways train the same model, and the plain one runs no kernel, not even backwards."""
+    torch.manual_seed(0)
+    model = TinyV4(Config(20, hidden=32, layers=1, engram_layers=(0,), fp8=False))
+    ids = torch.randint(1, 20, (2, 9))
+    found = speed.compare(model, train.loss_of, ids, repeats=1, compiled=False)
+    assert list(found) == ["kernels", "plain PyTorch"]
+    assert all(value > 0 for value in found.values())
+    backends = []
+    with speed.plain():
+        loss = train.loss_of(model, ids)
+        loss.register_hook(lambda _: backends.append(choose(torch.device("cuda"))))
+        loss.backward()
+    assert backends == ["torch"]
+
+
 def test_causal() -> None:
     """A letter does not change what was predicted before it."""
     torch.manual_seed(0)
@@ -113,7 +130,11 @@ def test_gradients_on_cuda_are_those_on_cpu() -> None:
         model.zero_grad()
         train.loss_of(model, ids.to(device)).backward()
         grads.append(
-            {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+            {
+                name: p.grad.cpu().clone()
+                for name, p in model.named_parameters()
+                if p.grad is not None
+            }
         )
     for name, grad in grads[0].items():
         error = (grad - grads[1][name]).norm() / grad.norm().clamp(min=1e-6)

@@ -164,7 +164,7 @@ def test_shared_memory_suffices(arch: str) -> None:
     for padded in range(16, MOST_MIXES + 1, 16):
         for rows in (10, 4096):
             plan = kernels.product_plan(padded, 28672, rows, 8, device)
-            stage = (plan.tile + 2 * padded) * kernels.DEPTH * kernels.BF16
+            stage = (plan.tile + 2 * padded) * plan.depth * kernels.BF16
             assert plan.stages * stage <= device.smem_per_block
         for accumulate in (False, True):
             stages = kernels.gradient_plan(padded, padded, 28672, 1, accumulate, device).stages

@@ -18,9 +18,9 @@ from tile_kernels.torch import mhc_projection as oracles
 
 MOST_MIXES = 128
 VECTOR = 8  # bfloat16 of 16 bytes
-DEPTH, MOST_ROWS, FEW_ROWS = 64, 256, 64  # of a step and a tile; the weights are read per tile
+DEPTH, MOST_ROWS, FEW_ROWS = 128, 256, 64  # of a step and a tile; the weights are read per tile
 GRADIENT_ROWS = 64  # of a tile in the backward pass
-LEAST_STEPS = 4  # of a block, so that copies run ahead
+LEAST_STEPS = 2  # of a block, so that copies run ahead
 
 _MODULE = "tile_kernels.mhc.kernels.projection"
 _SPLIT = Kernel(_MODULE, "split_weights")

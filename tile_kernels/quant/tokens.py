@@ -93,7 +93,7 @@ def launch(
     """Run the kernel for a task: `cast`, `scales` alone, data by `given` scales, or `fake`."""
     width = layout.values_in(x)
     words = None if out is None else layout.as_words(out)
-    whole = group == width and group not in GROUPS
+    whole = fmt == "e5m6" or (group == width and group not in GROUPS)
     problem = (
         layout.SOURCES[x.dtype], fmt, width, group, how, round_sf, task, block,
         x_sf is not None and x_sf.dtype == torch.int32, layout.row_alignment(x),

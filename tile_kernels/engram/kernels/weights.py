@@ -63,23 +63,27 @@ def product(dtype: str, vector: int) -> Any:
 
 # ---- sums of partial gradients ------------------------------------------------------------------
 
-IN_FLIGHT = 8  # parts that a thread reads at once
+FEW_PARTS, MOST_PARTS = 8, 12  # that a thread reads at once
+MOST_WARPS = 16
 MANY_WARPS = 4096  # enough for any device
 
 
 class ReducePlan(NamedTuple):
-    """Each warp of a block adds up a share of the parts, for the same columns."""
+    """Each warp of a block adds up a share of the parts, `at_once` at a time, for some columns."""
 
     dtype: str
     vector: int
     warps: int
+    at_once: int
 
 
 def reduce_plan(dtype: str, columns: int, parts: int, vector: int, device: Device) -> ReducePlan:
     """More warps, the fewer the columns and the more parts there are, whatever the SM budget."""
     blocks = max(1, -(-columns // (WARP * vector)))
-    warps = max(1, min(16, -(-parts // IN_FLIGHT), MANY_WARPS // blocks))
-    return ReducePlan(dtype, vector, 1 << (warps.bit_length() - 1))
+    warps = max(1, min(MOST_WARPS, -(-parts // FEW_PARTS), MANY_WARPS // blocks))
+    warps = 1 << (warps.bit_length() - 1)
+    turns = max(1, -(-parts // (warps * MOST_PARTS)))
+    return ReducePlan(dtype, vector, warps, max(1, -(-parts // (warps * turns))))
 
 
 def reduce_access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
@@ -92,9 +96,10 @@ def reduce_access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
     access_bits=reduce_access_bits,
     pass_configs={**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True},
 )
-def reduce_gradients(dtype: str, vector: int, warps: int) -> Any:
+def reduce_gradients(dtype: str, vector: int, warps: int, at_once: int) -> Any:
     """With `S` the sum of parts, `S` times either weight is added to the other's gradient."""
     parts, columns = T.dynamic("parts columns")
+    turns = -(-vector // warps)  # columns of a thread at the end
 
     @T.prim_func
     def reduce_columns(
@@ -110,37 +115,48 @@ def reduce_gradients(dtype: str, vector: int, warps: int) -> Any:
             warp = T.get_thread_binding() // WARP
             first = (block * WARP + lane) * vector
             of_warps = T.alloc_shared((warps, WARP * vector), T.float32)
-            read = T.alloc_local((IN_FLIGHT * vector,), T.float32)
+            read = T.alloc_local((at_once * vector,), T.float32)
             sums = T.alloc_local((vector,), T.float32)
+            # What a thread will need of its columns at the end, on the way already.
+            old = T.alloc_local((turns, 2), T.float32)
+            weights = T.alloc_local((turns, 2), dtype)
+            for i in T.unroll(turns):
+                place = i * warps * WARP + T.get_thread_binding()
+                column = block * WARP * vector + place
+                if place < WARP * vector and column < columns:
+                    weights[i, 0] = weight_embed[column]
+                    weights[i, 1] = weight_hidden[column]
+                    old[i, 0] = grad_hidden[column]
+                    old[i, 1] = grad_embed[column]
             for e in T.unroll(vector):
                 sums[e] = T.float32(0)
             if first < columns:
-                for turn in T.serial(T.ceildiv(parts, warps * IN_FLIGHT)):
-                    for i in T.unroll(IN_FLIGHT):
-                        part = (turn * warps + warp) * IN_FLIGHT + i
+                for turn in T.serial(T.ceildiv(parts, warps * at_once)):
+                    for i in T.unroll(at_once):
+                        part = (turn * warps + warp) * at_once + i
                         if part < parts:
                             for e in T.vectorized(vector):
                                 read[i * vector + e] = partial[part, first + e]
                         else:
                             for e in T.unroll(vector):
                                 read[i * vector + e] = T.float32(0)
-                    for i in T.unroll(IN_FLIGHT):
+                    for i in T.unroll(at_once):
                         for e in T.unroll(vector):
                             sums[e] = sums[e] + read[i * vector + e]
             for e in T.unroll(vector):
                 of_warps[warp, lane * vector + e] = sums[e]
             T.sync_threads()
             # A thread per column: the sums of warps in their order, then the products.
-            for i in T.unroll(T.ceildiv(vector, warps)):
+            for i in T.unroll(turns):
                 place = i * warps * WARP + T.get_thread_binding()
                 column = block * WARP * vector + place
                 if place < WARP * vector and column < columns:
                     total = T.alloc_var(T.float32, init=of_warps[0, place])
                     for w in T.unroll(warps - 1):
                         total = total + of_warps[w + 1, place]
-                    of_hidden = T.ieee_mul(total, T.cast(weight_embed[column], T.float32))
-                    of_embed = T.ieee_mul(total, T.cast(weight_hidden[column], T.float32))
-                    grad_hidden[column] = T.ieee_add(grad_hidden[column], of_hidden)
-                    grad_embed[column] = T.ieee_add(grad_embed[column], of_embed)
+                    of_hidden = T.ieee_mul(total, T.cast(weights[i, 0], T.float32))
+                    of_embed = T.ieee_mul(total, T.cast(weights[i, 1], T.float32))
+                    grad_hidden[column] = T.ieee_add(old[i, 0], of_hidden)
+                    grad_embed[column] = T.ieee_add(old[i, 1], of_embed)
 
     return reduce_columns

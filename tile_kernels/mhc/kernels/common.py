@@ -15,8 +15,8 @@ from tile_kernels.runtime.kernels.common import WARP
 
 REGISTERS = 65536  # of a multiprocessor
 COLUMNS = 8  # of a thread at most: 16 bytes
-MOST_THREADS = 256
-MOST_STEPS = 4
+MOST_THREADS = 512
+MOST_THREADS_OF_ROW = 256  # where a block takes a whole row
 FEW_THREADS = 128  # for a part of a row, where there are too few tokens to fill the machine
 
 
@@ -34,36 +34,38 @@ def access(count: int, size: int, alignment: int) -> int:
 
 
 class Cut(NamedTuple):
-    """How a row is cut: `parts` blocks of `threads`, which take `steps` turns."""
+    """How a row is cut: `parts` blocks of `threads`."""
 
     threads: int
-    steps: int
     parts: int
 
 
 def cut_row(hidden: int, num_tokens: int, device: Device) -> Cut:
-    """As few parts as possible, then as few idle threads, then as few threads.
+    """As few idle threads as possible, then as few parts: long runs of memory for a block.
 
     With few tokens a row is spread over as many blocks as it fills instead.
     """
     units = hidden // columns_of(hidden)
     if num_tokens < 2 * device.num_sms:
         threads = min(FEW_THREADS, -(-units // WARP) * WARP)
-        return Cut(threads, 1, -(-units // threads))
-    cuts = [
-        Cut(threads, steps, -(-units // (threads * steps)))
-        for threads in range(WARP, MOST_THREADS + 1, WARP)
-        for steps in range(1, MOST_STEPS + 1)
-    ]
-    return min(cuts, key=lambda cut: (cut.parts, cut.parts * cut.threads * cut.steps, cut.threads))
+        return Cut(threads, -(-units // threads))
+    cuts = [Cut(t, -(-units // t)) for t in range(WARP, MOST_THREADS + 1, WARP)]
+    return min(cuts, key=lambda cut: (cut.threads * cut.parts, cut.parts))
 
 
-def whole_row(hidden: int) -> Cut:
-    """A block per row: as few idle threads as possible, then as many threads as are allowed."""
+class Turns(NamedTuple):
+    """How a block takes a whole row: in `steps` turns of its `threads`."""
+
+    threads: int
+    steps: int
+
+
+def whole_row(hidden: int) -> Turns:
+    """As few idle threads as possible, then as many threads as are allowed."""
     units = hidden // columns_of(hidden)
-    options = range(WARP, MOST_THREADS + 1, WARP)
+    options = range(WARP, MOST_THREADS_OF_ROW + 1, WARP)
     threads = min(options, key=lambda t: (-(-units // t) * t, -t))
-    return Cut(threads, -(-units // threads), 1)
+    return Turns(threads, -(-units // threads))
 
 
 def resident(threads: int, streams: int, few: int, many: int) -> int:
@@ -82,7 +84,6 @@ class MixPlan(NamedTuple):
     vector: int
     mix_vector: int
     threads: int
-    steps: int
     parts: int
 
 
@@ -122,8 +123,7 @@ def gradient_plan(
     """A block per token, whatever the device, since the order of sums must not depend on it."""
     vector = access(columns_of(hidden), 2, alignment)
     mix_vector = access(streams, 4, mix_alignment)
-    threads, steps, _ = whole_row(hidden)
-    return GradientPlan(streams, hidden, added, vector, mix_vector, threads, steps)
+    return GradientPlan(streams, hidden, added, vector, mix_vector, *whole_row(hidden))
 
 
 def gradient_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

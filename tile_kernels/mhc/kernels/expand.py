@@ -24,7 +24,6 @@ class Plan(NamedTuple):
     hidden: int
     vector: int
     threads: int
-    steps: int
     parts: int
 
 
@@ -39,7 +38,7 @@ def access_bits(*static: int) -> tuple[int, int]:
 
 
 @kernel(plan=plan, access_bits=access_bits, pass_configs=EXPLICIT_GUARDS)
-def expand(streams: int, hidden: int, vector: int, threads: int, steps: int, parts: int) -> Any:
+def expand(streams: int, hidden: int, vector: int, threads: int, parts: int) -> Any:
     """Every stream of `out` is the one of `x`."""
     columns = columns_of(hidden)
     load = load_columns(columns, vector)
@@ -52,26 +51,20 @@ def expand(streams: int, hidden: int, vector: int, threads: int, steps: int, par
     ):
         with T.Kernel(num_tokens * parts, threads=threads) as block:
             token = block // parts
-            raw = T.alloc_local((steps, columns), T.bfloat16)
-            for s in T.unroll(steps):
-                first = ((block % parts * steps + s) * threads + T.get_thread_binding()) * columns
-                if first < hidden:
-                    load(x, token, 0, first, raw, s)
-            for s in T.unroll(steps):
-                first = ((block % parts * steps + s) * threads + T.get_thread_binding()) * columns
-                if first < hidden:
-                    for i in T.unroll(streams):
-                        for c in T.unroll(columns // vector):
-                            for v in T.vectorized(vector):
-                                out[token, i, first + c * vector + v] = raw[s, c * vector + v]
+            raw = T.alloc_local((1, columns), T.bfloat16)
+            first = (block % parts * threads + T.get_thread_binding()) * columns
+            if first < hidden:
+                load(x, token, 0, first, raw, 0)
+                for i in T.unroll(streams):
+                    for c in T.unroll(columns // vector):
+                        for v in T.vectorized(vector):
+                            out[token, i, first + c * vector + v] = raw[0, c * vector + v]
 
     return expanded
 
 
 @kernel(plan=plan, access_bits=access_bits, pass_configs=EXPLICIT_GUARDS)
-def expand_backward(
-    streams: int, hidden: int, vector: int, threads: int, steps: int, parts: int
-) -> Any:
+def expand_backward(streams: int, hidden: int, vector: int, threads: int, parts: int) -> Any:
     """The sum of the streams of `grad`, in order."""
     columns = columns_of(hidden)
     load = load_columns(columns, vector)
@@ -89,16 +82,15 @@ def expand_backward(
             raw = T.alloc_local((streams, columns), T.bfloat16)
             wide = T.alloc_local((columns,), T.float32)
             total = T.alloc_local((columns,), T.float32)
-            for s in T.serial(steps):
-                first = ((block % parts * steps + s) * threads + T.get_thread_binding()) * columns
-                if first < hidden:
-                    for i in T.unroll(streams):
-                        load(grad, token, i, first, raw, i)
-                    widened(raw, 0, total)
-                    for i in T.unroll(streams - 1):
-                        widened(raw, i + 1, wide)
-                        for v in T.unroll(columns):
-                            total[v] = T.ieee_add(total[v], wide[v])
-                    store(total, out, token, 0, first)
+            first = (block % parts * threads + T.get_thread_binding()) * columns
+            if first < hidden:
+                for i in T.unroll(streams):
+                    load(grad, token, i, first, raw, i)
+                widened(raw, 0, total)
+                for i in T.unroll(streams - 1):
+                    widened(raw, i + 1, wide)
+                    for v in T.unroll(columns):
+                        total[v] = T.ieee_add(total[v], wide[v])
+                store(total, out, token, 0, first)
 
     return summed

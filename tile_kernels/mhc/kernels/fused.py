@@ -10,7 +10,9 @@ from tilelang import language as T
 from tile_kernels.mhc.fused import LAYERS
 from tile_kernels.mhc.kernels.common import (
     MixPlan,
+    access,
     columns_of,
+    cut_row,
     load_columns,
     load_mixes,
     mix_access_bits,
@@ -20,6 +22,7 @@ from tile_kernels.mhc.kernels.common import (
     scaled_mix,
     sigmoid,
     store_columns,
+    whole_row,
     widen,
     write_stream,
 )
@@ -57,10 +60,13 @@ def read_plan(
     near: bool,
     device: Device,
 ) -> ReadPlan:
-    cut = mix_plan(streams, hidden, num_tokens, alignment, 4, device)
-    return ReadPlan(
-        streams, hidden, cut.vector, cut.threads, cut.steps, cut.parts, padded, splits, near
-    )
+    """A block per token, which computes its mixes; a part of one, if there are few."""
+    threads, parts = cut_row(hidden, num_tokens, device)
+    steps = 1
+    if num_tokens >= 2 * device.num_sms:
+        (threads, steps), parts = whole_row(hidden), 1
+    vector = access(columns_of(hidden), 2, alignment)
+    return ReadPlan(streams, hidden, vector, threads, steps, parts, padded, splits, near)
 
 
 def read_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -163,8 +169,9 @@ SLOTS = tuple(range(LAYERS))
 def recompute(*static: int) -> Any:
     """Up to `LAYERS` layers of a token: what each reads, and the residual after it.
 
-    The residual stays in registers, rounded after each layer. `reads` layers are read and `writes`
-    written; the tensors of those beyond are not touched.
+    The residual stays in registers, rounded after each layer; what a layer needs besides is loaded
+    while the one before it is computed. `reads` layers are read and `writes` written; the tensors
+    of those beyond are not touched.
     """
     plan = MixPlan(*static)
     streams, hidden, threads = plan.streams, plan.hidden, plan.threads
@@ -208,7 +215,7 @@ def recompute(*static: int) -> Any:
         r5: rows(), r6: rows(), r7: rows(), r8: rows(), r9: rows(),
     ):  # fmt: skip
         with T.Kernel(num_tokens * plan.parts, threads=threads) as block:
-            T.annotate_min_blocks_per_sm(resident(threads, streams, 96, 255))
+            T.annotate_min_blocks_per_sm(resident(threads, streams, 128, 255))
             pre_mixes = (a0, a1, a2, a3, a4, a5, a6, a7, a8, a9)
             outputs = (y0, y1, y2, y3, y4, y5, y6, y7, y8, y9)
             post_mixes = (b0, b1, b2, b3, b4, b5, b6, b7, b8, b9)
@@ -218,36 +225,38 @@ def recompute(*static: int) -> Any:
             token = block // plan.parts
             raw = T.alloc_local((streams, columns), T.bfloat16)
             next_raw = T.alloc_local((streams, columns), T.bfloat16)
-            raw_y = T.alloc_local((1, columns), T.bfloat16)
-            pre = T.alloc_local((streams,), T.float32)
-            post = T.alloc_local((streams,), T.float32)
-            combined = T.alloc_local((streams * streams,), T.float32)
+            # Of a layer and of the next one.
+            raw_y = [T.alloc_local((1, columns), T.bfloat16) for _ in range(2)]
+            pre = [T.alloc_local((streams,), T.float32) for _ in range(2)]
+            post = [T.alloc_local((streams,), T.float32) for _ in range(2)]
+            combined = [T.alloc_local((streams * streams,), T.float32) for _ in range(2)]
             of_y = T.alloc_local((columns,), T.float32)
             total = T.alloc_local((columns,), T.float32)
-            for s in T.serial(plan.steps):
-                first = (
-                    (block % plan.parts * plan.steps + s) * threads + T.get_thread_binding()
-                ) * columns
-                if first < hidden:
-                    for i in T.unroll(streams):
-                        load(residual, token, i, first, raw, i)
-                    for layer in SLOTS:
-                        if layer < reads:
-                            load_one(pre_mixes[layer], token, pre)
-                            read(pre, raw, total)
-                            store(total, inputs[layer], token, 0, first)
-                        if layer < writes:
-                            load(outputs[layer], token, 0, first, raw_y, 0)
-                            load_one(post_mixes[layer], token, post)
-                            load_comb(comb_mixes[layer], token, combined)
-                            widened(raw_y, 0, of_y)
-                            for j in T.unroll(streams):
-                                write(j, of_y, post, combined, raw, total)
-                                store(total, residuals[layer], token, j, first)
-                                for v in T.vectorized(columns):
-                                    next_raw[j, v] = T.cast(total[v], T.bfloat16)
-                            for j in T.unroll(streams):
-                                for v in T.vectorized(columns):
-                                    raw[j, v] = next_raw[j, v]
+            first = (block % plan.parts * threads + T.get_thread_binding()) * columns
+            if first < hidden:
+                for i in T.unroll(streams):
+                    load(residual, token, i, first, raw, i)
+                for layer in (-1, *SLOTS):
+                    ahead, now = (layer + 1) % LAYERS, layer % 2
+                    if layer < LAYERS - 1:
+                        if ahead < reads:
+                            load_one(pre_mixes[ahead], token, pre[ahead % 2])
+                        if ahead < writes:
+                            load(outputs[ahead], token, 0, first, raw_y[ahead % 2], 0)
+                            load_one(post_mixes[ahead], token, post[ahead % 2])
+                            load_comb(comb_mixes[ahead], token, combined[ahead % 2])
+                    if layer >= 0 and layer < reads:
+                        read(pre[now], raw, total)
+                        store(total, inputs[layer], token, 0, first)
+                    if layer >= 0 and layer < writes:
+                        widened(raw_y[now], 0, of_y)
+                        for j in T.unroll(streams):
+                            write(j, of_y, post[now], combined[now], raw, total)
+                            store(total, residuals[layer], token, j, first)
+                            for v in T.vectorized(columns):
+                                next_raw[j, v] = T.cast(total[v], T.bfloat16)
+                        for j in T.unroll(streams):
+                            for v in T.vectorized(columns):
+                                raw[j, v] = next_raw[j, v]
 
     return recompute_tokens

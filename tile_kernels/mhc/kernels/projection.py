@@ -111,7 +111,7 @@ def split_weights(mixes: int, padded: int, size: int, vector: int) -> Any:
 
 
 class ProductPlan(NamedTuple):
-    """A block has `steps` steps of the columns of `tile` rows; `splits` blocks share those rows.
+    """A block has `steps` steps of `depth` columns of its `tile` rows, which `splits` blocks share.
 
     `fenced`: matrix units read shared memory by a way of their own (Hopper's), which must be told.
     """
@@ -120,25 +120,28 @@ class ProductPlan(NamedTuple):
     size: int
     tile: int
     splits: int
+    depth: int
     steps: int
     stages: int
     fenced: bool
 
 
 def product_plan(padded: int, size: int, rows: int, splits: int, device: Device) -> ProductPlan:
+    """Deep steps, for long runs of memory, where two of them fit."""
     tile = MOST_ROWS if rows > MOST_ROWS else FEW_ROWS
-    steps = math.ceil(math.ceil(size / DEPTH) / splits)
-    stage = (tile + 2 * padded) * DEPTH * BF16
-    stages = max(1, min(MOST_STAGES, (device.smem_per_block - 4096) // stage, steps))
+    column = (tile + 2 * padded) * BF16
+    room = device.smem_per_block - 4096
+    depth = DEPTH if 2 * DEPTH * column <= room else DEPTH // 2
+    steps = math.ceil(math.ceil(size / depth) / splits)
+    stages = max(1, min(MOST_STAGES, room // (depth * column), steps))
     fenced = device.arch == "sm_90a"
-    return ProductPlan(padded, size, tile, splits, steps, stages, fenced)
+    return ProductPlan(padded, size, tile, splits, depth, steps, stages, fenced)
 
 
 @kernel(plan=product_plan, access_bits=lambda *_: ((), (32, 64)))
-def products(
-    padded: int, size: int, tile: int, splits: int, steps: int, stages: int, fenced: bool
-) -> Any:
+def products(*static: Any) -> Any:
     """`mul` and `s` of a share of the columns, for each share: the products and the squares."""
+    padded, size, tile, splits, depth, steps, stages, fenced = ProductPlan(*static)
     rows = T.dynamic("rows")
 
     @T.prim_func
@@ -149,25 +152,25 @@ def products(
         squares: T.Tensor[(splits, rows), T.float32],
     ):
         with T.Kernel(T.ceildiv(rows, tile), splits, threads=2 * tile) as (block, split):
-            of_x = T.alloc_shared((tile, DEPTH), T.bfloat16)
-            of_parts = T.alloc_shared((2 * padded, DEPTH), T.bfloat16)
+            of_x = T.alloc_shared((tile, depth), T.bfloat16)
+            of_parts = T.alloc_shared((2 * padded, depth), T.bfloat16)
             sums = T.alloc_fragment((tile, padded), T.float32)
-            squared = T.alloc_fragment((tile, DEPTH), T.float32)
+            squared = T.alloc_fragment((tile, depth), T.float32)
             of_rows = T.alloc_fragment((tile,), T.float32)
             T.clear(sums)
             T.clear(squared)
             for step in T.Pipelined(steps, num_stages=stages):
-                column = (split * steps + step) * DEPTH
+                column = (split * steps + step) * depth
                 T.copy(x[block * tile, column], of_x, disable_tma=True)
                 T.copy(parts[0, column], of_parts, disable_tma=True)
                 if fenced:
                     T.fence_proxy_async()
                 for part in (0, padded):
                     T.gemm(
-                        of_x, of_parts[part : part + padded, 0:DEPTH], sums, transpose_B=True,
+                        of_x, of_parts[part : part + padded, 0:depth], sums, transpose_B=True,
                         policy=T.GemmWarpPolicy.FullRow,
                     )  # fmt: skip
-                for i, j in T.Parallel(tile, DEPTH):
+                for i, j in T.Parallel(tile, depth):
                     squared[i, j] = T.fma(
                         T.cast(of_x[i, j], T.float32), T.cast(of_x[i, j], T.float32), squared[i, j]
                     )

@@ -30,9 +30,7 @@ from tile_kernels.runtime.launch import kernel
 def apply_mix(*static: int) -> Any:
     """`out = sum_i mix[i] * x[i]`."""
     plan = MixPlan(*static)
-    streams, hidden, threads, steps, parts = (
-        plan.streams, plan.hidden, plan.threads, plan.steps, plan.parts,
-    )  # fmt: skip
+    streams, hidden, threads, parts = plan.streams, plan.hidden, plan.threads, plan.parts
     columns = columns_of(hidden)
     load = load_columns(columns, plan.vector)
     store = store_columns(columns, plan.vector)
@@ -52,13 +50,12 @@ def apply_mix(*static: int) -> Any:
             weights = T.alloc_local((streams,), T.float32)
             total = T.alloc_local((columns,), T.float32)
             load_mix(mix, token, weights)
-            for s in T.serial(steps):
-                first = ((block % parts * steps + s) * threads + T.get_thread_binding()) * columns
-                if first < hidden:
-                    for i in T.unroll(streams):
-                        load(x, token, i, first, raw, i)
-                    read(weights, raw, total)
-                    store(total, out, token, 0, first)
+            first = (block % parts * threads + T.get_thread_binding()) * columns
+            if first < hidden:
+                for i in T.unroll(streams):
+                    load(x, token, i, first, raw, i)
+                read(weights, raw, total)
+                store(total, out, token, 0, first)
 
     return applied
 

@@ -17,6 +17,8 @@ from tile_kernels.runtime.launch import kernel
 THREADS = 64
 KEPT = 20  # pairs of steps whose divisors are kept for the gradient
 
+near_value = near_quotient(2)
+
 
 def lanes_of(size: int) -> int:
     """Lanes of a matrix: a power of two."""
@@ -67,7 +69,7 @@ def divide(size: int, near: bool) -> Any:
         if near:
             reciprocal = T.alloc_var(T.float32, init=near_reciprocal(divisor))
             for c in T.unroll(size):
-                values[c] = near_quotient(values[c], divisor, reciprocal)
+                values[c] = near_value(values[c], divisor, reciprocal)
         else:
             for c in T.unroll(size):
                 values[c] = T.ieee_fdiv(values[c], divisor)
@@ -80,7 +82,7 @@ def quotient(value, divisor, near):
     """`value / divisor`, as in `divide`."""
     if near:
         reciprocal = T.alloc_var(T.float32, init=near_reciprocal(divisor))
-        return near_quotient(value, divisor, reciprocal)
+        return near_value(value, divisor, reciprocal)
     return T.ieee_fdiv(value, divisor)
 
 

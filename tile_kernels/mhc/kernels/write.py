@@ -31,9 +31,7 @@ from tile_kernels.runtime.launch import kernel
 def post(*static: int) -> Any:
     """`out[j] = post[j] * x + sum_i comb[i, j] * residual[i]`."""
     plan = MixPlan(*static)
-    streams, hidden, threads, steps, parts = (
-        plan.streams, plan.hidden, plan.threads, plan.steps, plan.parts,
-    )  # fmt: skip
+    streams, hidden, threads, parts = plan.streams, plan.hidden, plan.threads, plan.parts
     columns = columns_of(hidden)
     load = load_columns(columns, plan.vector)
     store = store_columns(columns, plan.vector)
@@ -62,16 +60,15 @@ def post(*static: int) -> Any:
             total = T.alloc_local((columns,), T.float32)
             load_post(post_mix, token, of_post)
             load_comb(comb_mix, token, of_comb)
-            for s in T.serial(steps):
-                first = ((block % parts * steps + s) * threads + T.get_thread_binding()) * columns
-                if first < hidden:
-                    load(x, token, 0, first, raw_x, 0)
-                    for i in T.unroll(streams):
-                        load(residual, token, i, first, raw, i)
-                    widened(raw_x, 0, output)
-                    for j in T.unroll(streams):
-                        write(j, output, of_post, of_comb, raw, total)
-                        store(total, out, token, j, first)
+            first = (block % parts * threads + T.get_thread_binding()) * columns
+            if first < hidden:
+                load(x, token, 0, first, raw_x, 0)
+                for i in T.unroll(streams):
+                    load(residual, token, i, first, raw, i)
+                widened(raw_x, 0, output)
+                for j in T.unroll(streams):
+                    write(j, output, of_post, of_comb, raw, total)
+                    store(total, out, token, j, first)
 
     return written
 

@@ -22,7 +22,7 @@ from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
-THREADS = 256
+THREADS, FEW_THREADS = 256, 64  # of a kernel; few, where a thread does much with each value
 STEPS = 4  # rows of a thread, where the block allows
 
 
@@ -61,17 +61,19 @@ class Tile(NamedTuple):
         return self.channels // self.chunk
 
 
-def tile_of(rows: int, channels: int, chunk: int, steps: int = STEPS) -> Tile:
+def tile_of(
+    rows: int, channels: int, chunk: int, steps: int = STEPS, threads: int = THREADS
+) -> Tile:
     """A tile of `steps` rows per thread, more if need be, less if there are not as many.
 
-    `channels` is `chunk` times a power of two, at most `THREADS`.
+    `channels` is `chunk` times a power of two, at most `threads`.
     """
     lanes = LANES
-    while lanes > 1 and lanes * rows > THREADS * steps:
+    while lanes > 1 and lanes * rows > threads * steps:
         lanes //= 2
     lanes = max(lanes, channels // chunk)
     wanted = (lanes << (rows - 1).bit_length()) // steps
-    return Tile(rows, channels, chunk, lanes, min(THREADS, max(wanted, lanes, LANES)))
+    return Tile(rows, channels, chunk, lanes, min(threads, max(wanted, lanes, LANES)))
 
 
 def team_max(tile: Tile, teams: int, dtype: str) -> Any:
@@ -150,6 +152,7 @@ class Plan(NamedTuple):
     layout: str
     round_sf: bool
     task: str
+    threads: int
 
 
 def plan(
@@ -167,10 +170,12 @@ def plan(
     """16 bytes of the source per load; e4m3 of bfloat16 two of them, so that it stores 16 bytes."""
     chunk = 16 if (source, fmt) == ("bfloat16", "e4m3") else 8
     # 64 values per thread, or 32 in float32.
-    tile = tile_of(*block, chunk, 2 * STEPS if (source, fmt) == ("bfloat16", "e2m1") else STEPS)
+    steps = 2 * STEPS if (source, fmt) == ("bfloat16", "e2m1") else STEPS
+    threads = FEW_THREADS if steps > STEPS and block == (32, 32) else THREADS
+    tile = tile_of(*block, chunk, steps, threads)
     load = access(source, width, alignment, chunk)
     store = access(fmt, width, out_alignment, chunk)
-    return Plan(source, fmt, width, *tile, load, store, layout, round_sf, task)
+    return Plan(source, fmt, width, *tile, load, store, layout, round_sf, task, threads)
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -190,7 +195,7 @@ def cast_blocks(*static: Any) -> Any:
     plan = Plan(*static)
     tile = Tile(plan.rows, plan.channels, plan.chunk, plan.lanes, plan.team)
     chunk, steps = plan.chunk, tile.steps
-    teams = THREADS // tile.team
+    teams = plan.threads // tile.team
     tiles = -(-plan.width // tile.width)
     groups = -(-plan.width // plan.channels)
     dtype = storage(plan.source)[0]
@@ -219,7 +224,7 @@ def cast_blocks(*static: Any) -> Any:
         clamp_min: T.float32,
     ):
         with T.Kernel(
-            T.ceildiv(T.ceildiv(rows, plan.rows) * tiles, teams), threads=THREADS
+            T.ceildiv(T.ceildiv(rows, plan.rows) * tiles, teams), threads=plan.threads
         ) as block:
             T.assume(row_stride % plan.load == 0)
             tx = T.get_thread_binding()

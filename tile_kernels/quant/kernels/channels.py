@@ -5,9 +5,22 @@ from typing import Any, NamedTuple
 
 from tilelang import language as T
 
-from tile_kernels.quant.kernels.activation import swiglu_clamp, swiglu_value
-from tile_kernels.quant.kernels.common import BITS, LANES, scale_of, storage
+from tile_kernels.quant.kernels.activation import (
+    NEAR,
+    near_swiglu,
+    swiglu_clamp,
+    swiglu_value,
+)
+from tile_kernels.quant.kernels.common import (
+    BITS,
+    LANES,
+    high_half,
+    low_half,
+    scale_of,
+    storage,
+)
 from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 ACCESS_BYTES = 16
@@ -29,6 +42,7 @@ HELD = {
     SWIGLU: (8, 3),
     CLAMPED_SWIGLU: (8, 3),
 }
+AHEAD = 4  # rows whose halves a thread loads before it activates them
 
 
 class Plan(NamedTuple):
@@ -100,19 +114,7 @@ def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(sorted(loads)), tuple(sorted(stores))
 
 
-@T.macro
-def low_half(word):
-    """The first bfloat16 of a word, as float32."""
-    return T.reinterpret(word << 16, T.float32)
-
-
-@T.macro
-def high_half(word):
-    """The second bfloat16 of a word, as float32."""
-    return T.reinterpret(word & T.uint32(0xFFFF0000), T.float32)
-
-
-@kernel(plan=plan, access_bits=access_bits)
+@kernel(plan=plan, access_bits=access_bits, pass_configs=EXPLICIT_GUARDS)
 def cast_columns(*static: Any) -> Any:
     """A block takes 128 rows of some channels: every value is read once and stays in registers.
 
@@ -140,6 +142,7 @@ def cast_columns(*static: Any) -> Any:
     out_dtype = storage("e4m3")[0]
     scale_steps = -(-scale_rows * columns // threads)
     make_scale = scale_of("e4m3", plan.round_sf)
+    near_value = near_swiglu(1 if (plan.source, plan.activation) == ("bfloat16", SWIGLU) else 2)
     slots = ACCESS_BYTES
     chunks = BANK_BYTES // slots
     out_lanes = tile_rows // store
@@ -154,15 +157,26 @@ def cast_columns(*static: Any) -> Any:
     out_shape = (width, rows) if plan.transposed else (rows, width)
 
     @T.macro
+    def existing(token):
+        return T.max(T.min(token, x_rows - 1), 0)
+
+    @T.macro
     def load_row(x, token, first, offset, raw, r):
-        """`chunk` values of a row, zero where there are none."""
+        """`chunk` values of a row; past an edge the last ones again, so that no load has to wait.
+
+        Rows that do not exist are blanked afterwards, channels that do not are never stored.
+        """
         for c in T.unroll(chunk // load):
-            if token >= 0 and token < x_rows and first + c * load < width:
-                for v in T.vectorized(load):
-                    raw[r, c * load + v] = x[token, offset + first + c * load + v]
-            else:
-                for v in T.vectorized(load):
-                    raw[r, c * load + v] = T.cast(T.float32(0), dtype)
+            vector = T.min(first // load + c, width // load - 1)
+            for v in T.vectorized(load):
+                raw[r, c * load + v] = x[existing(token), (offset // load + vector) * load + v]
+
+    @T.macro
+    def blank_row(token, raw, r):
+        """Zeros, for a row that does not exist."""
+        if token < 0 or token >= x_rows:
+            for v in T.vectorized(chunk):
+                raw[r, v] = T.cast(T.float32(0), dtype)
 
     @T.macro
     def values_of(kept, row_scales, r, values):
@@ -181,6 +195,28 @@ def cast_columns(*static: Any) -> Any:
                 values[v] = T.ieee_mul(values[v], row_scales[r])
 
     @T.macro
+    def activate(left, right, r, clamp, values):
+        """SwiGLU of a row of the thread."""
+        gates = T.alloc_local((chunk,), T.float32)
+        gate = T.alloc_local((1,), T.float32)
+        value = T.alloc_local((1,), T.float32)
+        largest = T.alloc_var(T.float32, init=T.float32(0))
+        for v in T.unroll(chunk):
+            gate[0] = T.cast(left[r, v], T.float32)
+            value[0] = T.cast(right[r, v], T.float32)
+            if plan.activation == CLAMPED_SWIGLU:
+                swiglu_clamp(gate, value, clamp)
+            gates[v] = gate[0]
+            values[v] = value[0]
+            largest = T.max(largest, T.abs(gate[0]))
+        if largest < NEAR:
+            for v in T.unroll(chunk):
+                values[v] = near_value(gates[v], values[v])
+        else:
+            for v in T.unroll(chunk):
+                values[v] = swiglu_value(gates[v], values[v])
+
+    @T.macro
     def load_rows(x, x_sf, pos_to_token, first_row, first, kept, row_scales, peak, clamp):
         """All rows of the thread, and the largest magnitude of each channel.
 
@@ -190,22 +226,20 @@ def cast_columns(*static: Any) -> Any:
         for v in T.unroll(chunk):
             peak[v] = T.float32(0)
         if activated:
-            left = T.alloc_local((1, chunk), dtype)
-            right = T.alloc_local((1, chunk), dtype)
-            gate = T.alloc_local((1,), T.float32)
-            value = T.alloc_local((1,), T.float32)
-            for r in T.unroll(held):
-                load_row(x, first_row + r, first, 0, left, 0)
-                load_row(x, first_row + r, first, width, right, 0)
-                for v in T.unroll(chunk):
-                    gate[0] = T.cast(left[0, v], T.float32)
-                    value[0] = T.cast(right[0, v], T.float32)
-                    if plan.activation == CLAMPED_SWIGLU:
-                        swiglu_clamp(gate, value, clamp)
-                    values[v] = swiglu_value(gate[0], value[0])
-                    peak[v] = T.max(peak[v], T.abs(values[v]))
-                for v in T.vectorized(chunk):
-                    kept[r, v] = T.cast(values[v], kept_dtype)
+            left = T.alloc_local((AHEAD, chunk), dtype)
+            right = T.alloc_local((AHEAD, chunk), dtype)
+            for batch in T.unroll(held // AHEAD):
+                for r in T.unroll(AHEAD):
+                    load_row(x, first_row + batch * AHEAD + r, first, 0, left, r)
+                    load_row(x, first_row + batch * AHEAD + r, first, width, right, r)
+                for r in T.unroll(AHEAD):
+                    blank_row(first_row + batch * AHEAD + r, left, r)
+                    blank_row(first_row + batch * AHEAD + r, right, r)
+                    activate(left, right, r, clamp, values)
+                    for v in T.unroll(chunk):
+                        peak[v] = T.max(peak[v], T.abs(values[v]))
+                    for v in T.vectorized(chunk):
+                        kept[batch * AHEAD + r, v] = T.cast(values[v], kept_dtype)
         else:
             if plan.gathered:
                 tokens = T.alloc_local((held,), T.int32)
@@ -213,13 +247,19 @@ def cast_columns(*static: Any) -> Any:
                     tokens[r] = -1
                     if first_row + r < rows:
                         tokens[r] = pos_to_token[first_row + r]
+            if x_rows > 0:
+                for r in T.unroll(held):
+                    token = tokens[r] if plan.gathered else first_row + r
+                    load_row(x, token, first, 0, kept, r)
+                    if scaled:
+                        group_of_row = T.min(first // SCALE_COLUMNS, sf_columns - 1)
+                        row_scales[r] = x_sf[existing(token), group_of_row]
             for r in T.unroll(held):
                 token = tokens[r] if plan.gathered else first_row + r
-                load_row(x, token, first, 0, kept, r)
+                blank_row(token, kept, r)
                 if scaled:
-                    row_scales[r] = T.float32(0)
-                    if token >= 0 and token < x_rows and first < width:
-                        row_scales[r] = x_sf[token, first // SCALE_COLUMNS]
+                    if token < 0 or token >= x_rows:
+                        row_scales[r] = T.float32(0)
             if paired:  # two at once
                 words = T.view(kept, (held, chunk // 2), T.uint32)
                 magnitudes = T.alloc_local((chunk,), kept_dtype)

@@ -87,8 +87,8 @@ def saturated_half(value, start):
 
 
 @T.macro
-def e2m1_word(values, base, word):
-    """Eight values, from `base` on, to eight codes in the uint32 `word[0]`; twice as fast.
+def e2m1_word(values, base, words, place):
+    """Eight values, from `base` on, to eight codes in the uint32 `words[place]`; twice as fast.
 
     For products of a bfloat16 and 2**-14 times a power of two, of magnitudes up to 6 * 2**-14 or
     infinite, or NaN. There the bits of a float16 count as the codes do, with nine bits below: those
@@ -115,7 +115,7 @@ def e2m1_word(values, base, word):
         pairs[i] = (pairs[i] & T.uint32(0x0E000E00)) | (
             (pairs[i] >> T.uint32(3)) & T.uint32(0x10001000)
         )
-    word[0] = (
+    words[place] = (
         (pairs[0] >> T.uint32(9))
         | (pairs[1] >> T.uint32(5))
         | (pairs[2] >> T.uint32(1))
@@ -275,36 +275,66 @@ def write_group_scales(layout: str, width: int, chunk: int, group: int) -> Any:
 # ---- rows ---------------------------------------------------------------------------------------
 
 
-def load_values(source: str, width: int, count: int, vector: int, offset: int = 0) -> Any:
-    """A macro: `count` neighbouring values of a row as float32, zero past its end.
+@T.macro
+def low_half(word):
+    """The first bfloat16 of a word, as float32."""
+    return T.reinterpret(word << T.uint32(16), T.float32)
 
-    They go to `values` from `base` on. `first` is a multiple of `count`; `vector` values come with
-    one load. The row of `width` values starts `offset`, a multiple of `vector`, into the buffer's.
+
+@T.macro
+def high_half(word):
+    """The second bfloat16 of a word, as float32."""
+    return T.reinterpret(word & T.uint32(0xFFFF0000), T.float32)
+
+
+def fetch_values(source: str, width: int, count: int, vector: int, offset: int = 0) -> Any:
+    """A macro: the elements that hold `count` neighbouring values, zero past the row's end.
+
+    They go to `raw` from `base` on. `first` is a multiple of `count`; `vector` values come with one
+    load. The row of `width` values starts `offset`, a multiple of `vector`, into the buffer's.
+    Nothing waits for the loads here: fetch all that is needed, then widen.
     """
     dtype, _ = storage(source)
     elements = units(source, vector)
+    whole = width % count == 0  # all of a thread's values exist, or none
 
     @T.macro
-    def load(x, row, first, values, base):
-        raw = T.alloc_local((elements,), dtype)
-        for c in T.unroll(count // vector):
+    def fetch(x, row, first, raw, base):
+        for i in T.unroll(count // vector):
+            for v in T.vectorized(elements):
+                raw[base + i * elements + v] = T.cast(T.float32(0), dtype)
+        for c in T.unroll(1 if whole else count // vector):
             if first + c * vector < width:
-                for v in T.vectorized(elements):
-                    raw[v] = x[row, (offset + first + c * vector) // vector * elements + v]
-                if source == "e2m1":
-                    for v in T.unroll(elements):
-                        values[base + c * vector + 2 * v] = e2m1_value(T.cast(raw[v], T.int32) & 15)
-                        values[base + c * vector + 2 * v + 1] = e2m1_value(
-                            T.cast(raw[v], T.int32) >> 4
-                        )
-                else:
-                    for v in T.unroll(elements):
-                        values[base + c * vector + v] = T.cast(raw[v], T.float32)
-            else:
-                for v in T.unroll(vector):
-                    values[base + c * vector + v] = T.float32(0)
+                for i in T.unroll(count // vector if whole else 1):
+                    for v in T.vectorized(elements):
+                        raw[base + (c + i) * elements + v] = x[
+                            row, ((offset + first) // vector + c + i) * elements + v
+                        ]
 
-    return load
+    return fetch
+
+
+def widen_values(source: str, count: int) -> Any:
+    """A macro: `count` values as float32, exactly, of the elements of `raw` from `base` on."""
+    elements = units(source, count)
+
+    @T.macro
+    def widen(raw, base, values):
+        if source == "e2m1":
+            for v in T.unroll(elements):
+                pair = T.alloc_var(T.int32, init=T.cast(raw[base + v], T.int32))
+                values[2 * v] = e2m1_value(pair & 15)
+                values[2 * v + 1] = e2m1_value(pair >> 4)
+        elif source == "bfloat16" and count % 2 == 0:
+            words = T.view(raw, (math.prod(raw.shape) // 2,), T.uint32)
+            for v in T.unroll(count // 2):
+                values[2 * v] = low_half(words[base // 2 + v])
+                values[2 * v + 1] = high_half(words[base // 2 + v])
+        else:
+            for v in T.vectorized(elements):
+                values[v] = T.cast(raw[base + v], T.float32)
+
+    return widen
 
 
 def multiply_scales(count: int, block: tuple[int, int], packed: bool) -> Any:
@@ -326,22 +356,54 @@ def multiply_scales(count: int, block: tuple[int, int], packed: bool) -> Any:
 
 
 @T.macro
-def pack_e5m6(codes, first, words, word):
-    """Eight codes, from `first` on, to three words, from `word` on."""
-    words[word] = (codes[first] << 20) | (codes[first + 1] << 8) | (codes[first + 2] >> 4)
-    words[word + 1] = (
-        ((codes[first + 2] & 15) << 28)
-        | (codes[first + 3] << 16)
-        | (codes[first + 4] << 4)
-        | (codes[first + 5] >> 8)
-    )
-    words[word + 2] = ((codes[first + 5] & 255) << 24) | (codes[first + 6] << 12) | codes[first + 7]
+def encode_e5m6(values, factor, words, place):
+    """Eight values times the factor to three words, from `place` on.
+
+    From 2**-14 on, the six bits of mantissa are rounded by adding a number whose last bit is the
+    sixth of the value's, and taking it away; that leaves the upper 12 bits of a float16. Smaller
+    values, and what has no finite float16, take the long way.
+    """
+    paired = T.alloc_local((8,), T.float32)
+    halves = T.alloc_local((8,), T.float16)
+    pairs = T.view(halves, (4,), T.uint32)
+    bits = T.alloc_var(T.uint32)
+    least = T.alloc_var(T.uint32, init=T.uint32(0xFFFFFFFF))
+    for v in T.unroll(8):
+        values[v] = T.ieee_mul(values[v], factor)
+        bits = T.reinterpret(values[v], T.uint32)
+        least = T.min(least, bits * T.uint32(2) - T.uint32(1))  # of those that are not zero
+        middle = T.alloc_var(
+            T.float32,
+            init=T.reinterpret((bits & T.uint32(0x7F800000)) + T.uint32(0x08C00000), T.float32),
+        )
+        rounded = T.ieee_sub(T.ieee_add(values[v], middle), middle)
+        # The second of a pair in the lower half; the sign for zeros.
+        paired[v ^ 1] = T.reinterpret(
+            T.reinterpret(rounded, T.uint32) | (bits & T.uint32(0x80000000)), T.float32
+        )
+    for v in T.vectorized(8):
+        halves[v] = T.cast(paired[v], T.float16)
+    large = T.alloc_var(T.uint32, init=T.uint32(0))  # infinite exponents
+    for i in T.unroll(4):
+        large = large | ((pairs[i] & T.uint32(0x7C007C00)) + T.uint32(0x04000400))
+    for i in T.unroll(4):  # two codes in 24 bits
+        pairs[i] = ((pairs[i] >> T.uint32(8)) & T.uint32(0xFFF000)) | (
+            (pairs[i] >> T.uint32(4)) & T.uint32(0xFFF)
+        )
+    if least < T.uint32(2 * 0x38800000 - 1) or (large & T.uint32(0x80008000)) != T.uint32(0):
+        for i in T.unroll(4):
+            pairs[i] = T.cast(
+                (e5m6_code(values[2 * i]) << 12) | e5m6_code(values[2 * i + 1]), T.uint32
+            )
+    words[place] = T.cast((pairs[0] << T.uint32(8)) | (pairs[1] >> T.uint32(16)), T.int32)
+    words[place + 1] = T.cast((pairs[1] << T.uint32(16)) | (pairs[2] >> T.uint32(8)), T.int32)
+    words[place + 2] = T.cast((pairs[2] << T.uint32(24)) | pairs[3], T.int32)
 
 
 def store_values(target: str, width: int, count: int, vector: int, offset: int = 0) -> Any:
     """A macro: `count` float32 values, from `base` on, rounded to their place in a row of `out`.
 
-    The mirror of `load_values` for bfloat16 and float32.
+    For bfloat16 and float32.
     """
     dtype, _ = storage(target)
 
@@ -384,12 +446,10 @@ def encode_and_store(
     """A macro: `count` values times `inverse[i // per]`, encoded, to their place in a row of `out`.
 
     The values are those from `base` on; they are changed. `per` of them share a factor, `vector` go
-    with one store (e5m6: with as many as they need, of 4 or 16 bytes). `quick` is for e2m1, with
-    factors as `e2m1_word` wants them.
+    with one store. e4m3 and e2m1; `quick` is for e2m1, with factors as `e2m1_word` wants them.
     """
     dtype, _ = storage(fmt)
     elements = units(fmt, vector)
-    words = 4 if elements % 4 == 0 else 1  # e5m6: per store
 
     @T.macro
     def encode(values, base, inverse, per, out, row, first):
@@ -403,28 +463,16 @@ def encode_and_store(
                     for v in T.vectorized(elements):
                         stored[v] = T.cast(values[base + c * vector + v], dtype)
                 elif quick:
-                    word = T.alloc_local((1,), T.uint32)
+                    words = T.view(stored, (elements // 4,), T.uint32)
                     for w in T.unroll(vector // 8):
-                        e2m1_word(values, base + c * vector + 8 * w, word)
-                        for v in T.unroll(4):
-                            stored[4 * w + v] = T.cast(word[0] >> T.cast(8 * v, T.uint32), dtype)
-                elif fmt == "e2m1":
+                        e2m1_word(values, base + c * vector + 8 * w, words, w)
+                else:
                     for v in T.unroll(vector):
                         codes[v] = e2m1_code(values[base + c * vector + v])
                     for v in T.unroll(elements):
                         stored[v] = T.cast(codes[2 * v] | (codes[2 * v + 1] << 4), dtype)
-                else:
-                    for v in T.unroll(vector):
-                        codes[v] = e5m6_code(values[base + c * vector + v])
-                    for v in T.unroll(vector // 8):
-                        pack_e5m6(codes, 8 * v, stored, 3 * v)
                 start = (offset + first + c * vector) // vector * elements
-                if fmt == "e5m6":
-                    for s in T.unroll(elements // words):
-                        for v in T.vectorized(words):
-                            out[row, start + s * words + v] = stored[s * words + v]
-                else:
-                    for v in T.vectorized(elements):
-                        out[row, start + v] = stored[v]
+                for v in T.vectorized(elements):
+                    out[row, start + v] = stored[v]
 
     return encode

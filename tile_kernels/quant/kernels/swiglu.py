@@ -6,7 +6,7 @@ from tilelang import language as T
 
 from tile_kernels.quant.kernels.activation import (
     NEAR,
-    near_swiglu_value,
+    near_swiglu,
     swiglu_clamp,
     swiglu_gradients,
     swiglu_value,
@@ -19,15 +19,17 @@ from tile_kernels.quant.kernels.common import (
     access_width,
     encode_and_store,
     exponent_of,
+    fetch_values,
     group_amax,
-    load_values,
     scale_of,
     storage,
     store_values,
+    widen_values,
     write_group_scales,
     write_scale,
 )
 from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 FMT = "e4m3"
@@ -35,7 +37,7 @@ CHUNK = 16  # channels per thread: 16 bytes of e4m3
 WARPS = 4
 MOST_KEPT = 4  # chunks of a row that a thread holds in registers
 GROUPS = (16, 32, 64, 128)
-RESIDENT = 1024  # threads per multiprocessor that registers are shared out for
+RESIDENT, RESIDENT_BACKWARD = 1408, 1152  # threads of a multiprocessor: bounds the registers
 COUNTING_BLOCKS = 8  # per multiprocessor: fewer blocks, fewer atomics
 FULL_WARP = 0xFFFFFFFF
 
@@ -115,18 +117,24 @@ def activation(plan: Plan, counted: bool) -> Any:
     With `counted`, the halves that the clamp changes are added to `counts`.
     """
     hidden = plan.hidden
-    load_left = load_values(plan.source, hidden, CHUNK, plan.load)
-    load_right = load_values(plan.source, hidden, CHUNK, plan.load, offset=hidden)
+    fetch_left = fetch_values(plan.source, hidden, CHUNK, plan.load)
+    fetch_right = fetch_values(plan.source, hidden, CHUNK, plan.load, offset=hidden)
+    widen = widen_values(plan.source, CHUNK)
+    near_value = near_swiglu(1 if plan.source == "bfloat16" and not plan.clamped else 2)
 
     @T.macro
     def activated(x, row, first, values, base, weight, clamp, counts):
+        raw_left = T.alloc_local((CHUNK,), storage(plan.source)[0])
+        raw_right = T.alloc_local((CHUNK,), storage(plan.source)[0])
         left = T.alloc_local((CHUNK,), T.float32)
         right = T.alloc_local((CHUNK,), T.float32)
         gate = T.alloc_local((1,), T.float32)
         value = T.alloc_local((1,), T.float32)
         largest = T.alloc_var(T.float32, init=T.float32(0))
-        load_left(x, row, first, left, 0)
-        load_right(x, row, first, right, 0)
+        fetch_left(x, row, first, raw_left, 0)
+        fetch_right(x, row, first, raw_right, 0)
+        widen(raw_left, 0, left)
+        widen(raw_right, 0, right)
         for v in T.unroll(CHUNK):
             gate[0] = left[v]
             value[0] = right[v]
@@ -144,7 +152,7 @@ def activation(plan: Plan, counted: bool) -> Any:
             largest = T.max(largest, T.abs(left[v]))
         if largest < NEAR:
             for v in T.unroll(CHUNK):
-                values[base + v] = near_swiglu_value(left[v], right[v])
+                values[base + v] = near_value(left[v], right[v])
         else:
             for v in T.unroll(CHUNK):
                 values[base + v] = swiglu_value(left[v], right[v])
@@ -248,7 +256,7 @@ def is_read(padded: bool) -> Any:
     return read
 
 
-@kernel(plan=plan, access_bits=access_bits)
+@kernel(plan=plan, access_bits=access_bits, pass_configs=EXPLICIT_GUARDS)
 def swiglu_groups(*static: Any) -> Any:
     """Groups of 16 to 128 channels: a warp takes 512 neighbouring channels of a row."""
     plan = Plan(*static)
@@ -296,7 +304,7 @@ def swiglu_groups(*static: Any) -> Any:
     return signature(plan, step, lambda count: T.ceildiv(count * tiles, WARPS))
 
 
-@kernel(plan=plan, access_bits=access_bits)
+@kernel(plan=plan, access_bits=access_bits, pass_configs=EXPLICIT_GUARDS)
 def swiglu_whole_rows(*static: Any) -> Any:
     """One scale per row: a block per row, which stays in registers if it is not too long."""
     plan = Plan(*static)
@@ -367,7 +375,7 @@ def swiglu_whole_rows(*static: Any) -> Any:
 # ---- backward -----------------------------------------------------------------------------------
 
 PART = 8  # channels per thread and step: 16 bytes of bfloat16, so that warps access runs of memory
-MOST_THREADS = 256
+MOST_THREADS = 128
 
 
 class BackwardPlan(NamedTuple):
@@ -423,7 +431,7 @@ def backward_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]
     return tuple(sorted(loads)), tuple(sorted(stores))
 
 
-@kernel(plan=plan_backward, access_bits=backward_access_bits)
+@kernel(plan=plan_backward, access_bits=backward_access_bits, pass_configs=EXPLICIT_GUARDS)
 def swiglu_backward(*static: Any) -> Any:
     """A block per row, then blocks that put zeros where no row has a gradient of its weight.
 
@@ -436,9 +444,10 @@ def swiglu_backward(*static: Any) -> Any:
     warps = threads // LANES
     lanes = group // PART
     of_half = hidden // group
-    load_left = load_values("e4m3", hidden, PART, plan.load)
-    load_right = load_values("e4m3", hidden, PART, plan.load, offset=hidden)
-    load_grad = load_values("bfloat16", hidden, PART, plan.load_grad)
+    fetch_left = fetch_values("e4m3", hidden, PART, plan.load)
+    fetch_right = fetch_values("e4m3", hidden, PART, plan.load, offset=hidden)
+    fetch_grad = fetch_values("bfloat16", hidden, PART, plan.load_grad)
+    widen, widen_grad = widen_values("e4m3", PART), widen_values("bfloat16", PART)
     store_out = store_values("bfloat16", hidden, PART, plan.store)
     amax_of = group_amax(PART, group)
     scaled = scale_of(FMT, plan.round_sf)
@@ -506,9 +515,12 @@ def swiglu_backward(*static: Any) -> Any:
         clamp_min: T.float32,
     ):
         with T.Kernel(rows + T.ceildiv(num_weights, threads), threads=threads) as block:
-            T.annotate_min_blocks_per_sm(RESIDENT // MOST_THREADS)
+            T.annotate_min_blocks_per_sm(max(1, RESIDENT_BACKWARD // threads))
             tx = T.get_thread_binding()
             lane = tx % LANES
+            raw_left = T.alloc_local((PART,), T.float8_e4m3fn)
+            raw_right = T.alloc_local((PART,), T.float8_e4m3fn)
+            raw_grad = T.alloc_local((PART,), T.bfloat16)
             left = T.alloc_local((PART,), T.float32)
             right = T.alloc_local((PART,), T.float32)
             grad = T.alloc_local((PART,), T.float32)
@@ -521,12 +533,15 @@ def swiglu_backward(*static: Any) -> Any:
                     first = (s * threads + tx) * PART
                     left_scale = T.alloc_var(T.float32, init=T.float32(0))
                     right_scale = T.alloc_var(T.float32, init=T.float32(0))
-                    load_left(x, block, first, left, 0)
-                    load_right(x, block, first, right, 0)
-                    load_grad(grad_out, block, first, grad, 0)
+                    fetch_left(x, block, first, raw_left, 0)
+                    fetch_right(x, block, first, raw_right, 0)
+                    fetch_grad(grad_out, block, first, raw_grad, 0)
                     if first < hidden:
                         left_scale = x_sf[block, first // group]
                         right_scale = x_sf[block, of_half + first // group]
+                    widen(raw_left, 0, left)
+                    widen(raw_right, 0, right)
+                    widen_grad(raw_grad, 0, grad)
                     largest = T.alloc_var(T.float32, init=T.float32(0))
                     for v in T.unroll(PART):
                         left[v] = T.ieee_mul(left[v], left_scale)

@@ -11,24 +11,29 @@ from tile_kernels.quant.kernels.common import (
     access,
     access_width,
     encode_and_store,
+    encode_e5m6,
     exponent_of,
+    fetch_values,
     group_amax,
-    load_values,
     multiply_scales,
     round_trip,
     scale_of,
     storage,
     store_values,
     units,
+    widen_values,
     write_group_scales,
     write_scale,
 )
 from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 WARPS = 4
+CHUNKS = {"e4m3": 16, "e2m1": 32, "e5m6": 8}  # neighbouring values of a thread
 BLOCKS_PER_SM = 6  # of cast_groups: else the compiler takes registers that loads in flight need
-MOST_KEPT = 4  # chunks of a row that a thread holds in registers
+RESIDENT = 896  # threads per multiprocessor that registers are shared out for, of e5m6
+MOST_KEPT = 64  # values of a row that a thread holds in registers
 
 # What is asked for: data and scales, scales alone, data by given scales, the values that come back.
 CAST, SCALES, GIVEN, FAKE = "cast", "scales", "given", "fake"
@@ -67,18 +72,20 @@ def plan(
     out_alignment: int,
     device: Device,
 ) -> Plan:
-    """16 bytes of e4m3 per thread, or of e2m1; of e5m6 48."""
-    chunk = 16 if fmt == "e4m3" else 32
-    if fmt == "e5m6" and width % 32:
-        chunk = 8
+    """16 bytes of e4m3 or e2m1 per thread; three words of e5m6, which meet in shared memory.
+
+    What comes back is as wide as what goes in, so 16 bytes of that.
+    """
+    chunk = 8 if task == FAKE else CHUNKS[fmt]
     load = access(source, width, alignment, chunk)
-    store = access(source if task == FAKE else fmt, width, out_alignment, chunk)
+    target = source if task == FAKE else fmt
+    store = access(target, width, out_alignment, 32 if target == "e5m6" else chunk)
     threads = WARPS * LANES
-    if group == width and group not in (16, 32, 64, 128):
+    if fmt == "e5m6" or (group == width and group not in (16, 32, 64, 128)):
         chunks = -(-width // chunk)
         options = range(LANES, 1025, LANES)
         # As few idle threads as possible, then as few threads, with a row in registers if it fits.
-        kept = [t for t in options if -(-chunks // t) <= MOST_KEPT] or [1024]
+        kept = [t for t in options if -(-chunks // t) * chunk <= MOST_KEPT] or [1024]
         threads = min(kept, key=lambda t: (-(-chunks // t) * t, t if t >= 128 else 4096 - t))
     return Plan(
         source, fmt, width, group, chunk, load, store, layout, round_sf, task, *block,
@@ -148,14 +155,16 @@ def signature(plan: Plan, body: Any, grid: Any) -> Any:
     ):
         with T.Kernel(grid(to_write), threads=plan.threads) as block:
             T.assume(row_stride % units(plan.source, plan.load) == 0)
-            if plan.threads == WARPS * LANES:
+            if plan.fmt == "e5m6":
+                T.annotate_min_blocks_per_sm(max(1, RESIDENT // plan.threads))
+            elif plan.threads == WARPS * LANES:
                 T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
             body(block, rows, to_write, x, x_sf, out, sf, clamp_min)
 
     return cast_rows
 
 
-@kernel(plan=plan, access_bits=access_bits)
+@kernel(plan=plan, access_bits=access_bits, pass_configs=EXPLICIT_GUARDS)
 def cast_groups(*static: Any) -> Any:
     """Groups of 16 to 128 channels: a warp takes `32 * chunk` neighbouring channels of a row.
 
@@ -167,7 +176,8 @@ def cast_groups(*static: Any) -> Any:
     groups = -(-plan.width // group)
     per_thread = max(1, chunk // group)  # groups of one thread
     quantised = plan.source_rows > 0
-    load = load_values(plan.source, plan.width, chunk, plan.load)
+    fetch = fetch_values(plan.source, plan.width, chunk, plan.load)
+    widen = widen_values(plan.source, chunk)
     multiplied = multiply_scales(chunk, (plan.source_rows, plan.source_columns), plan.source_packed)
     scaled = scale_of(plan.fmt, plan.round_sf)
     finished = finish(plan)
@@ -180,14 +190,16 @@ def cast_groups(*static: Any) -> Any:
         lane = T.get_thread_binding() % LANES
         warp = block * WARPS + T.get_thread_binding() // LANES
         row = T.alloc_var(T.int32, init=warp // tiles)
-        first = (warp % tiles * LANES + lane) * chunk
+        first = T.alloc_var(T.int32, init=(warp % tiles * LANES + lane) * chunk)
+        raw = T.alloc_local((units(plan.source, chunk),), storage(plan.source)[0])
         values = T.alloc_local((chunk,), T.float32)
         scale = T.alloc_local((2,), T.float32)
         scales = T.alloc_local((per_thread,), T.float32)
         inverse = T.alloc_local((per_thread,), T.float32)
         if row < to_write:  # the same for the whole warp
             if row < rows:
-                load(x, row, first, values, 0)
+                fetch(x, row, first, raw, 0)
+                widen(raw, 0, values)
                 if quantised:
                     multiplied(x_sf, row, first, plan.width, values)
             else:
@@ -211,34 +223,60 @@ def cast_groups(*static: Any) -> Any:
     return signature(plan, body, lambda count: T.ceildiv(count * tiles, WARPS))
 
 
-@kernel(plan=plan, access_bits=access_bits)
+@kernel(plan=plan, access_bits=access_bits, pass_configs=EXPLICIT_GUARDS)
 def cast_whole_rows(*static: Any) -> Any:
-    """One scale per row: a block per row, which stays in registers if it is not too long."""
+    """One scale per row: a block per row, which stays in registers if it is not too long.
+
+    The words of e5m6, three for eight values, meet in shared memory and leave 16 bytes at a time.
+    """
     plan = Plan(*static)
-    chunk, threads = plan.chunk, plan.threads
-    steps = -(-plan.width // (chunk * threads))
-    keep = steps <= MOST_KEPT
+    chunk, threads, width = plan.chunk, plan.threads, plan.width
+    steps = -(-width // (chunk * threads))
+    keep = steps * chunk <= MOST_KEPT
+    kept = steps if keep else 1
     warps = threads // LANES
-    load = load_values(plan.source, plan.width, chunk, plan.load)
+    elements = units(plan.source, chunk)
+    fetch = fetch_values(plan.source, width, chunk, plan.load)
+    widen = widen_values(plan.source, chunk)
     scaled = scale_of(plan.fmt, plan.round_sf)
-    finished = finish(plan)
+    packed = plan.fmt == "e5m6" and plan.task != FAKE
+    finished = None if packed else finish(plan)
     unit = 2.0**-14 if is_quick(plan) else 1  # of the factors, see e2m1_word
     write = write_scale(plan.layout)
+    row_words, words_of_step = units("e5m6", width), units("e5m6", chunk * threads)
+    at_once = units("e5m6", plan.store) if plan.store == 32 and packed else 1
+    at_once = 4 if at_once % 4 == 0 else 1
+
+    @T.macro
+    def flush(words, count, out, row, start):
+        """`count` words of shared memory to the row, from `start` on."""
+        T.sync_threads()
+        for i in T.unroll(-(-count // (at_once * threads))):
+            word = (i * threads + T.get_thread_binding()) * at_once
+            if word < count and start + word < row_words:
+                for v in T.vectorized(at_once):
+                    out[row, start + word + v] = words[word + v]
+        T.sync_threads()
 
     @T.macro
     def body(block, rows, to_write, x, x_sf, out, sf, clamp_min):
         tx = T.get_thread_binding()
-        values = T.alloc_local((chunk * (steps if keep else 1),), T.float32)
+        raw = T.alloc_local((kept * elements,), storage(plan.source)[0])
+        values = T.alloc_local((chunk,), T.float32)
         scale = T.alloc_local((2,), T.float32)
         inverse = T.alloc_local((1,), T.float32)
         of_warps = T.alloc_shared((warps,), T.float32)
         amax = T.alloc_var(T.float32, init=T.float32(0))
         if block < rows:
+            if keep:
+                for s in T.unroll(steps):
+                    fetch(x, block, (s * threads + tx) * chunk, raw, s * elements)
             for s in T.unroll(steps) if keep else T.serial(steps):
-                base = s * chunk if keep else 0
-                load(x, block, (s * threads + tx) * chunk, values, base)
+                if not keep:
+                    fetch(x, block, (s * threads + tx) * chunk, raw, 0)
+                widen(raw, s * elements if keep else 0, values)
                 for v in T.unroll(chunk):
-                    amax = T.max(amax, T.abs(values[base + v]))
+                    amax = T.max(amax, T.abs(values[v]))
         for d in T.unroll(5):
             amax = T.max(amax, T.shfl_xor(amax, T.shift_left(1, d)))
         if tx % LANES == 0:
@@ -257,11 +295,21 @@ def cast_whole_rows(*static: Any) -> Any:
                 else:
                     write(sf, block, 0, scale[0])
         if block < rows:
+            if packed:
+                words = T.alloc_shared((kept * words_of_step,), T.int32)
             for s in T.unroll(steps) if keep else T.serial(steps):
-                base = s * chunk if keep else 0
-                if not keep:
-                    load(x, block, (s * threads + tx) * chunk, values, base)
                 first = (s * threads + tx) * chunk
-                finished(values, base, scale, inverse, chunk, out, block, first)
+                if not keep:
+                    fetch(x, block, first, raw, 0)
+                widen(raw, s * elements if keep else 0, values)
+                if packed:
+                    base = s * words_of_step if keep else 0
+                    encode_e5m6(values, inverse[0], words, base + 3 * tx)
+                    if not keep:
+                        flush(words, words_of_step, out, block, s * words_of_step)
+                else:
+                    finished(values, 0, scale, inverse, chunk, out, block, first)
+            if packed and keep:
+                flush(words, kept * words_of_step, out, block, 0)
 
     return signature(plan, body, lambda count: count)

@@ -110,13 +110,18 @@ def near_reciprocal(denominator):
     return T.ieee_fmaf(guess, T.ieee_fmaf(-denominator, guess, T.float32(1)), guess)
 
 
-@T.macro
-def near_quotient(left, denominator, reciprocal):
-    """`l / d`, rounded once, with `1 / d` at hand, where the quotient is far from extremes too.
+def near_quotient(steps: int) -> Any:
+    """A macro: `l / d`, rounded once, with `1 / d` at hand, where neither is near the extremes.
 
-    Residues are taken negative, which keeps the sign of zero. NaN stays NaN.
+    Two steps for any operands. Residues are taken negative, which keeps the sign of zero. NaN stays
+    NaN.
     """
-    quotient = T.alloc_var(T.float32, init=T.ieee_mul(left, reciprocal))
-    for _ in T.unroll(2):
-        quotient = T.ieee_fmaf(-T.ieee_fmaf(denominator, quotient, -left), reciprocal, quotient)
-    return quotient
+
+    @T.macro
+    def quotient_of(left, denominator, reciprocal):
+        quotient = T.alloc_var(T.float32, init=T.ieee_mul(left, reciprocal))
+        for _ in T.unroll(steps):
+            quotient = T.ieee_fmaf(-T.ieee_fmaf(denominator, quotient, -left), reciprocal, quotient)
+        return quotient
+
+    return quotient_of
