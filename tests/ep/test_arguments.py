@@ -413,4 +413,4 @@ def test_threads_that_wait_in_vain_say_for_whom() -> None:
             buffer.barrier()
         return str(error.value)
 
-    assert run_ranks(2, rank)[1] == "local: rank 1 waited 1 s for the other ranks"
+    assert run_ranks(2, rank)[1] == "rank 1 waited 1 s in ElasticBuffer.barrier for rank 0"
