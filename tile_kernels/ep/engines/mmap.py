@@ -68,6 +68,7 @@ class MmapEngine(RingEngine):
         phase: str = "an exchange",
     ) -> Tensor:
         """Put rows into the slabs of the peers and take theirs out of the own."""
+        self._check_whole()
         if rows.shape[1] == 0:
             return rows.new_empty((sum(recv_counts), 0))
         sent = as_bytes(rows.cpu())

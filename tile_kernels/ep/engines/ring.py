@@ -104,12 +104,14 @@ class RingEngine(Engine):
         self._write(full, 0)
         self._write(theirs.words[rings.index, BUSY + slot], 0)
 
+    def _check_whole(self) -> None:
+        if self._rings.broken is not None:
+            raise RuntimeError(f"{self.name}: this buffer broke down before: {self._rings.broken}")
+
     def _through_rings(
         self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], phase: str
     ) -> Tensor:
         """The exchange, of contiguous rows where the slabs are."""
-        if self._rings.broken is not None:
-            raise RuntimeError(f"{self.name}: this buffer broke down before: {self._rings.broken}")
         received = rows.new_empty((sum(recv_counts), rows.shape[1]))
         outgoing = rows.split(list(send_counts))
         incoming = received.split(list(recv_counts))

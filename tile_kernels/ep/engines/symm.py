@@ -125,6 +125,7 @@ class SymmEngine(RingEngine):
         phase: str = "an exchange",
     ) -> Tensor:
         """Enqueue the exchange on the current stream; rows in host memory go another way."""
+        self._check_whole()
         if not rows.is_cuda:
             return self._meeting.exchange(rows, send_counts, recv_counts, phase)
         if rows.shape[1] == 0:
