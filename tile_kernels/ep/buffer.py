@@ -35,6 +35,7 @@ from tile_kernels.ep.handle import EPHandle
 from tile_kernels.ep.journey import Fabric
 from tile_kernels.ep.pipeline import Pipeline
 from tile_kernels.ep.requests import Settings, combine_request, dispatch_request
+from tile_kernels.ep.rows import as_bytes
 from tile_kernels.runtime import checks
 from tile_kernels.utils import align
 
@@ -641,6 +642,25 @@ rank |
 
         return (*outs, wait)
 
+    def sum_over_ranks(self, t: Tensor) -> Tensor:
+        """The sum of an integer tensor over all active ranks, for statistics. Collective.
+
+        >>> from tile_kernels.ep import run_ranks
+        >>> def load(group):
+        ...     buffer = ElasticBuffer(group, num_bytes=2 << 20)
+        ...     return buffer.sum_over_ranks(torch.tensor([1, group.rank])).tolist()
+        >>> run_ranks(3, load)[0]
+        [3, 3]
+        """
+        call = "ElasticBuffer.sum_over_ranks"
+        _, error = _checked(lambda: _check_counts(t))
+        settings: Settings = {} if error else {"t": f"{t.dtype} {tuple(t.shape)}"}
+        self._agree(call, settings, error, [0] * self.num_ranks, must_count=True)
+        if t.numel() == 0:
+            return t.clone()
+        rows = self._fabric.world.gather(as_bytes(t.reshape(1, -1))[0], call)
+        return rows.view(t.dtype).sum(0, dtype=t.dtype).view(t.shape)
+
     # ---- engram -------------------------------------------------------------------------------
 
     def engram_write(self, storage: Tensor, sf: Tensor | None = None) -> None:
@@ -745,6 +765,13 @@ def _named(call: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as problem:
         raise type(problem)(f"{call}: {problem}") from problem
+
+
+def _check_counts(t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"t must be a torch.Tensor, got {type(t).__name__}")
+    if t.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"t must be int32 or int64, got {t.dtype}")
 
 
 def _waiting_for(event: EventHandle | None) -> Callable[[], None]:
