@@ -106,7 +106,6 @@ each time; otherwise the source adds them all up, rounding once |
         active_ranks: Sequence[bool] | None = None,
     ) -> None:
         world = _active_part(make_engine(group), active_ranks, num_cpu_timeout_secs)
-        sl_idx = _from_environment("EP_OVERRIDE_RDMA_SL", sl_idx)
         settings: Settings = {
             "num_bytes": num_bytes,
             "num_cpu_bytes": num_cpu_bytes,
@@ -121,6 +120,7 @@ each time; otherwise the source adds them all up, rounding once |
             "engine": str(engine),
         }
         error: Exception | None = None
+        keep_tensors = speak = False
         try:
             check_engine(world, engine)
             flags = {
@@ -134,12 +134,16 @@ each time; otherwise the source adds them all up, rounding once |
             }
             for name, flag in flags.items():
                 checks.boolean(name, flag)
+            sl_idx = _from_environment("EP_OVERRIDE_RDMA_SL", sl_idx)
             checks.integer("sl_idx", sl_idx, 0, 15)
             checks.integer("num_allocated_qps", num_allocated_qps, 0)
+            checks.integer("num_cpu_timeout_secs", num_cpu_timeout_secs, 1)
             checks.integer("num_gpu_timeout_secs", num_gpu_timeout_secs, 1)
             _check_sizes(num_bytes, num_cpu_bytes, num_max_tokens_per_rank, hidden, num_topk)
             if _from_environment("EP_NUM_TOPK_IDX_BITS", 64) != 64:
                 raise ValueError("EP_NUM_TOPK_IDX_BITS must be 64: topk_idx is int64 here")
+            keep_tensors = bool(_from_environment("EP_AVOID_RECORD_STREAM", 0))
+            speak = bool(_from_environment("EP_BUFFER_DEBUG", 0))
         except (TypeError, ValueError) as problem:
             error = problem
         agree(world, "ElasticBuffer", settings, error, [0] * world.size)
@@ -190,8 +194,8 @@ each time; otherwise the source adds them all up, rounding once |
         self._num_dispatches = 0
         self._destroyed = False
         self._settle = world.settle if check_ranks else None
-        self._keep_tensors = bool(_from_environment("EP_AVOID_RECORD_STREAM", 0))
-        if _from_environment("EP_BUFFER_DEBUG", 0):
+        self._keep_tensors = keep_tensors
+        if speak:
             print(  # noqa: T201 - as asked for
                 f"ElasticBuffer: rank {self.rank_idx} of {self.num_ranks}, engine {self.engine}, "
                 f"{self.num_scaleout_ranks} x {self.num_scaleup_ranks} ranks, {self.num_bytes} "
@@ -718,9 +722,9 @@ rank |
 
 def _active_part(world: Engine, active_ranks: object, patience: object) -> Engine:
     """The ranks that take part, waiting for each other for so long. Collective among them."""
+    if isinstance(patience, int) and patience >= 1:  # if not, all ranks will hear of it
+        world.patience = patience
     with _named("ElasticBuffer"):
-        checks.integer("num_cpu_timeout_secs", patience, 1)
-        world.patience = float(patience)  # type: ignore[arg-type]
         if active_ranks is None:
             return world
         if isinstance(active_ranks, Tensor):
@@ -746,7 +750,7 @@ def _from_environment(name: str, default: int) -> int:
     if not text:
         return default
     if not text.isdigit():
-        raise ValueError(f"ElasticBuffer: {name} must be a number, got {text!r}")
+        raise ValueError(f"{name} must be a number, got {text!r}")
     return int(text)
 
 

@@ -72,12 +72,14 @@ class CollectiveEngine(Engine):
         self.index = group.rank()
         self.size = group.size()
         self.names = range(self.size) if names is None else names
+        pairs = str(dist.get_backend_config(group)).split(",")  # as cpu:gloo,cuda:nccl
+        self._backends = dict(pair.split(":") for pair in pairs)
 
     def _device_for(self, device: torch.device) -> torch.device:
-        served = [torch.device(each).type for each in self.group._device_types]
-        if device.type in served:
+        """Where a tensor must be to travel. Gloo is for host memory, whatever it says it serves."""
+        if device.type in self._backends and self._backends[device.type] != "gloo":
             return device
-        return torch.device(served[0])
+        return torch.device("cpu" if "cpu" in self._backends else next(iter(self._backends)))
 
     def exchange(
         self,
