@@ -1,0 +1,27 @@
+"""What moves and adds rows on a GPU: this package's kernels, here emulated, give the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tile_kernels
+from tests.ep.helpers import Case, check_rank
+from tile_kernels.ep import LocalGroup
+from tile_kernels.runtime import emulation
+
+
+@pytest.mark.skipif(emulation.missing() != "", reason="kernels cannot be emulated here")
+@pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])
+def test_dispatch_and_combine_run_on_kernels(expand: bool) -> None:
+    """Packing to peers, the expanded layout, its map, and the sums with their biases."""
+    case = Case(
+        ranks_per_node=1, tokens=(7,), experts_per_rank=5, num_topk=3, num_biases=2, expand=expand,
+        widths=((torch.bfloat16, 24), (torch.float32, 3)), alignment=4,
+    )  # fmt: skip
+    with tile_kernels.backend("emulate"), emulation.reports() as reports:
+        check_rank(LocalGroup(), case)
+    ran = " ".join(str(report) for report in reports)
+    assert "expand" in ran
+    assert "reduce" in ran
+    assert ("fused_mapping" in ran) == expand
