@@ -121,7 +121,7 @@ def symm_as_local(group: Any, name: str) -> None:
         for check_ranks in (True, False):
             for wait in (False, True):
                 case = Case(
-                    **SYMM[name], experts_per_rank=3, num_topk=5, widths=WIDTHS, expand=expand,
+                    **SYMM[name], experts_per_rank=3, num_topk=6, widths=WIDTHS, expand=expand,
                     alignment=16, num_biases=2,
                 )  # fmt: skip
                 options = {"check_ranks": check_ranks}
@@ -140,6 +140,47 @@ def symm_as_local(group: Any, name: str) -> None:
 def test_symm_is_bitwise_local(name: str) -> None:
     case = Case(**SYMM[name])
     run_processes(case.num_ranks, symm_as_local, name, timeout=400)
+
+
+def neighbours_and_tables(group: Any, engine: str = "auto") -> None:
+    """Pipeline, sessions and fetches with tensors on the GPU."""
+    if engine == "symm":
+        share_the_gpu()
+    buffer = ElasticBuffer(group, num_bytes=4 << 20, num_cpu_bytes=2 << 20, engine=engine)
+    me, size = buffer.rank_idx, buffer.num_ranks
+    buffer.pp_set_config(num_max_tensor_bytes=4096, num_max_inflight_tensors=2)
+    for step in range(4):
+        buffer.pp_send(torch.full((8,), 10.0 * me + step, device="cuda"), (me + 1) % size)
+        found = torch.empty(8, device="cuda")
+        buffer.pp_recv(found, (me - 1) % size)
+        assert found.tolist() == [10.0 * ((me - 1) % size) + step] * 8
+    buffer.agrs_set_config(num_max_session_bytes=1 << 16, num_max_all_gathers_per_session=4)
+    for session in range(3):
+        with buffer.agrs_new_session():
+            part = buffer.agrs_get_inplace_tensor((5,), torch.bfloat16, "cuda")
+            part.fill_(me + session)
+            gathered, wait = buffer.all_gather(part)
+            other, wait_too = buffer.all_gather(torch.full((3, 2), me, device="cuda"))
+            wait()
+            wait_too()
+            assert gathered[:, 0].tolist() == [rank + session for rank in range(size)]
+            assert other[:, 2, 1].tolist() == list(range(size))
+            total, wait = buffer.reduce_scatter(torch.full((size, 4), me + 0.5, device="cuda"))
+            wait()
+            assert total.tolist() == [sum(rank + 0.5 for rank in range(size))] * 4
+    buffer.engram_write(torch.arange(6.0).view(3, 2) + 100 * me)
+    wanted = torch.tensor([[0, 3 * size - 1]], dtype=torch.int32, device="cuda")
+    rows, _ = buffer.engram_fetch(wanted)()
+    assert rows.is_cuda
+    assert rows.tolist() == [[0, 1, 100 * (size - 1) + 4, 100 * (size - 1) + 5]]
+
+
+def test_neighbours_and_tables_on_the_gpu() -> None:
+    run_ranks(3, neighbours_and_tables)
+
+
+def test_neighbours_and_tables_over_symm() -> None:
+    run_processes(2, neighbours_and_tables, "symm", timeout=200)
 
 
 def symm_in_pieces(group: Any) -> None:

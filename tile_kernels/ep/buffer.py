@@ -625,6 +625,7 @@ rank |
     def all_gather(self, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
         """`([R, *shape], wait)`, or for a sequence `(*outs, wait)`; `wait()` before using them.
 
+        On a CUDA device the transfer runs beside the current stream, which `wait()` lets wait.
         Results lie in the memory of the session. A sequence counts as one all-gather.
         """
         return self._gathered("all_gather", t)
@@ -639,12 +640,12 @@ rank |
     def _gathered(self, call: str, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
         sessions = self._agrs(call)
         tensors = [t] if isinstance(t, Tensor) else list(t)
-        outs = getattr(sessions, call)(tensors)
-
-        def wait() -> None:
-            """The host has waited already."""
-
-        return (*outs, wait)
+        first = tensors[0] if tensors else None
+        device = first.device if isinstance(first, Tensor) else torch.device("cpu")
+        with self._on_comm_stream(device, None) as finish:
+            outs = getattr(sessions, call)(tensors)
+            event = finish([*tensors, *outs], True)
+        return (*outs, event.current_stream_wait)
 
     def sum_over_ranks(self, t: Tensor) -> Tensor:
         """The sum of an integer tensor over all active ranks, for statistics. Collective.
