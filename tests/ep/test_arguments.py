@@ -20,6 +20,7 @@ from tile_kernels.ep import (
     run_ranks,
     topk_idx_t,
 )
+from tile_kernels.testing.numeric import assert_equal
 
 NUM_EXPERTS = 4
 
@@ -414,6 +415,26 @@ def test_threads_that_wait_in_vain_say_for_whom() -> None:
         return str(error.value)
 
     assert run_ranks(2, rank)[1] == "rank 1 waited 1 s in ElasticBuffer.barrier for rank 0"
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])
+def test_tensors_may_begin_anywhere_in_their_storage(offset: int, expand: bool) -> None:
+    """Rows of 8 bytes that do not lie on multiples of 8."""
+
+    def rank(group: LocalGroup) -> None:
+        buffer = ElasticBuffer(group, num_max_tokens_per_rank=4, hidden=4)
+        x = torch.arange(20, dtype=torch.bfloat16)[offset : offset + 16].view(4, 4)
+        ids = torch.tensor([[0, 1], [1, -1], [0, -1], [1, 0]])
+        weights = torch.arange(12, dtype=torch.float32)[offset : offset + 8].view(4, 2)
+        rows, _, found, handle, _ = buffer.dispatch(
+            x, ids, weights, num_experts=2, do_expand=expand
+        )
+        total, back, _ = buffer.combine(rows, handle, found)
+        assert_equal(total, x * (ids >= 0).sum(1, keepdim=True) if expand else x)
+        assert_equal(back, weights * (ids >= 0))
+
+    run_ranks(1, rank)
 
 
 # ---- environment --------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def engines() -> tuple[Hosted, Stream]:
     words = {word.data_ptr(): word for slab in slabs for word in slab.words.flatten()}
     stream = Stream(words)
     engine = Hosted(Meeting(), Rings(slabs, 0, CHUNK), range(2))  # type: ignore[arg-type]
-    engine._work = _Work(Driver(stream), Side(), None)  # type: ignore[arg-type]
+    engine._work = _Work(Driver(stream), Side(), None, 0.05)  # type: ignore[arg-type]
     return engine, stream
 
 

@@ -218,7 +218,7 @@ def symm_without_rank_1(group: Any) -> str:
     """Rank 1 agrees to a dispatch and then sends nothing."""
     share_the_gpu()
     buffer = ElasticBuffer(
-        group, num_max_tokens_per_rank=8, hidden=256, engine="symm", num_cpu_timeout_secs=3
+        group, num_max_tokens_per_rank=8, hidden=256, engine="symm", num_gpu_timeout_secs=3
     )
     x = torch.ones(4, 256, device="cuda")
     chosen = torch.tensor([[0, 1]] * 4, device="cuda")

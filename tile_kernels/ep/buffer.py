@@ -57,6 +57,7 @@ each time; otherwise the source adds them all up, rounding once |
     | `engine` | `collective`, `mmap`, `symm`, `local`, or `auto`: what the group is made for |
     | `num_scaleup_ranks` | ranks of a node; by default those of a host |
     | `num_cpu_timeout_secs` | how long to wait for another rank before an error names it |
+    | `num_gpu_timeout_secs` | the same for data that a CUDA stream waits for (`symm`) |
     | `check_ranks` | compare notes before every call; without it, only where counts are needed |
     | `active_ranks` | a bool for each rank of the group: False for those to go on without |
 
@@ -162,10 +163,10 @@ each time; otherwise the source adds them all up, rounding once |
             all_nvlink=topology.is_hybrid or physical[0] == 1,
         )
         if isinstance(world, ActiveEngine):
-            part = chosen_engine(world.part, engine, self.num_bytes)
+            part = chosen_engine(world.part, engine, self.num_bytes, num_gpu_timeout_secs)
             world = ActiveEngine(part, world.active, world.size)
         else:
-            world = chosen_engine(world, engine, self.num_bytes)
+            world = chosen_engine(world, engine, self.num_bytes, num_gpu_timeout_secs)
 
         self.group = group
         self.rank_idx, self.num_ranks = world.index, world.size

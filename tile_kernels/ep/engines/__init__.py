@@ -61,10 +61,13 @@ def check_engine(engine: Engine, name: object) -> None:
             raise ValueError(f"engine 'symm' is not available: {reason}")
 
 
-def chosen_engine(engine: Engine, name: str, num_bytes: int = 0) -> Engine:
+def chosen_engine(
+    engine: Engine, name: str, num_bytes: int = 0, device_patience: float = 100.0
+) -> Engine:
     """The engine called `name` for the group of `engine`, as checked. Collective.
 
-    `num_bytes` is how much memory of each rank the others may write to, where they do.
+    `num_bytes` is how much memory of each rank `symm` lets the others write to, and
+    `device_patience` how many seconds it waits for what a stream does.
     """
     if name in ("auto", engine.name):
         return engine
@@ -78,4 +81,4 @@ def chosen_engine(engine: Engine, name: str, num_bytes: int = 0) -> Engine:
         return MmapEngine.over(engine)
     from tile_kernels.ep.engines.symm import SymmEngine
 
-    return SymmEngine.over(engine, num_bytes)
+    return SymmEngine.over(engine, num_bytes, device_patience)

@@ -99,11 +99,15 @@ class CollectiveEngine(Engine):
         sent = rows.contiguous().to(device)
         # As `dist.all_to_all_single` does it, which takes no timeout.
         options = dist.AllToAllOptions()
-        options.timeout = timedelta(seconds=self.patience)
+        options.timeout = timedelta(seconds=self.patience)  # for each peer in turn
         try:
-            self.group.alltoall_base(
+            work = self.group.alltoall_base(
                 received, sent, list(recv_counts), list(send_counts), options
-            ).wait()
+            )
+            if device.type == "cpu":
+                work.wait(timedelta(seconds=2 * self.patience + 1))
+            else:
+                work.wait()
         except RuntimeError as error:
             raise self.lost(phase, str(error)) from error
         return received.to(rows.device)
@@ -128,7 +132,10 @@ class CollectiveEngine(Engine):
             ranks = " and ".join(str(self.names[rank]) for rank in missing)
             whom = f"no answer from rank {ranks}" if missing else "all ranks gave up"
         except (RuntimeError, dist.DistStoreError) as problem:
-            whom = f"the store of the group does not answer either ({_first_line(problem)})"
+            whom = (
+                "the store of the group is gone too, which rank 0 holds unless a launcher does "
+                f"({_first_line(problem)})"
+            )
         return RuntimeError(
             f"rank {self.names[me]} gave up in {phase}: {whom} ({_first_line(reason)})"
         )
@@ -176,4 +183,4 @@ class CollectiveEngine(Engine):
 def _first_line(error: object) -> str:
     """Without the place in the sources where it happened, and not too much of it."""
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return line.split("] ", 1)[-1][:160]
+    return line.split("] ", 1)[-1].split(". ", 1)[0][:160]

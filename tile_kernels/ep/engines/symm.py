@@ -76,6 +76,7 @@ class _Work:
     driver: _Driver
     side: torch.cuda.Stream  # for what must not wait behind an exchange
     memory: Any  # to be kept alive
+    patience: float  # seconds, of the host for the device
     last: torch.cuda.Event | None = None
     under_way: deque[tuple[torch.cuda.Event, str]] = field(default_factory=deque)
 
@@ -87,10 +88,10 @@ class SymmEngine(RingEngine):
     _work: _Work
 
     @classmethod
-    def over(cls, meeting: CollectiveEngine, num_bytes: int) -> SymmEngine:
+    def over(cls, meeting: CollectiveEngine, num_bytes: int, patience: float) -> SymmEngine:
         """Allocate and exchange memory for rings of `num_bytes` on each rank. Collective.
 
-        Each rank uses its current CUDA device.
+        Each rank uses its current CUDA device. `settle` waits for it for `patience` seconds.
         """
         import torch.distributed._symmetric_memory as symmetric
 
@@ -108,7 +109,7 @@ class SymmEngine(RingEngine):
             for rank in range(meeting.size)
         ]
         engine = cls(meeting, Rings(slabs, meeting.index, chunk), range(meeting.size))
-        engine._work = _Work(_Driver(), torch.cuda.Stream(device), (memory, handle))
+        engine._work = _Work(_Driver(), torch.cuda.Stream(device), (memory, handle), patience)
         return engine
 
     def split(self, places: Sequence[int]) -> SymmEngine:
@@ -155,13 +156,13 @@ class SymmEngine(RingEngine):
 
     def settle(self) -> None:
         """Wait on the host until the exchanges so far are done."""
-        end = time.monotonic() + self.patience
+        end = time.monotonic() + self._work.patience
         while self._work.under_way:
             done, phase = self._work.under_way[0]
             if done.query():
                 self._work.under_way.popleft()
             elif time.monotonic() > end:
-                problem = self._meeting.lost(phase, f"no data after {self.patience:g} s")
+                problem = self._meeting.lost(phase, f"no data after {self._work.patience:g} s")
                 self._rings.broken = str(problem)
                 self._release()
                 raise problem
