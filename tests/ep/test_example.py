@@ -29,3 +29,8 @@ def test_example(launcher: list[str], num_ranks: int) -> None:
     same = f"{num_ranks} ranks, {tokens} tokens: the output is the same bit for bit"
     assert same in done.stdout
     assert done.stdout.count("differs by at most") == 3
+
+
+@pytest.mark.gpu
+def test_example_on_a_gpu() -> None:
+    test_example([*TORCHRUN, "1"], 1)

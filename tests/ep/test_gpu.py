@@ -305,6 +305,21 @@ def test_graph_of_the_path_without_waiting() -> None:
     check_replays(LocalGroup(), case)
 
 
+def nccl_graph(group: Any) -> None:
+    """NCCL takes one rank for each GPU: an exchange with oneself, recorded and replayed."""
+    torch.cuda.set_device(0)
+    alone = torch.distributed.new_group([group.rank()], backend="nccl")
+    case = Case(
+        ranks_per_node=1, experts_per_rank=6, num_topk=4, tokens=(50,),
+        widths=((torch.bfloat16, 256),),
+    )  # fmt: skip
+    check_replays(alone, case)
+
+
+def test_nccl_of_one_rank_in_a_graph() -> None:
+    run_processes(1, nccl_graph, timeout=200)
+
+
 def test_overflow_in_a_graph() -> None:
     """A capacity that one routing exceeds and another does not."""
     buffer = ElasticBuffer(LocalGroup(), num_max_tokens_per_rank=64, hidden=128, check_ranks=False)

@@ -80,7 +80,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
         parts.append(parts[0].new_zeros((parts[0].shape[0], fill)))
     if not parts[0].shape[0]:
         return parts[0].new_empty((0, sum(sizes) + fill))
-    word = _words(*sizes, fill, *(part.storage_offset() for part in parts))
+    word = _words(*sizes, fill, *(int(part.storage_offset()) for part in parts))
     return torch.cat([part.view(word) for part in parts if part.shape[1]], dim=1).view(torch.uint8)
 
 
@@ -98,7 +98,7 @@ def unpack(rows: Tensor, fields: Sequence[Field], start: int = 0) -> list[Tensor
         elif size == rows.shape[1]:
             tensors.append(rows.contiguous().view(field.dtype))
         else:
-            word = _words(start, size, rows.shape[1], rows.storage_offset())
+            word = _words(start, size, rows.shape[1], int(rows.storage_offset()))
             section = rows.view(word)[:, start // word.itemsize :][:, : size // word.itemsize]
             tensors.append(section.clone(memory_format=torch.contiguous_format).view(field.dtype))
         start += size

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.ep.engines.collective import CollectiveEngine
-from tile_kernels.ep.engines.ring import SLOTS, RingEngine, Rings, Slab, slab_bytes
+from tile_kernels.ep.engines.ring import BUSY, FULL, SLOTS, RingEngine, Rings, Slab, slab_bytes
 
 LEAST_CHUNK = 1 << 12
 _OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -176,8 +176,8 @@ class SymmEngine(RingEngine):
         while self._work.under_way:
             for peer in range(own.shape[0]):
                 for slot in range(SLOTS):
-                    self._work.driver.write(stream, own[peer, slot].data_ptr(), 1)
-                    self._work.driver.write(stream, own[peer, SLOTS + slot].data_ptr(), 0)
+                    self._work.driver.write(stream, own[peer, FULL + slot].data_ptr(), 1)
+                    self._work.driver.write(stream, own[peer, BUSY + slot].data_ptr(), 0)
             time.sleep(_NAP)
             while self._work.under_way and self._work.under_way[0][0].query():
                 self._work.under_way.popleft()
