@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import queue
 import threading
 import time
@@ -185,7 +186,11 @@ def run_ranks(num_ranks: int, body: Callable[[LocalGroup], Result]) -> list[Resu
             errors[rank] = error
             world.fail()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    contexts = [contextvars.copy_context() for _ in range(num_ranks)]  # as `tile_kernels.backend`
+    threads = [
+        threading.Thread(target=context.run, args=(run, rank))
+        for rank, context in enumerate(contexts)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
