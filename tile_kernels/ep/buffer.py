@@ -664,8 +664,8 @@ rank |
         self._agree(call, settings, error, [0] * self.num_ranks, must_count=True)
         if t.numel() == 0:
             return t.clone()
-        rows = self._fabric.world.gather(as_bytes(t.reshape(1, -1))[0], call)
-        return rows.view(t.dtype).sum(0, dtype=t.dtype).view(t.shape)
+        rows = self._fabric.world.gather(as_bytes(t.cpu().reshape(1, -1))[0], call)
+        return rows.view(t.dtype).sum(0, dtype=t.dtype).view(t.shape).to(t.device)
 
     # ---- engram -------------------------------------------------------------------------------
 

@@ -4,6 +4,9 @@ The protocol of `ring` without a kernel: chunks are copied into the peers' memor
 and waited for by the CUDA stream itself (`cuStreamWriteValue32`, `cuStreamWaitValue32`). Nothing
 spins on an SM, so ranks may even share a GPU, and nothing waits on the host. Rows that lie in host
 memory (descriptors, counts) and single messages go through the process group.
+
+All waiting happens on the communication stream, the only one of its priority: streams can share a
+queue of the hardware, and one that waits holds up what is behind it there.
 """
 
 from __future__ import annotations
