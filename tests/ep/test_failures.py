@@ -114,6 +114,32 @@ def test_a_lost_rank_is_named_and_left_behind(engine: str, how: str) -> None:
         assert seconds < PATIENCE + 4
 
 
+def die_in_the_middle(group: dist.ProcessGroup, engine: str) -> str | None:
+    """`LOST` agrees to a dispatch and is gone when its rows are wanted."""
+    case = the_case(empty_slots=0.0)
+    me = group.rank()
+    buffer = ElasticBuffer(
+        group, num_max_tokens_per_rank=case.most_tokens, hidden=6, engine=engine,
+        num_cpu_timeout_secs=PATIENCE,
+    )  # fmt: skip
+    if me == LOST:
+        leg = buffer._fabric.legs[0]
+        go_on = leg.exchange
+        leg.exchange = lambda *a: os._exit(1) if "rows" in a[3] else go_on(*a)  # type: ignore
+    with pytest.raises(RuntimeError) as error:
+        buffer.dispatch(case.payloads[me][0], case.topk_idx[me], num_experts=case.num_experts)
+    return str(error.value)
+
+
+@each_engine
+def test_a_rank_that_dies_in_the_middle_is_named(engine: str) -> None:
+    heard = run_processes(4, die_in_the_middle, engine, may_die=(LOST,))
+    assert heard.pop(LOST) is None
+    for message in heard:
+        assert "in ElasticBuffer.dispatch (rows)" in message
+        assert f"rank {LOST}" in message
+
+
 def hang_in_a_pipeline(group: dist.ProcessGroup) -> str | None:
     buffer = ElasticBuffer(group, num_bytes=2 << 20, num_cpu_timeout_secs=PATIENCE)
     buffer.pp_set_config(num_max_tensor_bytes=64, num_max_inflight_tensors=1)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from tests.ep.helpers import Case, make_buffer
 from tests.ep.processes import run_processes
 from tile_kernels import moe
-from tile_kernels.ep import exchange, journey, rows, run_ranks
+from tile_kernels.ep import ElasticBuffer, exchange, journey, rows, run_ranks
 from tile_kernels.testing.numeric import assert_equal
 
 CASES: dict[str, dict[str, Any]] = {
@@ -255,3 +255,22 @@ def test_capacity_errors(arguments: dict[str, Any], message: str) -> None:
             buffer.dispatch(case.payloads[0][0], handle=handle, num_max_rows=4)
 
     run_ranks(1, rank)
+
+
+@pytest.mark.parametrize("check_ranks", [True, False], ids=["counted", "static"])
+@pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])
+def test_what_does_not_fit_has_no_gradient(expand: bool, check_ranks: bool) -> None:
+    """Each token has the sum over its rows; of five with two experts each, four rows stay."""
+
+    def rank(group: Any) -> tuple[list[float], list[int]]:
+        buffer = ElasticBuffer(group, num_max_tokens_per_rank=5, hidden=2, check_ranks=check_ranks)
+        x = torch.ones(5, 2, requires_grad=True)
+        ids = torch.tensor([[0, 1]] * 5)  # one expert on each rank
+        rows, _, _, handle, _ = buffer.dispatch(
+            x, ids, num_experts=2, do_expand=expand, do_cpu_sync=False, num_max_rows=4
+        )
+        rows.sum().backward()
+        return x.grad[:, 0].tolist(), handle.num_dropped.tolist()
+
+    # Both ranks take the tokens of rank 0 first: four of them, then none of the others.
+    assert run_ranks(2, rank) == [([2, 2, 2, 2, 0], [6]), ([0] * 5, [6])]
