@@ -373,4 +373,6 @@ def test_bandwidth(what: str) -> None:
     else:
         timing = time_device(lambda: placed(rows, places, num_rows))
     share = moved / timing.us / 1e3 / copy_bandwidth()
-    assert share >= 0.9, f"{what}: {timing.us:.1f} us, {100 * share:.1f} % of the copy bandwidth"
+    found = f"{what}: {timing.us:.1f} us, {100 * share:.1f} % of the copy bandwidth"
+    print(found)
+    assert share >= 0.9, found
