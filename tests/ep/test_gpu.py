@@ -374,5 +374,5 @@ def test_bandwidth(what: str) -> None:
         timing = time_device(lambda: placed(rows, places, num_rows))
     share = moved / timing.us / 1e3 / copy_bandwidth()
     found = f"{what}: {timing.us:.1f} us, {100 * share:.1f} % of the copy bandwidth"
-    print(found)
+    print(found)  # noqa: T201 - shown by -s
     assert share >= 0.9, found
