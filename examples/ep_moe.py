@@ -1,11 +1,11 @@
-"""An expert-parallel mixture-of-experts layer, forward and backward, on CPU processes.
+"""An expert-parallel mixture-of-experts layer, forward and backward, on several processes.
 
-    torchrun --nproc-per-node 4 examples/ep_moe.py      four processes over gloo
+    torchrun --nproc-per-node 4 examples/ep_moe.py      four processes: gloo, or NCCL with 4 GPUs
     python examples/ep_moe.py                           four threads of one process
 
-Every rank has tokens of its own (unequally many) and a quarter of the experts. The result is
-compared with that of one rank that has all tokens and all experts: the output bit for bit, the
-gradients up to the order of their sums.
+Any number of processes that divides 24 will do. Every rank has tokens of its own (unequally many)
+and its part of the experts. The result is compared with that of one rank that has all tokens and
+all experts: the output bit for bit, the gradients up to the order of their sums.
 """
 
 import os
@@ -17,7 +17,7 @@ from torch import Tensor
 from tile_kernels import moe
 from tile_kernels.ep import ElasticBuffer, LocalGroup, run_ranks
 
-NUM_RANKS, NUM_EXPERTS, NUM_TOPK, HIDDEN, MOST_TOKENS, ALIGNMENT = 4, 12, 3, 64, 40, 8
+NUM_RANKS, NUM_EXPERTS, NUM_TOPK, HIDDEN, MOST_TOKENS, ALIGNMENT = 4, 24, 3, 64, 40, 8
 
 
 def tokens_of(rank: int) -> Tensor:
@@ -47,9 +47,11 @@ def layer(buffer: ElasticBuffer, x: Tensor, router: Tensor, experts: Tensor) -> 
     return combined
 
 
-def forward_and_backward(group: object, x: Tensor, most_tokens: int) -> dict[str, Tensor]:
+def forward_and_backward(
+    group: object, x: Tensor, most_tokens: int, device: str
+) -> dict[str, Tensor]:
     """The output of this rank's tokens, and gradients of them, of the router, of its experts."""
-    router, experts = parameters()
+    x, router, experts = (each.to(device) for each in (x, *parameters()))
     shape = {"num_max_tokens_per_rank": most_tokens, "hidden": HIDDEN, "num_topk": NUM_TOPK}
     # With one sum at the source, the output does not depend on how experts are spread over ranks.
     exact = ElasticBuffer(group, allow_multiple_reduction=False, **shape)
@@ -62,19 +64,20 @@ def forward_and_backward(group: object, x: Tensor, most_tokens: int) -> dict[str
     for leaf in (x, router, experts):
         leaf.requires_grad_()
     layer(staged, x, router, experts).square().sum().backward()
-    return {"out": out, "x": x.grad, "router": router.grad, "experts": experts.grad}
+    found = {"out": out, "x": x.grad, "router": router.grad, "experts": experts.grad}
+    return {name: each.cpu() for name, each in found.items()}
 
 
-def run(group: object) -> dict[str, Tensor]:
+def run(group: object, device: str = "cpu") -> dict[str, Tensor]:
     """One rank of the group."""
     rank = group.rank if isinstance(group, LocalGroup) else group.rank()
-    return forward_and_backward(group, tokens_of(rank), MOST_TOKENS)
+    return forward_and_backward(group, tokens_of(rank), MOST_TOKENS, device)
 
 
-def compare(results: list[dict[str, Tensor]]) -> None:
+def compare(results: list[dict[str, Tensor]], device: str = "cpu") -> None:
     """What the ranks found against one rank alone."""
     tokens = torch.cat([tokens_of(rank) for rank in range(len(results))])
-    alone = forward_and_backward(LocalGroup(), tokens, len(tokens))
+    alone = forward_and_backward(LocalGroup(), tokens, len(tokens), device)
     found = {name: torch.cat([each[name] for each in results]) for name in ("out", "x", "experts")}
     found["router"] = sum(each["router"] for each in results)
     assert torch.equal(found["out"], alone["out"])
@@ -91,11 +94,15 @@ def main() -> None:
     if "LOCAL_RANK" not in os.environ:
         compare(run_ranks(NUM_RANKS, run))
         return
-    dist.init_process_group("gloo")
+    device, backend = "cpu", "gloo"
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device, backend = f"cuda:{os.environ['LOCAL_RANK']}", "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
     results = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(run(dist.group.WORLD), results)
+    dist.gather_object(run(dist.group.WORLD, device), results)
     if results is not None:
-        compare(results)
+        compare(results, device)
     dist.destroy_process_group()
 
 

@@ -138,3 +138,59 @@ def test_plot(tmp_path: Path) -> None:
         assert (tmp_path / f"plot.{ending}").read_bytes().startswith(magic)
     with pytest.raises(ValueError, match="holds no device times"):
         benchmark.plot(benchmark.Report({"device": "CPU"}, None, []), tmp_path / "none.png")
+
+
+# ---- expert parallelism -------------------------------------------------------------------------
+
+BLACKWELL = ("--nodes", "1", "--nvlink-gbs", "810", "--sms", "148")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), "12 of 132"),
+        (("--nodes", "4"), "6 of 132"),
+        (("--nodes", "8"), "4 of 132"),
+        (BLACKWELL, "24 of 148"),
+        ((*BLACKWELL, "--no-overlap"), "64 of 148"),
+        (("--direct",), "18 of 132"),
+    ],
+)
+def test_ep_model_finds_the_published_numbers(
+    words: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f" {expected} " in said(capsys, "ep-model", *words)
+
+
+def test_ep_model_sizes_and_times(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "ep-model")
+    assert "1,218,445,312" in text
+    assert "queue pairs" in text
+    # 4096 tokens x 1.996 nodes / 2 x 14,400 bytes at 50 GB/s; NVLink: 4096 x 6.524 x 7/8 at 430.
+    assert [row.split("│")[-2].strip() for row in text.splitlines() if "combine" in row] == ["1176"]
+    text = said(capsys, "ep-model", "--nodes", "1", "--tokens", "8192")
+    assert "943,718,400" in text
+
+
+def test_ep_model_simulates_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "traffic.svg"
+    words = ("--simulate", "--tokens", "64", "--skew", "2", "--plot", str(picture))
+    text = said(capsys, "ep-model", *words)
+    shares = {
+        row.split("│")[1].strip(): float(row.split("│")[-2]) for row in text.splitlines()
+        if any(f"│ {name} " in row for name in ("tokens", "received"))
+    }  # fmt: skip
+    assert shares["tokens"] == 1.0
+    assert 1.6 < shares["received"] < 2.1  # twice the others, a little less than twice the average
+    drawn = picture.read_text()
+    assert drawn.lstrip().startswith("<?xml")
+    assert len(drawn) > 10_000
+
+
+def test_ep_model_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "ep-model", "--experts", "100", status=2)
+    assert "--experts must be a multiple of the 16 ranks and at least --topk, got 100" in text
+    assert "--topk must be at least 1" in said(capsys, "ep-model", "--topk", "0", status=2)
+    assert "go with --simulate" in said(capsys, "ep-model", "--plot", "x.png", status=2)
+    text = said(capsys, "ep-model", "--rdma-gbs", "0", status=2)
+    assert "rdma_gbs must be positive for 2 nodes, got 0" in text

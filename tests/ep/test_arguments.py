@@ -20,6 +20,7 @@ from tile_kernels.ep import (
     run_ranks,
     topk_idx_t,
 )
+from tile_kernels.testing.numeric import assert_equal
 
 NUM_EXPERTS = 4
 
@@ -413,4 +414,69 @@ def test_threads_that_wait_in_vain_say_for_whom() -> None:
             buffer.barrier()
         return str(error.value)
 
-    assert run_ranks(2, rank)[1] == "local: rank 1 waited 1 s for the other ranks"
+    assert run_ranks(2, rank)[1] == "rank 1 waited 1 s in ElasticBuffer.barrier for rank 0"
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])
+def test_tensors_may_begin_anywhere_in_their_storage(offset: int, expand: bool) -> None:
+    """Rows of 8 bytes that do not lie on multiples of 8."""
+
+    def rank(group: LocalGroup) -> None:
+        buffer = ElasticBuffer(group, num_max_tokens_per_rank=4, hidden=4)
+        x = torch.arange(20, dtype=torch.bfloat16)[offset : offset + 16].view(4, 4)
+        ids = torch.tensor([[0, 1], [1, -1], [0, -1], [1, 0]])
+        weights = torch.arange(12, dtype=torch.float32)[offset : offset + 8].view(4, 2)
+        rows, _, found, handle, _ = buffer.dispatch(
+            x, ids, weights, num_experts=2, do_expand=expand
+        )
+        total, back, _ = buffer.combine(rows, handle, found)
+        assert_equal(total, x * (ids >= 0).sum(1, keepdim=True) if expand else x)
+        assert_equal(back, weights * (ids >= 0))
+
+    run_ranks(1, rank)
+
+
+# ---- environment --------------------------------------------------------------------------------
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("EP_OVERRIDE_RDMA_SL", "7")
+    monkeypatch.setenv("EP_BUFFER_DEBUG", "1")
+    monkeypatch.setenv("EP_AVOID_RECORD_STREAM", "1")
+    buffer = ElasticBuffer(LocalGroup(), num_bytes=2 << 20, sl_idx=2)
+    assert buffer.sl_idx == 7
+    assert buffer._keep_tensors
+    said = capsys.readouterr().out
+    assert said.startswith("ElasticBuffer: rank 0 of 1, engine local, 1 x 1 ranks, 2097152 bytes")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("EP_OVERRIDE_RDMA_SL", "16", "sl_idx must be in 0..15, got 16"),
+        ("EP_OVERRIDE_RDMA_SL", "low", "EP_OVERRIDE_RDMA_SL must be a number, got 'low'"),
+        ("EP_NUM_TOPK_IDX_BITS", "32", "EP_NUM_TOPK_IDX_BITS must be 64: topk_idx is int64 here"),
+    ],
+)
+def test_environment_errors(
+    name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"ElasticBuffer: rank 0: {message}"):
+        ElasticBuffer(LocalGroup(), num_bytes=2 << 20)
+
+
+def test_sums_over_ranks_are_of_integers() -> None:
+    def rank(group: LocalGroup) -> None:
+        buffer = ElasticBuffer(group, num_bytes=2 << 20)
+        with pytest.raises(TypeError, match="sum_over_ranks: rank 0: t must be int32 or int64"):
+            buffer.sum_over_ranks(torch.ones(3))
+        with pytest.raises(ValueError, match="t must be the same on all ranks"):
+            buffer.sum_over_ranks(torch.zeros(2 + group.rank, dtype=torch.int32))
+        found = buffer.sum_over_ranks(torch.tensor([[group.rank, 5]], dtype=torch.int32))
+        assert found.tolist() == [[1, 10]]
+        assert found.dtype == torch.int32
+        assert buffer.sum_over_ranks(torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 3)
+
+    run_ranks(2, rank)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from tests.ep.helpers import Case, make_buffer
 from tests.ep.processes import run_processes
 from tile_kernels import moe
-from tile_kernels.ep import exchange, journey, run_ranks
+from tile_kernels.ep import ElasticBuffer, exchange, journey, rows, run_ranks
 from tile_kernels.testing.numeric import assert_equal
 
 CASES: dict[str, dict[str, Any]] = {
@@ -118,8 +118,8 @@ class Kernels:
 @pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])
 @pytest.mark.parametrize("name", ["2x2", "direct"])
 def test_the_host_does_not_wait(name: str, expand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journey, "moe", Kernels)
-    monkeypatch.setattr(exchange, "moe", Kernels)
+    for module in (journey, exchange, rows):
+        monkeypatch.setattr(module, "moe", Kernels)
     case = Case(**CASES[name], num_biases=1)
 
     def rank(group: Any) -> None:
@@ -129,11 +129,12 @@ def test_the_host_does_not_wait(name: str, expand: bool, monkeypatch: pytest.Mon
         arguments = (case.payloads[me][0], case.topk_idx[me], case.topk_weights[me])
         stats = torch.zeros(case.experts_per_rank, dtype=torch.int32)
         with NoWaiting():
-            rows, _, weights, handle, _ = buffer.dispatch(
+            found, _, weights, handle, _ = buffer.dispatch(
                 *arguments, stats, do_cpu_sync=False, **options
             )
             buffer.dispatch(case.payloads[me][0], handle=handle)
-            buffer.combine(rows, handle, weights, case.bias[me])
+            buffer.combine(found, handle, weights, case.bias[me])
+            buffer.dispatch(*arguments, do_cpu_sync=False, num_max_rows=3, **options)
         with pytest.raises(AssertionError, match="waits for the device"), NoWaiting():
             buffer.dispatch(*arguments, **options)
 
@@ -166,3 +167,110 @@ def test_static_handles_need_sums_on_the_way() -> None:
             other.combine(rows, handle)
 
     run_ranks(1, rank)
+
+
+# ---- fewer rows than could be needed ------------------------------------------------------------
+
+
+def check_capacity(group: Any, case: Case, capacity: int, check_ranks: bool) -> None:
+    """What fits is as with enough room, the rest is counted and adds nothing."""
+    buffer = make_buffer(group, case, check_ranks=check_ranks)
+    me = buffer.rank_idx
+    arguments = (case.payloads[me][0], case.topk_idx[me], case.topk_weights[me])
+    options = {
+        "num_experts": case.num_experts, "expert_alignment": 4, "do_expand": case.expand,
+        "do_cpu_sync": False,
+    }  # fmt: skip
+    stats = torch.zeros(case.experts_per_rank, dtype=torch.int32)
+    all_rows, all_ids, all_weights, full, _ = buffer.dispatch(*arguments, **options)
+    rows, ids, weights, handle, _ = buffer.dispatch(
+        *arguments, stats, num_max_rows=capacity, **options
+    )
+    assert rows.shape[0] == capacity
+    assert full.num_dropped.tolist() == [0]
+    full.raise_if_dropped()
+    fits = min(capacity, all_rows.shape[0])
+    assert_equal(rows[:fits], all_rows[:fits])
+    assert_equal(weights[:fits], all_weights[:fits])
+    assert_equal(stats, full.num_unaligned_recv_tokens_per_expert)  # the load, not what fits
+    counts = full.num_unaligned_recv_tokens_per_expert.tolist()
+    if case.expand:
+        starts = [sum((n + 3) // 4 * 4 for n in counts[:e]) for e in range(len(counts))]
+        kept = [max(0, min(n, capacity - start)) for n, start in zip(counts, starts)]
+        ends = [min(start, capacity) + n for n, start in zip(kept, starts)]
+        assert handle.psum_num_recv_tokens_per_expert.tolist() == ends
+    else:
+        assert_equal(ids[:fits], all_ids[:fits])
+        kept = [int((all_ids[:capacity] == e).sum()) for e in range(len(counts))]
+    assert handle.num_unaligned_recv_tokens_per_expert.tolist() == kept
+    arrived = int(full.psum_num_recv_tokens_per_scaleup_rank[-1])
+    dropped = sum(counts) - sum(kept) if case.expand else max(0, arrived - capacity)
+    assert handle.num_dropped.tolist() == [dropped]
+    if dropped:
+        message = f"rank {me}: {dropped} .* found no place in num_max_rows = {capacity}"
+        with pytest.raises(RuntimeError, match=message):
+            handle.raise_if_dropped()
+    else:
+        handle.raise_if_dropped()
+    results = torch.randn(all_rows.shape, generator=torch.Generator().manual_seed(me))
+    results = results.to(all_rows.dtype)
+    given = torch.zeros((capacity, all_rows.shape[1]), dtype=all_rows.dtype)
+    given[:fits] = results[:fits]
+    results[capacity:] = 0
+    wanted, back_wanted, _ = buffer.combine(results, full, all_weights, case.bias[me])
+    found, back, _ = buffer.combine(given, handle, weights, case.bias[me])
+    assert_equal(found, wanted)
+    assert ((back == back_wanted) | (back == 0)).all()
+    again = buffer.dispatch(case.payloads[me][0], handle=handle)[0]
+    assert_equal(again, rows)
+
+
+@pytest.mark.parametrize("check_ranks", [True, False], ids=["counted", "static"])
+@pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])
+@pytest.mark.parametrize("capacity", [1, 6, 500])
+@pytest.mark.parametrize("name", ["2x2", "direct"])
+def test_what_does_not_fit_is_counted(
+    name: str, capacity: int, expand: bool, check_ranks: bool
+) -> None:
+    case = Case(**CASES[name], expand=expand, alignment=4, most_tokens=5, num_biases=1)
+    run_ranks(case.num_ranks, lambda group: check_capacity(group, case, capacity, check_ranks))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_max_rows": 4}, "num_max_rows needs do_cpu_sync=False"),
+        ({"num_max_rows": 0, "do_cpu_sync": False}, "num_max_rows must be at least 1, got 0"),
+    ],
+)
+def test_capacity_errors(arguments: dict[str, Any], message: str) -> None:
+    case = Case(ranks_per_node=1, tokens=(3,))
+
+    def rank(group: Any) -> None:
+        buffer = make_buffer(group, case)
+        with pytest.raises(ValueError, match=message):
+            buffer.dispatch(case.payloads[0][0], case.topk_idx[0], num_experts=2, **arguments)
+        handle = buffer.dispatch(case.payloads[0][0], case.topk_idx[0], num_experts=2)[3]
+        with pytest.raises(ValueError, match="num_max_rows must be None with a handle"):
+            buffer.dispatch(case.payloads[0][0], handle=handle, num_max_rows=4)
+
+    run_ranks(1, rank)
+
+
+@pytest.mark.parametrize("check_ranks", [True, False], ids=["counted", "static"])
+@pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])
+def test_what_does_not_fit_has_no_gradient(expand: bool, check_ranks: bool) -> None:
+    """Each token has the sum over its rows; of five with two experts each, four rows stay."""
+
+    def rank(group: Any) -> tuple[list[float], list[int]]:
+        buffer = ElasticBuffer(group, num_max_tokens_per_rank=5, hidden=2, check_ranks=check_ranks)
+        x = torch.ones(5, 2, requires_grad=True)
+        ids = torch.tensor([[0, 1]] * 5)  # one expert on each rank
+        rows, _, _, handle, _ = buffer.dispatch(
+            x, ids, num_experts=2, do_expand=expand, do_cpu_sync=False, num_max_rows=4
+        )
+        rows.sum().backward()
+        return x.grad[:, 0].tolist(), handle.num_dropped.tolist()
+
+    # Both ranks take the tokens of rank 0 first: four of them, then none of the others.
+    assert run_ranks(2, rank) == [([2, 2, 2, 2, 0], [6]), ([0] * 5, [6])]

@@ -29,7 +29,7 @@ def agree(
     """Exchange descriptors; raise on every rank what any has to complain about.
 
     `settings` must be equal everywhere. `counts` are the rows that this rank will send to each
-    other; what the others will send to this one is returned.
+    other (0 for one that is not active); what the others will send to this one is returned.
     """
     if error is None:
         own: dict[str, Any] = {"call": call, "error": None, "settings": dict(settings)}
@@ -38,19 +38,23 @@ def agree(
         own = {"call": call, "error": [type(error).__name__, text], "settings": {}}
     said = json.dumps(own).encode()
     head = torch.frombuffer(bytearray(said.ljust(_DESCRIPTOR_BYTES - 8)), dtype=torch.uint8)
-    tail = torch.tensor(counts, dtype=torch.int64).view(-1, 1).view(torch.uint8)
-    rows = torch.cat([head.expand(engine.size, -1), tail], dim=1)
-    ones = [1] * engine.size
-    heard = engine.exchange(rows, ones, ones)
+    active = list(engine.active)
+    tail = torch.tensor([counts[rank] for rank in active]).view(-1, 1).view(torch.uint8)
+    rows = torch.cat([head.expand(len(active), -1), tail], dim=1)
+    ones = engine.ones()
+    heard = engine.exchange(rows, ones, ones, f"{call} (comparing notes)")
     if error is not None or not torch.equal(heard[:, :-8], rows[:, :-8]):
-        told = [json.loads(bytes(row.tolist())) for row in heard[:, :-8]]
+        told = {rank: json.loads(bytes(row.tolist())) for rank, row in zip(active, heard[:, :-8])}
         _raise_errors(call, told, error)
         _raise_differences(told)
-    return heard[:, -8:].clone().view(torch.int64).flatten().tolist()
+    found = [0] * engine.size
+    for rank, count in zip(active, heard[:, -8:].clone().view(torch.int64).flatten().tolist()):
+        found[rank] = count
+    return found
 
 
-def _raise_errors(call: str, told: list[dict[str, Any]], own: Exception | None) -> None:
-    failed = [(rank, *each["error"]) for rank, each in enumerate(told) if each["error"]]
+def _raise_errors(call: str, told: dict[int, dict[str, Any]], own: Exception | None) -> None:
+    failed = [(rank, *each["error"]) for rank, each in told.items() if each["error"]]
     if not failed:
         return
     others = "" if len(failed) == 1 else f" (and {len(failed) - 1} other ranks report errors)"
@@ -59,19 +63,19 @@ def _raise_errors(call: str, told: list[dict[str, Any]], own: Exception | None) 
     raise _ERRORS.get(kind, ValueError)(f"{caller or call}: rank {rank}: {text}{others}") from own
 
 
-def _raise_differences(told: list[dict[str, Any]]) -> None:
-    first = told[0]
-    for rank, each in enumerate(told):
+def _raise_differences(told: dict[int, dict[str, Any]]) -> None:
+    lowest, first = next(iter(told.items()))
+    for rank, each in told.items():
         if each["call"] != first["call"]:
             raise ValueError(
-                f"all ranks must make the same call, but rank 0 calls {first['call']} and rank "
-                f"{rank} calls {each['call']}"
+                f"all ranks must make the same call, but rank {lowest} calls {first['call']} and "
+                f"rank {rank} calls {each['call']}"
             )
-    for rank, each in enumerate(told):
+    for rank, each in told.items():
         for name, value in first["settings"].items():
             other = each["settings"].get(name)
             if other != value:
                 raise ValueError(
                     f"{first['call']}: {name} must be the same on all ranks, got {value} on rank "
-                    f"0 and {other} on rank {rank}"
+                    f"{lowest} and {other} on rank {rank}"
                 )

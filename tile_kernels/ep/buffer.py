@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -14,14 +15,27 @@ from tile_kernels.ep import exchange, gather, model, pipeline
 from tile_kernels.ep.agreement import agree
 from tile_kernels.ep.autograd import CombineFn, DispatchFn
 from tile_kernels.ep.domains import topology_of
-from tile_kernels.ep.engines import check_engine, chosen_engine, make_engine
+from tile_kernels.ep.engines import (
+    ActiveEngine,
+    Engine,
+    check_engine,
+    chosen_engine,
+    make_engine,
+)
 from tile_kernels.ep.engram import EngramStore
-from tile_kernels.ep.events import EventHandle, EventOverlap, comm_stream, on_comm_stream
+from tile_kernels.ep.events import (
+    EventHandle,
+    EventOverlap,
+    Finish,
+    comm_stream,
+    on_comm_stream,
+)
 from tile_kernels.ep.gather import GatherSessions
 from tile_kernels.ep.handle import EPHandle
 from tile_kernels.ep.journey import Fabric
 from tile_kernels.ep.pipeline import Pipeline
 from tile_kernels.ep.requests import Settings, combine_request, dispatch_request
+from tile_kernels.ep.rows import as_bytes
 from tile_kernels.runtime import checks
 from tile_kernels.utils import align
 
@@ -40,15 +54,23 @@ class ElasticBuffer:
     | `allow_hybrid_mode` | send tokens once to each node, then on to its ranks |
     | `allow_multiple_reduction` | add results on each rank and node on their way back, rounding \
 each time; otherwise the source adds them all up, rounding once |
-    | `engine` | `collective`, `mmap`, `local`, or `auto`: what the group is made for |
+    | `engine` | `collective`, `mmap`, `symm`, `local`, or `auto`: what the group is made for |
     | `num_scaleup_ranks` | ranks of a node; by default those of a host |
-    | `num_cpu_timeout_secs` | how long engines that wait themselves (`local`, `mmap`) do so |
+    | `num_cpu_timeout_secs` | how long to wait for another rank before an error names it |
+    | `num_gpu_timeout_secs` | the same for data that a CUDA stream waits for (`symm`) |
     | `check_ranks` | compare notes before every call; without it, only where counts are needed |
+    | `active_ranks` | a bool for each rank of the group: False for those to go on without |
 
     What the others say is checked and recorded, but has no effect on these engines: received rows
-    are always in the deterministic order, and there are no queue pairs and no device-side waits.
+    are always in the deterministic order, and there are no queue pairs and no kernels that wait.
 
     Errors of one rank are raised on all of them, before any data moves, and say which rank it was.
+    A rank that dies or hangs is an error on all others within the timeout, which names it. The
+    buffer is then of no more use; a new one with `active_ranks` works among the others: choices
+    of experts on inactive ranks count as none, and tokens travel in direct mode.
+
+    `EP_OVERRIDE_RDMA_SL` in the environment replaces `sl_idx`, `EP_AVOID_RECORD_STREAM=1` keeps
+    tensors of asynchronous calls alive in their event, `EP_BUFFER_DEBUG=1` prints the settings.
 
     >>> from tile_kernels.ep import LocalGroup
     >>> buffer = ElasticBuffer(LocalGroup(), num_max_tokens_per_rank=8, hidden=4, num_topk=2)
@@ -82,8 +104,9 @@ each time; otherwise the source adds them all up, rounding once |
         engine: str = "auto",
         num_scaleup_ranks: int | None = None,
         check_ranks: bool = True,
+        active_ranks: Sequence[bool] | None = None,
     ) -> None:
-        world = make_engine(group)
+        world = _active_part(make_engine(group), active_ranks, num_cpu_timeout_secs)
         settings: Settings = {
             "num_bytes": num_bytes,
             "num_cpu_bytes": num_cpu_bytes,
@@ -98,6 +121,7 @@ each time; otherwise the source adds them all up, rounding once |
             "engine": str(engine),
         }
         error: Exception | None = None
+        keep_tensors = speak = False
         try:
             check_engine(world, engine)
             flags = {
@@ -111,17 +135,38 @@ each time; otherwise the source adds them all up, rounding once |
             }
             for name, flag in flags.items():
                 checks.boolean(name, flag)
+            sl_idx = _from_environment("EP_OVERRIDE_RDMA_SL", sl_idx)
             checks.integer("sl_idx", sl_idx, 0, 15)
             checks.integer("num_allocated_qps", num_allocated_qps, 0)
             checks.integer("num_cpu_timeout_secs", num_cpu_timeout_secs, 1)
             checks.integer("num_gpu_timeout_secs", num_gpu_timeout_secs, 1)
             _check_sizes(num_bytes, num_cpu_bytes, num_max_tokens_per_rank, hidden, num_topk)
+            if _from_environment("EP_NUM_TOPK_IDX_BITS", 64) != 64:
+                raise ValueError("EP_NUM_TOPK_IDX_BITS must be 64: topk_idx is int64 here")
+            keep_tensors = bool(_from_environment("EP_AVOID_RECORD_STREAM", 0))
+            speak = bool(_from_environment("EP_BUFFER_DEBUG", 0))
         except (TypeError, ValueError) as problem:
             error = problem
         agree(world, "ElasticBuffer", settings, error, [0] * world.size)
-        world = chosen_engine(world, engine)
-        world.patience = num_cpu_timeout_secs
-        topology, physical = topology_of(world, allow_hybrid_mode, num_scaleup_ranks)
+        all_active = len(world.active) == world.size
+        topology, physical = topology_of(
+            world, allow_hybrid_mode and all_active, num_scaleup_ranks if all_active else world.size
+        )
+        self.num_bytes = num_bytes or model.buffer_bytes(
+            topology.num_scaleout_ranks,
+            topology.num_scaleup_ranks,
+            num_max_tokens_per_rank,
+            hidden,
+            num_topk,
+            use_fp8_dispatch,
+            allow_multiple_reduction,
+            all_nvlink=topology.is_hybrid or physical[0] == 1,
+        )
+        if isinstance(world, ActiveEngine):
+            part = chosen_engine(world.part, engine, self.num_bytes, num_gpu_timeout_secs)
+            world = ActiveEngine(part, world.active, world.size)
+        else:
+            world = chosen_engine(world, engine, self.num_bytes, num_gpu_timeout_secs)
 
         self.group = group
         self.rank_idx, self.num_ranks = world.index, world.size
@@ -142,16 +187,6 @@ each time; otherwise the source adds them all up, rounding once |
         self.num_scaleup_ranks = topology.num_scaleup_ranks
         self.scaleout_rank_idx = topology.node_of(world.index)
         self.scaleup_rank_idx = topology.place_of(world.index)
-        self.num_bytes = num_bytes or model.buffer_bytes(
-            topology.num_scaleout_ranks,
-            topology.num_scaleup_ranks,
-            num_max_tokens_per_rank,
-            hidden,
-            num_topk,
-            use_fp8_dispatch,
-            allow_multiple_reduction,
-            all_nvlink=topology.is_hybrid or physical[0] == 1,
-        )
         self._check_ranks = check_ranks
         self._fabric = Fabric.of(world, topology)
         self._engram = EngramStore(world, self.num_bytes - num_cpu_bytes, num_cpu_bytes)
@@ -159,6 +194,15 @@ each time; otherwise the source adds them all up, rounding once |
         self._sessions: GatherSessions | None = None
         self._num_dispatches = 0
         self._destroyed = False
+        self._settle = world.settle if check_ranks else None
+        self._keep_tensors = keep_tensors
+        if speak:
+            print(  # noqa: T201 - as asked for
+                f"ElasticBuffer: rank {self.rank_idx} of {self.num_ranks}, engine {self.engine}, "
+                f"{self.num_scaleout_ranks} x {self.num_scaleup_ranks} ranks, {self.num_bytes} "
+                f"bytes, settings {settings}",
+                flush=True,
+            )
 
     # ---- life and properties ------------------------------------------------------------------
 
@@ -170,7 +214,8 @@ each time; otherwise the source adds them all up, rounding once |
             )
         if not self._destroyed:
             self._destroyed = True
-            self._fabric.world.barrier()
+            self._fabric.world.settle()
+            self._fabric.world.barrier("ElasticBuffer.destroy")
 
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
@@ -179,7 +224,7 @@ each time; otherwise the source adds them all up, rounding once |
         del use_comm_stream, sequential  # the host waits, so streams have nothing to order
         if with_cpu_sync and torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._fabric.world.barrier()
+        self._fabric.world.barrier("ElasticBuffer.barrier")
 
     @staticmethod
     def capture() -> EventHandle:
@@ -310,6 +355,8 @@ each time; otherwise the source adds them all up, rounding once |
         do_expand: bool = False,
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
+        *,
+        num_max_rows: int | None = None,
     ) -> tuple[Received, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
         """Send each token to the ranks of its experts. Collective.
 
@@ -327,6 +374,7 @@ each time; otherwise the source adds them all up, rounding once |
         | `do_cpu_sync` | | bool | results have as many rows as arrived, not as many as could |
         | `do_expand` | | bool | one row for each token and local expert, by expert |
         | `use_tma_aligned_col_major_sf` | | bool | the second of `x` comes with columns in a row |
+        | `num_max_rows` | | int, or None | without `do_cpu_sync`: rows of the results |
         | returns `recv_x` | `[N, H]`, or `[rows, H]` expanded | as `x` | tuple if `x` is one |
         | returns `recv_topk_idx` | `[N, K]` | int64 | local experts, -1: none here; None expanded |
         | returns `recv_topk_weights` | `[N, K]`, or `[rows]` | float32 | None if none came |
@@ -339,7 +387,12 @@ each time; otherwise the source adds them all up, rounding once |
 
         Without `do_cpu_sync`, on a buffer with `check_ranks=False` and `allow_multiple_reduction`,
         the host never waits for the device: as much is sent as could be needed, and the values of
-        `topk_idx` are not looked at (ids out of range are dropped).
+        `topk_idx` are not looked at (ids out of range are dropped). CUDA graphs can record such a
+        dispatch and the combine after it, on engines that do not wait on the host.
+
+        `num_max_rows` makes results smaller than what could be needed. Tokens (expanded: choices)
+        that find no row there are left out, from the end, and add nothing to what `combine` sums;
+        `handle.num_dropped` counts them, `handle.raise_if_dropped()` looks at that.
 
         Differentiable with respect to floating-point `x` and `topk_weights`; the gradient is
         `combine`. Weights of slots on other ranks have none.
@@ -367,6 +420,7 @@ each time; otherwise the source adds them all up, rounding once |
                 do_expand,
                 do_zero_padding,
                 use_tma_aligned_col_major_sf,
+                num_max_rows,
                 static=may_be_static,
             )
         )
@@ -383,7 +437,7 @@ each time; otherwise the source adds them all up, rounding once |
                 leg.recv_counts = self._fabric.counts_on_first_leg(heard)
         serial = self._num_dispatches
         static = leg is not None and leg.is_static  # then the leg may still be in the making
-        with on_comm_stream(request.payloads[0].device, previous_event, static) as finish:
+        with self._on_comm_stream(request.payloads[0].device, previous_event, static) as finish:
             before = _waiting_for(previous_event_before_epilogue)
 
             def run() -> exchange.Dispatched:
@@ -451,7 +505,7 @@ rank |
         self._agree("ElasticBuffer.combine", settings, error, counts, must_count=False)
         if request is None:
             raise RuntimeError("unreachable: a bad request is an error of every rank")
-        with on_comm_stream(request.x.device, previous_event) as finish:
+        with self._on_comm_stream(request.x.device, previous_event) as finish:
             before = _waiting_for(previous_event_before_epilogue)
 
             def run() -> tuple[Tensor, Tensor | None]:
@@ -465,6 +519,13 @@ rank |
             tensors = [request.x, topk_weights, *request.bias, combined, weights]
             event = finish(tensors, async_with_compute_stream)
         return combined, weights, event
+
+    def _on_comm_stream(
+        self, device: torch.device, previous_event: EventHandle | None, after_caller: bool = False
+    ) -> AbstractContextManager[Finish]:
+        return on_comm_stream(
+            device, previous_event, after_caller, self._settle, self._keep_tensors
+        )
 
     # ---- pipeline neighbours ------------------------------------------------------------------
 
@@ -565,6 +626,7 @@ rank |
     def all_gather(self, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
         """`([R, *shape], wait)`, or for a sequence `(*outs, wait)`; `wait()` before using them.
 
+        On a CUDA device the transfer runs beside the current stream, which `wait()` lets wait.
         Results lie in the memory of the session. A sequence counts as one all-gather.
         """
         return self._gathered("all_gather", t)
@@ -579,12 +641,31 @@ rank |
     def _gathered(self, call: str, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
         sessions = self._agrs(call)
         tensors = [t] if isinstance(t, Tensor) else list(t)
-        outs = getattr(sessions, call)(tensors)
+        first = tensors[0] if tensors else None
+        device = first.device if isinstance(first, Tensor) else torch.device("cpu")
+        with self._on_comm_stream(device, None) as finish:
+            outs = getattr(sessions, call)(tensors)
+            event = finish([*tensors, *outs], True)
+        return (*outs, event.current_stream_wait)
 
-        def wait() -> None:
-            """The host has waited already."""
+    def sum_over_ranks(self, t: Tensor) -> Tensor:
+        """The sum of an integer tensor over all active ranks, for statistics. Collective.
 
-        return (*outs, wait)
+        >>> from tile_kernels.ep import run_ranks
+        >>> def load(group):
+        ...     buffer = ElasticBuffer(group, num_bytes=2 << 20)
+        ...     return buffer.sum_over_ranks(torch.tensor([1, group.rank])).tolist()
+        >>> run_ranks(3, load)[0]
+        [3, 3]
+        """
+        call = "ElasticBuffer.sum_over_ranks"
+        _, error = _checked(lambda: _check_counts(t))
+        settings: Settings = {} if error else {"t": f"{t.dtype} {tuple(t.shape)}"}
+        self._agree(call, settings, error, [0] * self.num_ranks, must_count=True)
+        if t.numel() == 0:
+            return t.clone()
+        rows = self._fabric.world.gather(as_bytes(t.cpu().reshape(1, -1))[0], call)
+        return rows.view(t.dtype).sum(0, dtype=t.dtype).view(t.shape).to(t.device)
 
     # ---- engram -------------------------------------------------------------------------------
 
@@ -593,6 +674,8 @@ rank |
 
         `sf` `[R * n, P]`, of 4-byte elements and the same on all ranks, belongs to float8 rows.
         """
+        with _named("ElasticBuffer.engram_write"):
+            self._check_all_active(lambda: None)
         self._engram.write(storage, sf)
 
     def engram_fetch(
@@ -610,8 +693,16 @@ rank |
         return lambda: (data, sf)
 
     def _configure(self, call: str, check: Callable[[], None], settings: Settings) -> None:
-        _, error = _checked(check)
+        _, error = _checked(lambda: self._check_all_active(check))
         self._agree(call, settings, error, [0] * self.num_ranks, must_count=True)
+
+    def _check_all_active(self, check: Callable[[], None]) -> None:
+        if len(self._fabric.world.active) < self.num_ranks:
+            raise ValueError(
+                f"all ranks must be active, but only {list(self._fabric.world.active)} of "
+                f"{self.num_ranks} are"
+            )
+        check()
 
     def _agree(
         self,
@@ -631,6 +722,40 @@ rank |
         return counts
 
 
+def _active_part(world: Engine, active_ranks: object, patience: object) -> Engine:
+    """The ranks that take part, waiting for each other for so long. Collective among them."""
+    if isinstance(patience, int) and patience >= 1:  # if not, all ranks will hear of it
+        world.patience = patience
+    with _named("ElasticBuffer"):
+        if active_ranks is None:
+            return world
+        if isinstance(active_ranks, Tensor):
+            active_ranks = active_ranks.tolist()
+        if not (
+            isinstance(active_ranks, Sequence)
+            and len(active_ranks) == world.size
+            and all(isinstance(each, bool) for each in active_ranks)
+        ):
+            raise ValueError(
+                f"active_ranks must be {world.size} bools, one for each rank, got {active_ranks!r}"
+            )
+        if not active_ranks[world.index]:
+            raise ValueError(f"active_ranks must not leave out this rank, {world.index}")
+    places = [rank for rank, takes_part in enumerate(active_ranks) if takes_part]
+    if len(places) == world.size:
+        return world
+    return ActiveEngine(world.split(places), places, world.size)
+
+
+def _from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    if not text.isdigit():
+        raise ValueError(f"{name} must be a number, got {text!r}")
+    return int(text)
+
+
 def _checked(build: Callable[[], Request]) -> tuple[Request | None, Exception | None]:
     """The request, or what is wrong with it."""
     try:
@@ -646,6 +771,13 @@ def _named(call: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as problem:
         raise type(problem)(f"{call}: {problem}") from problem
+
+
+def _check_counts(t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"t must be a torch.Tensor, got {type(t).__name__}")
+    if t.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"t must be int32 or int64, got {t.dtype}")
 
 
 def _waiting_for(event: EventHandle | None) -> Callable[[], None]:

@@ -57,7 +57,7 @@ class EngramStore:
         agree(self._engine, "ElasticBuffer.engram_write", settings, error, counts)
         self._rows = storage.cpu().clone()
         self._sf = None if sf is None else sf.clone()
-        self._engine.barrier()
+        self._engine.barrier("ElasticBuffer.engram_write")
 
     def fetch(self, indices: Tensor) -> tuple[Tensor, Tensor | None]:
         """The rows `[T, Q * H]` at global `indices` `[T, Q]`, and their scales `[T, Q * P]`."""
@@ -86,11 +86,11 @@ class EngramStore:
         asked = agree(self._engine, "ElasticBuffer.engram_fetch", {}, error, counts)
         if self._rows is None:
             raise RuntimeError("unreachable: a bad request is an error of every rank")
-        order = owners.argsort(stable=True)
-        questions = self._engine.exchange(pack([local[order, None]]), counts, asked)
+        order, phase = owners.argsort(stable=True), "ElasticBuffer.engram_fetch"
+        questions = self._engine.exchange(pack([local[order, None]]), counts, asked, phase)
         (places,) = unpack(questions, [Field(torch.int64, 1)])
         answers = as_bytes(self._rows).index_select(0, places.flatten())
-        rows = self._engine.exchange(answers, asked, counts)
+        rows = self._engine.exchange(answers, asked, counts, phase)
         found = torch.empty_like(rows).index_copy_(0, order, rows)
         (data,) = unpack(found, [field_of(self._rows)])
         num_tokens, num_rows = indices.shape

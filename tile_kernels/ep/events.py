@@ -55,9 +55,14 @@ class EventOverlap:
     """
 
     def __init__(
-        self, event: EventHandle | None = None, extra_tensors: Iterable[Tensor] | None = None
+        self,
+        event: EventHandle | None = None,
+        extra_tensors: Iterable[Tensor] | None = None,
+        *,
+        settle: Callable[[], None] | None = None,
     ) -> None:
         self.event = event
+        self._settle = settle
         self.extra_tensors = None if extra_tensors is None else tuple(extra_tensors)
         self._hook: Callable[[], object] | None = None
         self._release = False
@@ -70,6 +75,9 @@ class EventOverlap:
                 "or the call was made without async_with_compute_stream)"
             )
         self.event.current_stream_wait()
+        settle, self._settle = self._settle, None
+        if settle is not None:
+            settle()
         hook, self._hook = self._hook, None
         if hook is not None:
             hook()
@@ -97,15 +105,25 @@ class EventOverlap:
             self.current_stream_wait(release)
 
 
+Finish = Callable[[Iterable["Tensor | None"], bool], EventOverlap]
+
+
 @contextmanager
 def on_comm_stream(
-    device: torch.device, previous_event: EventHandle | None, after_caller: bool = False
-) -> Iterator[Callable[[Iterable[Tensor | None], bool], EventOverlap]]:
+    device: torch.device,
+    previous_event: EventHandle | None,
+    after_caller: bool = False,
+    settle: Callable[[], None] | None = None,
+    keep_tensors: bool = False,
+) -> Iterator[Finish]:
     """Work inside runs on the communication stream of a CUDA device.
 
     It begins after `previous_event`, or, without one or with `after_caller`, after what the current
     stream has been given so far. The function that is handed out ends it: given all tensors
-    involved and whether the caller wants to wait itself, it returns what to wait for.
+    involved and whether the caller wants to wait itself, it returns what to wait for. `settle`
+    waits on the host, after the stream; errors of ranks that do not answer come from there. With
+    `keep_tensors` a returned event holds the tensors instead of their being marked as in use on
+    both streams.
     """
     if device.type != "cuda":
         yield lambda _, wanted: EventOverlap(EventHandle() if wanted else None)
@@ -118,15 +136,19 @@ def on_comm_stream(
             previous_event.current_stream_wait()
 
         def finish(tensors: Iterable[Tensor | None], wanted: bool) -> EventOverlap:
-            for tensor in tensors:
-                if tensor is not None:
-                    tensor.record_stream(caller)
-                    tensor.record_stream(own)
+            held = [tensor for tensor in tensors if tensor is not None]
+            if wanted and keep_tensors:
+                return EventOverlap(EventHandle(held), settle=settle)
+            for tensor in held:
+                tensor.record_stream(caller)
+                tensor.record_stream(own)
             event = EventHandle()
             if wanted:
-                return EventOverlap(event)
+                return EventOverlap(event, settle=settle)
             with torch.cuda.stream(caller):
                 event.current_stream_wait()
+            if settle is not None:
+                settle()
             return EventOverlap()
 
         yield finish

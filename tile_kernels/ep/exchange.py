@@ -21,7 +21,7 @@ from tile_kernels.ep.journey import (
 )
 from tile_kernels.ep.plan import Plan
 from tile_kernels.ep.requests import CombineRequest, DispatchRequest
-from tile_kernels.ep.rows import as_bytes, field_of, pack, unpack, zeros
+from tile_kernels.ep.rows import as_bytes, field_of, pack, placed, unpack, zeros
 from tile_kernels.utils import align
 
 
@@ -49,23 +49,20 @@ def dispatch(
     if request.topk_weights is not None:
         together.append(request.topk_weights)
     fields = [field_of(each) for each in together]
-    rows = pack(together)
     handle = request.handle
     if handle is None:
         if request.leg is None:
             raise RuntimeError("a dispatch without a handle has a first leg")
         num_tokens = request.topk_idx.shape[0]
         first = fabric.rank * request.num_max_tokens_per_rank
-        sources = torch.arange(first, first + num_tokens, device=rows.device)
+        sources = torch.arange(first, first + num_tokens, device=together[0].device)
         plan, rows = explore(
-            fabric, request.leg, rows, sources, request.topk_idx, request.num_experts
+            fabric, request.leg, together, sources, request.topk_idx, request.num_experts
         )
         before_epilogue()
         handle = _handle(fabric, request, plan, serial)
-        if request.stats is not None:
-            request.stats += handle.num_unaligned_recv_tokens_per_expert
     else:
-        rows = forward(fabric, handle.routing.plan, rows)
+        rows = forward(fabric, handle.routing.plan, pack(together))
         before_epilogue()
     arrived = unpack(rows, fields)
     weights = arrived.pop() if request.topk_weights is not None else None
@@ -81,12 +78,11 @@ def _laid_out(
         size = handle.num_recv_tokens
         payloads = [_padded(each, size) for each in arrived]
         weights = None if weights is None else _padded(weights, size)
-        topk_idx = routing.recv_topk_idx.new_full((size, handle.topk_idx.shape[1]), -1)
-        topk_idx[: routing.recv_topk_idx.shape[0]] = routing.recv_topk_idx
+        topk_idx = _padded(routing.recv_topk_idx, size, -1).clone()  # the handle's stay as they are
     else:
-        payloads = [_expanded(each, routing.places, routing.pos_to_expert) for each in arrived]
+        size = handle.num_expanded_tokens
+        payloads = [placed(each, routing.places, size) for each in arrived]
         if weights is not None:
-            size = handle.num_expanded_tokens
             of_rows = weights.new_zeros(size + 1)  # one more, for slots without a row
             of_rows[torch.where(routing.places >= 0, routing.places, size).long()] = weights
             weights = of_rows[:size]
@@ -95,19 +91,15 @@ def _laid_out(
     return Dispatched(payloads, topk_idx, weights, handle)
 
 
-def _padded(rows: Tensor, size: int) -> Tensor:
-    """`rows` `[n, width]` with zeros below, `size` in all."""
-    if rows.shape[0] == size:
-        return rows
-    below = zeros(size - rows.shape[0], field_of(rows), rows.device)
+def _padded(rows: Tensor, size: int, fill: int = 0) -> Tensor:
+    """`rows` `[n, width]`, cut off or with `fill` below: `size` in all."""
+    if rows.shape[0] >= size:
+        return rows[:size]
+    if fill:
+        below = rows.new_full((size - rows.shape[0], rows.shape[1]), fill)
+    else:
+        below = zeros(size - rows.shape[0], field_of(rows), rows.device)
     return torch.cat([as_bytes(rows), as_bytes(below)]).view(rows.dtype)
-
-
-def _expanded(rows: Tensor, places: Tensor, pos_to_expert: Tensor) -> Tensor:
-    """Rows of any dtype at their places, zeros elsewhere."""
-    if rows.numel() == 0 or pos_to_expert.shape[0] == 0:
-        return zeros(pos_to_expert.shape[0], field_of(rows), rows.device)
-    return moe.expand_to_fused(as_bytes(rows), places, pos_to_expert).view(rows.dtype)
 
 
 def column_major(sf: Tensor) -> Tensor:
@@ -122,28 +114,45 @@ def _handle(fabric: Fabric, request: DispatchRequest, plan: Plan, serial: int) -
     topology, rank = fabric.topology, fabric.rank
     num_local = request.num_experts // topology.num_ranks
     most_tokens, alignment = request.num_max_tokens_per_rank, request.expert_alignment
+    num_topk = plan.topk_idx.shape[1]
     local = plan.topk_idx - rank * num_local
     local.masked_fill_((plan.topk_idx < 0) | (local < 0) | (local >= num_local), -1)
-    counts = local.new_zeros(num_local + 1)
-    slots = torch.where(local >= 0, local, num_local).flatten()
-    counts = counts.scatter_add_(0, slots, torch.ones_like(slots))[:num_local]
-    aligned = (counts + alignment - 1) // alignment * alignment
-    ends = aligned.cumsum(0)
-    num_topk = local.shape[1]
+    counts = _counts(local, num_local)
+    if request.stats is not None:
+        request.stats += counts
+    num_dropped = counts.new_zeros(1, dtype=torch.int32)
     if request.cpu_sync:
-        num_recv, num_expanded = plan.num_arrived, int(ends[-1])
+        num_recv, num_expanded = plan.num_arrived, 0
     else:
         num_recv = topology.num_ranks * most_tokens
         most_slots = num_recv * min(num_topk, num_local)
         num_expanded = align(most_slots + (alignment - 1) * num_local, alignment)
+    if request.num_max_rows is not None and request.expand:
+        num_expanded = request.num_max_rows
+    elif request.num_max_rows is not None:
+        num_recv = request.num_max_rows
+        num_dropped += (plan.sources[num_recv:] >= 0).sum()
+        local[num_recv:] = -1
+        counts = _counts(local, num_local)
+    aligned = (counts + alignment - 1) // alignment * alignment
+    ends = aligned.cumsum(0)
+    if request.cpu_sync:
+        num_expanded = int(ends[-1])
     places = pos_to_expert = None
     if request.expand:
         if num_expanded == 0:
             places = torch.full(local.shape, -1, dtype=torch.int32, device=local.device)
             pos_to_expert = places.new_empty(0)
         else:
-            mapping = moe.get_fused_mapping(local, num_local, num_expanded, alignment)
+            mapping = moe.get_fused_mapping(
+                local, num_local, num_expanded, alignment, overflow=num_dropped
+            )
             pos_to_expert, places = mapping[0], mapping[3]
+        starts = ends - aligned
+        if request.num_max_rows is not None:  # of what fits
+            starts = starts.clamp(max=num_expanded)
+            counts = torch.minimum(counts, num_expanded - starts)
+        ends = starts + counts
     routing = Routing(plan, topology, rank, serial, local, places, pos_to_expert)
     return EPHandle(
         do_expand=request.expand,
@@ -156,11 +165,19 @@ def _handle(fabric: Fabric, request: DispatchRequest, plan: Plan, serial: int) -
         num_expanded_tokens=num_expanded,
         num_recv_tokens_per_expert_list=aligned.tolist() if request.cpu_sync else [],
         psum_num_recv_tokens_per_scaleup_rank=plan.block_counts.cumsum(0).int(),
-        psum_num_recv_tokens_per_expert=(ends - aligned + counts if request.expand else ends).int(),
+        psum_num_recv_tokens_per_expert=ends.int(),
         num_unaligned_recv_tokens_per_expert=counts.int(),
+        num_dropped=num_dropped,
         recv_src_metadata=_metadata(plan, local, places, most_tokens),
         routing=routing,
     )
+
+
+def _counts(local: Tensor, num_local: int) -> Tensor:
+    """How often each local expert is chosen."""
+    counts = local.new_zeros(num_local + 1)  # one more, for slots without
+    slots = torch.where(local >= 0, local, num_local).flatten()
+    return counts.scatter_add_(0, slots, torch.ones_like(slots))[:num_local]
 
 
 def _metadata(plan: Plan, local: Tensor, places: Tensor | None, most_tokens: int) -> Tensor:
@@ -196,8 +213,8 @@ def combine(
     routing = handle.routing
     plan, places = routing.plan, routing.places
     if places is None:
-        values = x[: plan.num_arrived]
-        weights = None if weights is None else weights[: plan.num_arrived]
+        values = _padded(x, plan.num_arrived)
+        weights = None if weights is None else _padded(weights, plan.num_arrived)
     elif request.reduce_first:
         values = staged_sum(x, places)
         if weights is not None:

@@ -47,7 +47,7 @@ class GatherSessions:
         if not self._open:
             raise RuntimeError("ElasticBuffer.destroy_agrs_session: there is no open session")
         self._open = False
-        self._engine.barrier()
+        self._engine.barrier("ElasticBuffer.destroy_agrs_session")
 
     def abandon(self) -> None:
         """Close it after an error, without waiting for ranks that may never come."""
@@ -136,7 +136,7 @@ class GatherSessions:
         self._num_gathers += 1
         for tensor, view in zip(tensors, views):
             row = as_bytes(tensor.reshape(1, -1))
-            gathered = self._engine.gather(row[0])
+            gathered = self._engine.gather(row[0], "ElasticBuffer.all_gather")
             as_bytes(view.view(len(view), -1)).copy_(gathered)
         return views
 
@@ -162,7 +162,8 @@ class GatherSessions:
         ones = [1] * size
         results = []
         for tensor in tensors:
-            parts = self._engine.exchange(as_bytes(tensor.view(size, -1)), ones, ones)
+            sent = as_bytes(tensor.view(size, -1))
+            parts = self._engine.exchange(sent, ones, ones, "ElasticBuffer.reduce_scatter")
             values = parts.view(tensor.dtype) if parts.numel() else tensor.view(size, -1)
             total = torch.zeros(values.shape[1], dtype=torch.float32, device=tensor.device)
             for value in values:

@@ -45,6 +45,8 @@ rows from each peer; the last is `N` |
     | `psum_num_recv_tokens_per_expert` | `[L]` int32 | compact: running sum of aligned counts; \
 expanded: one past the last token of each expert |
     | `num_unaligned_recv_tokens_per_expert` | `[L]` int32 | tokens of each expert |
+    | `num_dropped` | `[1]` int32 | without CPU sync and with `num_max_rows`: tokens (expanded: \
+choices) that found no row; else 0 |
     | `recv_src_metadata` | `[N, K + 2]` int32 | source rank times max plus token; peer (hybrid: \
 place in its block) times `K` plus largest local slot; expanded row of each slot, -1: none |
     """
@@ -61,6 +63,7 @@ place in its block) times `K` plus largest local slot; expanded row of each slot
     psum_num_recv_tokens_per_scaleup_rank: Tensor
     psum_num_recv_tokens_per_expert: Tensor
     num_unaligned_recv_tokens_per_expert: Tensor
+    num_dropped: Tensor
     recv_src_metadata: Tensor
     routing: Routing = field(repr=False)
 
@@ -70,5 +73,18 @@ place in its block) times `K` plus largest local slot; expanded row of each slot
             self.psum_num_recv_tokens_per_scaleup_rank,
             self.psum_num_recv_tokens_per_expert,
             self.num_unaligned_recv_tokens_per_expert,
+            self.num_dropped,
             self.recv_src_metadata,
         ]
+
+    def raise_if_dropped(self) -> None:
+        """Raise if a row found no place, saying how many; waits for the device."""
+        count = int(self.num_dropped)
+        if count:
+            what, size = "tokens", self.num_recv_tokens
+            if self.do_expand:
+                what, size = "choices of tokens", self.num_expanded_tokens
+            raise RuntimeError(
+                f"ElasticBuffer.dispatch: rank {self.routing.rank}: {count} {what} found no place "
+                f"in num_max_rows = {size}"
+            )

@@ -19,8 +19,10 @@ from tile_kernels.ep.plan import (
     plan_leg,
     plan_static_leg,
 )
-from tile_kernels.ep.rows import Field, pack, unpack
+from tile_kernels.ep.rows import Field, field_of, pack, placed, reordered, restored, unpack
 from tile_kernels.ep.topology import Topology
+
+_DISPATCH, _COMBINE = "ElasticBuffer.dispatch (rows)", "ElasticBuffer.combine (rows)"  # phases
 
 
 @dataclass
@@ -55,6 +57,15 @@ class Fabric:
             return plan_leg(groups, num_peers)
         return plan_static_leg(groups, num_peers, capacity)
 
+    def without_inactive(self, topk_idx: Tensor, num_experts: int) -> Tensor:
+        """The same choices; -1 for experts of ranks that do not take part."""
+        size = self.world.size
+        if len(self.world.active) == size:
+            return topk_idx
+        takes_part = torch.tensor(self.world.ones(), dtype=torch.bool, device=topk_idx.device)
+        ranks = peers_of(topk_idx, num_experts // size, 0, size)
+        return topk_idx.masked_fill(~takes_part[ranks.clamp(min=0)], -1)
+
     def counts_by_rank(self, leg: Leg) -> list[int]:
         """The items of the first leg for every rank; 0 for one that it does not lead to."""
         if not self.topology.is_hybrid:
@@ -75,27 +86,30 @@ class Fabric:
 
 
 def explore(
-    fabric: Fabric, leg: Leg, rows: Tensor, sources: Tensor, topk_idx: Tensor, num_experts: int
+    fabric: Fabric,
+    leg: Leg,
+    payloads: Sequence[Tensor],
+    sources: Tensor,
+    topk_idx: Tensor,
+    num_experts: int,
 ) -> tuple[Plan, Tensor]:
-    """The first journey of a routing: send `rows` `[T, bytes]` and learn the plan on the way.
+    """The first journey of a routing: send `payloads` `[T, width]` and learn the plan on the way.
 
     `leg` is the first, its counts agreed. Each row takes its source and its expert ids along, so
     that whoever forwards or receives it knows what to do; each plus one, so that zeros are none.
-    Returns the plan and the rows that arrived, in the order of their sources.
+    Returns the plan and the packed rows that arrived, in the order of their sources.
     """
-    width = rows.shape[1]
+    start = sum(field_of(each).num_bytes for each in payloads)
     fields = [Field(torch.int64, 1), Field(torch.int64, topk_idx.shape[1])]
-    packed = pack([rows, sources[:, None] + 1, topk_idx + 1])
-    packed = _send(fabric.legs[0], leg, packed)
+    rows = _send(fabric.legs[0], leg, pack([*payloads, sources[:, None] + 1, topk_idx + 1]))
     legs, order = [leg], None
     if fabric.topology.is_hybrid:
-        _, ids = unpack(packed[:, width:], fields)
+        _, ids = unpack(rows, fields, start)
         second = _forwarding_leg(fabric, ids - 1, num_experts, leg.is_static)
-        packed = _send(fabric.legs[1], second, packed)
+        rows = _send(fabric.legs[1], second, rows)
         legs.append(second)
-    found, ids = unpack(packed[:, width:], fields)
+    found, ids = unpack(rows, fields, start)
     found, ids = found.flatten() - 1, ids - 1
-    arrived = packed[:, :width]
     if leg.is_static:
         block_counts = (found >= 0).view(len(legs[-1].recv_counts), -1).sum(1)
     else:
@@ -103,10 +117,10 @@ def explore(
     if fabric.topology.is_hybrid or leg.is_static:
         last = torch.iinfo(found.dtype).max
         order = torch.where(found >= 0, found, last).argsort(stable=True)
-        found, ids, arrived = found[order], ids[order], arrived[order]
+        found, ids, rows = found[order], ids[order], reordered(rows, order)
     num_ranks = fabric.topology.num_ranks
     ranks = peers_of(topk_idx, num_experts // num_ranks, 0, num_ranks)
-    return Plan(legs, order, ranks, found, ids, block_counts), arrived
+    return Plan(legs, order, ranks, found, ids, block_counts), rows
 
 
 def _forwarding_leg(fabric: Fabric, topk_idx: Tensor, num_experts: int, is_static: bool) -> Leg:
@@ -120,21 +134,21 @@ def _forwarding_leg(fabric: Fabric, topk_idx: Tensor, num_experts: int, is_stati
     leg = plan_leg(groups, node.size)
     ones = [1] * node.size
     counts = torch.tensor(leg.send_counts).view(-1, 1).view(torch.uint8)
-    leg.recv_counts = node.exchange(counts, ones, ones).view(torch.int64).flatten().tolist()
+    heard = node.exchange(counts, ones, ones, "ElasticBuffer.dispatch (counts inside the node)")
+    leg.recv_counts = heard.view(torch.int64).flatten().tolist()
     return leg
 
 
 def _send(engine: Engine, leg: Leg, rows: Tensor) -> Tensor:
-    if leg.is_static:
-        rows = torch.cat([rows, rows.new_zeros((1, rows.shape[1]))])  # for items that are none
-    return engine.exchange(rows.index_select(0, leg.source), leg.send_counts, leg.recv_counts)
+    items = placed(rows, leg.items, sum(leg.send_counts))
+    return engine.exchange(items, leg.send_counts, leg.recv_counts, _DISPATCH)
 
 
 def forward(fabric: Fabric, plan: Plan, rows: Tensor) -> Tensor:
     """Send `rows` `[T, bytes]` along a known plan; `[N, bytes]` in the order of the sources."""
     for engine, leg in zip(fabric.legs, plan.legs):
         rows = _send(engine, leg, rows)
-    return rows if plan.order is None else rows.index_select(0, plan.order)
+    return rows if plan.order is None else reordered(rows, plan.order)
 
 
 def nothing() -> None:
@@ -169,9 +183,7 @@ def owned_weights(weights: Tensor, owners: Tensor) -> Tensor:
 
 def _arrival_order(plan: Plan, rows: Tensor) -> Tensor:
     """Rows `[N, ...]` in the order of their sources, put back into that of their arrival."""
-    if plan.order is None:
-        return rows
-    return torch.empty_like(rows).index_copy_(0, plan.order, rows)
+    return rows if plan.order is None else restored(rows, plan.order)
 
 
 def back(
@@ -192,7 +204,9 @@ def back(
         leg = plan.legs[depth]
         together = [values] if weights is None else [values, weights]
         fields = [Field(each.dtype, each.shape[1]) for each in together]
-        rows = fabric.legs[depth].exchange(pack(together), leg.recv_counts, leg.send_counts)
+        rows = fabric.legs[depth].exchange(
+            pack(together), leg.recv_counts, leg.send_counts, _COMBINE
+        )
         values, *rest = unpack(rows, fields)
         if depth == 0:
             before_sum()
@@ -230,7 +244,7 @@ def back_unreduced(
     by_peer = [int(part.sum()) for part in sent.split(last.recv_counts)]
     if fabric.topology.is_hybrid:  # the forwarder puts values into the order of its own rows
         chosen = last.masters if places is None else last.groups >= 0
-        rows = fabric.legs[1].exchange(rows, by_peer, _counts(last, chosen))
+        rows = fabric.legs[1].exchange(rows, by_peer, _counts(last, chosen), _COMBINE)
         rows = rows.index_select(0, numbered(last.groups, chosen)[chosen].long())
         by_peer = [int(part.sum()) for part in chosen.sum(1).split(first.recv_counts)]
     valid = plan.ranks >= 0
@@ -238,7 +252,7 @@ def back_unreduced(
     chosen = valid
     if places is None:
         chosen = valid & (largest == torch.arange(valid.shape[1], device=valid.device))
-    rows = fabric.legs[0].exchange(rows, by_peer, _counts(first, chosen))
+    rows = fabric.legs[0].exchange(rows, by_peer, _counts(first, chosen), _COMBINE)
     values, *rest = unpack(rows, fields)
     before_sum()
     items = numbered(first.groups, chosen)

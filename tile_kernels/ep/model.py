@@ -172,6 +172,53 @@ def num_sms(
     return min(sms, num_device_sms)
 
 
+def expected_rows(
+    num_scaleout_ranks: int,
+    num_scaleup_ranks: int,
+    num_experts: int,
+    num_topk: int,
+    num_tokens: int,
+    num_physical_nvlink_ranks: int | None = None,
+) -> tuple[float, float, float]:
+    """Rows that each rank receives of a dispatch, and those of them over network and NVLink.
+
+    On average, every rank having `num_tokens` and routing being balanced. In hybrid mode a row
+    crosses the network once for each node and NVLink once for each rank; in direct mode over
+    machines of `num_physical_nvlink_ranks` it goes the one way or the other.
+
+    >>> [round(rows) for rows in expected_rows(4, 8, 256, 8, num_tokens=1000)]
+    [7267, 2711, 6358]
+    """
+    ranks = num_scaleout_ranks * num_scaleup_ranks
+    received = num_tokens * expected_groups(ranks, num_experts, num_topk)
+    if num_scaleout_ranks > 1:
+        nodes = num_tokens * expected_groups(num_scaleout_ranks, num_experts, num_topk)
+        network = nodes * (1 - 1 / num_scaleout_ranks)
+        return received, network, received * (1 - 1 / num_scaleup_ranks)
+    near = num_physical_nvlink_ranks or ranks
+    return received, received * (ranks - near) / ranks, received * (near - 1) / ranks
+
+
+def transfer_seconds(
+    network_rows: float, nvlink_rows: float, row_bytes: int, rdma_gbs: float, nvlink_gbs: float
+) -> float:
+    """How long the slower of the links takes for so many rows, at full speed.
+
+    >>> transfer_seconds(1000, 5000, row_bytes=10_000, rdma_gbs=50, nvlink_gbs=400)
+    0.0002
+    """
+    times = [0.0]
+    for rows, gbs, name in (
+        (network_rows, rdma_gbs, "rdma_gbs"),
+        (nvlink_rows, nvlink_gbs, "nvlink_gbs"),
+    ):
+        if rows:
+            if gbs <= 0:
+                raise ValueError(f"{name} must be positive, got {gbs}")
+            times.append(rows * row_bytes / (gbs * 1e9))
+    return max(times)
+
+
 def num_qps(sms: int, num_allocated_qps: int, allow_hybrid_mode: bool = True) -> int:
     """How many queue pairs a transfer on `sms` SMs uses, of those that were allocated.
 

@@ -48,25 +48,24 @@ class Leg:
     |---|---|---|
     | `groups` | `[rows, K]` | the peer of each slot, -1: none |
     | `masters` | `[rows, K]` bool | the largest slot of each peer |
-    | `items` | `[rows, K]` int32 | at those: the number of the item, -1 elsewhere |
+    | `items` | `[rows, K]` int32 | at those: the number of the item, by peer, then row; -1 \
+elsewhere |
     | `owners` | `[rows, K]` | the item that serves a slot, -1: none |
-    | `source` | `[items]` | the row of each item, by peer, then ascending |
     | `send_counts`, `recv_counts` | per peer | items that leave and that arrive |
-    | `is_static` | bool | counts are a capacity; items beyond the real ones have the row `rows` |
+    | `is_static` | bool | counts are a capacity; items beyond the real ones are zeros |
     """
 
     groups: Tensor
     masters: Tensor
     items: Tensor
     owners: Tensor
-    source: Tensor
     send_counts: list[int]
     recv_counts: list[int] = field(default_factory=list)
     is_static: bool = False
 
     def tensors(self) -> list[Tensor]:
         """All of them."""
-        return [self.groups, self.masters, self.items, self.owners, self.source]
+        return [self.groups, self.masters, self.items, self.owners]
 
 
 def plan_leg(groups: Tensor, num_peers: int) -> Leg:
@@ -77,10 +76,8 @@ def plan_leg(groups: Tensor, num_peers: int) -> Leg:
     masters = valid & (largest == slots)
     items = numbered(groups, masters)
     owners = items.long().gather(1, largest).masked_fill_(~valid, -1)
-    row, slot = masters.nonzero(as_tuple=True)
-    order = groups[row, slot].argsort(stable=True)
     counts = torch.bincount(groups[masters], minlength=num_peers)
-    return Leg(groups, masters, items, owners, row[order], counts.tolist())
+    return Leg(groups, masters, items, owners, counts.tolist())
 
 
 def plan_static_leg(groups: Tensor, num_peers: int, capacity: int) -> Leg:
@@ -99,12 +96,8 @@ def plan_static_leg(groups: Tensor, num_peers: int, capacity: int) -> Leg:
     place = (goes.cumsum(0) - 1).gather(1, peers)
     items = torch.where(masters, groups * capacity + place, -1)
     owners = items.gather(1, largest).masked_fill_(~valid, -1)
-    room = num_peers * capacity
-    source = groups.new_full((room + 1,), num_rows)
-    rows = torch.arange(num_rows, device=groups.device)[:, None].expand_as(items)
-    source[torch.where(masters, items, room)] = rows
     counts = [capacity] * num_peers
-    return Leg(groups, masters, items.int(), owners, source[:room], counts, counts, is_static=True)
+    return Leg(groups, masters, items.int(), owners, counts, counts, is_static=True)
 
 
 @dataclass

@@ -43,6 +43,7 @@ class DispatchRequest:
     column_major_sf: bool
     copy_handle: bool
     num_sms: int
+    num_max_rows: int | None
     stats: Tensor | None
     leg: Leg | None  # the first, unless there is a handle
     settings: Settings
@@ -161,6 +162,7 @@ def dispatch_request(
     do_expand: bool,
     do_zero_padding: bool,
     column_major_sf: bool,
+    num_max_rows: int | None,
     static: bool,
 ) -> DispatchRequest:
     """Check the arguments of `ElasticBuffer.dispatch`.
@@ -193,6 +195,8 @@ def dispatch_request(
                 raise ValueError(f"{name} must be None with a handle")
         if do_cpu_sync:
             raise ValueError("do_cpu_sync must not be True with a handle")
+        if num_max_rows is not None:
+            raise ValueError("num_max_rows must be None with a handle, which has its own")
         if do_expand and not handle.do_expand:
             raise ValueError("do_expand must be False with a handle of the compact layout")
         expand, cpu_sync = handle.do_expand, bool(handle.num_recv_tokens_per_expert_list)
@@ -214,6 +218,10 @@ def dispatch_request(
         expand = do_expand
         cpu_sync = True if do_cpu_sync is None else do_cpu_sync
         checks.boolean("do_cpu_sync", cpu_sync)
+        if num_max_rows is not None:
+            if cpu_sync:
+                raise ValueError("num_max_rows needs do_cpu_sync=False: with it, all rows fit")
+            checks.integer("num_max_rows", num_max_rows, 1)
         alignment = 1 if expert_alignment is None else expert_alignment
         checks.integer("expert_alignment", alignment, 1, MOST_ALIGNMENT)
         num_experts = _num_experts(num_experts, fabric.topology.num_ranks)
@@ -241,11 +249,11 @@ def dispatch_request(
                 f"x must have at most num_max_tokens_per_rank = {most_tokens} tokens, got "
                 f"{num_tokens}"
             )
-        if static and not cpu_sync:
-            leg = fabric.first_leg(topk_idx, num_experts, most_tokens)
-        else:
+        is_static = static and not cpu_sync
+        if not is_static:
             _check_choices(topk_idx, num_experts)
-            leg = fabric.first_leg(topk_idx, num_experts)
+        topk_idx = fabric.without_inactive(topk_idx, num_experts)
+        leg = fabric.first_leg(topk_idx, num_experts, most_tokens if is_static else None)
     if do_zero_padding and not expand:
         raise ValueError("do_zero_padding needs the expanded layout (do_expand=True)")
     if topk_weights is not None:
@@ -273,7 +281,8 @@ def dispatch_request(
     }
     return DispatchRequest(
         payloads, is_tuple, topk_idx, topk_weights, num_experts, most_tokens, alignment, handle,
-        expand, cpu_sync, column_major_sf, do_handle_copy, num_sms, stats, leg, settings,
+        expand, cpu_sync, column_major_sf, do_handle_copy, num_sms, num_max_rows, stats, leg,
+        settings,
     )  # fmt: skip
 
 

@@ -6,11 +6,17 @@ leaves the others waiting), so everything is sent as `uint8`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tile_kernels import moe
+
+ROW_BYTES = 16
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Field(NamedTuple):
@@ -35,8 +41,8 @@ def field_of(tensor: Tensor) -> Field:
 
 def zeros(num_rows: int, field: Field, device: torch.device) -> Tensor:
     """`[num_rows, width]` of zero bytes, whatever they mean in the dtype."""
-    if field.width == 0:
-        return torch.empty((num_rows, 0), dtype=field.dtype, device=device)
+    if field.width * num_rows == 0:
+        return torch.empty((num_rows, field.width), dtype=field.dtype, device=device)
     size = (num_rows, field.num_bytes)
     return torch.zeros(size, dtype=torch.uint8, device=device).view(field.dtype)
 
@@ -50,28 +56,76 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+def _words(*sizes: int) -> torch.dtype:
+    """The widest integer whose size divides all of these numbers of bytes."""
+    return _INTEGERS[math.gcd(8, *sizes)]
+
+
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors `[rows, width]` side by side as `uint8` `[rows, bytes]`.
 
+    Several of them are filled up with zeros to a multiple of 16 bytes, so that rows can be copied
+    in large pieces.
+
     >>> row = pack([torch.tensor([[1, 2]], dtype=torch.int16), torch.tensor([[0.0]])])
     >>> row.tolist()
-    [[1, 0, 2, 0, 0, 0, 0, 0]]
+    [[1, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]]
     """
     if len(tensors) == 1:
         return as_bytes(tensors[0])
-    return torch.cat([as_bytes(tensor) for tensor in tensors], dim=1)
+    parts = [as_bytes(tensor) for tensor in tensors]
+    sizes = [part.shape[1] for part in parts]
+    fill = -sum(sizes) % ROW_BYTES
+    if fill:
+        parts.append(parts[0].new_zeros((parts[0].shape[0], fill)))
+    if not parts[0].shape[0]:
+        return parts[0].new_empty((0, sum(sizes) + fill))
+    word = _words(*sizes, fill, *(int(part.storage_offset()) for part in parts))
+    return torch.cat([part.view(word) for part in parts if part.shape[1]], dim=1).view(torch.uint8)
 
 
-def unpack(rows: Tensor, fields: Sequence[Field]) -> list[Tensor]:
-    """The tensors that were packed, contiguous. Only a single one may share memory with `rows`."""
-    sections = rows.split([field.num_bytes for field in fields], dim=1)
+def unpack(rows: Tensor, fields: Sequence[Field], start: int = 0) -> list[Tensor]:
+    """The tensors that were packed, contiguous, from byte `start` of each row on.
+
+    Only one that takes whole rows may share memory with them.
+    """
     tensors = []
-    for section, field in zip(sections, fields):
-        shape = (rows.shape[0], field.width)
-        if section.numel() == 0:
+    for field in fields:
+        size = field.num_bytes
+        if rows.shape[0] * size == 0:
+            shape = (rows.shape[0], field.width)
             tensors.append(torch.empty(shape, dtype=field.dtype, device=rows.device))
-            continue
-        whole = len(fields) == 1 and section.stride(0) == section.shape[1]
-        own = section if whole else section.clone(memory_format=torch.contiguous_format)
-        tensors.append(own.view(field.dtype))
+        elif size == rows.shape[1]:
+            tensors.append(rows.contiguous().view(field.dtype))
+        else:
+            word = _words(start, size, rows.shape[1], int(rows.storage_offset()))
+            section = rows.view(word)[:, start // word.itemsize :][:, : size // word.itemsize]
+            tensors.append(section.clone(memory_format=torch.contiguous_format).view(field.dtype))
+        start += size
     return tensors
+
+
+# ---- rows at new places, by the kernels of `tile_kernels.moe` -----------------------------------
+
+
+def placed(rows: Tensor, places: Tensor, num_rows: int) -> Tensor:
+    """`out[places[r, k]] = rows[r]`, zeros where no place is named; `[num_rows, ...]`.
+
+    `places` `[rows, K]` are int32 and contiguous, -1: none. Any dtype.
+    """
+    field = field_of(rows)
+    if rows.numel() == 0 or num_rows == 0:
+        return zeros(num_rows, field, rows.device)
+    return moe.expand_to_fused(as_bytes(rows), places, places.new_empty(num_rows)).view(field.dtype)
+
+
+def reordered(rows: Tensor, order: Tensor) -> Tensor:
+    """`out[i] = rows[order[i]]` for a permutation."""
+    numbers = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
+    inverse = torch.empty_like(numbers).scatter_(0, order, numbers)
+    return placed(rows, inverse[:, None], order.numel())
+
+
+def restored(rows: Tensor, order: Tensor) -> Tensor:
+    """`out[order[i]] = rows[i]` for a permutation: the inverse of `reordered`."""
+    return placed(rows, order.int()[:, None], order.numel())

@@ -11,16 +11,23 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from tile_kernels.ep import model
+from tile_kernels.ep.gates import get_unbalanced_scores
 from tile_kernels.ep.topology import Topology
 from tile_kernels.utils import ceil_div
 
 Routing = Callable[[int], Tensor]
 FP8_GROUP = 128  # channels that share a scale factor
+COUNTS = (
+    "tokens", "received", "expanded", "network_out", "network_in", "nvlink_out", "nvlink_in"
+)  # fmt: skip
 
 
 def balanced_routing(num_tokens: int, num_experts: int, num_topk: int, seed: int = 0) -> Routing:
@@ -42,6 +49,21 @@ def balanced_routing(num_tokens: int, num_experts: int, num_topk: int, seed: int
                 return ids
             fresh = torch.randint(num_experts, (again.numel(), num_topk), generator=generator)
             ids[again] = fresh
+
+    return of
+
+
+def skewed_routing(
+    num_tokens: int, num_experts: int, num_topk: int, num_ranks: int, ratio: float, seed: int = 0
+) -> Routing:
+    """The same with rank 0 receiving `ratio` times as many tokens as another."""
+
+    def of(rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
+        scores = get_unbalanced_scores(
+            num_tokens, num_experts, num_ranks, num_topk, ratio, generator=generator
+        )
+        return scores.topk(num_topk).indices
 
     return of
 
@@ -73,25 +95,19 @@ class Traffic:
         """How long the busiest link takes, at full speed in both directions at once."""
         network = max(int(self.network_out.max()), int(self.network_in.max()))
         nvlink = max(int(self.nvlink_out.max()), int(self.nvlink_in.max()))
-        times = [0.0]
-        for rows, gbs, name in (
-            (network, rdma_gbs, "rdma_gbs"),
-            (nvlink, nvlink_gbs, "nvlink_gbs"),
-        ):
-            if rows:
-                if gbs <= 0:
-                    raise ValueError(f"{name} must be positive, got {gbs}")
-                times.append(rows * row_bytes / (gbs * 1e9))
-        return max(times)
+        return model.transfer_seconds(network, nvlink, row_bytes, rdma_gbs, nvlink_gbs)
+
+    def imbalance(self, name: str) -> float:
+        """The busiest rank's share of a count over the average one; 1 is balance."""
+        rows: Tensor = getattr(self, name)
+        return int(rows.max()) / max(rows.double().mean().item(), 1e-9)
 
 
-def _distinct(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """`(row, group)` of every group that a row names, each once; -1 is none."""
-    ordered = groups.sort(dim=1).values
+def _distinct(ordered: Any) -> Any:
+    """Where a row of groups, ascending and -1 for none, names one for the first time."""
     new = ordered >= 0
     new[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]
-    row, slot = new.nonzero(as_tuple=True)
-    return row, ordered[row, slot]
+    return new
 
 
 def simulate(
@@ -112,39 +128,39 @@ def simulate(
             f"num_experts must be a multiple of the {num_ranks} ranks, got {num_experts}"
         )
     num_local = num_experts // num_ranks
-    names = ("tokens", "received", "expanded", "network_out", "network_in", "nvlink_out",
-             "nvlink_in")  # fmt: skip
-    counts = {name: torch.zeros(num_ranks, dtype=torch.int64) for name in names}
+    counts = {name: numpy.zeros(num_ranks, dtype=numpy.int64) for name in COUNTS}
 
-    def add(name: str, ranks: Tensor) -> None:
-        counts[name] += torch.bincount(ranks, minlength=num_ranks)
+    def add(name: str, ranks: Any) -> None:
+        counts[name] += numpy.bincount(ranks, minlength=num_ranks)
 
-    for node in range(topology.num_scaleout_ranks):
+    for node in range(topology.num_scaleout_ranks):  # NumPy sorts and divides faster than PyTorch
         own = topology.node(node * per_node)
         parts = [routing(rank) for rank in own]
-        ids = torch.cat(parts)
-        source = torch.repeat_interleave(torch.tensor(own), torch.tensor([len(p) for p in parts]))
-        add("tokens", source)
-        ranks = torch.where(ids >= 0, ids.div(num_local, rounding_mode="floor"), -1)
+        ids = numpy.sort(torch.cat(parts).int().numpy(), axis=1)
+        of_row = numpy.repeat(own, [len(part) for part in parts])
+        add("tokens", of_row)
+        ranks = ids // num_local  # -1 stays -1
         add("expanded", ranks[ranks >= 0])
-        row, rank = _distinct(ranks)
+        new = _distinct(ranks)
+        rank, source = ranks[new], numpy.repeat(of_row, new.sum(1))
         add("received", rank)
         if hybrid:
-            of_row, to_node = _distinct(torch.where(ranks >= 0, ranks // per_node, -1))
-            far = to_node != node
-            add("network_out", source[of_row[far]])
-            add("network_in", (to_node * per_node + source[of_row] % per_node)[far])
-            sender = rank // per_node * per_node + source[row] % per_node  # who forwards
+            nodes = ranks // per_node
+            new = _distinct(nodes) & (nodes != node)
+            sender = numpy.repeat(of_row, new.sum(1))
+            add("network_out", sender)
+            add("network_in", nodes[new] * per_node + sender % per_node)
+            source = rank - rank % per_node + source % per_node  # who forwards
         else:
-            sender = source[row]
-            far = rank // per_node != node
-            add("network_out", sender[far])
-            add("network_in", rank[far])
-            sender, rank = sender[~far], rank[~far]
-        moves = sender != rank
-        add("nvlink_out", sender[moves])
+            near = rank // per_node == node
+            add("network_out", source[~near])
+            add("network_in", rank[~near])
+            source, rank = source[near], rank[near]
+        moves = source != rank
+        add("nvlink_out", source[moves])
         add("nvlink_in", rank[moves])
-    return Traffic(topology, hybrid, **counts)
+    found = {name: torch.from_numpy(each) for name, each in counts.items()}
+    return Traffic(topology, hybrid, **found)
 
 
 def describe(
@@ -163,8 +179,7 @@ def describe(
     most_tokens = int(traffic.tokens.max())
     lines = [f"{nodes} x {per_node} ranks, {num_experts} experts, {num_topk} per token", ""]
     lines.append(f"{'rows per rank':<16}{'mean':>12}{'max':>10}{'min':>10}")
-    for name in ("tokens", "received", "expanded", "network_out", "network_in", "nvlink_out",
-                 "nvlink_in"):  # fmt: skip
+    for name in COUNTS:
         rows: Tensor = getattr(traffic, name)
         lines.append(
             f"{name:<16}{rows.double().mean().item():>12.1f}{int(rows.max()):>10}"
@@ -188,6 +203,42 @@ def describe(
         f"combine          {traffic.seconds(back, rdma_gbs, nvlink_gbs) * 1e6:.0f} us at least",
     ]
     return "\n".join(lines)
+
+
+def plot(traffic: Traffic, row_bytes: int, path: Path | str) -> None:
+    """Two pictures side by side, PNG or SVG by the ending: bytes of every rank, and their spread.
+
+    Left, what each rank sends over the network and over NVLink; right, how much more than the
+    average the ranks have to receive and to compute, from the least to the most loaded.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    topology = traffic.topology
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    ranks = torch.arange(topology.num_ranks)
+    for name, color in (("network_out", "#b55d4c"), ("nvlink_out", "#2c5f8a")):
+        sent = getattr(traffic, name).double() * row_bytes / 1e6
+        left.plot(ranks, sent, color=color, linewidth=1, label=name.removesuffix("_out"))
+    left.set(xlabel="rank", ylabel="MB sent", ylim=(0, None), title="traffic per level")
+    shares = torch.linspace(0, 100, topology.num_ranks)
+    for name, color in (("received", "#4c956c"), ("expanded", "#c9a227")):
+        rows = getattr(traffic, name).double()
+        spread = rows.sort().values / rows.mean().clamp(min=1e-9)
+        label = f"{name}: at most {traffic.imbalance(name):.2f}"
+        right.plot(shares, spread, color=color, linewidth=1.5, label=label)
+    right.axhline(1, color="0.4", linewidth=0.8)
+    right.set(xlabel="% of the ranks", ylabel="rows / average", title="load imbalance")
+    for axes in (left, right):
+        axes.grid(True, linewidth=0.3, alpha=0.5)
+        axes.legend(fontsize=8)
+    mode = "hybrid" if traffic.hybrid else "direct"
+    nodes, per_node = topology.num_scaleout_ranks, topology.num_scaleup_ranks
+    figure.suptitle(f"{nodes} x {per_node} ranks, {mode}", fontsize=10)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 from tile_kernels import moe
 from tile_kernels.modeling.quant import swiglu_cast
+
+if TYPE_CHECKING:
+    from tile_kernels.ep import ElasticBuffer
 
 SCORING_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax")
 BALANCING = ("bias", "loss", "none")
@@ -80,12 +84,18 @@ class MoELayer(nn.Module):
     | `balancing` | `bias`: see `update_bias`; `loss`: see `balance_loss`; `none` |
     | `fp8` | activations inside the experts are rounded to e4m3 (`modeling.quant.swiglu_cast`) |
     | `engine` | of the products: `auto`, `loop` or `grouped_mm`; see `grouped_linear` |
+    | `ep` | an `ep.ElasticBuffer`: the experts are spread over its ranks |
 
     An expert is `w_out . (silu(gate) * value)` with `gate, value = w_in . x`. Tokens are sorted by
     expert (`moe.get_fused_mapping`) without a limit per expert, so none is dropped. Gradients reach
     the input, the experts and, through the weights, the router.
 
     After a call `load` counts how often each expert was chosen in it.
+
+    With `ep` each rank has its own tokens and `num_experts / num_ranks` of the experts: `w_in` and
+    `w_out` are those of this rank, everything else is the same on all of them. All ranks must call
+    the layer together, and run backward together; gradients of the router and of shared experts
+    are those of this rank's tokens, to be added up over ranks as data parallelism does.
 
     >>> layer = MoELayer(16, 32, num_experts=4, num_topk=2)
     >>> y = layer(torch.randn(2, 3, 16))
@@ -111,6 +121,7 @@ class MoELayer(nn.Module):
         balancing: str = "bias",
         fp8: bool = False,
         engine: str = "auto",
+        ep: ElasticBuffer | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -126,6 +137,11 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"MoELayer: num_shared_experts must be at least 0, got {num_shared_experts}"
             )
+        if ep is not None and num_experts % ep.num_ranks:
+            raise ValueError(
+                f"MoELayer: num_experts must be a multiple of the {ep.num_ranks} ranks of ep, got "
+                f"{num_experts}"
+            )
         if fp8 and intermediate % 32:
             raise ValueError(
                 f"MoELayer: intermediate must be a multiple of 32 with fp8, got {intermediate}"
@@ -135,12 +151,13 @@ class MoELayer(nn.Module):
         self.scoring_func, self.routed_scaling_factor = scoring_func, routed_scaling_factor
         self.num_groups, self.num_topk_groups = num_groups, num_topk_groups
         self.num_shared_experts, self.balancing = num_shared_experts, balancing
-        self.fp8, self.engine = fp8, engine
+        self.fp8, self.engine, self.ep = fp8, engine, ep
+        num_local = num_experts if ep is None else num_experts // ep.num_ranks
 
         empty = functools.partial(torch.empty, device=device, dtype=dtype)
         self.router = nn.Parameter(torch.empty(num_experts, hidden, device=device))  # float32
-        self.w_in = nn.Parameter(empty(num_experts, 2 * intermediate, hidden))
-        self.w_out = nn.Parameter(empty(num_experts, hidden, intermediate))
+        self.w_in = nn.Parameter(empty(num_local, 2 * intermediate, hidden))
+        self.w_out = nn.Parameter(empty(num_local, hidden, intermediate))
         shared = num_shared_experts * intermediate
         self.shared_in = nn.Parameter(empty(2 * shared, hidden)) if shared else None
         self.shared_out = nn.Parameter(empty(hidden, shared)) if shared else None
@@ -160,9 +177,10 @@ class MoELayer(nn.Module):
     def extra_repr(self) -> str:
         """What the layer is made of."""
         shared = f", {self.num_shared_experts} shared" if self.num_shared_experts else ""
+        local = "" if self.ep is None else f" ({len(self.w_in)} here)"
         return (
             f"hidden={self.hidden}, intermediate={self.intermediate}, {self.num_topk} of "
-            f"{self.num_experts} experts{shared}, scoring_func={self.scoring_func}, "
+            f"{self.num_experts} experts{local}{shared}, scoring_func={self.scoring_func}, "
             f"balancing={self.balancing}, fp8={self.fp8}"
         )
 
@@ -191,16 +209,38 @@ class MoELayer(nn.Module):
             )
         tokens = x.reshape(-1, self.hidden)
         topk_idx, weights = self.route(tokens)
-        pos_to_expert, _, _, token_topk_to_pos, _, ends, _, counts = moe.get_fused_mapping(
-            topk_idx, self.num_experts, num_expanded_tokens=0, alignment=ROWS
-        )
-        rows = moe.expand_to_fused(tokens, token_topk_to_pos, pos_to_expert)
-        rows = grouped_linear(rows, self.w_in, counts, ends, self.engine)
-        rows = grouped_linear(self._activated(rows), self.w_out, counts, ends, self.engine)
-        y = moe.reduce_fused(rows, weights, token_topk_to_pos)
+        if self.ep is None:
+            pos_to_expert, _, _, token_topk_to_pos, _, ends, _, counts = moe.get_fused_mapping(
+                topk_idx, self.num_experts, num_expanded_tokens=0, alignment=ROWS
+            )
+            rows = moe.expand_to_fused(tokens, token_topk_to_pos, pos_to_expert)
+            y = moe.reduce_fused(self._experts(rows, counts, ends), weights, token_topk_to_pos)
+        else:
+            y = self._over_ranks(self.ep, tokens, topk_idx, weights)
         if self.shared_in is not None and self.shared_out is not None:
             y = y + F.linear(self._activated(F.linear(tokens, self.shared_in)), self.shared_out)
         return y.view(x.shape)
+
+    def _experts(self, rows: Tensor, counts: list[int], ends: Tensor) -> Tensor:
+        rows = grouped_linear(rows, self.w_in, counts, ends, self.engine)
+        return grouped_linear(self._activated(rows), self.w_out, counts, ends, self.engine)
+
+    def _over_ranks(
+        self, ep: ElasticBuffer, tokens: Tensor, topk_idx: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Tokens to the ranks of their experts and back; each result is weighted where it is."""
+        rows, _, row_weights, handle, _ = ep.dispatch(
+            tokens.contiguous(), topk_idx, weights, num_experts=self.num_experts,
+            expert_alignment=ROWS, do_expand=True,
+        )  # fmt: skip
+        if not isinstance(rows, Tensor) or row_weights is None:
+            raise RuntimeError("unreachable: one tensor was sent, with weights")
+        counts = handle.num_recv_tokens_per_expert_list
+        last = handle.psum_num_recv_tokens_per_expert
+        ends = (last + ROWS - 1).div(ROWS, rounding_mode="floor") * ROWS  # with padding
+        results = self._experts(rows, counts, ends)
+        weighted = (results.float() * row_weights[:, None]).to(results.dtype)
+        return ep.combine(weighted, handle)[0]
 
     def _activated(self, rows: Tensor) -> Tensor:
         if self.fp8:
@@ -236,13 +276,14 @@ class MoELayer(nn.Module):
         """Make experts that were chosen less than the average in the last call likelier, by `step`.
 
         With `balancing="bias"`: to be called after each training step. The bias decides who is
-        chosen, not the weights, so it has no gradient.
+        chosen, not the weights, so it has no gradient. With `ep` the load is that of all ranks,
+        which must all call this.
         """
         if self.balancing != "bias":
             raise ValueError(
                 f'MoELayer: update_bias needs balancing="bias", got {self.balancing!r}'
             )
-        load = self.load.float()
+        load = (self.load if self.ep is None else self.ep.sum_over_ranks(self.load)).float()
         self.expert_bias += step * torch.sign(load.mean() - load)
 
 

@@ -1,16 +1,18 @@
-"""Engines: what moves rows between ranks. The group given to a buffer decides which one."""
+"""Engines: what moves rows between ranks. The group given to a buffer decides which can."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
+from tile_kernels.ep.engines.active import ActiveEngine
 from tile_kernels.ep.engines.base import Engine, Pending
 from tile_kernels.ep.engines.local import LocalEngine, LocalGroup, run_ranks
 
-ENGINES = ("auto", "collective", "local", "mmap")
+ENGINES = ("auto", "collective", "local", "mmap", "symm")
 
 __all__ = [
     "ENGINES",
+    "ActiveEngine",
     "Engine",
     "LocalGroup",
     "Pending",
@@ -51,15 +53,32 @@ def check_engine(engine: Engine, name: object) -> None:
             "engine 'local' is not available: its ranks are threads of one process (LocalGroup), "
             "but group is a torch.distributed process group"
         )
+    if name == "symm":
+        from tile_kernels.ep.engines.symm import why_not
+
+        reason = why_not()
+        if reason is not None:
+            raise ValueError(f"engine 'symm' is not available: {reason}")
 
 
-def chosen_engine(engine: Engine, name: str) -> Engine:
-    """The engine called `name` for the group of `engine`, as checked. Collective."""
-    if name != "mmap":
+def chosen_engine(
+    engine: Engine, name: str, num_bytes: int = 0, device_patience: float = 100.0
+) -> Engine:
+    """The engine called `name` for the group of `engine`, as checked. Collective.
+
+    `num_bytes` is how much memory of each rank `symm` lets the others write to, and
+    `device_patience` how many seconds it waits for what a stream does.
+    """
+    if name in ("auto", engine.name):
         return engine
     from tile_kernels.ep.engines.collective import CollectiveEngine
-    from tile_kernels.ep.engines.mmap import MmapEngine
 
     if not isinstance(engine, CollectiveEngine):
-        raise TypeError(f"engine 'mmap' needs a process group, got engine {engine.name!r}")
-    return MmapEngine(engine)
+        raise TypeError(f"engine {name!r} needs a process group, got engine {engine.name!r}")
+    if name == "mmap":
+        from tile_kernels.ep.engines.mmap import MmapEngine
+
+        return MmapEngine.over(engine)
+    from tile_kernels.ep.engines.symm import SymmEngine
+
+    return SymmEngine.over(engine, num_bytes, device_patience)

@@ -27,26 +27,34 @@ class Engine(ABC):
     |---|---|
     | `name` | what the engine is called |
     | `index`, `size` | this rank's place in the group, and how many there are |
-    | `patience` | seconds to wait for others, where the engine itself waits |
+    | `names` | the number of each place among the ranks of the buffer, for errors |
+    | `patience` | seconds to wait for others before an error says for whom |
     """
 
     patience: float = 300.0
     name: str
     index: int
     size: int
+    names: Sequence[int]
+
+    @property
+    def active(self) -> Sequence[int]:
+        """The places of the ranks that take part."""
+        return range(self.size)
 
     @abstractmethod
     def exchange(
-        self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+        self,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        phase: str = "an exchange",
     ) -> Tensor:
         """Send `rows` (`uint8`, `[sum(send_counts), bytes]`, by peer) and receive others.
 
         Returns `[sum(recv_counts), bytes]`, by peer, in memory of its own, on the same device.
+        Errors say in which `phase` it happened.
         """
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Wait until every rank of the group is here."""
 
     @abstractmethod
     def split(self, places: Sequence[int]) -> Engine:
@@ -60,13 +68,29 @@ class Engine(ABC):
     def receive(self, out: Tensor, peer: int) -> None:
         """Fill `out` (`uint8`, `[n]`) with the next bytes from one rank: `n`, as it sent."""
 
-    def gather(self, row: Tensor) -> Tensor:
-        """`row` (`uint8`, `[bytes]`) of every rank: `[size, bytes]`."""
-        ones = [1] * self.size
-        return self.exchange(row.expand(self.size, -1).contiguous(), ones, ones)
+    def ones(self) -> list[int]:
+        """One row for each rank that takes part."""
+        active = set(self.active)
+        return [int(place in active) for place in range(self.size)]
+
+    def gather(self, row: Tensor, phase: str = "a gather") -> Tensor:
+        """`row` (`uint8`, `[bytes]`) of every active rank: `[active, bytes]`."""
+        ones = self.ones()
+        return self.exchange(row.expand(sum(ones), -1).contiguous(), ones, ones, phase)
+
+    def barrier(self, phase: str = "a barrier") -> None:
+        """Wait until every rank of the group is here."""
+        self.gather(torch.zeros(1, dtype=torch.uint8), phase)
+
+    def settle(self) -> None:  # noqa: B027 - most engines have nothing to do
+        """Wait until what was begun is done, where that happens behind the host's back.
+
+        Raises if patience ends. Most engines are done when their calls return.
+        """
 
     def hosts(self) -> list[str]:
-        """The host name of every rank."""
+        """The host name of every active rank."""
         name = socket.gethostname().encode()[:_HOST_BYTES]
         row = torch.frombuffer(bytearray(name.ljust(_HOST_BYTES, b"\0")), dtype=torch.uint8)
-        return [bytes(each.tolist()).rstrip(b"\0").decode() for each in self.gather(row)]
+        told = self.gather(row, "learning the hosts")
+        return [bytes(each.tolist()).rstrip(b"\0").decode() for each in told]

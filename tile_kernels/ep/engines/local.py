@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import queue
 import threading
 import time
@@ -22,6 +23,7 @@ class _Table:
 
     def __init__(self, size: int) -> None:
         self.offers: list[Any] = [None] * size
+        self.here = [0] * size  # how often each came to a barrier
         self.meeting = threading.Barrier(size)
 
 
@@ -92,26 +94,35 @@ class LocalEngine(Engine):
         self._table = group.world.table(self._ranks)
         self.index = self._ranks.index(group.rank)
         self.size = len(self._ranks)
+        self.names = self._ranks
 
     def exchange(
-        self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
+        self,
+        rows: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        phase: str = "an exchange",
     ) -> Tensor:
         """Send rows to each peer and receive theirs."""
         table = self._table
         table.offers[self.index] = rows.split(list(send_counts))
-        self.barrier()
+        self.barrier(phase)
         received = torch.cat([offer[self.index].to(rows.device) for offer in table.offers])
-        self.barrier()
+        self.barrier(phase)
         if received.shape[0] != sum(recv_counts):
             raise RuntimeError(f"expected {list(recv_counts)} rows, got {received.shape[0]}")
         return received
 
-    def barrier(self) -> None:
+    def barrier(self, phase: str = "a barrier") -> None:
         """Wait for the other threads."""
+        table = self._table
+        table.here[self.index] += 1
+        turn = table.here[self.index]
         try:
-            self._table.meeting.wait(self.patience)
+            table.meeting.wait(self.patience)
         except threading.BrokenBarrierError:
-            self._give_up("the other ranks")
+            late = [str(name) for name, here in zip(self.names, table.here) if here < turn]
+            self._give_up(f"in {phase} for rank {' and '.join(late)}")
 
     def _wait_for(self, ready: Callable[[float], object], whom: str) -> None:
         """Ask `ready(seconds)` until it is, unless a rank has failed or patience ends."""
@@ -123,11 +134,12 @@ class LocalEngine(Engine):
     def _give_up(self, whom: str) -> None:
         if self._group.world.failed:
             raise threading.BrokenBarrierError("another rank has failed")
-        raise RuntimeError(f"local: rank {self.index} waited {self.patience:g} s for {whom}")
+        name = self.names[self.index]
+        raise RuntimeError(f"rank {name} waited {self.patience:g} s {whom}")
 
     def send(self, data: Tensor, peer: int) -> Pending:
         """Put bytes into the mail of one thread."""
-        whom = f"rank {peer} to receive"
+        whom = f"for rank {self.names[peer]} to receive"
         parcel = _Parcel(data, lambda ready: self._wait_for(ready, whom))
         self._group.world.mail(self._group.rank, self._ranks[peer]).put(parcel)
         return parcel
@@ -144,7 +156,7 @@ class LocalEngine(Engine):
                 return False
             return True
 
-        self._wait_for(ready, f"rank {peer} to send")
+        self._wait_for(ready, f"for rank {self.names[peer]} to send")
         out.copy_(found[0].data)
         found[0].received.set()
 
@@ -174,7 +186,11 @@ def run_ranks(num_ranks: int, body: Callable[[LocalGroup], Result]) -> list[Resu
             errors[rank] = error
             world.fail()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    contexts = [contextvars.copy_context() for _ in range(num_ranks)]  # as `tile_kernels.backend`
+    threads = [
+        threading.Thread(target=context.run, args=(run, rank))
+        for rank, context in enumerate(contexts)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,0 +1,214 @@
+"""Ranks that die or hang: the others say which one and in which phase, and go on without it."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ep.helpers import Case, check_handle
+from tests.ep.processes import run_processes
+from tile_kernels.ep import ElasticBuffer, LocalGroup, reference, run_ranks
+from tile_kernels.testing.numeric import assert_equal
+
+PATIENCE = 3
+LOST = 2  # of four ranks
+
+each_engine = pytest.mark.parametrize("engine", ["collective", "mmap"])
+
+
+def the_case(**changes: Any) -> Case:
+    return Case(
+        ranks_per_node=4, tokens=(5, 3, 4, 8), num_topk=5, experts_per_rank=3, num_biases=1,
+        **changes,
+    )  # fmt: skip
+
+
+def without(case: Case, rank: int) -> Case:
+    """The same, as if that rank had no tokens and nobody had chosen its experts."""
+    count = case.experts_per_rank
+    for ids in case.topk_idx:
+        ids[ids // count == rank] = -1
+    parts = (case.topk_idx, case.topk_weights, case.payloads, case.bias)
+    for part in parts:
+        mine = part[rank]
+        part[rank] = tuple(each[:0] for each in mine) if isinstance(mine, tuple) else mine[:0]
+    return case
+
+
+def check_survivor(group: Any, case: Case, **options: Any) -> None:
+    """A rank of a group that goes on without `LOST`, against the reference."""
+    active = [rank != LOST for rank in range(case.num_ranks)]
+    buffer = ElasticBuffer(
+        group, num_max_tokens_per_rank=case.most_tokens, hidden=6, active_ranks=active,
+        num_cpu_timeout_secs=20, **options,
+    )  # fmt: skip
+    me, chosen = buffer.rank_idx, case.topk_idx[buffer.rank_idx]
+    assert buffer.num_ranks == case.num_ranks
+    left = without(case, LOST)
+    everything = left.expected()
+    static = options.get("check_ranks") is False
+    (rows,), ids, weights, handle, _ = buffer.dispatch(
+        case.payloads[me], chosen, case.topk_weights[me], num_experts=case.num_experts,
+        expert_alignment=case.alignment, do_expand=case.expand, do_cpu_sync=not static,
+    )  # fmt: skip
+    count = everything[me].payloads[0].shape[0]
+    assert_equal(rows[:count], everything[me].payloads[0])
+    assert_equal(weights[:count], everything[me].topk_weights)
+    if not case.expand:
+        assert_equal(ids[:count], everything[me].topk_idx)
+    if not static:
+        check_handle(handle, case, everything[me], me)
+    outputs = case.outputs(everything)
+    given = torch.zeros(rows.shape, dtype=outputs[me].dtype)
+    given[:count] = outputs[me]
+    combined, back, _ = buffer.combine(given, handle, weights, bias=case.bias[me])
+    wanted = reference.combine(
+        outputs, everything, left.topk_idx, case.num_experts, case.most_tokens, case.topology,
+        case.expand, bias=left.bias,
+    )  # fmt: skip
+    assert_equal(combined, wanted[me])
+    assert_equal(back, case.topk_weights[me] * (left.topk_idx[me] >= 0))
+    with pytest.raises(ValueError, match=r"all ranks must be active, but only \[0, 1, 3\] of 4"):
+        buffer.pp_set_config(32, 1)
+    with pytest.raises(ValueError, match="engram_write: all ranks must be active"):
+        buffer.engram_write(torch.zeros(2, 2))
+
+
+def lose_a_rank(group: dist.ProcessGroup, engine: str, how: str) -> tuple[str, float] | None:
+    """`LOST` leaves in the middle of things; what this rank hears and when, and that it goes on."""
+    case = the_case()
+    me = group.rank()
+    buffer = ElasticBuffer(
+        group, num_max_tokens_per_rank=case.most_tokens, hidden=6, engine=engine,
+        num_cpu_timeout_secs=PATIENCE,
+    )  # fmt: skip
+    arguments = {"topk_idx": case.topk_idx[me], "num_experts": case.num_experts}
+    rows, _, _, handle, _ = buffer.dispatch(case.payloads[me][0], **arguments)
+    if me == LOST:
+        if how == "dies":
+            os._exit(1)
+        time.sleep(PATIENCE + 6)
+        return None
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        buffer.combine(rows, handle)
+    seconds = time.monotonic() - start
+    check_survivor(group, case, engine=engine)
+    return str(error.value), seconds
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+@each_engine
+def test_a_lost_rank_is_named_and_left_behind(engine: str, how: str) -> None:
+    heard = run_processes(4, lose_a_rank, engine, how, may_die=(LOST,))
+    assert heard.pop(LOST) is None
+    for rank, (message, seconds) in zip((0, 1, 3), heard):
+        assert message.startswith(f"rank {rank} ")
+        assert f"rank {LOST}" in message
+        assert "ElasticBuffer.combine (comparing notes)" in message
+        assert seconds < PATIENCE + 4
+
+
+def die_in_the_middle(group: dist.ProcessGroup, engine: str) -> str | None:
+    """`LOST` agrees to a dispatch and is gone when its rows are wanted."""
+    case = the_case(empty_slots=0.0)
+    me = group.rank()
+    buffer = ElasticBuffer(
+        group, num_max_tokens_per_rank=case.most_tokens, hidden=6, engine=engine,
+        num_cpu_timeout_secs=PATIENCE,
+    )  # fmt: skip
+    if me == LOST:
+        leg = buffer._fabric.legs[0]
+        go_on = leg.exchange
+        leg.exchange = lambda *a: os._exit(1) if "rows" in a[3] else go_on(*a)  # type: ignore
+    with pytest.raises(RuntimeError) as error:
+        buffer.dispatch(case.payloads[me][0], case.topk_idx[me], num_experts=case.num_experts)
+    return str(error.value)
+
+
+@each_engine
+def test_a_rank_that_dies_in_the_middle_is_named(engine: str) -> None:
+    heard = run_processes(4, die_in_the_middle, engine, may_die=(LOST,))
+    assert heard.pop(LOST) is None
+    for message in heard:
+        assert "in ElasticBuffer.dispatch (rows)" in message
+        assert f"rank {LOST}" in message
+
+
+def hang_in_a_pipeline(group: dist.ProcessGroup) -> str | None:
+    buffer = ElasticBuffer(group, num_bytes=2 << 20, num_cpu_timeout_secs=PATIENCE)
+    buffer.pp_set_config(num_max_tensor_bytes=64, num_max_inflight_tensors=1)
+    if group.rank() == 1:
+        time.sleep(PATIENCE + 1)
+        return None
+    with pytest.raises(RuntimeError) as error:
+        buffer.pp_recv(torch.zeros(8), 1)
+    return str(error.value)
+
+
+def test_a_neighbour_that_hangs_is_named() -> None:
+    message, _ = run_processes(2, hang_in_a_pipeline, may_die=(0, 1))
+    assert message.startswith("rank 0 waited in vain for rank 1 to send (")
+
+
+def a_broken_buffer(group: dist.ProcessGroup) -> list[str]:
+    """What rank 0 hears without rank 1 in `mmap`: which phase, then that it is too late."""
+    buffer = ElasticBuffer(group, num_bytes=2 << 20, engine="mmap", num_cpu_timeout_secs=1)
+    if group.rank() == 1:
+        time.sleep(3)
+        return []
+    heard = []
+    for action in (buffer.barrier, buffer.barrier):
+        with pytest.raises(RuntimeError) as error:
+            action()
+        heard.append(str(error.value))
+    return heard
+
+
+def test_a_buffer_that_broke_down_says_so() -> None:
+    heard, _ = run_processes(2, a_broken_buffer, may_die=(0, 1))
+    cause = "rank 0 waited 1 s in ElasticBuffer.barrier for rank 1 to send"
+    assert heard == [cause, f"mmap: this buffer broke down before: {cause}"]
+
+
+@pytest.mark.parametrize("check_ranks", [True, False], ids=["counted", "static"])
+@pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])
+def test_threads_go_on_without_one(expand: bool, check_ranks: bool) -> None:
+    case = the_case(expand=expand, alignment=4)
+
+    def rank(group: LocalGroup) -> None:
+        if group.rank != LOST:
+            check_survivor(group, the_case(expand=expand, alignment=4), check_ranks=check_ranks)
+
+    run_ranks(case.num_ranks, rank)
+
+
+def test_all_active_is_nothing_special() -> None:
+    def rank(group: LocalGroup) -> tuple[int, int]:
+        buffer = ElasticBuffer(
+            group, num_bytes=2 << 20, num_scaleup_ranks=1, active_ranks=[True, True]
+        )
+        return buffer.get_logical_domain_size()
+
+    assert run_ranks(2, rank) == [(2, 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("active", "message"),
+    [
+        ([True], "active_ranks must be 2 bools, one for each rank, got"),
+        ([1, 1], "active_ranks must be 2 bools"),
+        ([False, False], "active_ranks must not leave out this rank"),
+    ],
+)
+def test_masks_that_mean_nothing(active: Any, message: str) -> None:
+    def rank(group: LocalGroup) -> None:
+        with pytest.raises(ValueError, match=message):
+            ElasticBuffer(group, num_bytes=2 << 20, active_ranks=active)
+
+    run_ranks(2, rank)
