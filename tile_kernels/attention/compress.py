@@ -1,123 +1,43 @@
-"""Compression of keys and values by windows of tokens, and its gradients."""
+"""Compression of keys and values by windows of tokens."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tile_kernels.attention.cases.compress import KV_COMPRESS
-from tile_kernels.runtime import checks
+from tile_kernels.attention.cases.compress import KV_COMPRESS, KV_COMPRESS_PACKED
+from tile_kernels.attention.gradients import kv_compress_bwd, kv_compress_packed_bwd
+from tile_kernels.attention.windows import (
+    DTYPES,
+    check_packed,
+    check_sequences,
+    check_series,
+    check_windows,
+    count_windows,
+    place_windows,
+    unit_stride,
+    vector_of,
+)
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.launch import Kernel, dtype_name, nonempty, row_alignment
-from tile_kernels.runtime.op import face, op
+from tile_kernels.runtime.launch import Kernel, dtype_name, nonempty
+from tile_kernels.runtime.op import face, gradient, last_gradients, op
 from tile_kernels.torch import compress as oracles
-
-MOST_WINDOW = 65536
-_DTYPES = (torch.bfloat16, torch.float32)
+from tile_kernels.torch.compress import halves
 
 _COMPRESS = Kernel("tile_kernels.attention.kernels.compress", "compress")
-_PLACES = Kernel("tile_kernels.attention.kernels.compress", "place_windows")
+_NO_SECOND = "there is no second derivative"
 
 
-def _check_series(
-    names: tuple[str, str, str], kv: Tensor, z: Tensor, bias: Tensor, like: Tensor | None = None
+def _check_result(
+    cu_seqlens: Tensor | None, num_windows: int | None, out_dtype: torch.dtype | None
 ) -> None:
-    """One series; of the sizes and the dtype of `like`, the values of another one, if given."""
-    dims = ("num_tokens", "channels")
-    dtype = _DTYPES if like is None else like.dtype
-    shape = None if like is None else tuple(like.shape)
-    checks.tensor(names[0], kv, dims, dtype, shape=shape, unit_inner_stride=True)
-    if kv.shape[1] < 1:
-        raise ValueError(f"{names[0]} must have at least one channel, got 0")
-    shape = tuple(kv.shape)
-    checks.tensor(names[1], z, dims, kv.dtype, shape=shape, unit_inner_stride=True)
-    checks.tensor(
-        names[2], bias, ("window", "channels"), torch.float32, shape=(None, shape[1]),
-        unit_inner_stride=True,
-    )  # fmt: skip
-    if not 1 <= bias.shape[0] <= MOST_WINDOW:
-        raise ValueError(f"{names[2]} must have 1..{MOST_WINDOW} rows, got {bias.shape[0]}")
-
-
-def check_series(
-    kv_a: Tensor,
-    z_a: Tensor,
-    bias_a: Tensor,
-    kv_b: Tensor | None,
-    z_b: Tensor | None,
-    bias_b: Tensor | None,
-) -> None:
-    """Series a, and series b like it or not at all."""
-    _check_series(("kv_a", "z_a", "bias_a"), kv_a, z_a, bias_a)
-    given = [name for name, x in (("kv_b", kv_b), ("z_b", z_b), ("bias_b", bias_b)) if x is not None]
-    if kv_b is None or z_b is None or bias_b is None:
-        if given:
-            raise ValueError(f"kv_b, z_b and bias_b must be given together, got {', '.join(given)}")
-        return
-    _check_series(("kv_b", "z_b", "bias_b"), kv_b, z_b, bias_b, like=kv_a)
-    if bias_b.shape[0] != bias_a.shape[0]:
-        rows = f"{bias_a.shape[0]} rows as bias_a has"
-        raise ValueError(f"bias_b must have {rows}, got {bias_b.shape[0]}")
-
-
-def check_windows(cu_seqlens: Tensor | None, num_windows: int | None) -> None:
-    """Sequences, and the number of entries."""
-    if cu_seqlens is not None:
-        checks.tensor("cu_seqlens", cu_seqlens, ("num_bounds",), torch.int32, contiguous=True)
-        if cu_seqlens.shape[0] < 1:
-            raise ValueError("cu_seqlens must have at least one element, got 0")
-    if num_windows is not None:
-        checks.integer("num_windows", num_windows, 0, checks.MOST_SIZE)
-
-
-def check_sequences(cu_seqlens: Tensor | None, num_tokens: int, window: int, entries: int) -> None:
-    """For the checked mode: bounds are in order, and all windows have an entry."""
-    if cu_seqlens is None:
-        return
-    checks.in_range("cu_seqlens", cu_seqlens, 0, num_tokens)
-    falls = (cu_seqlens.diff() < 0).nonzero()
-    if len(falls):
-        raise ValueError(f"cu_seqlens must not decrease, but element {falls[0].tolist()} does")
-    needed = int((cu_seqlens.diff() // window).sum())
-    if needed > entries:
-        raise ValueError(f"num_windows must be at least {needed}, got {entries}")
-
-
-def vector_of(channels: int, rows: list[Tensor], biases: list[Tensor]) -> int:
-    """Channels that a thread loads at once: 16 bytes where all rows start at a multiple of that."""
-    size = rows[0].element_size()
-    vector = math.gcd(channels, 16 // size, *(max(row_alignment(x) // size, 1) for x in rows))
-    part = math.gcd(vector, 4, *(row_alignment(x) // 4 for x in biases))
-    return vector if part == min(vector, 4) else part
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    """`x` with stride 1 in its last dimension also where that has one element."""
-    if x.stride(1) == 1:
-        return x
-    return x.as_strided(x.shape, (x.stride(0), 1))
-
-
-def count_windows(
-    num_tokens: int, window: int, cu_seqlens: Tensor | None, num_windows: int | None
-) -> int:
-    """Entries of a result: as given, else as many as the tokens could have."""
-    if num_windows is not None:
-        return num_windows
-    return num_tokens // window
-
-
-def place_windows(
-    cu_seqlens: Tensor, num_tokens: int, window: int, num_windows: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Bounds inside the tokens, windows before each of them, and where each window lies."""
-    bounds, counted = torch.empty_like(cu_seqlens), torch.empty_like(cu_seqlens)
-    places = cu_seqlens.new_empty((num_windows, 3))
-    _PLACES.launch((window,), cu_seqlens, bounds, counted, places, num_tokens)
-    return bounds, counted, places
+    check_windows(cu_seqlens, num_windows)
+    if cu_seqlens is None and num_windows is not None:
+        raise ValueError("num_windows is for sequences: it needs cu_seqlens")
+    if out_dtype is not None and out_dtype not in DTYPES:
+        raise TypeError(f"out_dtype must be bfloat16 or float32, got {out_dtype}")
 
 
 def _check(
@@ -132,17 +52,13 @@ def _check(
     out_dtype: torch.dtype | None,
 ) -> None:
     check_series(kv_a, z_a, bias_a, kv_b, z_b, bias_b)
-    check_windows(cu_seqlens, num_windows)
-    if cu_seqlens is None and num_windows is not None:
-        raise ValueError("num_windows is for sequences: it needs cu_seqlens")
-    if out_dtype is not None and out_dtype not in _DTYPES:
-        raise TypeError(f"out_dtype must be bfloat16 or float32, got {out_dtype}")
+    _check_result(cu_seqlens, num_windows, out_dtype)
 
 
 def _check_values(*arguments: Any) -> None:
     kv_a, bias_a, cu_seqlens, num_windows = arguments[0], arguments[2], *arguments[6:8]
     window = bias_a.shape[0]
-    entries = count_windows(kv_a.shape[0], window, cu_seqlens, num_windows)
+    entries = count_windows(kv_a.shape[0], window, num_windows)
     check_sequences(cu_seqlens, kv_a.shape[0], window, entries)
 
 
@@ -177,37 +93,6 @@ def _cost(
     return Cost((read + written) * channels, 8 * series * kv_a.numel())
 
 
-@op(
-    check=_check,
-    oracle=_oracle,
-    cost=_cost,
-    cases=KV_COMPRESS,
-    values=_check_values,
-    name="kv_compress",
-)
-def _compress(
-    kv_a: Tensor,
-    z_a: Tensor,
-    bias_a: Tensor,
-    kv_b: Tensor | None,
-    z_b: Tensor | None,
-    bias_b: Tensor | None,
-    cu_seqlens: Tensor | None,
-    num_windows: int | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    num_tokens, channels = kv_a.shape
-    window = bias_a.shape[0]
-    entries = count_windows(num_tokens, window, cu_seqlens, num_windows)
-    out = kv_a.new_empty((entries, channels), dtype=out_dtype or kv_a.dtype)
-    if nonempty(out):
-        places = None
-        if cu_seqlens is not None:
-            _, _, places = place_windows(cu_seqlens, num_tokens, window, entries)
-        launch_compress(kv_a, z_a, bias_a, kv_b, z_b, bias_b, places, out)
-    return out
-
-
 def launch_compress(
     kv_a: Tensor,
     z_a: Tensor,
@@ -228,6 +113,53 @@ def launch_compress(
     )  # fmt: skip
     of_b = (None, None, None) if kv_b is None else (rows[2], rows[3], biases[1])
     _COMPRESS.launch(problem, rows[0], rows[1], biases[0], *of_b, places, out)
+
+
+def _compress_body(
+    kv_a: Tensor,
+    z_a: Tensor,
+    bias_a: Tensor,
+    kv_b: Tensor | None,
+    z_b: Tensor | None,
+    bias_b: Tensor | None,
+    cu_seqlens: Tensor | None,
+    num_windows: int | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    num_tokens, channels = kv_a.shape
+    window = bias_a.shape[0]
+    entries = count_windows(num_tokens, window, num_windows)
+    out = kv_a.new_empty((entries, channels), dtype=out_dtype or kv_a.dtype)
+    if nonempty(out):
+        places = None
+        if cu_seqlens is not None:
+            _, _, places = place_windows(cu_seqlens, num_tokens, window, entries)
+        launch_compress(kv_a, z_a, bias_a, kv_b, z_b, bias_b, places, out)
+    return out
+
+
+_compress = op(
+    check=_check,
+    oracle=_oracle,
+    cost=_cost,
+    cases=KV_COMPRESS,
+    values=_check_values,
+    name="kv_compress",
+)(_compress_body)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs[:7])
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+    *series, cu_seqlens = ctx.saved_tensors
+    grads = kv_compress_bwd(grad_out, *series, cu_seqlens=cu_seqlens)
+    inputs = [x for x in (grad_out, *series) if x is not None]
+    return *last_gradients(f"kv_compress: {_NO_SECOND}", grads, inputs), None, None, None
+
+
+gradient(_compress, _backward, setup_context=_save)
 
 
 @face(_compress, oracle=oracles.kv_compress)
@@ -281,3 +213,115 @@ def kv_compress(
     [[2.0], [2.0]]
     """
     return _compress(kv_a, z_a, bias_a, kv_b, z_b, bias_b, cu_seqlens, num_windows, out_dtype)
+
+
+# ---- both series in one tensor ------------------------------------------------------------------
+
+
+def _check_both(
+    kv: Tensor,
+    gate: Tensor,
+    ape: Tensor,
+    cu_seqlens: Tensor | None,
+    num_windows: int | None,
+    out_dtype: torch.dtype | None,
+) -> None:
+    check_packed(kv, gate, ape)
+    _check_result(cu_seqlens, num_windows, out_dtype)
+
+
+def _check_both_values(
+    kv: Tensor,
+    gate: Tensor,  # noqa: ARG001
+    ape: Tensor,
+    cu_seqlens: Tensor | None,
+    num_windows: int | None,
+    out_dtype: torch.dtype | None,  # noqa: ARG001
+) -> None:
+    entries = count_windows(kv.shape[0], ape.shape[0], num_windows)
+    check_sequences(cu_seqlens, kv.shape[0], ape.shape[0], entries)
+
+
+def _oracle_both(
+    kv: Tensor,
+    gate: Tensor,
+    ape: Tensor,
+    cu_seqlens: Tensor | None,
+    num_windows: int | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    return oracles.kv_compress_packed(
+        kv, gate, ape, cu_seqlens=cu_seqlens, num_windows=num_windows, out_dtype=out_dtype
+    )
+
+
+def _cost_both(kv: Tensor, ape: Tensor, out_dtype: torch.dtype | None = None, **_: Any) -> Cost:
+    half, _other = halves(kv)
+    return _cost(half, halves(ape)[0], half, out_dtype)
+
+
+@op(
+    check=_check_both,
+    oracle=_oracle_both,
+    cost=_cost_both,
+    cases=KV_COMPRESS_PACKED,
+    values=_check_both_values,
+    name="kv_compress_packed",
+)
+def _compress_both(
+    kv: Tensor,
+    gate: Tensor,
+    ape: Tensor,
+    cu_seqlens: Tensor | None,
+    num_windows: int | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    (kv_a, kv_b), (z_a, z_b), (bias_a, bias_b) = halves(kv), halves(gate), halves(ape)
+    return _compress_body(kv_a, z_a, bias_a, kv_b, z_b, bias_b, cu_seqlens, num_windows, out_dtype)
+
+
+def _save_both(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs[:4])
+
+
+def _backward_both(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+    *packed, cu_seqlens = ctx.saved_tensors
+    grads = kv_compress_packed_bwd(grad_out, *packed, cu_seqlens=cu_seqlens)
+    message = f"kv_compress_packed: {_NO_SECOND}"
+    return *last_gradients(message, grads, (grad_out, *packed)), None, None, None
+
+
+gradient(_compress_both, _backward_both, setup_context=_save_both)
+
+
+@face(_compress_both, oracle=oracles.kv_compress_packed)
+def kv_compress_packed(
+    kv: Tensor,
+    gate: Tensor,
+    ape: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    num_windows: int | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`kv_compress` of two series in one tensor, as one projection makes them.
+
+    | argument | shape | dtype | meaning |
+    |---|---|---|---|
+    | `kv` | `[num_tokens, 2 * channels]` | bfloat16 or float32, `stride(1) == 1` | values |
+    | `gate` | `[num_tokens, 2 * channels]` | as `kv`, `stride(1) == 1` | scores |
+    | `ape` | `[window, 2 * channels]` | float32, `stride(1) == 1` | biases by position |
+    | `cu_seqlens`, `num_windows`, `out_dtype` | as in `kv_compress` | | |
+    | returns | `[num_windows, channels]` | `out_dtype`, contiguous | |
+
+    The low half of the channels is series b, which the next window takes, the high half series a,
+    which its own window takes. Differentiable with respect to the three tensors; the gradients are
+    packed too.
+
+    Raises `TypeError` or `ValueError` with the argument's name.
+
+    >>> kv = torch.tensor([[10.0, 1.0], [20.0, 2.0]])  # windows of one token
+    >>> kv_compress_packed(kv, torch.zeros(2, 2), torch.zeros(1, 2)).tolist()
+    [[1.0], [6.0]]
+    """
+    return _compress_both(kv, gate, ape, cu_seqlens, num_windows, out_dtype)

@@ -72,11 +72,29 @@ class Geometry(NamedTuple):
 def geometry(
     channels: int, window: int, series: int, vector: int, threads: int = THREADS
 ) -> Geometry:
-    """Few groups, so that little is exchanged, then as many channels as there are threads left."""
+    """Few groups, so that little is exchanged, then as many channels as there are threads left.
+
+    Long windows are not so many that a block should have several at a time.
+    """
     most_items = HELD // series
     groups = min(MOST_GROUPS, power_of_two(-(-window // most_items)))
     items = min(most_items, -(-window // groups))
     chunks = -(-window // (groups * items))
     lanes = min(power_of_two(-(-channels // vector)), max(1, threads // groups))
-    slots = min(MOST_SLOTS, max(1, threads // (lanes * groups)))
+    slots = min(MOST_SLOTS, max(1, threads // (lanes * groups))) if chunks == 1 else 1
     return Geometry(channels, window, series, vector, groups, items, chunks, lanes, slots)
+
+
+def gradient_geometry(channels: int, window: int, series: int, vector: int) -> Geometry:
+    """The same for the backward pass, whose threads hold as much again: sums of gradients.
+
+    Two small blocks on a multiprocessor wait for each other less; but rows are divided no further
+    where groups of threads share a window.
+    """
+    whole = geometry(channels, window, series, vector)
+    return whole if whole.groups > 1 else geometry(channels, window, series, vector, THREADS // 2)
+
+
+def gradient_blocks_per_sm(geo: Geometry) -> int:
+    """Blocks of the backward pass that share a multiprocessor."""
+    return THREADS // max(geo.threads, THREADS // 2)

@@ -38,7 +38,9 @@ def windows_of(
     bounds = cu_seqlens.long().clamp(0, num_tokens).cummax(0).values
     counts = bounds.diff() // window
     ends = counts.cumsum(0)
-    index = torch.arange(num_tokens // window if num_windows is None else num_windows, device=device)
+    index = torch.arange(
+        num_tokens // window if num_windows is None else num_windows, device=device
+    )
     sequence = torch.searchsorted(ends, index, right=True)
     exists = sequence < len(counts)
     if len(counts) == 0:
@@ -63,7 +65,9 @@ def _scores_and_values(
         rows = torch.where(first >= 0, rows, -1)
         some = rows.clamp(min=0)
         # An empty tensor has no row to stand in for those that are missing.
-        picked = [x[some] if x.shape[0] else x.new_zeros((*some.shape, x.shape[1])) for x in (kv, z)]
+        picked = [
+            x[some] if x.shape[0] else x.new_zeros((*some.shape, x.shape[1])) for x in (kv, z)
+        ]
         value, score = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in picked)
         here = (rows >= 0)[:, :, None]
         scores.append(torch.where(here, score + bias, -torch.inf))
@@ -112,9 +116,7 @@ def kv_compress(
     [[2.0]]
     """
     windows = windows_of(kv_a.shape[0], bias_a.shape[0], cu_seqlens, num_windows, kv_a.device)
-    scores, values, _ = _scores_and_values(
-        windows, _series(kv_a, z_a, bias_a, kv_b, z_b, bias_b)
-    )
+    scores, values, _ = _scores_and_values(windows, _series(kv_a, z_a, bias_a, kv_b, z_b, bias_b))
     return _softmax(scores, values)[1].to(out_dtype or kv_a.dtype)
 
 
@@ -137,9 +139,7 @@ def kv_compress_bwd(
     ([[0.5], [0.5], [0.0]], [[-0.5], [0.5], [0.0]])
     """
     series = _series(kv_a, z_a, bias_a, kv_b, z_b, bias_b)
-    windows = windows_of(
-        kv_a.shape[0], bias_a.shape[0], cu_seqlens, grad_out.shape[0], kv_a.device
-    )
+    windows = windows_of(kv_a.shape[0], bias_a.shape[0], cu_seqlens, grad_out.shape[0], kv_a.device)
     scores, values, rows_of = _scores_and_values(windows, series)
     weights, out = _softmax(scores, values)
     grad_values = weights * grad_out[:, None].to(weights.dtype)
@@ -147,8 +147,9 @@ def kv_compress_bwd(
     grads: list[Tensor | None] = []
     for i, ((kv, z, bias), rows) in enumerate(zip(series, rows_of)):
         part, here = slice(i * len(bias), (i + 1) * len(bias)), rows >= 0
-        of_kv, of_z = torch.zeros_like(kv, memory_format=torch.contiguous_format), torch.zeros_like(
-            z, memory_format=torch.contiguous_format
+        of_kv, of_z = (
+            torch.zeros_like(kv, memory_format=torch.contiguous_format),
+            torch.zeros_like(z, memory_format=torch.contiguous_format),
         )
         of_kv[rows[here]] = grad_values[:, part][here].to(kv.dtype)
         of_z[rows[here]] = grad_scores[:, part][here].to(z.dtype)
@@ -183,3 +184,27 @@ def kv_compress_packed(
         kv_a, z_a, bias_a, kv_b, z_b, bias_b,
         cu_seqlens=cu_seqlens, num_windows=num_windows, out_dtype=out_dtype,
     )  # fmt: skip
+
+
+def kv_compress_packed_bwd(
+    grad_out: Tensor,
+    kv: Tensor,
+    gate: Tensor,
+    ape: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `kv_compress_packed`, packed likewise.
+
+    >>> kv = torch.tensor([[10.0, 1.0], [20.0, 2.0]])
+    >>> grads = kv_compress_packed_bwd(torch.ones(2, 1), kv, torch.zeros(2, 2), torch.zeros(1, 2))
+    >>> grads[0].tolist()
+    [[0.5, 1.0], [0.0, 0.5]]
+    """
+    (kv_a, kv_b), (z_a, z_b), (bias_a, bias_b) = halves(kv), halves(gate), halves(ape)
+    a_kv, a_z, a_bias, b_kv, b_z, b_bias = kv_compress_bwd(
+        grad_out, kv_a, z_a, bias_a, kv_b, z_b, bias_b, cu_seqlens=cu_seqlens
+    )
+    pairs = ((b_kv, a_kv), (b_z, a_z), (b_bias, a_bias))
+    of_kv, of_gate, of_ape = (torch.cat(pair, 1) for pair in pairs)  # type: ignore[arg-type]
+    return of_kv, of_gate, of_ape

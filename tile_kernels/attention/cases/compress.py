@@ -185,9 +185,7 @@ SERIES_REJECTS = [
     Reject("kv_b", "other rows", edited("kv_b", lambda x: x[:-1])),
     Reject("kv_b", "another dtype", edited("kv_b", lambda x: x.float())),
     Reject("bias_b", "another window", edited("bias_b", lambda x: x[:-1])),
-    Reject(
-        "cu_seqlens", "int64", lambda a: {**a, "cu_seqlens": torch.tensor([0, len(a["kv_a"])])}
-    ),
+    Reject("cu_seqlens", "int64", lambda a: {**a, "cu_seqlens": torch.tensor([0, len(a["kv_a"])])}),
     Reject("cu_seqlens", "empty", changed(cu_seqlens=torch.zeros(0, dtype=torch.int32))),
     Reject("cu_seqlens", "two dimensions", changed(cu_seqlens=torch.zeros(1, 2).int())),
 ]
@@ -205,9 +203,7 @@ KV_COMPRESS = Cases(
         Sample("24x16.m4.float32", series(24, 16, 4, out_dtype=FP32)),
         Sample(
             "24x16.m4.misaligned",
-            lambda device: {
-                name: misaligned(x) for name, x in series(24, 16, 4)(device).items()
-            },
+            lambda device: {name: misaligned(x) for name, x in series(24, 16, 4)(device).items()},
         ),
     ],
     large=[
@@ -236,4 +232,182 @@ KV_COMPRESS = Cases(
     ],
     bad_values=BAD_SEQUENCES,
     compare=close_results(rtol=2e-5, atol=2e-6, rtol_bfloat16=0.008),
+)
+
+
+# ---- both series in one tensor ------------------------------------------------------------------
+
+
+def packed(make: Build) -> Build:
+    """The same, with both series side by side: b, then a."""
+
+    def both(device: torch.device) -> Arguments:
+        given = make(device)
+        names = {"kv": "kv", "z": "gate", "bias": "ape"}
+        joined = {
+            name: torch.cat((given.pop(f"{short}_b"), given.pop(f"{short}_a")), 1)
+            for short, name in names.items()
+        }
+        return {**joined, **given}
+
+    return both
+
+
+def _wide(device: torch.device) -> Arguments:
+    """Rows that are further apart than they are long."""
+    arguments = packed(series(24, 8, 4))(device)
+    kv = torch.randn(24, 40, device=device).bfloat16()
+    return {**arguments, "kv": kv[:, 8:24], "gate": kv[:, 24:]}
+
+
+_PACKED = {label: make for label, make in SMALL.items() if "alone" not in label}
+_PACKED_VECTOR = Vector(
+    "two sequences", lambda: packed(lambda _: example())(torch.device("cpu")), VECTORS[0].expected
+)
+_PACKED_REJECTS = [
+    Reject("kv", "odd channels", lambda a: {k: x[:, 1:] for k, x in a.items() if k != "grad_out"}),
+    Reject("kv", "integers", edited("kv", lambda x: x.int())),
+    Reject("gate", "other rows", edited("gate", lambda x: x[:-1])),
+    Reject("gate", "another dtype", edited("gate", lambda x: x.half())),
+    Reject("ape", "no rows", edited("ape", lambda x: x[:0])),
+    Reject("ape", "other channels", edited("ape", lambda x: x[:, 2:])),
+    *SERIES_REJECTS[-2:],
+]
+
+KV_COMPRESS_PACKED = Cases(
+    small=[
+        *(Sample(label, packed(make)) for label, make in _PACKED.items()),
+        Sample("24x8.m4.wide", _wide),
+        Sample("24x8.m4.float32", packed(series(24, 8, 4, out_dtype=FP32))),
+    ],
+    large=[
+        Sample("65539x512.m4", packed(series(65539, 512, 4))),
+        Sample("ragged.m4", packed(series(sum(many(3000, 40)), 128, 4, lengths=many(3000, 40)))),
+    ],
+    benchmarks=[Benchmark("csa.65536x512.m4", packed(series(65536, 512, 4)), goal_us=74.0)],
+    vectors=[_PACKED_VECTOR],
+    rejects=[
+        *_PACKED_REJECTS,
+        Reject("num_windows", "without sequences", changed(num_windows=3)),
+        Reject("out_dtype", "float16", changed(out_dtype=torch.float16)),
+    ],
+    bad_values=BAD_SEQUENCES,
+    compare=KV_COMPRESS.compare,
+)
+
+
+# ---- gradients ----------------------------------------------------------------------------------
+
+
+def _with_grad(make: Build, values: str = "kv_a", biases: str = "bias_a") -> Build:
+    """The same with the gradient of the result, of its dtype."""
+
+    def build(device: torch.device) -> Arguments:
+        given = make(device)
+        entries = given[values].shape[0] // given[biases].shape[0]
+        entries = given.pop("num_windows", entries)
+        channels = given[values].shape[1] // (2 if values == "kv" else 1)
+        dtype = given.pop("out_dtype", given[values].dtype)
+        return {"grad_out": torch.randn(entries, channels, device=device).to(dtype), **given}
+
+    return build
+
+
+def _with_packed_grad(make: Build) -> Build:
+    return _with_grad(packed(make), "kv", "ape")
+
+
+_GRAD = (1.0, 2.0, -1.0)
+_OF_KV_A = (0.3100255, 0.6899745, 0.1896343, 0.6958245, 0, -0.3100255, -0.6899745)
+_OF_Z_A = (-0.2139097, 0.2139097, 1.6354605, 6.6968144, 0, 0.2139097, -0.2139097)
+_OF_KV_B = (0.7690050, 0.3455362, 0, 0, 0, 0, 0)
+_OF_Z_B = (-3.3649454, -4.9673296, 0, 0, 0, 0, 0)
+_OF_BIASES = ((1.6354605, 6.6968144), (-3.3649454, -4.9673296))
+
+
+def _expected_grads() -> tuple[torch.Tensor, ...]:
+    of_a, of_b = (column(*numbers) for numbers in _OF_BIASES)
+    a, b = (_OF_KV_A, _OF_Z_A), (_OF_KV_B, _OF_Z_B)
+    return *(column(*x) for x in a), of_a, *(column(*x) for x in b), of_b
+
+
+def _expected_packed() -> tuple[torch.Tensor, ...]:
+    a_kv, a_z, a_bias, b_kv, b_z, b_bias = _expected_grads()
+    return tuple(torch.cat(pair, 1) for pair in ((b_kv, a_kv), (b_z, a_z), (b_bias, a_bias)))
+
+
+_GRAD_REJECTS = [
+    Reject("grad_out", "other entries", edited("grad_out", lambda x: x[:-1])),
+    Reject("grad_out", "other channels", edited("grad_out", lambda x: x[:, :-1])),
+    Reject("grad_out", "integers", edited("grad_out", lambda x: x.int())),
+]
+# Weights have errors of the last bits, which a difference of values can make count for more.
+_compare_gradients = close_results(rtol=1e-4, atol=2e-5, rtol_bfloat16=0.016)
+
+KV_COMPRESS_BWD = Cases(
+    small=[
+        *(Sample(label, _with_grad(make)) for label, make in SMALL.items()),
+        Sample("36x16.m4.too-few", _with_grad(series(36, 16, 4, num_windows=4, **RAGGED))),
+        Sample("24x16.m4.float32", _with_grad(series(24, 16, 4, out_dtype=FP32))),
+        Sample(
+            "24x16.m4.misaligned",
+            lambda device: {
+                name: misaligned(x) for name, x in _with_grad(series(24, 16, 4))(device).items()
+            },
+        ),
+    ],
+    large=[
+        Sample("65539x512.m4", _with_grad(series(65539, 512, 4))),
+        Sample("65536x512.m128", _with_grad(series(65536, 512, 128, overlap=False))),
+        Sample("ragged.m4", _with_grad(series(sum(many(3000, 40)), 64, 4, lengths=many(3000, 40)))),
+        Sample("4200001x512.m4", _with_grad(series(4_200_001, 512, 4, overlap=False))),
+    ],
+    benchmarks=[
+        Benchmark("csa.65536x512.m4", _with_grad(series(65536, 512, 4)), goal_us=145.0),
+        Benchmark("hca.65536x512.m128", _with_grad(series(65536, 512, 128, overlap=False))),
+        Benchmark(
+            "csa.65536x512.m4.ragged", _with_grad(series(65536, 512, 4, lengths=(4096,) * 16))
+        ),
+    ],
+    vectors=[
+        Vector("two sequences", lambda: {"grad_out": column(*_GRAD), **example()}, _expected_grads),
+        Vector(
+            "equal scores",
+            lambda: {
+                "grad_out": column(1),
+                "kv_a": column(1, 3, 5),
+                "z_a": column(0, 0, 0),
+                "bias_a": column(0, 0),
+            },
+            lambda: (
+                column(0.5, 0.5, 0),
+                column(-0.5, 0.5, 0),
+                column(-0.5, 0.5),
+                None,
+                None,
+                None,
+            ),
+        ),
+    ],
+    rejects=[*SERIES_REJECTS, *_GRAD_REJECTS],
+    bad_values=BAD_SEQUENCES,
+    compare=_compare_gradients,
+)
+
+KV_COMPRESS_PACKED_BWD = Cases(
+    small=[Sample(label, _with_packed_grad(make)) for label, make in _PACKED.items()],
+    large=[Sample("65539x512.m4", _with_packed_grad(series(65539, 512, 4)))],
+    benchmarks=[
+        Benchmark("csa.65536x512.m4", _with_packed_grad(series(65536, 512, 4)), goal_us=145.0)
+    ],
+    vectors=[
+        Vector(
+            "two sequences",
+            lambda: {"grad_out": column(*_GRAD), **_PACKED_VECTOR.arguments()},
+            _expected_packed,
+        )
+    ],
+    rejects=[*_PACKED_REJECTS[1:], *_GRAD_REJECTS],
+    bad_values=BAD_SEQUENCES,
+    compare=_compare_gradients,
 )

@@ -40,13 +40,14 @@ def row_loader(geo: Geometry, dtype: str) -> Any:
 
     @T.macro
     def load(source, first, item, channel, at, held):
-        for r in T.unroll(geo.items):
-            if first >= 0 and (geo.exact or item + r < geo.window):
-                for v in T.vectorized(geo.vector):
-                    held[(at + r) * geo.vector + v] = source[first + item + r, channel + v]
-            else:
-                for v in T.unroll(geo.vector):
-                    held[(at + r) * geo.vector + v] = T.cast(T.float32(0), dtype)
+        if first < 0 or not geo.exact:
+            for v in T.unroll(geo.items * geo.vector):
+                held[at * geo.vector + v] = T.cast(T.float32(0), dtype)
+        if first >= 0:
+            for r in T.unroll(geo.items):
+                if geo.exact or item + r < geo.window:
+                    for v in T.vectorized(geo.vector):
+                        held[(at + r) * geo.vector + v] = source[first + item + r, channel + v]
 
     return load
 
@@ -148,9 +149,7 @@ def part_sums(geo: Geometry) -> Any:
                 )
                 scores[i * geo.part + e] = term
                 totals[at] = T.ieee_add(totals[at], term)
-                sums[at] = T.ieee_fmaf(
-                    term, T.cast(kv[i * geo.vector + at], T.float32), sums[at]
-                )
+                sums[at] = T.ieee_fmaf(term, T.cast(kv[i * geo.vector + at], T.float32), sums[at])
 
     return folded
 
@@ -189,7 +188,7 @@ def over_groups(geo: Geometry) -> Any:
         inverse = T.alloc_local((1,), T.float32)
         entry = T.alloc_local((1,), T.float32)
         # As the result has them: slot, part, channel of the part.
-        place = T.alloc_var(T.int32, init=slot * geo.parts * geo.lanes * geo.part + lane * geo.part)
+        place = (slot * geo.parts * geo.lanes + lane) * geo.part
         for q in T.unroll(geo.parts):
             for e in T.vectorized(geo.part):
                 of_groups[0, group, place + q * geo.lanes * geo.part + e] = tops[q * geo.part + e]

@@ -33,6 +33,7 @@ class Plan(NamedTuple):
 
     @property
     def geometry(self) -> Geometry:
+        """How threads share windows."""
         return geometry(self.channels, self.window, self.series, self.vector)
 
 
@@ -186,7 +187,7 @@ def places_plan(window: int, device: Device) -> PlacesPlan:
     return PlacesPlan(window)
 
 
-@kernel(plan=places_plan, access_bits=lambda window: (32, 32), pass_configs=PASS_CONFIGS)
+@kernel(plan=places_plan, access_bits=lambda *_: (32, 32), pass_configs=PASS_CONFIGS)
 def place_windows(window: int) -> Any:
     """Where the windows of sequences lie, from the sequences' ends.
 
