@@ -7,6 +7,7 @@ from typing import NamedTuple
 THREADS = 256
 HELD = 8  # rows of a window that a thread holds, values and scores, 16 bytes each
 MOST_GROUPS = 16
+MOST_LANES = 64  # 1 KiB of a row; what groups exchange fits the shared memory of small GPUs
 MOST_SLOTS = 64
 
 
@@ -80,7 +81,7 @@ def geometry(
     groups = min(MOST_GROUPS, power_of_two(-(-window // most_items)))
     items = min(most_items, -(-window // groups))
     chunks = -(-window // (groups * items))
-    lanes = min(power_of_two(-(-channels // vector)), max(1, threads // groups))
+    lanes = min(power_of_two(-(-channels // vector)), max(1, threads // groups), MOST_LANES)
     slots = min(MOST_SLOTS, max(1, threads // (lanes * groups))) if chunks == 1 else 1
     return Geometry(channels, window, series, vector, groups, items, chunks, lanes, slots)
 

@@ -50,19 +50,23 @@ def windows_of(
     return Windows(torch.where(exists, bounds[sequence] + window * place, 0), place, exists)
 
 
-def _scores_and_values(
-    windows: Windows, series: list[tuple[Tensor, Tensor, Tensor]]
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Scores and values `[num_windows, rows, d]`, and the rows that each series contributes.
+def firsts_of(windows: Windows, window: int) -> list[Tensor]:
+    """The first row of each window and of the one before it, -1 where there is none."""
+    own = torch.where(windows.exists, windows.row, -1)
+    return [own, torch.where(windows.exists & (windows.place > 0), windows.row - window, -1)]
 
-    The second series has the window before; its rows are -1 where there is none.
+
+def _scores_and_values(
+    firsts: list[Tensor], series: list[tuple[Tensor, Tensor, Tensor]]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Scores and values `[num_windows, rows, channels]`, and the rows that each series contributes.
+
+    `firsts` has the first row of each series, negative where it has none.
     """
     scores, values, rows_of = [], [], []
-    for back, (kv, z, bias) in enumerate(series):
-        window = bias.shape[0]
-        first = torch.where(windows.exists & (windows.place >= back), windows.row, -1)[:, None]
-        rows = first - back * window + torch.arange(window, device=kv.device)
-        rows = torch.where(first >= 0, rows, -1)
+    for first, (kv, z, bias) in zip(firsts, series):
+        rows = first[:, None] + torch.arange(bias.shape[0], device=kv.device)
+        rows = torch.where(first[:, None] >= 0, rows, -1)
         some = rows.clamp(min=0)
         # An empty tensor has no row to stand in for those that are missing.
         picked = [
@@ -116,7 +120,8 @@ def kv_compress(
     [[2.0]]
     """
     windows = windows_of(kv_a.shape[0], bias_a.shape[0], cu_seqlens, num_windows, kv_a.device)
-    scores, values, _ = _scores_and_values(windows, _series(kv_a, z_a, bias_a, kv_b, z_b, bias_b))
+    firsts = firsts_of(windows, bias_a.shape[0])
+    scores, values, _ = _scores_and_values(firsts, _series(kv_a, z_a, bias_a, kv_b, z_b, bias_b))
     return _softmax(scores, values)[1].to(out_dtype or kv_a.dtype)
 
 
@@ -140,7 +145,7 @@ def kv_compress_bwd(
     """
     series = _series(kv_a, z_a, bias_a, kv_b, z_b, bias_b)
     windows = windows_of(kv_a.shape[0], bias_a.shape[0], cu_seqlens, grad_out.shape[0], kv_a.device)
-    scores, values, rows_of = _scores_and_values(windows, series)
+    scores, values, rows_of = _scores_and_values(firsts_of(windows, bias_a.shape[0]), series)
     weights, out = _softmax(scores, values)
     grad_values = weights * grad_out[:, None].to(weights.dtype)
     grad_scores = grad_values * (values - out[:, None])
@@ -208,3 +213,48 @@ def kv_compress_packed_bwd(
     pairs = ((b_kv, a_kv), (b_z, a_z), (b_bias, a_bias))
     of_kv, of_gate, of_ape = (torch.cat(pair, 1) for pair in pairs)  # type: ignore[arg-type]
     return of_kv, of_gate, of_ape
+
+
+def kv_compress_step(
+    state: tuple[Tensor, Tensor],
+    kv_a: Tensor,
+    z_a: Tensor,
+    bias_a: Tensor,
+    kv_b: Tensor | None = None,
+    z_b: Tensor | None = None,
+    bias_b: Tensor | None = None,
+    *,
+    slots: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One token more for each sequence; see `tile_kernels.attention.kv_compress_step`.
+
+    >>> state = torch.zeros(1, 2, 2, 1), torch.ones(1, dtype=torch.int32)
+    >>> kv_compress_step(state, torch.tensor([[3.0]]), torch.zeros(1, 1), torch.zeros(2, 1))
+    (tensor([[1.5000]]), tensor([True]))
+    """
+    kept, lengths = state
+    num_sequences, ring, vectors, channels = kept.shape
+    window = bias_a.shape[0]
+    if slots is None:
+        slots = torch.arange(num_sequences, device=kv_a.device)
+    known = (slots >= 0) & (slots < num_sequences)
+    slot = slots[known].long()
+    length = lengths[slot].long().clamp(min=0)
+    given = torch.stack([x for x in (kv_a, z_a, kv_b, z_b) if x is not None], 1)
+    kept[slot, length % ring] = given[known]
+    lengths[slot] = (length + 1).to(lengths.dtype)
+
+    completed = torch.zeros_like(known)
+    completed[known] = (length + 1) % window == 0
+    own, previous = torch.full_like(known, -1, dtype=torch.int64).repeat(2, 1).unbind()
+    at = length // window
+    halves_kept = ring // window
+    own[known] = slot * ring + at % halves_kept * window
+    previous[known] = torch.where(at > 0, slot * ring + (at - 1) % halves_kept * window, -1)
+    firsts = [torch.where(completed, first, -1) for first in (own, previous)]
+    flat = kept.view(num_sequences * ring, vectors, channels).unbind(1)
+    of_a = (flat[0], flat[1], bias_a)
+    of_b = () if bias_b is None else (flat[2], flat[3], bias_b)
+    scores, values, _ = _scores_and_values(firsts, _series(*of_a, *of_b))
+    return _softmax(scores, values)[1].to(out_dtype or kv_a.dtype), completed

@@ -317,6 +317,11 @@ def gradients(*static: Any) -> Any:
             sequence,
             split,
         ):
+            T.assume(of_kv_a_row % p.vector == 0)
+            T.assume(of_z_a_row % p.vector == 0)
+            if series == 2:
+                T.assume(of_kv_b_row % p.vector == 0)
+                T.assume(of_z_b_row % p.vector == 0)
             begin = T.alloc_var(T.int32, init=0)
             end = T.alloc_var(T.int32, init=tokens)
             taken = T.alloc_var(T.int32, init=num_windows)  # windows of this sequence
