@@ -92,14 +92,75 @@ def thread_sums(geo: Geometry, dtype: str) -> Any:
     return summed
 
 
-@kernel(plan=plan, access_bits=access_bits, pass_configs=PASS_CONFIGS)
-def compress(*static: Any) -> Any:
-    p = Plan(*static)
+def window_walk(p: Plan, finish: Any) -> Any:
+    """A macro: a block's way over its windows. `finish` takes the entry of each, all threads at it.
+
+    `results` is whatever `finish` needs, from outside of the walk.
+    """
     geo, dtype = p.geometry, p.dtype
     found, staged = window_rows(geo, p.ragged), bias_stage(geo)
     summed, joined = thread_sums(geo, dtype), over_groups(geo)
-    alone = geo.groups == 1
-    exchange = (1, 1, 1) if alone else (3, geo.groups, geo.slots * geo.width)
+    exchange = (1, 1, 1) if geo.groups == 1 else (3, geo.groups, geo.slots * geo.width)
+
+    @T.macro
+    def walked(
+        block, across, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, places, results
+    ):  # fmt: skip
+        tx = T.get_thread_binding()
+        lane = tx % geo.lanes
+        group = tx // geo.lanes % geo.groups
+        slot = tx // (geo.lanes * geo.groups)
+        channel = across * geo.width + lane * geo.vector
+        biases = T.alloc_shared(
+            (geo.series, geo.groups * geo.items, geo.parts, geo.lanes * geo.part)
+            if geo.chunks == 1
+            else (1, 1, 1, 1),
+            T.float32,
+        )
+        of_groups = T.alloc_shared(exchange, T.float32)
+        of_window = T.alloc_shared((3, exchange[2]), T.float32)
+        kv = T.alloc_local((geo.rows * geo.vector,), dtype)
+        z = T.alloc_local((geo.rows * geo.vector,), dtype)
+        scores = T.alloc_local((geo.rows * geo.part,), T.float32)
+        tops = T.alloc_local((geo.vector,), T.float32)
+        totals = T.alloc_local((geo.vector,), T.float32)
+        sums = T.alloc_local((geo.vector,), T.float32)
+        first = T.alloc_local((2,), T.int32)
+        if geo.chunks == 1:
+            staged(bias_a, 0, slot, group, lane, channel, biases)
+            if geo.series == 2:
+                staged(bias_b, 1, slot, group, lane, channel, biases)
+            T.sync_threads()
+        workers = T.min(T.ceildiv(num_windows, geo.slots), p.workers)
+        for step in T.serial(T.ceildiv(num_windows, geo.slots * workers)):
+            window = T.alloc_var(T.int32, init=(step * workers + block) * geo.slots + slot)
+            found(places, window, num_windows, first)
+            summed(
+                kv_a, z_a, bias_a, kv_b, z_b, bias_b, biases, first, group, lane, channel,
+                kv, z, scores, tops, totals, sums,
+            )  # fmt: skip
+            joined(slot, group, lane, tops, totals, sums, of_groups, of_window)
+            finish(window, num_windows, slot, group, lane, channel, sums, places, results)
+
+    return walked
+
+
+@kernel(plan=plan, access_bits=access_bits, pass_configs=PASS_CONFIGS)
+def compress(*static: Any) -> Any:
+    """Entries as they are."""
+    p = Plan(*static)
+    geo, dtype = p.geometry, p.dtype
+
+    @T.macro
+    def stored(window, num_windows, slot, group, lane, channel, entry, places, out):
+        written = T.alloc_local((geo.vector,), p.out_dtype)
+        if group == 0 and window < num_windows and channel < p.channels:
+            for v in T.unroll(geo.vector):
+                written[v] = T.cast(entry[v], p.out_dtype)
+            for v in T.vectorized(geo.vector):
+                out[window, channel + v] = written[v]
+
+    walked = window_walk(p, stored)
     tokens, num_windows = T.dynamic("tokens num_windows")
     kv_a_row, z_a_row, bias_a_row = T.dynamic("kv_a_row z_a_row bias_a_row", "int64")
     kv_b_row, z_b_row, bias_b_row = T.dynamic("kv_b_row z_b_row bias_b_row", "int64")
@@ -129,46 +190,7 @@ def compress(*static: Any) -> Any:
                 T.assume(kv_b_row % p.vector == 0)
                 T.assume(z_b_row % p.vector == 0)
                 T.assume(bias_b_row % geo.part == 0)
-            tx = T.get_thread_binding()
-            lane = tx % geo.lanes
-            group = tx // geo.lanes % geo.groups
-            slot = tx // (geo.lanes * geo.groups)
-            channel = across * geo.width + lane * geo.vector
-            biases = T.alloc_shared(
-                (geo.series, geo.groups * geo.items, geo.parts, geo.lanes * geo.part)
-                if geo.chunks == 1
-                else (1, 1, 1, 1),
-                T.float32,
-            )
-            of_groups = T.alloc_shared(exchange, T.float32)
-            of_window = T.alloc_shared((3, exchange[2]), T.float32)
-            kv = T.alloc_local((geo.rows * geo.vector,), dtype)
-            z = T.alloc_local((geo.rows * geo.vector,), dtype)
-            scores = T.alloc_local((geo.rows * geo.part,), T.float32)
-            tops = T.alloc_local((geo.vector,), T.float32)
-            totals = T.alloc_local((geo.vector,), T.float32)
-            sums = T.alloc_local((geo.vector,), T.float32)
-            written = T.alloc_local((geo.vector,), p.out_dtype)
-            first = T.alloc_local((2,), T.int32)
-            if geo.chunks == 1:
-                staged(bias_a, 0, slot, group, lane, channel, biases)
-                if geo.series == 2:
-                    staged(bias_b, 1, slot, group, lane, channel, biases)
-                T.sync_threads()
-            workers = T.min(T.ceildiv(num_windows, geo.slots), p.workers)
-            for step in T.serial(T.ceildiv(num_windows, geo.slots * workers)):
-                window = T.alloc_var(T.int32, init=(step * workers + block) * geo.slots + slot)
-                found(places, window, num_windows, first)
-                summed(
-                    kv_a, z_a, bias_a, kv_b, z_b, bias_b, biases, first, group, lane, channel,
-                    kv, z, scores, tops, totals, sums,
-                )  # fmt: skip
-                joined(slot, group, lane, tops, totals, sums, of_groups, of_window)
-                if group == 0 and window < num_windows and channel < p.channels:
-                    for v in T.unroll(geo.vector):
-                        written[v] = T.cast(sums[v], p.out_dtype)
-                    for v in T.vectorized(geo.vector):
-                        out[window, channel + v] = written[v]
+            walked(block, across, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, places, out)
 
     return compress_windows
 
