@@ -150,16 +150,16 @@ def _compress_and_cast(
         rows, biases = [accessible(x) for x in rows], [accessible(x) for x in biases]
     vector = vector_of(channels, rows, biases)
     geo = geometry(channels, window, len(biases), vector)
-    of_b = (rows[2], rows[3], biases[1]) if len(biases) == 2 else (None, None, None)
+    kv_b, z_b, bias_b = (*rows[2:], *biases[1:]) if len(biases) == 2 else (None, None, None)
     rest = (accessible(weight), cos, sin, codes, sf, turned, float(eps))
     if geo.groups == 1 and geo.blocks_across == 1:
         problem = (
             channels, window, len(biases), places is not None, dtype_name(kv_a), vector, rotated,
         )  # fmt: skip
-        _FUSED.launch(problem, rows[0], rows[1], biases[0], *of_b, places, *rest)
+        _FUSED.launch(problem, rows[0], rows[1], biases[0], kv_b, z_b, bias_b, places, *rest)
     else:
         entries = kv_a.new_empty((count, channels), dtype=torch.float32)
-        launch_compress(rows[0], rows[1], biases[0], *of_b, places, entries)
+        launch_compress(rows[0], rows[1], biases[0], kv_b, z_b, bias_b, places, entries)
         row_problem = (channels, window, places is not None, _row_vector(channels), rotated)
         _TAIL.launch(row_problem, entries, places, *rest)
     return codes, sf, turned
