@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tile_kernels.attention.cases.compress import KV_COMPRESS_BWD, KV_COMPRESS_PACKED_BWD
@@ -45,23 +44,22 @@ def _launch(
     kv_a: Tensor,
     z_a: Tensor,
     bias_a: Tensor,
-    of_a: tuple[Tensor, Tensor],
+    of_a: tuple[Tensor, Tensor, Tensor],
     kv_b: Tensor | None,
     z_b: Tensor | None,
     bias_b: Tensor | None,
-    of_b: tuple[Tensor | None, Tensor | None],
+    of_b: tuple[Tensor, Tensor, Tensor] | None,
     cu_seqlens: Tensor | None,
-) -> Tensor:
-    """Fill `of_a` and `of_b`, and return the biases' gradients, `[series, window, channels]`."""
+) -> None:
+    """Fill `of_a` and `of_b`, the gradients of values, scores and biases."""
     num_windows, channels = grad_out.shape
     window = bias_a.shape[0]
     rows = [unit_stride(x) for x in (kv_a, z_a, kv_b, z_b) if x is not None]
     biases = [unit_stride(x) for x in (bias_a, bias_b) if x is not None]
     if not nonempty(grad_out):
-        for x in (*of_a, *of_b):
-            if x is not None:
-                x.zero_()
-        return bias_a.new_zeros((len(biases), window, channels))
+        for x in (*of_a, *(of_b or ())):
+            x.zero_()
+        return
     vector = vector_of(channels, rows, biases)
     parts = count_parts(num_windows, (channels, window, len(biases), vector), kv_a.device)
     partial = bias_a.new_empty((parts, len(biases), window, channels))
@@ -73,11 +71,11 @@ def _launch(
         dtype_name(kv_a), dtype_name(grad_out), vector,
     )  # fmt: skip
     series_b = (None, None, None) if kv_b is None else (rows[2], rows[3], biases[1])
+    kv_of_b, z_of_b, bias_of_b = of_b or (None, None, None)
     _GRADIENTS.launch(
         problem, accessible(grad_out), rows[0], rows[1], biases[0], *series_b, *places,
-        *of_a, *of_b, partial,
+        *of_a[:2], kv_of_b, z_of_b, of_a[2], bias_of_b, partial,
     )  # fmt: skip
-    return partial.sum(0)
 
 
 def _cost(
@@ -92,6 +90,10 @@ def _cost(
 
 
 # ---- two series, or one -------------------------------------------------------------------------
+
+
+def _empty(kv: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return kv.new_empty(kv.shape), kv.new_empty(kv.shape), bias.new_empty(bias.shape)
 
 
 def _check(
@@ -143,11 +145,9 @@ def _of_two(
     bias_b: Tensor,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    a = kv_a.new_empty(kv_a.shape), kv_a.new_empty(kv_a.shape)
-    b = kv_a.new_empty(kv_a.shape), kv_a.new_empty(kv_a.shape)
-    biases = _launch(grad_out, kv_a, z_a, bias_a, a, kv_b, z_b, bias_b, b, cu_seqlens)
-    of_bias_a, of_bias_b = (part.clone() for part in biases.unbind())  # each its own memory
-    return *a, of_bias_a, *b, of_bias_b
+    of_a, of_b = _empty(kv_a, bias_a), _empty(kv_b, bias_b)
+    _launch(grad_out, kv_a, z_a, bias_a, of_a, kv_b, z_b, bias_b, of_b, cu_seqlens)
+    return *of_a, *of_b
 
 
 def _check_one(
@@ -166,10 +166,9 @@ def _check_one(
 def _kv_compress_bwd_of_one(
     grad_out: Tensor, kv_a: Tensor, z_a: Tensor, bias_a: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    a = kv_a.new_empty(kv_a.shape), kv_a.new_empty(kv_a.shape)
-    none = (None, None)
-    biases = _launch(grad_out, kv_a, z_a, bias_a, a, None, None, None, none, cu_seqlens)
-    return *a, biases[0]
+    of_a = _empty(kv_a, bias_a)
+    _launch(grad_out, kv_a, z_a, bias_a, of_a, None, None, None, None, cu_seqlens)
+    return of_a
 
 
 @face(_of_two, oracle=oracles.kv_compress_bwd)
@@ -246,13 +245,13 @@ def _of_both(
     grad_out: Tensor, kv: Tensor, gate: Tensor, ape: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     (kv_a, kv_b), (z_a, z_b), (bias_a, bias_b) = halves(kv), halves(gate), halves(ape)
-    grad_kv, grad_gate = kv.new_empty(kv.shape), kv.new_empty(kv.shape)
-    (of_kv_a, of_kv_b), (of_z_a, of_z_b) = halves(grad_kv), halves(grad_gate)
-    biases = _launch(
-        grad_out, kv_a, z_a, bias_a, (of_kv_a, of_z_a), kv_b, z_b, bias_b, (of_kv_b, of_z_b),
-        cu_seqlens,
+    grads = _empty(kv, ape)
+    (of_kv_a, of_kv_b), (of_z_a, of_z_b), (of_a, of_b) = (halves(grad) for grad in grads)
+    _launch(
+        grad_out, kv_a, z_a, bias_a, (of_kv_a, of_z_a, of_a),
+        kv_b, z_b, bias_b, (of_kv_b, of_z_b, of_b), cu_seqlens,
     )  # fmt: skip
-    return grad_kv, grad_gate, torch.cat((biases[1], biases[0]), dim=1)
+    return grads
 
 
 @face(_of_both, oracle=oracles.kv_compress_packed_bwd)

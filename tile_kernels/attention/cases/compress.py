@@ -211,7 +211,7 @@ KV_COMPRESS = Cases(
         Sample("65536x512.m128", series(65536, 512, 128, overlap=False)),
         Sample("65536x512.m64.float32", series(65536, 512, 64, dtype=FP32)),
         Sample("ragged.m4", series(sum(many(3000, 40)), 128, 4, lengths=many(3000, 40))),
-        Sample("4200001x512.m4", series(4_200_001, 512, 4, overlap=False)),  # > 2^31 elements
+        Sample("4200001x8.m4.apart", series(4_200_001, 8, 4, overlap=False, pad=504)),  # > 2^31
     ],
     benchmarks=[
         Benchmark("csa.65536x512.m4", series(65536, 512, 4), goal_us=74.0),
@@ -360,7 +360,7 @@ KV_COMPRESS_BWD = Cases(
         Sample("65539x512.m4", _with_grad(series(65539, 512, 4))),
         Sample("65536x512.m128", _with_grad(series(65536, 512, 128, overlap=False))),
         Sample("ragged.m4", _with_grad(series(sum(many(3000, 40)), 64, 4, lengths=many(3000, 40)))),
-        Sample("4200001x512.m4", _with_grad(series(4_200_001, 512, 4, overlap=False))),
+        Sample("4200001x8.m4.apart", _with_grad(series(4_200_001, 8, 4, overlap=False, pad=504))),
     ],
     benchmarks=[
         Benchmark("csa.65536x512.m4", _with_grad(series(65536, 512, 4)), goal_us=145.0),

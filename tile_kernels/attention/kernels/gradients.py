@@ -23,8 +23,11 @@ from tile_kernels.attention.kernels.compress import thread_sums
 from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.launch import kernel
 
-FILLING_THREADS = 128
 SPLITS = 4  # blocks that share the rows after a sequence's last window
+ADDING = 16  # groups of threads that share the sums of all blocks
+LANES = 16  # threads of a group
+IN_FLIGHT = 8  # sums that a thread reads at once
+FINISHING_THREADS = ADDING * LANES
 
 
 class Plan(NamedTuple):
@@ -116,8 +119,8 @@ def zero_rows(p: Plan) -> Any:
             zeros[v] = T.cast(T.float32(0), p.dtype)
         for turn in T.serial(T.ceildiv(T.max(end - begin - split, 0), SPLITS)):
             row = T.alloc_var(T.int32, init=begin + turn * SPLITS + split)
-            for step in T.serial(-(-p.channels // (FILLING_THREADS * p.vector))):
-                channel = (step * FILLING_THREADS + T.get_thread_binding()) * p.vector
+            for step in T.serial(-(-p.channels // (FINISHING_THREADS * p.vector))):
+                channel = (step * FINISHING_THREADS + T.get_thread_binding()) * p.vector
                 if channel < p.channels:
                     for v in T.vectorized(p.vector):
                         target[row, channel + v] = zeros[v]
@@ -125,10 +128,62 @@ def zero_rows(p: Plan) -> Any:
     return zeroed
 
 
+def bias_gradients(geo: Geometry) -> Any:
+    """A macro: the sums of all blocks, added up for the positions of one of `blocks` more.
+
+    Each group of threads has its share of the sums, and all groups are added in their order.
+    """
+    part = geo.part
+    pieces = geo.channels // part
+    positions = geo.series * geo.window * pieces
+
+    @T.macro
+    def added(block, partial, num_parts, grad_bias_a, grad_bias_b):
+        lane = T.get_thread_binding() % LANES
+        group = T.get_thread_binding() // LANES
+        at = T.alloc_var(T.int32, init=block * LANES + lane)
+        series = at // (geo.window * pieces)
+        item = at // pieces % geo.window
+        channel = at % pieces * part
+        read = T.alloc_local((IN_FLIGHT * part,), T.float32)
+        total = T.alloc_local((part,), T.float32)
+        of_groups = T.alloc_shared((ADDING, LANES * part), T.float32)
+        for e in T.unroll(part):
+            total[e] = T.float32(0)
+        if at < positions:
+            for turn in T.serial(T.ceildiv(num_parts, ADDING * IN_FLIGHT)):
+                for i in T.unroll(IN_FLIGHT):
+                    one = (turn * ADDING + group) * IN_FLIGHT + i
+                    for e in T.unroll(part):
+                        read[i * part + e] = T.float32(0)
+                    if one < num_parts:
+                        for e in T.vectorized(part):
+                            read[i * part + e] = partial[one, series, item, channel + e]
+                for i in T.unroll(IN_FLIGHT):
+                    for e in T.unroll(part):
+                        total[e] = T.ieee_add(total[e], read[i * part + e])
+        for e in T.vectorized(part):
+            of_groups[group, lane * part + e] = total[e]
+        T.sync_threads()
+        if group == 0 and at < positions:
+            for g in T.unroll(ADDING - 1):
+                for e in T.unroll(part):
+                    total[e] = T.ieee_add(total[e], of_groups[g + 1, lane * part + e])
+            if series == 0:
+                for e in T.vectorized(part):
+                    grad_bias_a[item, channel + e] = total[e]
+            if geo.series == 2:
+                if series == 1:
+                    for e in T.vectorized(part):
+                        grad_bias_b[item, channel + e] = total[e]
+
+    return added, -(-positions // (LANES * SPLITS))
+
+
 @kernel(plan=plan, access_bits=access_bits, pass_configs=PASS_CONFIGS)
 def gradients(*static: Any) -> Any:
     """The first kernel walks over windows, as the forward one does; each block has its own sums of
-    bias gradients. The second zeroes the rows that no window takes.
+    bias gradients. The second adds those up, and zeroes the rows that no window takes.
     """
     p = Plan(*static)
     geo, dtype, series = p.geometry, p.dtype, p.series
@@ -136,6 +191,7 @@ def gradients(*static: Any) -> Any:
     load, store = row_loader(geo, dtype), row_storer(geo)
     summed, joined = thread_sums(geo, dtype), over_groups(geo)
     scored, derived, zeroed = part_scores(geo), row_gradients(geo, dtype), zero_rows(p)
+    added, adding = bias_gradients(geo)
     kept = geo.chunks == 1  # rows and sums of bias gradients stay in registers
     exchange = (1, 1, 1) if geo.groups == 1 else (3, geo.groups, geo.slots * geo.width)
     tokens, num_windows, num_bounds, num_parts = T.dynamic(
@@ -145,6 +201,7 @@ def gradients(*static: Any) -> Any:
     kv_b_row, z_b_row, bias_b_row = T.dynamic("kv_b_row z_b_row bias_b_row", "int64")
     of_kv_a_row, of_z_a_row = T.dynamic("of_kv_a_row of_z_a_row", "int64")
     of_kv_b_row, of_z_b_row = T.dynamic("of_kv_b_row of_z_b_row", "int64")
+    of_bias_a_row, of_bias_b_row = T.dynamic("of_bias_a_row of_bias_b_row", "int64")
     shape, biases_shape = (tokens, p.channels), (p.window, p.channels)
 
     @T.macro
@@ -224,6 +281,8 @@ def gradients(*static: Any) -> Any:
         grad_z_a: T.StridedTensor[shape, (of_z_a_row, 1), dtype],
         grad_kv_b: T.StridedTensor[shape, (of_kv_b_row, 1), dtype],
         grad_z_b: T.StridedTensor[shape, (of_z_b_row, 1), dtype],
+        grad_bias_a: T.StridedTensor[biases_shape, (of_bias_a_row, 1), T.float32],
+        grad_bias_b: T.StridedTensor[biases_shape, (of_bias_b_row, 1), T.float32],
         partial: T.Tensor[(num_parts, series, p.window, p.channels), T.float32],
     ):
         with T.Kernel(num_parts, geo.blocks_across, threads=geo.threads) as (block, across):
@@ -313,36 +372,41 @@ def gradients(*static: Any) -> Any:
                             store(grad_z_b, first[1], item, channel, geo.items, z)
             if kept:
                 stored_sums(partial, block, slot, group, lane, channel, of_bias, biases)
-        with T.Kernel(num_bounds if p.ragged else 1, SPLITS, threads=FILLING_THREADS) as (
-            sequence,
-            split,
-        ):
+        with T.Kernel(
+            adding + (num_bounds if p.ragged else 1), SPLITS, threads=FINISHING_THREADS
+        ) as (block, split):
             T.assume(of_kv_a_row % p.vector == 0)
             T.assume(of_z_a_row % p.vector == 0)
+            T.assume(of_bias_a_row % geo.part == 0)
             if series == 2:
                 T.assume(of_kv_b_row % p.vector == 0)
                 T.assume(of_z_b_row % p.vector == 0)
-            begin = T.alloc_var(T.int32, init=0)
-            end = T.alloc_var(T.int32, init=tokens)
-            taken = T.alloc_var(T.int32, init=num_windows)  # windows of this sequence
-            if p.ragged:
-                if sequence < num_bounds - 1:
-                    begin = bounds[sequence]
-                    end = bounds[sequence + 1]
-                    taken = T.truncdiv(end - begin, p.window)
-                    taken = T.max(T.min(taken, num_windows - counted[sequence]), 0)
-                else:  # what comes after all sequences, and before them
-                    begin = bounds[num_bounds - 1]
-                    taken = 0
-                    zeroed(grad_kv_a, 0, bounds[0], split)
-                    zeroed(grad_z_a, 0, bounds[0], split)
-                    if series == 2:
-                        zeroed(grad_kv_b, 0, bounds[0], split)
-                        zeroed(grad_z_b, 0, bounds[0], split)
-            zeroed(grad_kv_a, begin + taken * p.window, end, split)
-            zeroed(grad_z_a, begin + taken * p.window, end, split)
-            if series == 2:  # of which the last window has no other one to go to
-                zeroed(grad_kv_b, begin + T.max(taken - 1, 0) * p.window, end, split)
-                zeroed(grad_z_b, begin + T.max(taken - 1, 0) * p.window, end, split)
+                T.assume(of_bias_b_row % geo.part == 0)
+            if block < adding:
+                added(block * SPLITS + split, partial, num_parts, grad_bias_a, grad_bias_b)
+            else:
+                sequence = T.alloc_var(T.int32, init=block - adding)
+                begin = T.alloc_var(T.int32, init=0)
+                end = T.alloc_var(T.int32, init=tokens)
+                taken = T.alloc_var(T.int32, init=num_windows)  # windows of this sequence
+                if p.ragged:
+                    if sequence < num_bounds - 1:
+                        begin = bounds[sequence]
+                        end = bounds[sequence + 1]
+                        taken = T.truncdiv(end - begin, p.window)
+                        taken = T.max(T.min(taken, num_windows - counted[sequence]), 0)
+                    else:  # what comes after all sequences, and before them
+                        begin = bounds[num_bounds - 1]
+                        taken = 0
+                        zeroed(grad_kv_a, 0, bounds[0], split)
+                        zeroed(grad_z_a, 0, bounds[0], split)
+                        if series == 2:
+                            zeroed(grad_kv_b, 0, bounds[0], split)
+                            zeroed(grad_z_b, 0, bounds[0], split)
+                zeroed(grad_kv_a, begin + taken * p.window, end, split)
+                zeroed(grad_z_a, begin + taken * p.window, end, split)
+                if series == 2:  # of which the last window has no other one to go to
+                    zeroed(grad_kv_b, begin + T.max(taken - 1, 0) * p.window, end, split)
+                    zeroed(grad_z_b, begin + T.max(taken - 1, 0) * p.window, end, split)
 
     return gradients_of_windows
