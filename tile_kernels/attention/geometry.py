@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 THREADS = 256
+BLOCKS_PER_SM = 2  # that the registers of a multiprocessor are enough for
 HELD = 8  # rows of a window that a thread holds, values and scores, 16 bytes each
 MOST_GROUPS = 16
 MOST_LANES = 64  # 1 KiB of a row; what groups exchange fits the shared memory of small GPUs
@@ -89,13 +90,6 @@ def geometry(
 def gradient_geometry(channels: int, window: int, series: int, vector: int) -> Geometry:
     """The same for the backward pass, whose threads hold as much again: sums of gradients.
 
-    Two small blocks on a multiprocessor wait for each other less; but rows are divided no further
-    where groups of threads share a window.
+    So that there are still several blocks on a multiprocessor, they are smaller.
     """
-    whole = geometry(channels, window, series, vector)
-    return whole if whole.groups > 1 else geometry(channels, window, series, vector, THREADS // 2)
-
-
-def gradient_blocks_per_sm(geo: Geometry) -> int:
-    """Blocks of the backward pass that share a multiprocessor."""
-    return THREADS // max(geo.threads, THREADS // 2)
+    return geometry(channels, window, series, vector, THREADS // 2)

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from tilelang import language as T
 
-from tile_kernels.attention.geometry import Geometry, geometry
+from tile_kernels.attention.geometry import BLOCKS_PER_SM, Geometry, geometry
 from tile_kernels.attention.kernels.common import (
     PASS_CONFIGS,
     bias_stage,
@@ -17,8 +17,6 @@ from tile_kernels.attention.kernels.common import (
 )
 from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.launch import kernel
-
-BLOCKS_PER_SM = 2
 
 
 class Plan(NamedTuple):

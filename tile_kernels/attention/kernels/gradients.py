@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.attention.geometry import (
+    BLOCKS_PER_SM,
     Geometry,
-    gradient_blocks_per_sm,
     gradient_geometry,
 )
 from tile_kernels.attention.kernels.common import (
@@ -141,7 +141,7 @@ def bias_gradients(geo: Geometry) -> Any:
     def added(block, partial, num_parts, grad_bias_a, grad_bias_b):
         lane = T.get_thread_binding() % LANES
         group = T.get_thread_binding() // LANES
-        at = T.alloc_var(T.int32, init=block * LANES + lane)
+        at = block * LANES + lane
         series = at // (geo.window * pieces)
         item = at // pieces % geo.window
         channel = at % pieces * part
@@ -286,7 +286,7 @@ def gradients(*static: Any) -> Any:
         partial: T.Tensor[(num_parts, series, p.window, p.channels), T.float32],
     ):
         with T.Kernel(num_parts, geo.blocks_across, threads=geo.threads) as (block, across):
-            T.annotate_min_blocks_per_sm(gradient_blocks_per_sm(geo))
+            T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
             T.assume(kv_a_row % p.vector == 0)
             T.assume(z_a_row % p.vector == 0)
             T.assume(of_kv_a_row % p.vector == 0)

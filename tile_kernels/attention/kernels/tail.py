@@ -4,25 +4,17 @@ from typing import Any, NamedTuple
 
 from tilelang import language as T
 
-from tile_kernels.attention.geometry import power_of_two
+from tile_kernels.attention.geometry import BLOCKS_PER_SM, power_of_two
 from tile_kernels.attention.kernels.common import PASS_CONFIGS, bits_of
-from tile_kernels.attention.kernels.compress import (
-    BLOCKS_PER_SM,
-    window_walk,
-)
-from tile_kernels.attention.kernels.compress import (
-    Plan as CompressPlan,
-)
-from tile_kernels.attention.kernels.compress import (
-    plan as compress_plan,
-)
-from tile_kernels.quant.kernels.common import encode_and_store, group_amax, scale_of
+from tile_kernels.attention.kernels.compress import Plan as CompressPlan
+from tile_kernels.attention.kernels.compress import plan as compress_plan
+from tile_kernels.attention.kernels.compress import window_walk
+from tile_kernels.quant.kernels.common import CLAMP_MIN, encode_and_store, group_amax, scale_of
 from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.kernels.common import WARP
 from tile_kernels.runtime.launch import kernel
 
 GROUP = 64  # channels that share a scale
-CLAMP_MIN = 1e-4
 THREADS = 256
 
 
@@ -89,7 +81,7 @@ def row_tail(
         )
         for v in T.unroll(vector):
             values[v] = T.ieee_mul(T.ieee_mul(values[v], factor), weights[v])
-        scaled(amax_of(values, 0), T.float32(CLAMP_MIN), scale)
+        scaled(amax_of(values, 0), T.float32(CLAMP_MIN["e4m3"]), scale)
         inverse[0] = scale[1]
         if at < num_windows:
             if channel < plain:
