@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 THREADS = 256
-BLOCKS_PER_SM = 2  # that the registers of a multiprocessor are enough for
+BLOCKS_PER_SM = 2  # of the forward pass: what registers are enough for
 HELD = 8  # rows of a window that a thread holds, values and scores, 16 bytes each
 MOST_GROUPS = 16
 MOST_LANES = 64  # 1 KiB of a row; what groups exchange fits the shared memory of small GPUs
@@ -88,8 +88,10 @@ def geometry(
 
 
 def gradient_geometry(channels: int, window: int, series: int, vector: int) -> Geometry:
-    """The same for the backward pass, whose threads hold as much again: sums of gradients.
-
-    So that there are still several blocks on a multiprocessor, they are smaller.
-    """
+    """The same for the backward pass, whose threads have more to hold: blocks are smaller."""
     return geometry(channels, window, series, vector, THREADS // 2)
+
+
+def gradient_blocks_per_sm(geo: Geometry) -> int:
+    """Blocks of the backward pass that share a multiprocessor's registers and shared memory."""
+    return 3 if geo.groups == 1 else 2

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.attention.geometry import (
-    BLOCKS_PER_SM,
     Geometry,
+    gradient_blocks_per_sm,
     gradient_geometry,
 )
 from tile_kernels.attention.kernels.common import (
@@ -192,7 +192,7 @@ def gradients(*static: Any) -> Any:
     summed, joined = thread_sums(geo, dtype), over_groups(geo)
     scored, derived, zeroed = part_scores(geo), row_gradients(geo, dtype), zero_rows(p)
     added, adding = bias_gradients(geo)
-    kept = geo.chunks == 1  # rows and sums of bias gradients stay in registers
+    kept = geo.chunks == 1  # rows stay in registers, sums of bias gradients in shared memory
     exchange = (1, 1, 1) if geo.groups == 1 else (3, geo.groups, geo.slots * geo.width)
     tokens, num_windows, num_bounds, num_parts = T.dynamic(
         "tokens num_windows num_bounds num_parts"
@@ -205,44 +205,44 @@ def gradients(*static: Any) -> Any:
     shape, biases_shape = (tokens, p.channels), (p.window, p.channels)
 
     @T.macro
-    def stored_sums(partial, block, slot, group, lane, channel, sums, biases):
+    def add_to_own(q, seen, own):
+        """To the thread's own sums, in shared memory."""
+        tx = T.get_thread_binding()
+        total = T.alloc_local((geo.part,), T.float32)
+        for i in T.unroll(geo.rows):
+            for e in T.vectorized(geo.part):
+                total[e] = own[i * geo.parts + q, tx * geo.part + e]
+            for e in T.unroll(geo.part):
+                total[e] = T.ieee_add(total[e], seen[i * geo.part + e])
+            for e in T.vectorized(geo.part):
+                own[i * geo.parts + q, tx * geo.part + e] = total[e]
+
+    @T.macro
+    def stored_sums(partial, block, slot, group, channel, own):
         """The slots' sums, added in their order, to the block's own part."""
-        for other in T.serial(1, geo.slots):
-            T.sync_threads()
-            if slot == other:
-                for i in T.unroll(geo.rows):
-                    for q in T.unroll(geo.parts):
-                        for e in T.vectorized(geo.part):
-                            biases[
-                                i // geo.items,
-                                group * geo.items + i % geo.items,
-                                q,
-                                lane * geo.part + e,
-                            ] = sums[i * geo.vector + q * geo.part + e]
-            T.sync_threads()
-            if slot == 0:
-                for i in T.unroll(geo.rows):
-                    for q in T.unroll(geo.parts):
-                        for e in T.unroll(geo.part):
-                            at = i * geo.vector + q * geo.part + e
-                            sums[at] = T.ieee_add(
-                                sums[at],
-                                biases[
-                                    i // geo.items,
-                                    group * geo.items + i % geo.items,
-                                    q,
-                                    lane * geo.part + e,
-                                ],
-                            )
+        tx = T.get_thread_binding()
+        total = T.alloc_local((geo.part,), T.float32)
+        T.sync_threads()
         if slot == 0 and channel < p.channels:
             for i in T.unroll(geo.rows):
                 item = group * geo.items + i % geo.items
                 if geo.exact or item < geo.window:
                     for q in T.unroll(geo.parts):
+                        for e in T.unroll(geo.part):
+                            total[e] = T.float32(0)
+                        for other in T.serial(geo.slots):
+                            for e in T.unroll(geo.part):
+                                total[e] = T.ieee_add(
+                                    total[e],
+                                    own[
+                                        i * geo.parts + q,
+                                        (other * geo.lanes * geo.groups + tx) * geo.part + e,
+                                    ],
+                                )
                         for e in T.vectorized(geo.part):
-                            partial[block, i // geo.items, item, channel + q * geo.part + e] = sums[
-                                i * geo.vector + q * geo.part + e
-                            ]
+                            partial[block, i // geo.items, item, channel + q * geo.part + e] = (
+                                total[e]
+                            )
 
     @T.macro
     def add_to_part(partial, block, step, item, q, channel, seen):
@@ -286,7 +286,7 @@ def gradients(*static: Any) -> Any:
         partial: T.Tensor[(num_parts, series, p.window, p.channels), T.float32],
     ):
         with T.Kernel(num_parts, geo.blocks_across, threads=geo.threads) as (block, across):
-            T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
+            T.annotate_min_blocks_per_sm(gradient_blocks_per_sm(geo))
             T.assume(kv_a_row % p.vector == 0)
             T.assume(z_a_row % p.vector == 0)
             T.assume(of_kv_a_row % p.vector == 0)
@@ -311,6 +311,9 @@ def gradients(*static: Any) -> Any:
             )
             of_groups = T.alloc_shared(exchange, T.float32)
             of_window = T.alloc_shared((3, exchange[2]), T.float32)
+            own = T.alloc_shared(
+                (geo.rows * geo.parts, geo.threads * geo.part) if kept else (1, 1), T.float32
+            )
             kv = T.alloc_local((geo.rows * geo.vector,), dtype)
             z = T.alloc_local((geo.rows * geo.vector,), dtype)
             scores = T.alloc_local((geo.rows * geo.part,), T.float32)
@@ -320,10 +323,10 @@ def gradients(*static: Any) -> Any:
             read = T.alloc_local((geo.vector,), p.out_dtype)
             grad = T.alloc_local((geo.vector,), T.float32)
             first = T.alloc_local((2,), T.int32)
-            of_bias = T.alloc_local((geo.rows * geo.vector if kept else 1,), T.float32)
             if kept:
-                for i in T.unroll(geo.rows * geo.vector):
-                    of_bias[i] = T.float32(0)
+                for i in T.unroll(geo.rows * geo.parts):
+                    for e in T.vectorized(geo.part):
+                        own[i, tx * geo.part + e] = T.float32(0)
                 staged(bias_a, 0, slot, group, lane, channel, biases)
                 if series == 2:
                     staged(bias_b, 1, slot, group, lane, channel, biases)
@@ -357,12 +360,7 @@ def gradients(*static: Any) -> Any:
                             scored(first, item, lane, channel, q, z, bias_a, bias_b, biases, scores)
                             derived(first, item, q, kv, z, grad, tops, totals, sums, scores)
                             if kept:
-                                for i in T.unroll(geo.rows):
-                                    for e in T.unroll(geo.part):
-                                        at = i * geo.vector + q * geo.part + e
-                                        of_bias[at] = T.ieee_add(
-                                            of_bias[at], scores[i * geo.part + e]
-                                        )
+                                add_to_own(q, scores, own)
                             else:
                                 add_to_part(partial, block, step, item, q, channel, scores)
                         store(grad_kv_a, first[0], item, channel, 0, kv)
@@ -371,7 +369,7 @@ def gradients(*static: Any) -> Any:
                             store(grad_kv_b, first[1], item, channel, geo.items, kv)
                             store(grad_z_b, first[1], item, channel, geo.items, z)
             if kept:
-                stored_sums(partial, block, slot, group, lane, channel, of_bias, biases)
+                stored_sums(partial, block, slot, group, channel, own)
         with T.Kernel(
             adding + (num_bounds if p.ragged else 1), SPLITS, threads=FINISHING_THREADS
         ) as (block, split):
