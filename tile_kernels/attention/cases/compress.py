@@ -215,7 +215,7 @@ KV_COMPRESS = Cases(
     ],
     benchmarks=[
         Benchmark("csa.65536x512.m4", series(65536, 512, 4), goal_us=74.0),
-        Benchmark("hca.65536x512.m128", series(65536, 512, 128, overlap=False), goal_us=37.0),
+        Benchmark("hca.65536x512.m128", series(65536, 512, 128, overlap=False), goal_us=35.0),
         Benchmark("csa.65536x512.m4.ragged", series(65536, 512, 4, lengths=(4096,) * 16)),
         Benchmark("csa.8192x512.m4", series(8192, 512, 4)),
     ],
@@ -231,7 +231,7 @@ KV_COMPRESS = Cases(
         Reject("out_dtype", "float16", changed(out_dtype=torch.float16)),
     ],
     bad_values=BAD_SEQUENCES,
-    compare=close_results(rtol=2e-5, atol=2e-6, rtol_bfloat16=0.008),
+    compare=close_results(rtol=2e-5, atol=1e-5, rtol_bfloat16=0.008),
 )
 
 
@@ -342,7 +342,7 @@ _GRAD_REJECTS = [
     Reject("grad_out", "integers", edited("grad_out", lambda x: x.int())),
 ]
 # Weights have errors of the last bits, which a difference of values can make count for more.
-_compare_gradients = close_results(rtol=1e-4, atol=2e-5, rtol_bfloat16=0.016)
+_compare_gradients = close_results(rtol=1e-4, atol=5e-5, rtol_bfloat16=0.016)
 
 KV_COMPRESS_BWD = Cases(
     small=[
@@ -363,7 +363,7 @@ KV_COMPRESS_BWD = Cases(
         Sample("4200001x8.m4.apart", _with_grad(series(4_200_001, 8, 4, overlap=False, pad=504))),
     ],
     benchmarks=[
-        Benchmark("csa.65536x512.m4", _with_grad(series(65536, 512, 4)), goal_us=145.0),
+        Benchmark("csa.65536x512.m4", _with_grad(series(65536, 512, 4)), goal_us=143.0),
         Benchmark("hca.65536x512.m128", _with_grad(series(65536, 512, 128, overlap=False))),
         Benchmark(
             "csa.65536x512.m4.ragged", _with_grad(series(65536, 512, 4, lengths=(4096,) * 16))
@@ -398,7 +398,7 @@ KV_COMPRESS_PACKED_BWD = Cases(
     small=[Sample(label, _with_packed_grad(make)) for label, make in _PACKED.items()],
     large=[Sample("65539x512.m4", _with_packed_grad(series(65539, 512, 4)))],
     benchmarks=[
-        Benchmark("csa.65536x512.m4", _with_packed_grad(series(65536, 512, 4)), goal_us=145.0)
+        Benchmark("csa.65536x512.m4", _with_packed_grad(series(65536, 512, 4)), goal_us=143.0)
     ],
     vectors=[
         Vector(

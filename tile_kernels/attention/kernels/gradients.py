@@ -81,13 +81,17 @@ def row_gradients(geo: Geometry, dtype: str) -> Any:
             for s in T.unroll(geo.series):
                 for r in T.unroll(geo.items):
                     i = s * geo.items + r
+                    here = first[s] >= 0 and (geo.exact or item + r < geo.window)
                     term = T.exp2(T.ieee_sub(seen[i * geo.part + e], top))
-                    of_value = T.alloc_var(T.float32, init=T.float32(0))
-                    of_score = T.alloc_var(T.float32, init=T.float32(0))
-                    if first[s] >= 0 and (geo.exact or item + r < geo.window):
-                        of_value = T.ieee_mul(T.ieee_mul(term, inverses[at]), grad[at])
-                        value = T.cast(kv[i * geo.vector + at], T.float32)
-                        of_score = T.ieee_mul(of_value, T.ieee_sub(value, entries[at]))
+                    of_value = T.alloc_var(
+                        T.float32, init=T.ieee_mul(T.ieee_mul(term, inverses[at]), grad[at])
+                    )
+                    of_value = T.Select(here, of_value, T.float32(0))
+                    value = T.cast(kv[i * geo.vector + at], T.float32)
+                    of_score = T.alloc_var(
+                        T.float32, init=T.ieee_mul(of_value, T.ieee_sub(value, entries[at]))
+                    )
+                    of_score = T.Select(here, of_score, T.float32(0))
                     kv[i * geo.vector + at] = T.cast(of_value, dtype)
                     z[i * geo.vector + at] = T.cast(of_score, dtype)
                     seen[i * geo.part + e] = of_score
