@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from tile_kernels import (
+        attention,
         config,
         engram,
         ep,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from tile_kernels.runtime.logs import set_log_level
     from tile_kernels.runtime.warmup import warmup
 
-FAMILIES = ("engram", "mhc", "moe", "quant", "transpose")
+FAMILIES = ("attention", "engram", "mhc", "moe", "quant", "transpose")
 _SUBMODULES = (*FAMILIES, "config", "ep", "modeling", "testing", "torch", "utils")
 _FUNCTIONS = {
     "EmulationError": "tile_kernels.runtime.emulator",
@@ -50,6 +51,7 @@ __all__ = [
     "FAMILIES",
     "EmulationError",
     "__version__",
+    "attention",
     "backend",
     "checked",
     "config",

@@ -24,7 +24,8 @@ _GATE = Kernel("tile_kernels.moe.kernels.routing", "top2_sum_gate")
 _WEIGHTS = Kernel("tile_kernels.moe.kernels.routing", "topk_weights")
 
 
-def _check_scoring(scoring_func: str) -> None:
+def check_scoring(scoring_func: str) -> None:
+    """A name of `ScoringFunc` that scores."""
     if not isinstance(scoring_func, str):
         raise TypeError(f"scoring_func must be a str, got {type(scoring_func).__name__}")
     try:
@@ -84,6 +85,40 @@ def _check_map(
     return extra
 
 
+def check_placing(
+    num_experts: int,
+    num_shared: int,
+    to_physical_map: Tensor | None,
+    logical_count: Tensor | None,
+    ep_rank: int,
+    num_ep_ranks: int,
+    tp_rank: int,
+    num_tp_ranks: int,
+) -> None:
+    """What says where experts lie: the map to physical ones, and ranks."""
+    checks.integer("ep_rank", ep_rank, 0, 2**31 - 1)
+    checks.integer("num_ep_ranks", num_ep_ranks, 1)
+    checks.integer("tp_rank", tp_rank, -(2**31), 2**31 - 1)
+    checks.integer("num_tp_ranks", num_tp_ranks, 1, 2**31 - 1)
+    extra = _check_map(num_experts + num_shared, num_shared, to_physical_map, logical_count)
+    if num_experts + extra < num_ep_ranks:
+        experts = num_experts + extra
+        raise ValueError(f"num_ep_ranks must be at most the {experts} experts, got {num_ep_ranks}")
+
+
+def check_mask(mask: Tensor | None, num_tokens: int) -> None:
+    """One bool for each token, in any shape."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a torch.Tensor, got {type(mask).__name__}")
+    checks.tensor("mask", mask, ("num_tokens",) * max(mask.dim(), 1), torch.bool)
+    if mask.numel() != num_tokens or not mask.is_contiguous():
+        raise ValueError(
+            f"mask must have {num_tokens} elements, contiguous, got shape {tuple(mask.shape)}"
+        )
+
+
 def _check_gate(
     logits: Tensor,
     bias: Tensor,
@@ -122,23 +157,12 @@ def _check_gate(
     else:
         checks.integer("num_shared_experts", num_shared_experts, 0)
     checks.number("routed_scaling_factor", routed_scaling_factor)
-    checks.integer("ep_rank", ep_rank, 0, 2**31 - 1)
-    checks.integer("num_ep_ranks", num_ep_ranks, 1)
-    checks.integer("tp_rank", tp_rank, -(2**31), 2**31 - 1)
-    checks.integer("num_tp_ranks", num_tp_ranks, 1, 2**31 - 1)
-    _check_scoring(scoring_func)
-    extra = _check_map(num_experts + num_shared, num_shared, to_physical_map, logical_count)
-    if num_experts + extra < num_ep_ranks:
-        experts = num_experts + extra
-        raise ValueError(f"num_ep_ranks must be at most the {experts} experts, got {num_ep_ranks}")
-    if mask is not None:
-        if not isinstance(mask, Tensor):
-            raise TypeError(f"mask must be a torch.Tensor, got {type(mask).__name__}")
-        checks.tensor("mask", mask, ("num_tokens",) * max(mask.dim(), 1), torch.bool)
-        if mask.numel() != num_tokens or not mask.is_contiguous():
-            raise ValueError(
-                f"mask must have {num_tokens} elements, contiguous, got shape {tuple(mask.shape)}"
-            )
+    check_scoring(scoring_func)
+    check_placing(
+        num_experts, num_shared, to_physical_map, logical_count,
+        ep_rank, num_ep_ranks, tp_rank, num_tp_ranks,
+    )  # fmt: skip
+    check_mask(mask, num_tokens)
     if fix_routing_mask is not None:
         checks.tensor(
             "fix_routing_mask", fix_routing_mask, ("num_tokens",), torch.bool,
@@ -160,12 +184,20 @@ def _check_gate_values(logits: Tensor, *rest: Any) -> None:
         read = fixed if mask is None else fixed & mask.view(-1)
         chosen = torch.where(read[:, None], unmapped, 0)
         checks.in_range("unmapped_topk_idx", chosen, 0, logits.shape[1] - 1)
-    if physical is not None:
-        columns = physical.shape[1]
-        checks.in_range("logical_count", count, 1, columns)
-        used = torch.arange(columns, device=physical.device) < count[:, None]
-        places = torch.where(used, physical, -1)
-        checks.in_range("to_physical_map", places, -1, logits.shape[1] + columns - 2)
+    check_map_values(logits.shape[1], physical, count)
+
+
+def check_map_values(
+    num_experts: int, to_physical_map: Tensor | None, logical_count: Tensor | None
+) -> None:
+    """Counts of replicas fit the map, and the places of replicas in use exist."""
+    if to_physical_map is None or logical_count is None:
+        return
+    columns = to_physical_map.shape[1]
+    checks.in_range("logical_count", logical_count, 1, columns)
+    used = torch.arange(columns, device=to_physical_map.device) < logical_count[:, None]
+    places = torch.where(used, to_physical_map, -1)
+    checks.in_range("to_physical_map", places, -1, num_experts + columns - 2)
 
 
 def _launch(
@@ -396,7 +428,7 @@ def _check_weights(
     )  # fmt: skip
     if not 1 <= topk_idx.shape[1] <= MOST_SLOTS:
         raise ValueError(f"topk_idx must have 1..{MOST_SLOTS} columns, got {topk_idx.shape[1]}")
-    _check_scoring(scoring_func)
+    check_scoring(scoring_func)
     checks.number("routed_scaling_factor", routed_scaling_factor)
 
 

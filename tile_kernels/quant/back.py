@@ -12,7 +12,7 @@ from tile_kernels.quant.cases.back import CAST_BACK, PER_TOKEN_CAST_BACK
 from tile_kernels.quant.layout import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.launch import Kernel, alignment, nonempty
+from tile_kernels.runtime.launch import Kernel, alignment, nonempty, row_alignment
 from tile_kernels.runtime.op import face, op
 from tile_kernels.runtime.outputs import output
 from tile_kernels.torch import quant as oracles
@@ -63,8 +63,8 @@ def _run(x: Tensor, x_sf: Tensor, fmt: str, x_block_size: list[int], out: Tensor
         together = not packed and x_sf.stride(1) == 1 and x_block_size[1] == 1
         problem = (
             layout.SOURCES[x.dtype], layout.SOURCES[out.dtype], rows, width, tuple(x_block_size),
-            packed, layout.row_alignment(x), alignment(out),
-            layout.row_alignment(x_sf) if together else 4,
+            packed, row_alignment(x), alignment(out),
+            row_alignment(x_sf) if together else 4,
         )  # fmt: skip
         _CAST_ROWS_BACK.launch(problem, layout.as_words(x), x_sf, out)
     return out

@@ -12,7 +12,7 @@ from tile_kernels.quant.cases.blocks import PER_BLOCK_CAST, PER_BLOCK_GIVEN, PER
 from tile_kernels.quant.layout import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.launch import Kernel, nonempty
+from tile_kernels.runtime.launch import Kernel, nonempty, row_alignment
 from tile_kernels.runtime.op import face, op
 from tile_kernels.runtime.outputs import output
 from tile_kernels.torch import quant as oracles
@@ -62,7 +62,7 @@ def _launch(
 ) -> None:
     problem = (
         layout.SOURCES[x.dtype], fmt, x.shape[1], tuple(block_size), how, round_sf, task,
-        layout.row_alignment(x), 16 if out is None else layout.row_alignment(out),
+        row_alignment(x), 16 if out is None else row_alignment(out),
     )  # fmt: skip
     words = None if out is None else layout.as_words(out)
     clamp_min = layout.FORMATS[fmt].clamp_min

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.launch import alignment
 from tile_kernels.runtime.outputs import check_output
 from tile_kernels.torch import formats
 from tile_kernels.torch.scales import QuantTensor as QuantTensor  # noqa: PLC0414
@@ -130,11 +128,6 @@ def as_words(data: Tensor) -> Tensor:
     if data.dtype == torch.int8:
         return data.view(torch.uint8)
     return data.view(torch.int32) if data.dtype == torch.uint8 else data
-
-
-def row_alignment(x: Tensor) -> int:
-    """The bytes, at most 16, that divide the address of every row."""
-    return math.gcd(alignment(x), x.stride(0) * x.element_size())
 
 
 def scale_shape(rows: int, groups: int, layout: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from tile_kernels.quant.cases.lossless import PER_BLOCK_CAST_LOSSLESS
 from tile_kernels.quant.layout import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.launch import Kernel, nonempty
+from tile_kernels.runtime.launch import Kernel, nonempty, row_alignment
 from tile_kernels.runtime.op import face, op
 from tile_kernels.runtime.outputs import output
 from tile_kernels.torch import quant as oracles
@@ -135,7 +135,7 @@ def _cast(
     blocks = ceil_div(rows, out_block_size[0]), ceil_div(width, out_block_size[1])
     out_sf, scales = layout.scale_buffer("out_sf", out_sf, x, *blocks, how)
     if nonempty(x):
-        aligned, out_aligned = layout.row_alignment(x), layout.row_alignment(out)
+        aligned, out_aligned = row_alignment(x), row_alignment(out)
         # Eight values share a word of x, and a scale.
         words = not (width % 8 or x_block_size[1] % 8 or aligned % 4 or out_aligned % 8)
         problem = (

@@ -13,7 +13,7 @@ from tile_kernels.quant.cases.swiglu import SWIGLU_BACKWARD_AND_CAST, SWIGLU_FOR
 from tile_kernels.quant.layout import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.launch import Kernel, nonempty
+from tile_kernels.runtime.launch import Kernel, nonempty, row_alignment
 from tile_kernels.runtime.op import face, op
 from tile_kernels.runtime.outputs import output
 from tile_kernels.torch import formats
@@ -164,7 +164,7 @@ def _launch_forward(
     problem = (
         layout.SOURCES[x.dtype], hidden, num_per_channels, how, round_sf, weights is not None,
         pos_to_expert is not None, swiglu_clamp_value is not None, clamped_count is not None,
-        layout.row_alignment(x), layout.row_alignment(out),
+        row_alignment(x), row_alignment(out),
     )  # fmt: skip
     kernel = _GROUPS if num_per_channels in GROUPS else _WHOLE_ROWS
     kernel.launch(
@@ -462,8 +462,8 @@ def _backward(
     if nonempty(x):
         problem = (
             x.shape[1] // 2, num_per_channels, round_sf, swiglu_clamp_value is not None,
-            layout.row_alignment(x), layout.row_alignment(grad_out), layout.row_alignment(out),
-            layout.row_alignment(x_grad_fp8), layout.row_alignment(x_grad),
+            row_alignment(x), row_alignment(grad_out), row_alignment(out),
+            row_alignment(x_grad_fp8), row_alignment(x_grad),
         )  # fmt: skip
         _BACKWARD.launch(
             problem, x, x_sf, grad_out, weight.view(-1), pos_to_token_topk,

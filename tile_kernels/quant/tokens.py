@@ -12,7 +12,7 @@ from tile_kernels.quant.cases.tokens import PER_TOKEN_CAST, PER_TOKEN_GIVEN, PER
 from tile_kernels.quant.layout import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.launch import Kernel, nonempty
+from tile_kernels.runtime.launch import Kernel, nonempty, row_alignment
 from tile_kernels.runtime.op import face, op
 from tile_kernels.runtime.outputs import output
 from tile_kernels.torch import quant as oracles
@@ -96,8 +96,8 @@ def launch(
     whole = fmt == "e5m6" or (group == width and group not in GROUPS)
     problem = (
         layout.SOURCES[x.dtype], fmt, width, group, how, round_sf, task, block,
-        x_sf is not None and x_sf.dtype == torch.int32, layout.row_alignment(x),
-        16 if out is None else layout.row_alignment(out),
+        x_sf is not None and x_sf.dtype == torch.int32, row_alignment(x),
+        16 if out is None else row_alignment(out),
     )  # fmt: skip
     clamp_min = layout.FORMATS[fmt].clamp_min
     kernel = _CAST_WHOLE_ROWS if whole else _CAST_GROUPS

@@ -151,6 +151,14 @@ def alignment(x: torch.Tensor, most: int = 16) -> int:
     return math.gcd(offset * x.element_size(), most) if isinstance(offset, int) else most
 
 
+def row_alignment(x: torch.Tensor) -> int:
+    """The bytes, at most 16, that divide the address of every row."""
+    stride = x.stride(0)
+    if not isinstance(stride, int):  # symbolic: left alone, as in `alignment`
+        return alignment(x)
+    return math.gcd(alignment(x), stride * x.element_size())
+
+
 def dtype_name(x: torch.Tensor | None) -> str:
     """The dtype as kernels name it, `float32`; empty without a tensor."""
     return "" if x is None else str(x.dtype).removeprefix("torch.")

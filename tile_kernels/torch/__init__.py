@@ -4,6 +4,7 @@ from tile_kernels.torch import quant
 from tile_kernels.torch.cast import cast, cast_back
 from tile_kernels.torch.e5m6 import cast_back_from_e5m6, cast_to_e5m6
 from tile_kernels.torch.fused import expand_to_fused, expand_to_fused_with_sf, reduce_fused
+from tile_kernels.torch.hashing import hash_gate
 from tile_kernels.torch.mapping import get_fused_mapping
 from tile_kernels.torch.mhc import (
     expand_to_mhc_ref,
@@ -46,6 +47,7 @@ __all__ = [
     "gate_scores",
     "get_fused_mapping",
     "group_count",
+    "hash_gate",
     "inplace_unique_group_indices",
     "mask_indices_by_tp",
     "mhc_head_compute_mix_ref",

@@ -138,19 +138,42 @@ def top2_sum_gate(
     >>> top2_sum_gate(logits, torch.zeros(8), 2, 0, 0, False, 0, 1.5, 0, 1, 0, 1, "sigmoid")
     (tensor([[3, 4]]), tensor([[0.7500, 0.7500]]))
     """
-    num_tokens, num_routed = logits.shape
+    num_tokens = logits.shape[0]
     num_shared = num_shared_experts if use_shared_as_routed else 0
     chosen = best_experts(logits, bias, num_topk, num_topk_groups, num_groups, scoring_func)
     if fix_routing_mask is not None and unmapped_topk_idx is not None:
         chosen = torch.where(fix_routing_mask[:, None], unmapped_topk_idx, chosen)
     weights = topk_weights(logits, chosen, scoring_func, routed_scaling_factor)
-    routes = torch.ones(num_tokens, 1, dtype=torch.bool, device=logits.device)
+    routes = torch.ones(num_tokens, dtype=torch.bool, device=logits.device)
     if mask is not None:
-        routes = mask.view(num_tokens, 1)
+        routes = mask.view(num_tokens)
     if unmapped_topk_idx is not None:
-        unmapped_topk_idx.copy_(torch.where(routes, chosen, -1))
+        unmapped_topk_idx.copy_(torch.where(routes[:, None], chosen, -1))
+    return placed(
+        chosen, weights, routes, logits.shape[1], num_shared, to_physical_map, logical_count,
+        ep_rank, num_ep_ranks, tp_rank, num_tp_ranks,
+    )  # fmt: skip
 
-    shared = torch.arange(num_routed, num_routed + num_shared, device=logits.device)
+
+def placed(
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    routes: torch.Tensor,
+    num_routed: int,
+    num_shared: int,
+    to_physical_map: torch.Tensor | None,
+    logical_count: torch.Tensor | None,
+    ep_rank: int,
+    num_ep_ranks: int,
+    tp_rank: int,
+    num_tp_ranks: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A gate's results from its choice: shared experts appended, replicas taken, ranks counted.
+
+    Tokens where `routes` is False have no expert.
+    """
+    num_tokens = chosen.shape[0]
+    shared = torch.arange(num_routed, num_routed + num_shared, device=chosen.device)
     idx = torch.cat([chosen.where(chosen < num_routed, -1), shared.expand(num_tokens, -1)], dim=1)
     weights = torch.cat([weights, weights.new_ones(num_tokens, num_shared)], dim=1)
     extra = 0
@@ -158,7 +181,7 @@ def top2_sum_gate(
         extra = to_physical_map.shape[1] - 1
         idx = _physical(idx, to_physical_map.long(), logical_count.long(), ep_rank)
     idx = mask_indices_by_tp(idx, num_routed + extra, num_ep_ranks, tp_rank, num_tp_ranks)
-    return torch.where(routes, idx, -1), torch.where(routes, weights, 0)
+    return torch.where(routes[:, None], idx, -1), torch.where(routes[:, None], weights, 0)
 
 
 def _physical(
@@ -200,7 +223,7 @@ def topk_weights_backward(
     grad_score = torch.where(valid, routed_scaling_factor * (grad_weights - shared) / total, 0)
     grad = torch.zeros_like(logits)
     if scoring is ScoringFunc.SOFTMAX:
-        grad.scatter_add_(1, idx, grad_score)
+        grad.scatter_(1, idx, _sums_of_equal(grad_score, idx))
         return scores * (grad - (grad_score * chosen).sum(1, keepdim=True))
     if scoring is ScoringFunc.SIGMOID:
         slope = torch.sigmoid(logit) * torch.sigmoid(-logit)
@@ -208,4 +231,14 @@ def topk_weights_backward(
         slope = torch.where(
             logit < -80, torch.exp(logit / 2) / 2, torch.sigmoid(logit) / (2 * chosen)
         )
-    return grad.scatter_add_(1, idx, torch.where(valid, grad_score * slope, 0))
+    of_slots = torch.where(valid, grad_score * slope, 0)
+    return grad.scatter_(1, idx, _sums_of_equal(of_slots, idx))
+
+
+def _sums_of_equal(values: torch.Tensor, idx: torch.Tensor) -> torch.Tensor:
+    """For each slot the sum of all values under its index, always in the same order.
+
+    Adding them while scattering would leave the order to the GPU.
+    """
+    equal = idx[:, :, None] == idx[:, None, :]
+    return torch.where(equal, values[:, None, :], 0).sum(2)

@@ -66,7 +66,7 @@ def _gate(
         if masked:
             arguments["mask"] = torch.arange(num_tokens, device=device) < num_tokens - masked
         if extra is not None:
-            arguments.update(_map(num_experts + shared, extra, device))
+            arguments.update(physical_map(num_experts + shared, extra, device))
         if unmapped:
             choice = torch.randint(num_experts, (num_tokens, num_topk), device=device)
             arguments["unmapped_topk_idx"] = choice
@@ -77,7 +77,7 @@ def _gate(
     return make
 
 
-def _map(num_logical: int, extra: int, device: torch.device) -> Arguments:
+def physical_map(num_logical: int, extra: int, device: torch.device) -> Arguments:
     """Every logical expert on its own place, extra places as replicas of the first ones."""
     physical = torch.arange(num_logical, dtype=torch.int32)[:, None].repeat(1, extra + 1)
     count = torch.ones(num_logical, dtype=torch.int32)
@@ -99,7 +99,7 @@ def _bad_values(device: torch.device) -> Arguments:
 
 
 def _replicas(arguments: Arguments) -> Arguments:
-    return {**arguments, **_map(16, 3, arguments["logits"].device)}
+    return {**arguments, **physical_map(16, 3, arguments["logits"].device)}
 
 
 def _count(arguments: Arguments, count: int) -> Arguments:
@@ -307,7 +307,7 @@ TOP2_SUM_GATE = Cases(
             "too few columns",
             lambda a: {
                 **a,
-                **_map(19, 1, a["logits"].device),
+                **physical_map(19, 1, a["logits"].device),
                 "use_shared_as_routed": True,
                 "num_shared_experts": 3,
             },

@@ -169,7 +169,7 @@ def weigh(num_experts: int, num_topk: int, scoring: int) -> Any:
             T.bool, init=lane < num_topk and expert[0] >= 0 and expert[0] < num_experts
         )
         if valid:
-            value = score(logits[token, expert[0]], top)
+            value = score(T.cast(logits[token, expert[0]], T.float32), top)
             if scoring == SOFTMAX:
                 value = T.ieee_fdiv(value, denominator)
         for j in T.unroll(num_topk):
@@ -523,6 +523,43 @@ def block_gate(gate: Gate) -> Any:
     return prim_func(gate, warps * LANES, 1, body)
 
 
+# ---- weights of a given choice ------------------------------------------------------------------
+
+
+def softmax_of_row(num_experts: int, vector: int) -> Any:
+    """Macros: the largest logit of a token, by one warp, and the sum of exponentials below it."""
+    score = score_of(SOFTMAX)
+    steps = -(-num_experts // (LANES * vector))
+
+    @T.macro
+    def largest(lane, token, logits):
+        logit = T.alloc_local((vector,), T.float32)
+        top = T.alloc_var(T.float32, init=-T.infinity(T.float32))
+        for step in T.serial(steps):
+            e = (step * LANES + lane) * vector
+            if e < num_experts:
+                for v in T.vectorized(vector):
+                    logit[v] = T.cast(logits[token, e + v], T.float32)
+                for v in T.unroll(vector):
+                    top = T.max(top, logit[v])
+        return warp_max_float(top)
+
+    @T.macro
+    def exponentials(lane, token, logits, top):
+        logit = T.alloc_local((vector,), T.float32)
+        total = T.alloc_var(T.float32, init=T.float32(0))
+        for step in T.serial(steps):
+            e = (step * LANES + lane) * vector
+            if e < num_experts:
+                for v in T.vectorized(vector):
+                    logit[v] = T.cast(logits[token, e + v], T.float32)
+                for v in T.unroll(vector):
+                    total = T.ieee_add(total, score(logit[v], top))
+        return warp_sum(total)
+
+    return largest, exponentials
+
+
 class WeightsPlan(NamedTuple):
     num_experts: int
     num_topk: int
@@ -546,8 +583,8 @@ def weights_access_bits(
 @kernel(plan=plan_weights, access_bits=weights_access_bits)
 def topk_weights(num_experts: int, num_topk: int, scoring: int, vector: int) -> Any:
     """One warp per token; only softmax reads the row."""
-    weighed, score = weigh(num_experts, num_topk, scoring), score_of(scoring)
-    steps = -(-num_experts // (LANES * vector))
+    weighed = weigh(num_experts, num_topk, scoring)
+    largest, exponentials = softmax_of_row(num_experts, vector)
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -560,28 +597,13 @@ def topk_weights(num_experts: int, num_topk: int, scoring: int, vector: int) -> 
         with T.Kernel(T.ceildiv(num_tokens, WARPS), threads=WARPS * LANES) as block:
             lane = T.get_thread_binding() % LANES
             token = block * WARPS + T.get_thread_binding() // LANES
-            logit = T.alloc_local((vector,), T.float32)
             expert = T.alloc_local((1,), T.int64)
-            top = T.alloc_var(T.float32, init=-T.infinity(T.float32))
+            top = T.alloc_var(T.float32, init=T.float32(0))
             denominator = T.alloc_var(T.float32, init=T.float32(0))
             if token < num_tokens:  # the same for the whole warp
                 if scoring == SOFTMAX:
-                    for step in T.serial(steps):
-                        e = (step * LANES + lane) * vector
-                        if e < num_experts:
-                            for v in T.vectorized(vector):
-                                logit[v] = logits[token, e + v]
-                            for v in T.unroll(vector):
-                                top = T.max(top, logit[v])
-                    top = warp_max_float(top)
-                    for step in T.serial(steps):
-                        e = (step * LANES + lane) * vector
-                        if e < num_experts:
-                            for v in T.vectorized(vector):
-                                logit[v] = logits[token, e + v]
-                            for v in T.unroll(vector):
-                                denominator = T.ieee_add(denominator, score(logit[v], top))
-                    denominator = warp_sum(denominator)
+                    top = largest(lane, token, logits)
+                    denominator = exponentials(lane, token, logits, top)
                 expert[0] = T.int64(-1)
                 if lane < num_topk:
                     expert[0] = topk_idx[token, lane]

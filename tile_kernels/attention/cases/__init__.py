@@ -1,0 +1,1 @@
+"""Argument sets of the attention operators, for tests, benchmarks and warm-up."""

@@ -1,0 +1,283 @@
+"""Compression while decoding: a state for each sequence, and one token at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tile_kernels.attention.cases.decode import KV_COMPRESS_STEP
+from tile_kernels.attention.compress import launch_compress
+from tile_kernels.attention.windows import DTYPES, check_series, unit_stride
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.launch import Kernel, alignment, dtype_name, nonempty, row_alignment
+from tile_kernels.runtime.op import face, op
+from tile_kernels.torch import compress as oracles
+
+_APPEND = Kernel("tile_kernels.attention.kernels.append", "append")
+
+
+class KVCompressorState(tuple[Tensor, Tensor]):
+    """What the compression of sequences must remember between tokens: a pair of tensors.
+
+    | | shape | dtype | |
+    |---|---|---|---|
+    | `kept` | `[num_sequences, kept tokens, 2 or 4, channels]` | bfloat16 or float32 | rows |
+    | `lengths` | `[num_sequences]` | int32 | tokens so far |
+
+    Of each token its row in `kv_a`, `z_a` and, with two series, `kv_b`, `z_b`. The last window is
+    kept, with two series the last two; token `t` is at place `t` modulo that. Being a tuple, it
+    goes wherever tuples of tensors go: through `torch.compile`, into CUDA graphs.
+
+    >>> state = KVCompressorState.empty(num_sequences=2, window=4, channels=8)
+    >>> tuple(state.kept.shape), state.lengths.tolist()
+    ((2, 8, 4, 8), [0, 0])
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def empty(
+        cls,
+        num_sequences: int,
+        window: int,
+        channels: int,
+        *,
+        overlap: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> KVCompressorState:
+        """A state of sequences without tokens; `overlap`: two series."""
+        for name, value in (
+            ("num_sequences", num_sequences), ("window", window), ("channels", channels)
+        ):  # fmt: skip
+            checks.integer(name, value, 0 if name == "num_sequences" else 1)
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be bfloat16 or float32, got {dtype}")
+        series = 2 if overlap else 1
+        shape = (num_sequences, series * window, 2 * series, channels)
+        kept = torch.zeros(shape, dtype=dtype, device=device)
+        return cls((kept, torch.zeros(num_sequences, dtype=torch.int32, device=device)))
+
+    @property
+    def kept(self) -> Tensor:
+        """The last tokens' rows."""
+        return self[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each sequence so far."""
+        return self[1]
+
+    @property
+    def overlap(self) -> bool:
+        """Whether there are two series."""
+        return self.kept.shape[2] == 4
+
+    @property
+    def window(self) -> int:
+        """Tokens of a window."""
+        return self.kept.shape[1] // (2 if self.overlap else 1)
+
+    def reset(self, slots: Tensor | None = None) -> None:
+        """Forget the tokens of the sequences at `slots`, or of all."""
+        if slots is None:
+            self.lengths.zero_()
+        else:
+            self.lengths[slots.long()] = 0
+
+    def prefill(
+        self,
+        kv_a: Tensor,
+        z_a: Tensor,
+        kv_b: Tensor | None = None,
+        z_b: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> None:
+        """Start sequences with the tokens that `kv_compress` took, to decode from there on.
+
+        Sequence `i` of `cu_seqlens` (default: one, of all tokens) becomes that of `slots[i]`
+        (default: `i`), whatever was there. Nothing waits for the GPU.
+        """
+        given = [x for x in (kv_a, z_a, kv_b, z_b) if x is not None]
+        if len(given) != self.kept.shape[2]:
+            raise ValueError(
+                f"prefill: kv_b and z_b must be given {'' if self.overlap else 'not '}here, got "
+                f"{len(given)} tensors"
+            )
+        if cu_seqlens is None:
+            cu_seqlens = torch.tensor([0, kv_a.shape[0]], device=kv_a.device)
+        if slots is None:
+            slots = torch.arange(cu_seqlens.shape[0] - 1, device=kv_a.device)
+        start, length = cu_seqlens[:-1, None].long(), cu_seqlens.diff()[:, None].long()
+        ring = self.kept.shape[1]
+        place = torch.arange(ring, device=kv_a.device)
+        token = length - 1 - (length - 1 - place) % ring  # the last at each place, if not negative
+        row = torch.where(token >= 0, start + token, 0)
+        here = (token >= 0)[:, :, None, None]
+        if kv_a.shape[0]:
+            rows = torch.stack([x[row] for x in given], 2)
+            slot = slots.long()
+            self.kept[slot] = torch.where(here, rows, self.kept[slot])
+        self.lengths[slots.long()] = length[:, 0].to(torch.int32)
+
+
+def _check(
+    kept: Tensor,
+    lengths: Tensor,
+    kv_a: Tensor,
+    z_a: Tensor,
+    bias_a: Tensor,
+    kv_b: Tensor | None,
+    z_b: Tensor | None,
+    bias_b: Tensor | None,
+    slots: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> None:
+    check_series(kv_a, z_a, bias_a, kv_b, z_b, bias_b)
+    series = 1 if kv_b is None else 2
+    window = bias_a.shape[0]
+    checks.tensor(
+        "state", kept, ("num_sequences", "kept", "vectors", "channels"), kv_a.dtype,
+        shape=(None, series * window, 2 * series, kv_a.shape[1]), contiguous=True,
+    )  # fmt: skip
+    num_sequences = kept.shape[0]
+    checks.tensor(
+        "state", lengths, ("num_sequences",), torch.int32, shape=(num_sequences,), contiguous=True
+    )
+    places = num_sequences * series * window
+    if isinstance(places, int) and places > checks.MOST_SIZE:
+        raise ValueError(f"state must keep at most {checks.MOST_SIZE} tokens, got {places}")
+    tokens = kv_a.shape[0]
+    if slots is not None:
+        checks.tensor(
+            "slots", slots, ("num_tokens",), torch.int32, shape=(tokens,), contiguous=True
+        )
+    elif tokens != num_sequences:
+        raise ValueError(
+            f"kv_a must have a token for each of {num_sequences} sequences of the state, or come "
+            f"with slots, got {tokens}"
+        )
+    if out_dtype is not None and out_dtype not in DTYPES:
+        raise TypeError(f"out_dtype must be bfloat16 or float32, got {out_dtype}")
+
+
+def _check_values(kept: Tensor, lengths: Tensor, *rest: Any) -> None:
+    slots = rest[-2]
+    checks.in_range("state", lengths, 0, 2**31 - 2)
+    if slots is not None:
+        checks.in_range("slots", slots, -1, kept.shape[0] - 1)
+        named, counts = slots[slots >= 0].unique(return_counts=True)
+        if (counts > 1).any():
+            twice = named[counts > 1][0].item()
+            raise ValueError(f"slots must name a sequence once, but {twice} comes more often")
+
+
+def _oracle(kept: Tensor, lengths: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *series, slots, out_dtype = rest
+    return oracles.kv_compress_step((kept, lengths), *series, slots=slots, out_dtype=out_dtype)
+
+
+def _cost(kv_a: Tensor, kv_b: Tensor | None = None, **_: Any) -> Cost:
+    """Rows in and kept, and a result; of those that complete a window here nothing is known."""
+    series = 1 if kv_b is None else 2
+    return Cost(kv_a.numel() * kv_a.element_size() * (4 * series + 1) + 20 * kv_a.shape[0])
+
+
+@op(
+    check=_check,
+    oracle=_oracle,
+    cost=_cost,
+    cases=KV_COMPRESS_STEP,
+    values=_check_values,
+    mutates=("kept", "lengths"),
+    name="kv_compress_step",
+)
+def _step(
+    kept: Tensor,
+    lengths: Tensor,
+    kv_a: Tensor,
+    z_a: Tensor,
+    bias_a: Tensor,
+    kv_b: Tensor | None,
+    z_b: Tensor | None,
+    bias_b: Tensor | None,
+    slots: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    tokens, channels = kv_a.shape
+    entries = kv_a.new_empty((tokens, channels), dtype=out_dtype or kv_a.dtype)
+    completed = kv_a.new_empty((tokens,), dtype=torch.bool)
+    if not nonempty(kv_a):
+        return entries, completed
+    places = lengths.new_empty((tokens, 3))
+    rows = [unit_stride(x) for x in (kv_a, z_a, kv_b, z_b) if x is not None]
+    size = kv_a.element_size()
+    units = (max(row_alignment(x) // size, 1) for x in rows)
+    vector = math.gcd(channels, 16 // size, max(alignment(kept) // size, 1), *units)
+    problem = (
+        channels,
+        bias_a.shape[0],
+        len(rows) // 2,
+        slots is not None,
+        dtype_name(kv_a),
+        vector,
+    )
+    of_b = rows[2:] or (None, None)
+    _APPEND.launch(problem, kept, lengths, slots, rows[0], rows[1], *of_b, places, completed)
+    flat = kept.view(-1, len(rows), channels).unbind(1)
+    kv, z, *others = flat
+    next_kv, next_z = others or (None, None)
+    launch_compress(kv, z, bias_a, next_kv, next_z, bias_b, places, entries)
+    return entries, completed
+
+
+@face(_step, oracle=oracles.kv_compress_step, mutates=("state",))
+def kv_compress_step(
+    state: tuple[Tensor, Tensor],
+    kv_a: Tensor,
+    z_a: Tensor,
+    bias_a: Tensor,
+    kv_b: Tensor | None = None,
+    z_b: Tensor | None = None,
+    bias_b: Tensor | None = None,
+    *,
+    slots: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One token more for each sequence, and the entries that these complete.
+
+    | argument | shape | dtype | meaning |
+    |---|---|---|---|
+    | `state` | a `KVCompressorState` | | written |
+    | `kv_a`, `z_a` | `[num_tokens, channels]` | as the state, `stride(1) == 1` | of the tokens |
+    | `bias_a` | `[window, channels]` | float32, `stride(1) == 1` | as in `kv_compress` |
+    | `kv_b`, `z_b`, `bias_b` | as those of a | | with two series |
+    | `slots` | `[num_tokens]` | int32, contiguous | the sequence of a token; None: in order |
+    | `out_dtype` | | bfloat16, float32 | None: that of `kv_a` |
+    | returns `entries` | `[num_tokens, channels]` | `out_dtype`, contiguous | zeros: none |
+    | returns `completed` | `[num_tokens]` | bool | which tokens complete a window |
+
+    `entries[completed]` are the new ones; they have the bits that `kv_compress` of the whole
+    sequence gives. The shapes are always the same and nothing waits, so a CUDA graph can record
+    the step. A token with a slot outside the state (-1: padding) is left out; no slot may come
+    twice. Without a gradient.
+
+    Raises `TypeError` or `ValueError` with the argument's name.
+
+    >>> state = KVCompressorState.empty(1, 2, 1, overlap=False, dtype=torch.float32)
+    >>> z, bias = torch.zeros(1, 1), torch.zeros(2, 1)
+    >>> for kv in (1.0, 3.0):
+    ...     print(kv_compress_step(state, torch.tensor([[kv]]), z, bias))
+    (tensor([[0.]]), tensor([False]))
+    (tensor([[2.]]), tensor([True]))
+    """
+    if not (isinstance(state, tuple) and len(state) == 2):
+        raise TypeError(f"state must be a KVCompressorState, got {type(state).__name__}")
+    kept, lengths = state
+    return _step(kept, lengths, kv_a, z_a, bias_a, kv_b, z_b, bias_b, slots, out_dtype)

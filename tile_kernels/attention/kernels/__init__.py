@@ -1,0 +1,1 @@
+"""TileLang kernels of the attention operators; imported at the first launch."""

@@ -1,0 +1,295 @@
+"""Compression of keys and values: one entry for each window of tokens."""
+
+from typing import Any, NamedTuple
+
+from tilelang import language as T
+
+from tile_kernels.attention.geometry import BLOCKS_PER_SM, Geometry, geometry
+from tile_kernels.attention.kernels.common import (
+    PASS_CONFIGS,
+    bias_stage,
+    bits_of,
+    over_groups,
+    part_scores,
+    part_sums,
+    row_loader,
+    window_rows,
+)
+from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.launch import kernel
+
+
+class Plan(NamedTuple):
+    channels: int
+    window: int
+    series: int
+    ragged: bool
+    dtype: str
+    out_dtype: str
+    vector: int
+    workers: int  # blocks that share the windows
+
+    @property
+    def geometry(self) -> Geometry:
+        """How threads share windows."""
+        return geometry(self.channels, self.window, self.series, self.vector)
+
+
+def plan(
+    channels: int,
+    window: int,
+    series: int,
+    ragged: bool,
+    dtype: str,
+    out_dtype: str,
+    vector: int,
+    device: Device,
+) -> Plan:
+    """As many blocks as can run at a time: each walks over windows with its biases at hand."""
+    across = geometry(channels, window, series, vector).blocks_across
+    workers = max(1, BLOCKS_PER_SM * device.num_sms // across)
+    return Plan(channels, window, series, ragged, dtype, out_dtype, vector, workers)
+
+
+def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
+    p = Plan(*static)
+    loads = {p.vector * bits_of(p.dtype), 32 * p.geometry.part}
+    loads |= {32} if p.ragged else set()
+    return tuple(sorted(loads)), min(128, p.vector * bits_of(p.out_dtype))
+
+
+def thread_sums(geo: Geometry, dtype: str) -> Any:
+    """A macro: the maxima, sums and weighted sums of a thread's rows of one window.
+
+    `kv`, `z` are the registers for rows; all loads go out before the first is used.
+    """
+    load = row_loader(geo, dtype)
+    scored, folded = part_scores(geo), part_sums(geo)
+
+    @T.macro
+    def summed(
+        kv_a, z_a, bias_a, kv_b, z_b, bias_b, biases, first, group, lane, channel,
+        kv, z, scores, tops, totals, sums,
+    ):  # fmt: skip
+        for v in T.unroll(geo.vector):
+            tops[v] = -T.infinity(T.float32)
+            totals[v] = T.float32(0)
+            sums[v] = T.float32(0)
+        if first[0] >= 0 and channel < geo.channels:
+            for chunk in T.serial(geo.chunks):
+                item = T.alloc_var(T.int32, init=(chunk * geo.groups + group) * geo.items)
+                load(kv_a, first[0], item, channel, 0, kv)
+                load(z_a, first[0], item, channel, 0, z)
+                if geo.series == 2:
+                    load(kv_b, first[1], item, channel, geo.items, kv)
+                    load(z_b, first[1], item, channel, geo.items, z)
+                for q in T.unroll(geo.parts):
+                    scored(first, item, lane, channel, q, z, bias_a, bias_b, biases, scores)
+                    folded(q, kv, scores, tops, totals, sums)
+
+    return summed
+
+
+def window_walk(p: Plan, finish: Any) -> Any:
+    """A macro: a block's way over its windows. `finish` takes the entry of each, all threads at it.
+
+    `results` is whatever `finish` needs, from outside of the walk.
+    """
+    geo, dtype = p.geometry, p.dtype
+    found, staged = window_rows(geo, p.ragged), bias_stage(geo)
+    summed, joined = thread_sums(geo, dtype), over_groups(geo)
+    exchange = (1, 1, 1) if geo.groups == 1 else (3, geo.groups, geo.slots * geo.width)
+
+    @T.macro
+    def walked(
+        block, across, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, places, results
+    ):  # fmt: skip
+        tx = T.get_thread_binding()
+        lane = tx % geo.lanes
+        group = tx // geo.lanes % geo.groups
+        slot = tx // (geo.lanes * geo.groups)
+        channel = across * geo.width + lane * geo.vector
+        biases = T.alloc_shared(
+            (geo.series, geo.groups * geo.items, geo.parts, geo.lanes * geo.part)
+            if geo.chunks == 1
+            else (1, 1, 1, 1),
+            T.float32,
+        )
+        of_groups = T.alloc_shared(exchange, T.float32)
+        of_window = T.alloc_shared((3, exchange[2]), T.float32)
+        kv = T.alloc_local((geo.rows * geo.vector,), dtype)
+        z = T.alloc_local((geo.rows * geo.vector,), dtype)
+        scores = T.alloc_local((geo.rows * geo.part,), T.float32)
+        tops = T.alloc_local((geo.vector,), T.float32)
+        totals = T.alloc_local((geo.vector,), T.float32)
+        sums = T.alloc_local((geo.vector,), T.float32)
+        first = T.alloc_local((2,), T.int32)
+        if geo.chunks == 1:
+            staged(bias_a, 0, slot, group, lane, channel, biases)
+            if geo.series == 2:
+                staged(bias_b, 1, slot, group, lane, channel, biases)
+            T.sync_threads()
+        workers = T.min(T.ceildiv(num_windows, geo.slots), p.workers)
+        for step in T.serial(T.ceildiv(num_windows, geo.slots * workers)):
+            window = T.alloc_var(T.int32, init=(step * workers + block) * geo.slots + slot)
+            found(places, window, num_windows, first)
+            summed(
+                kv_a, z_a, bias_a, kv_b, z_b, bias_b, biases, first, group, lane, channel,
+                kv, z, scores, tops, totals, sums,
+            )  # fmt: skip
+            joined(slot, group, lane, tops, totals, sums, of_groups, of_window)
+            finish(window, num_windows, slot, group, lane, channel, sums, places, results)
+
+    return walked
+
+
+@kernel(plan=plan, access_bits=access_bits, pass_configs=PASS_CONFIGS)
+def compress(*static: Any) -> Any:
+    """Entries as they are."""
+    p = Plan(*static)
+    geo, dtype = p.geometry, p.dtype
+
+    @T.macro
+    def stored(window, num_windows, slot, group, lane, channel, entry, places, out):
+        written = T.alloc_local((geo.vector,), p.out_dtype)
+        if group == 0 and window < num_windows and channel < p.channels:
+            for v in T.unroll(geo.vector):
+                written[v] = T.cast(entry[v], p.out_dtype)
+            for v in T.vectorized(geo.vector):
+                out[window, channel + v] = written[v]
+
+    walked = window_walk(p, stored)
+    tokens, num_windows = T.dynamic("tokens num_windows")
+    kv_a_row, z_a_row, bias_a_row = T.dynamic("kv_a_row z_a_row bias_a_row", "int64")
+    kv_b_row, z_b_row, bias_b_row = T.dynamic("kv_b_row z_b_row bias_b_row", "int64")
+    shape, biases_shape = (tokens, p.channels), (p.window, p.channels)
+
+    @T.prim_func
+    def compress_windows(
+        kv_a: T.StridedTensor[shape, (kv_a_row, 1), dtype],
+        z_a: T.StridedTensor[shape, (z_a_row, 1), dtype],
+        bias_a: T.StridedTensor[biases_shape, (bias_a_row, 1), T.float32],
+        kv_b: T.StridedTensor[shape, (kv_b_row, 1), dtype],
+        z_b: T.StridedTensor[shape, (z_b_row, 1), dtype],
+        bias_b: T.StridedTensor[biases_shape, (bias_b_row, 1), T.float32],
+        places: T.Tensor[(num_windows, 3), T.int32],
+        out: T.Tensor[(num_windows, p.channels), p.out_dtype],
+    ):
+        with T.Kernel(
+            T.min(T.ceildiv(num_windows, geo.slots), p.workers),
+            geo.blocks_across,
+            threads=geo.threads,
+        ) as (block, across):
+            T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
+            T.assume(kv_a_row % p.vector == 0)
+            T.assume(z_a_row % p.vector == 0)
+            T.assume(bias_a_row % geo.part == 0)
+            if geo.series == 2:
+                T.assume(kv_b_row % p.vector == 0)
+                T.assume(z_b_row % p.vector == 0)
+                T.assume(bias_b_row % geo.part == 0)
+            walked(block, across, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, places, out)
+
+    return compress_windows
+
+
+# ---- where windows lie --------------------------------------------------------------------------
+
+WARP = 32
+PLACING_THREADS = 128
+
+
+class PlacesPlan(NamedTuple):
+    window: int
+
+
+def places_plan(window: int, device: Device) -> PlacesPlan:
+    return PlacesPlan(window)
+
+
+@kernel(plan=places_plan, access_bits=lambda *_: (32, 32), pass_configs=PASS_CONFIGS)
+def place_windows(window: int) -> Any:
+    """Where the windows of sequences lie, from the sequences' ends.
+
+    The first kernel, one warp, makes the bounds increase inside `0..tokens` and counts windows; in
+    the second a thread looks up its window's sequence. `counted[b]` windows are before sequence
+    `b`. Of a window `places` has its first row, that of the window before, and its position in its
+    sequence; -1 where there is none.
+    """
+    num_bounds, num_windows = T.dynamic("num_bounds num_windows")
+
+    @T.macro
+    def scanned_max(lane, value):
+        other = T.alloc_var(T.int32)
+        for d in T.unroll(5):
+            other = T.shfl_up(value[0], T.shift_left(1, d))
+            if lane >= T.shift_left(1, d):
+                value[0] = T.max(value[0], other)
+
+    @T.macro
+    def scanned_sum(lane, value):
+        other = T.alloc_var(T.int32)
+        for d in T.unroll(5):
+            other = T.shfl_up(value[0], T.shift_left(1, d))
+            if lane >= T.shift_left(1, d):
+                value[0] = value[0] + other
+
+    @T.prim_func
+    def placed_windows(
+        cu_seqlens: T.Tensor[(num_bounds,), T.int32],
+        bounds: T.Tensor[(num_bounds,), T.int32],
+        counted: T.Tensor[(num_bounds,), T.int32],
+        places: T.Tensor[(num_windows, 3), T.int32],
+        tokens: T.int32,
+    ):
+        with T.Kernel(1, threads=WARP) as _:
+            lane = T.get_thread_binding()
+            bound = T.alloc_local((1,), T.int32)
+            count = T.alloc_local((1,), T.int32)
+            before = T.alloc_var(T.int32)
+            last_bound = T.alloc_var(T.int32, init=0)
+            all_counted = T.alloc_var(T.int32, init=0)
+            for step in T.serial(T.ceildiv(num_bounds, WARP)):
+                at = step * WARP + lane
+                bound[0] = last_bound
+                if at < num_bounds:
+                    bound[0] = T.max(last_bound, T.min(cu_seqlens[at], tokens))
+                scanned_max(lane, bound)
+                before = T.shfl_up(bound[0], 1)
+                if lane == 0:
+                    before = last_bound
+                if at == 0:
+                    before = bound[0]  # nothing counts that is before the first sequence
+                count[0] = T.truncdiv(bound[0] - before, window)
+                scanned_sum(lane, count)
+                if at < num_bounds:
+                    bounds[at] = bound[0]
+                    counted[at] = all_counted + count[0]
+                all_counted = all_counted + T.shfl_sync(count[0], WARP - 1)
+                last_bound = T.shfl_sync(bound[0], WARP - 1)
+        with T.Kernel(T.ceildiv(num_windows, PLACING_THREADS), threads=PLACING_THREADS) as block:
+            at = block * PLACING_THREADS + T.get_thread_binding()
+            low = T.alloc_var(T.int32, init=1)  # the first bound with more windows before it
+            high = T.alloc_var(T.int32, init=num_bounds)
+            middle = T.alloc_var(T.int32)
+            place = T.alloc_var(T.int32)
+            first = T.alloc_local((3,), T.int32)
+            if at < num_windows:
+                while low < high:
+                    middle = low + T.shift_right(high - low, 1)
+                    if counted[middle] > at:
+                        high = middle
+                    else:
+                        low = middle + 1
+                for i in T.unroll(3):
+                    first[i] = -1
+                if low < num_bounds:
+                    place = at - counted[low - 1]
+                    first[2] = place * window
+                    first[0] = bounds[low - 1] + first[2]
+                    if place > 0:
+                        first[1] = first[0] - window
+                for i in T.unroll(3):
+                    places[at, i] = first[i]
+
+    return placed_windows

@@ -1,0 +1,414 @@
+"""The gradients of the compression. Weights are computed again, not kept."""
+
+from typing import Any, NamedTuple
+
+from tilelang import language as T
+
+from tile_kernels.attention.geometry import (
+    Geometry,
+    gradient_blocks_per_sm,
+    gradient_geometry,
+)
+from tile_kernels.attention.kernels.common import (
+    PASS_CONFIGS,
+    above,
+    bias_stage,
+    bits_of,
+    over_groups,
+    part_scores,
+    row_loader,
+    window_rows,
+)
+from tile_kernels.attention.kernels.compress import thread_sums
+from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.launch import kernel
+
+SPLITS = 4  # blocks that share the rows after a sequence's last window
+ADDING = 16  # groups of threads that share the sums of all blocks
+LANES = 16  # threads of a group
+IN_FLIGHT = 8  # sums that a thread reads at once
+FINISHING_THREADS = ADDING * LANES
+
+
+class Plan(NamedTuple):
+    channels: int
+    window: int
+    series: int
+    ragged: bool
+    dtype: str
+    out_dtype: str
+    vector: int
+
+    @property
+    def geometry(self) -> Geometry:
+        """How threads share windows."""
+        return gradient_geometry(self.channels, self.window, self.series, self.vector)
+
+
+def plan(
+    channels: int,
+    window: int,
+    series: int,
+    ragged: bool,
+    dtype: str,
+    out_dtype: str,
+    vector: int,
+    device: Device,
+) -> Plan:
+    return Plan(channels, window, series, ragged, dtype, out_dtype, vector)
+
+
+def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    p = Plan(*static)
+    vector, part = p.vector * bits_of(p.dtype), 32 * p.geometry.part
+    loads = {vector, part, min(128, p.vector * bits_of(p.out_dtype))}
+    loads |= {32} if p.ragged else set()
+    return tuple(sorted(loads)), tuple(sorted({vector, part}))
+
+
+def row_gradients(geo: Geometry, dtype: str) -> Any:
+    """A macro: values and scores of a thread's rows become their gradients, in place.
+
+    Of a value it is `p g`, of a score `p g (value - entry)`, with `p` the row's weight and `g` the
+    gradient of the entry. `seen` takes the part's scores and returns the gradients of scores.
+    """
+
+    @T.macro
+    def derived(first, item, q, kv, z, grad, tops, inverses, entries, seen):
+        for e in T.unroll(geo.part):
+            at = q * geo.part + e
+            top = T.alloc_var(T.float32, init=above(tops[at]))
+            for s in T.unroll(geo.series):
+                for r in T.unroll(geo.items):
+                    i = s * geo.items + r
+                    here = first[s] >= 0 and (geo.exact or item + r < geo.window)
+                    term = T.exp2(T.ieee_sub(seen[i * geo.part + e], top))
+                    of_value = T.alloc_var(
+                        T.float32, init=T.ieee_mul(T.ieee_mul(term, inverses[at]), grad[at])
+                    )
+                    of_value = T.Select(here, of_value, T.float32(0))
+                    value = T.cast(kv[i * geo.vector + at], T.float32)
+                    of_score = T.alloc_var(
+                        T.float32, init=T.ieee_mul(of_value, T.ieee_sub(value, entries[at]))
+                    )
+                    of_score = T.Select(here, of_score, T.float32(0))
+                    kv[i * geo.vector + at] = T.cast(of_value, dtype)
+                    z[i * geo.vector + at] = T.cast(of_score, dtype)
+                    seen[i * geo.part + e] = of_score
+
+    return derived
+
+
+def row_storer(geo: Geometry) -> Any:
+    """A macro: a thread's rows of one tensor, where there are any."""
+
+    @T.macro
+    def store(target, first, item, channel, at, held):
+        if first >= 0:
+            for r in T.unroll(geo.items):
+                if geo.exact or item + r < geo.window:
+                    for v in T.vectorized(geo.vector):
+                        target[first + item + r, channel + v] = held[(at + r) * geo.vector + v]
+
+    return store
+
+
+def zero_rows(p: Plan) -> Any:
+    """A macro: zeros to the rows `begin .. end - 1`, shared by `SPLITS` blocks."""
+
+    @T.macro
+    def zeroed(target, begin, end, split):
+        zeros = T.alloc_local((p.vector,), p.dtype)
+        for v in T.unroll(p.vector):
+            zeros[v] = T.cast(T.float32(0), p.dtype)
+        for turn in T.serial(T.ceildiv(T.max(end - begin - split, 0), SPLITS)):
+            row = T.alloc_var(T.int32, init=begin + turn * SPLITS + split)
+            for step in T.serial(-(-p.channels // (FINISHING_THREADS * p.vector))):
+                channel = (step * FINISHING_THREADS + T.get_thread_binding()) * p.vector
+                if channel < p.channels:
+                    for v in T.vectorized(p.vector):
+                        target[row, channel + v] = zeros[v]
+
+    return zeroed
+
+
+def bias_gradients(geo: Geometry) -> Any:
+    """A macro: the sums of all blocks, added up for the positions of one of `blocks` more.
+
+    Each group of threads has its share of the sums, and all groups are added in their order.
+    """
+    part = geo.part
+    pieces = geo.channels // part
+    positions = geo.series * geo.window * pieces
+
+    @T.macro
+    def added(block, partial, num_parts, grad_bias_a, grad_bias_b):
+        lane = T.get_thread_binding() % LANES
+        group = T.get_thread_binding() // LANES
+        at = block * LANES + lane
+        series = at // (geo.window * pieces)
+        item = at // pieces % geo.window
+        channel = at % pieces * part
+        read = T.alloc_local((IN_FLIGHT * part,), T.float32)
+        total = T.alloc_local((part,), T.float32)
+        of_groups = T.alloc_shared((ADDING, LANES * part), T.float32)
+        for e in T.unroll(part):
+            total[e] = T.float32(0)
+        if at < positions:
+            for turn in T.serial(T.ceildiv(num_parts, ADDING * IN_FLIGHT)):
+                for i in T.unroll(IN_FLIGHT):
+                    one = (turn * ADDING + group) * IN_FLIGHT + i
+                    for e in T.unroll(part):
+                        read[i * part + e] = T.float32(0)
+                    if one < num_parts:
+                        for e in T.vectorized(part):
+                            read[i * part + e] = partial[one, series, item, channel + e]
+                for i in T.unroll(IN_FLIGHT):
+                    for e in T.unroll(part):
+                        total[e] = T.ieee_add(total[e], read[i * part + e])
+        for e in T.vectorized(part):
+            of_groups[group, lane * part + e] = total[e]
+        T.sync_threads()
+        if group == 0 and at < positions:
+            for g in T.unroll(ADDING - 1):
+                for e in T.unroll(part):
+                    total[e] = T.ieee_add(total[e], of_groups[g + 1, lane * part + e])
+            if series == 0:
+                for e in T.vectorized(part):
+                    grad_bias_a[item, channel + e] = total[e]
+            if geo.series == 2:
+                if series == 1:
+                    for e in T.vectorized(part):
+                        grad_bias_b[item, channel + e] = total[e]
+
+    return added, -(-positions // (LANES * SPLITS))
+
+
+@kernel(plan=plan, access_bits=access_bits, pass_configs=PASS_CONFIGS)
+def gradients(*static: Any) -> Any:
+    """The first kernel walks over windows, as the forward one does; each block has its own sums of
+    bias gradients. The second adds those up, and zeroes the rows that no window takes.
+    """
+    p = Plan(*static)
+    geo, dtype, series = p.geometry, p.dtype, p.series
+    found, staged = window_rows(geo, p.ragged), bias_stage(geo)
+    load, store = row_loader(geo, dtype), row_storer(geo)
+    summed, joined = thread_sums(geo, dtype), over_groups(geo)
+    scored, derived, zeroed = part_scores(geo), row_gradients(geo, dtype), zero_rows(p)
+    added, adding = bias_gradients(geo)
+    kept = geo.chunks == 1  # rows stay in registers, sums of bias gradients in shared memory
+    exchange = (1, 1, 1) if geo.groups == 1 else (3, geo.groups, geo.slots * geo.width)
+    tokens, num_windows, num_bounds, num_parts = T.dynamic(
+        "tokens num_windows num_bounds num_parts"
+    )
+    kv_a_row, z_a_row, bias_a_row = T.dynamic("kv_a_row z_a_row bias_a_row", "int64")
+    kv_b_row, z_b_row, bias_b_row = T.dynamic("kv_b_row z_b_row bias_b_row", "int64")
+    of_kv_a_row, of_z_a_row = T.dynamic("of_kv_a_row of_z_a_row", "int64")
+    of_kv_b_row, of_z_b_row = T.dynamic("of_kv_b_row of_z_b_row", "int64")
+    of_bias_a_row, of_bias_b_row = T.dynamic("of_bias_a_row of_bias_b_row", "int64")
+    shape, biases_shape = (tokens, p.channels), (p.window, p.channels)
+
+    @T.macro
+    def add_to_own(q, seen, own):
+        """To the thread's own sums, in shared memory."""
+        tx = T.get_thread_binding()
+        total = T.alloc_local((geo.part,), T.float32)
+        for i in T.unroll(geo.rows):
+            for e in T.vectorized(geo.part):
+                total[e] = own[i * geo.parts + q, tx * geo.part + e]
+            for e in T.unroll(geo.part):
+                total[e] = T.ieee_add(total[e], seen[i * geo.part + e])
+            for e in T.vectorized(geo.part):
+                own[i * geo.parts + q, tx * geo.part + e] = total[e]
+
+    @T.macro
+    def stored_sums(partial, block, slot, group, channel, own):
+        """The slots' sums, added in their order, to the block's own part."""
+        tx = T.get_thread_binding()
+        total = T.alloc_local((geo.part,), T.float32)
+        T.sync_threads()
+        if slot == 0 and channel < p.channels:
+            for i in T.unroll(geo.rows):
+                item = group * geo.items + i % geo.items
+                if geo.exact or item < geo.window:
+                    for q in T.unroll(geo.parts):
+                        for e in T.unroll(geo.part):
+                            total[e] = T.float32(0)
+                        for other in T.serial(geo.slots):
+                            for e in T.unroll(geo.part):
+                                total[e] = T.ieee_add(
+                                    total[e],
+                                    own[
+                                        i * geo.parts + q,
+                                        (other * geo.lanes * geo.groups + tx) * geo.part + e,
+                                    ],
+                                )
+                        for e in T.vectorized(geo.part):
+                            partial[block, i // geo.items, item, channel + q * geo.part + e] = (
+                                total[e]
+                            )
+
+    @T.macro
+    def add_to_part(partial, block, step, item, q, channel, seen):
+        """Long windows: the block's own part is where the sums grow."""
+        total = T.alloc_local((geo.part,), T.float32)
+        for i in T.unroll(geo.rows):
+            if item + i % geo.items < geo.window:
+                if step == 0:
+                    for e in T.unroll(geo.part):
+                        total[e] = seen[i * geo.part + e]
+                else:
+                    for e in T.vectorized(geo.part):
+                        total[e] = partial[
+                            block, i // geo.items, item + i % geo.items, channel + q * geo.part + e
+                        ]
+                    for e in T.unroll(geo.part):
+                        total[e] = T.ieee_add(total[e], seen[i * geo.part + e])
+                for e in T.vectorized(geo.part):
+                    partial[
+                        block, i // geo.items, item + i % geo.items, channel + q * geo.part + e
+                    ] = total[e]
+
+    @T.prim_func
+    def gradients_of_windows(
+        grad_out: T.Tensor[(num_windows, p.channels), p.out_dtype],
+        kv_a: T.StridedTensor[shape, (kv_a_row, 1), dtype],
+        z_a: T.StridedTensor[shape, (z_a_row, 1), dtype],
+        bias_a: T.StridedTensor[biases_shape, (bias_a_row, 1), T.float32],
+        kv_b: T.StridedTensor[shape, (kv_b_row, 1), dtype],
+        z_b: T.StridedTensor[shape, (z_b_row, 1), dtype],
+        bias_b: T.StridedTensor[biases_shape, (bias_b_row, 1), T.float32],
+        bounds: T.Tensor[(num_bounds,), T.int32],
+        counted: T.Tensor[(num_bounds,), T.int32],
+        places: T.Tensor[(num_windows, 3), T.int32],
+        grad_kv_a: T.StridedTensor[shape, (of_kv_a_row, 1), dtype],
+        grad_z_a: T.StridedTensor[shape, (of_z_a_row, 1), dtype],
+        grad_kv_b: T.StridedTensor[shape, (of_kv_b_row, 1), dtype],
+        grad_z_b: T.StridedTensor[shape, (of_z_b_row, 1), dtype],
+        grad_bias_a: T.StridedTensor[biases_shape, (of_bias_a_row, 1), T.float32],
+        grad_bias_b: T.StridedTensor[biases_shape, (of_bias_b_row, 1), T.float32],
+        partial: T.Tensor[(num_parts, series, p.window, p.channels), T.float32],
+    ):
+        with T.Kernel(num_parts, geo.blocks_across, threads=geo.threads) as (block, across):
+            T.annotate_min_blocks_per_sm(gradient_blocks_per_sm(geo))
+            T.assume(kv_a_row % p.vector == 0)
+            T.assume(z_a_row % p.vector == 0)
+            T.assume(of_kv_a_row % p.vector == 0)
+            T.assume(of_z_a_row % p.vector == 0)
+            T.assume(bias_a_row % geo.part == 0)
+            if series == 2:
+                T.assume(kv_b_row % p.vector == 0)
+                T.assume(z_b_row % p.vector == 0)
+                T.assume(of_kv_b_row % p.vector == 0)
+                T.assume(of_z_b_row % p.vector == 0)
+                T.assume(bias_b_row % geo.part == 0)
+            tx = T.get_thread_binding()
+            lane = tx % geo.lanes
+            group = tx // geo.lanes % geo.groups
+            slot = tx // (geo.lanes * geo.groups)
+            channel = across * geo.width + lane * geo.vector
+            biases = T.alloc_shared(
+                (series, geo.groups * geo.items, geo.parts, geo.lanes * geo.part)
+                if kept
+                else (1, 1, 1, 1),
+                T.float32,
+            )
+            of_groups = T.alloc_shared(exchange, T.float32)
+            of_window = T.alloc_shared((3, exchange[2]), T.float32)
+            own = T.alloc_shared(
+                (geo.rows * geo.parts, geo.threads * geo.part) if kept else (1, 1), T.float32
+            )
+            kv = T.alloc_local((geo.rows * geo.vector,), dtype)
+            z = T.alloc_local((geo.rows * geo.vector,), dtype)
+            scores = T.alloc_local((geo.rows * geo.part,), T.float32)
+            tops = T.alloc_local((geo.vector,), T.float32)
+            totals = T.alloc_local((geo.vector,), T.float32)
+            sums = T.alloc_local((geo.vector,), T.float32)
+            read = T.alloc_local((geo.vector,), p.out_dtype)
+            grad = T.alloc_local((geo.vector,), T.float32)
+            first = T.alloc_local((2,), T.int32)
+            if kept:
+                for i in T.unroll(geo.rows * geo.parts):
+                    for e in T.vectorized(geo.part):
+                        own[i, tx * geo.part + e] = T.float32(0)
+                staged(bias_a, 0, slot, group, lane, channel, biases)
+                if series == 2:
+                    staged(bias_b, 1, slot, group, lane, channel, biases)
+                T.sync_threads()
+            for step in T.serial(T.ceildiv(num_windows, geo.slots * num_parts)):
+                window = T.alloc_var(T.int32, init=(step * num_parts + block) * geo.slots + slot)
+                found(places, window, num_windows, first)
+                for v in T.unroll(geo.vector):
+                    read[v] = T.cast(T.float32(0), p.out_dtype)
+                if window < num_windows and channel < p.channels:
+                    for v in T.vectorized(geo.vector):
+                        read[v] = grad_out[window, channel + v]
+                summed(
+                    kv_a, z_a, bias_a, kv_b, z_b, bias_b, biases, first, group, lane, channel,
+                    kv, z, scores, tops, totals, sums,
+                )  # fmt: skip
+                joined(slot, group, lane, tops, totals, sums, of_groups, of_window)
+                for v in T.unroll(geo.vector):
+                    grad[v] = T.cast(read[v], T.float32)
+                # Long windows start their sums also where there is no window.
+                if (first[0] >= 0 or (not kept and step == 0)) and channel < p.channels:
+                    for chunk in T.serial(geo.chunks):
+                        item = T.alloc_var(T.int32, init=(chunk * geo.groups + group) * geo.items)
+                        if not kept:
+                            load(kv_a, first[0], item, channel, 0, kv)
+                            load(z_a, first[0], item, channel, 0, z)
+                            if series == 2:
+                                load(kv_b, first[1], item, channel, geo.items, kv)
+                                load(z_b, first[1], item, channel, geo.items, z)
+                        for q in T.unroll(geo.parts):
+                            scored(first, item, lane, channel, q, z, bias_a, bias_b, biases, scores)
+                            derived(first, item, q, kv, z, grad, tops, totals, sums, scores)
+                            if kept:
+                                add_to_own(q, scores, own)
+                            else:
+                                add_to_part(partial, block, step, item, q, channel, scores)
+                        store(grad_kv_a, first[0], item, channel, 0, kv)
+                        store(grad_z_a, first[0], item, channel, 0, z)
+                        if series == 2:
+                            store(grad_kv_b, first[1], item, channel, geo.items, kv)
+                            store(grad_z_b, first[1], item, channel, geo.items, z)
+            if kept:
+                stored_sums(partial, block, slot, group, channel, own)
+        with T.Kernel(
+            adding + (num_bounds if p.ragged else 1), SPLITS, threads=FINISHING_THREADS
+        ) as (block, split):
+            T.assume(of_kv_a_row % p.vector == 0)
+            T.assume(of_z_a_row % p.vector == 0)
+            T.assume(of_bias_a_row % geo.part == 0)
+            if series == 2:
+                T.assume(of_kv_b_row % p.vector == 0)
+                T.assume(of_z_b_row % p.vector == 0)
+                T.assume(of_bias_b_row % geo.part == 0)
+            if block < adding:
+                added(block * SPLITS + split, partial, num_parts, grad_bias_a, grad_bias_b)
+            else:
+                sequence = T.alloc_var(T.int32, init=block - adding)
+                begin = T.alloc_var(T.int32, init=0)
+                end = T.alloc_var(T.int32, init=tokens)
+                taken = T.alloc_var(T.int32, init=num_windows)  # windows of this sequence
+                if p.ragged:
+                    if sequence < num_bounds - 1:
+                        begin = bounds[sequence]
+                        end = bounds[sequence + 1]
+                        taken = T.truncdiv(end - begin, p.window)
+                        taken = T.max(T.min(taken, num_windows - counted[sequence]), 0)
+                    else:  # what comes after all sequences, and before them
+                        begin = bounds[num_bounds - 1]
+                        taken = 0
+                        zeroed(grad_kv_a, 0, bounds[0], split)
+                        zeroed(grad_z_a, 0, bounds[0], split)
+                        if series == 2:
+                            zeroed(grad_kv_b, 0, bounds[0], split)
+                            zeroed(grad_z_b, 0, bounds[0], split)
+                zeroed(grad_kv_a, begin + taken * p.window, end, split)
+                zeroed(grad_z_a, begin + taken * p.window, end, split)
+                if series == 2:  # of which the last window has no other one to go to
+                    zeroed(grad_kv_b, begin + T.max(taken - 1, 0) * p.window, end, split)
+                    zeroed(grad_z_b, begin + T.max(taken - 1, 0) * p.window, end, split)
+
+    return gradients_of_windows
