@@ -1,3 +1,5 @@
 """Attention over long contexts: keys and values compressed by windows, and choosing among them."""
 
-__all__: list[str] = []
+from tile_kernels.attention.indexer_topk import indexer_topk
+
+__all__ = ["indexer_topk"]
