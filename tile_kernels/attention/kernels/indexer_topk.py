@@ -58,6 +58,14 @@ def best_of_rows(
     prefix = prefix_over_block(THREADS)
     sort = sort_entries(topk, THREADS)
 
+    @T.macro
+    def load(logits, row, group, stop, values):
+        """The logits of a thread in a tile; a vector that begins in range lies in the row."""
+        for c in T.unroll(OWN // vector):
+            if group * OWN + c * vector < stop:
+                for e in T.vectorized(vector):
+                    values[c * vector + e] = logits[row, group * OWN + c * vector + e]
+
     @T.prim_func
     def best_entries(
         logits: T.StridedTensor[(rows, columns), (stride, 1), dtype],
@@ -67,6 +75,7 @@ def best_of_rows(
     ):
         with T.Kernel(rows, threads=THREADS) as row:
             T.assume(stride % vector == 0)
+            T.annotate_min_blocks_per_sm(2)
             tx = T.get_thread_binding()
             keys = T.alloc_shared((1, capacity), T.uint32)
             ids = T.alloc_shared((1, capacity), T.int32)
@@ -82,36 +91,32 @@ def best_of_rows(
             mine = T.alloc_var(T.int32)
             if with_start:
                 begin = T.max(start[row], 0)
-            first = begin // OWN * OWN
-            for tile in T.serial(T.ceildiv(T.max(stop - first, 0), TILE)):
-                place = first + tile * TILE + tx * OWN
-                for c in T.unroll(OWN // vector):
-                    if place + c * vector < columns:
-                        for e in T.vectorized(vector):
-                            values[c * vector + e] = logits[row, place + c * vector + e]
+            group = T.alloc_var(T.int32, init=begin // OWN + tx)  # of the thread's logits in a tile
+            tiles = T.alloc_var(T.int32, init=T.ceildiv(stop - begin // OWN * OWN, TILE))
+            load(logits, row, group, stop, values)
+            for tile in T.serial(tiles):
                 mine = 0
                 for e in T.unroll(OWN):
                     own[e] = T.uint32(0)
-                    if place + e >= begin and place + e < stop:
+                    if group * OWN + e >= begin and group * OWN + e < stop:
                         own[e] = key_of(T.cast(values[e], T.float32))
                     if own[e] > bound:
                         mine = mine + 1
+                load(logits, row, group + THREADS, stop, values)  # of the next tile
                 prefix(mine, sums, before)
                 for e in T.unroll(OWN):
                     if own[e] > bound:
                         keys[0, count + before[0]] = own[e]
-                        ids[0, count + before[0]] = place + e
+                        ids[0, count + before[0]] = group * OWN + e
                         before[0] = before[0] + 1
                 count = count + before[1]
+                group = group + THREADS
                 T.sync_threads()
-                if count > capacity - TILE:
+                # Before the list cannot take another tile, and at the end.
+                if count > T.if_then_else(tile + 1 == tiles, topk, capacity - TILE):
                     bound = keep(keys, ids, 0, count, counters, sums)
                     count = topk
                     T.sync_threads()
-            if count > topk:
-                bound = keep(keys, ids, 0, count, counters, sums)
-                count = topk
-            T.sync_threads()
             if sorted:
                 sort(keys, ids, 0, count)
             for c in T.serial(-(-topk // THREADS)):
