@@ -15,6 +15,7 @@ from tile_kernels.attention.kernels.indexer_scores import (
     tile_plan,
 )
 from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 MOST_QUERIES = 16
@@ -44,11 +45,13 @@ def plan(source: str, heads: int, depth: int, out_dtype: str, role: str, device:
     return Plan(*tile, out_dtype, role)
 
 
-def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (32, 64, 128), (32,)
+def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
+    made = Plan(*static)
+    loads = (8, 32, 64, 128) if made.source == E2M1 else (32, 64, 128)
+    return loads, BITS[made.out_dtype]
 
 
-@kernel(plan=plan, access_bits=access_bits, pass_configs=NO_TYPED_SYNC)
+@kernel(plan=plan, access_bits=access_bits, pass_configs={**NO_TYPED_SYNC, **EXPLICIT_GUARDS})
 def score_tiles(*static: Any) -> Any:
     """A block has some queries and a share of the keys, `share_keys`, a multiple of 128."""
     made = Plan(*static)
@@ -60,7 +63,7 @@ def score_tiles(*static: Any) -> Any:
     q_scales = (tokens, heads, tile.groups)
     k_scales = (num_keys, tile.groups) if packed else (num_keys,)
     load = load_queries(tile)
-    fetch, arrive = stream_keys(tile)
+    fetch, fetch_exponents, arrive = stream_keys(tile)
     dotted = dot(tile)
     scaled = scores_of(tile)
 
@@ -91,7 +94,7 @@ def score_tiles(*static: Any) -> Any:
         with T.Kernel(
             T.ceildiv(tokens, queries), T.ceildiv(num_keys, share_keys), threads=tile.threads
         ) as (block, share):
-            T.annotate_min_blocks_per_sm(2)
+            T.annotate_min_blocks_per_sm(1 if role == MARKED else 2)
             tx = T.get_thread_binding()
             of_queries = T.alloc_shared((1, tile.columns, tile.depth), tile.unit)
             of_keys = T.alloc_shared((tile.slots, keys, tile.depth), tile.unit)
@@ -104,9 +107,8 @@ def score_tiles(*static: Any) -> Any:
             products = T.alloc_fragment((keys, tile.columns), T.float32)
             by_head = T.reshape(products, (keys, queries, tile.padded))
             sums = T.alloc_fragment((keys, queries), T.float32)
-            exponents = T.alloc_local((tile.rounds,), T.int32)
-            ahead = T.alloc_local((tile.rounds,), T.int32)
-            wide = T.alloc_local((1,), T.int32)
+            exponents = T.alloc_local((1,), T.uint32)
+            wide = T.alloc_shared((1,), T.int32)
             least = T.alloc_var(T.int32, init=num_keys)
             most = T.alloc_var(T.int32, init=0)
             wanted = T.alloc_var(T.int32, init=1)
@@ -117,15 +119,15 @@ def score_tiles(*static: Any) -> Any:
                     if first + t < tokens:
                         wanted = T.max(wanted, marks[first + t, share])
             if wanted != 0:
-                wide[0] = 0
-                for c in T.unroll(tile.rounds):
-                    ahead[c] = 0
+                if tx == 0:
+                    wide[0] = 0
                 if tx < queries:
                     bounds[0, tx] = 0
                     bounds[1, tx] = 0
                     if first + tx < tokens:
                         bounds[0, tx] = T.max(start[first + tx], 0)
                         bounds[1, tx] = T.min(end[first + tx], num_keys)
+                T.sync_threads()
                 load(q, q_sf, weights, first, tokens, of_queries, q_factors, of_weights, wide)
                 for t in T.serial(queries):
                     if bounds[0, t] < bounds[1, t]:
@@ -140,23 +142,20 @@ def score_tiles(*static: Any) -> Any:
                     if share * tiles + i < begin or share * tiles + i >= last:
                         store(out, first, share * tiles + i, bounds, of_scores, False)
                 for i in T.serial(stages - 1):
-                    fetch(k, k_sf, num_keys, begin + i, last, of_keys, raw, k_factors, ahead)
-                for i in T.serial(T.max(last - begin, 0)):
-                    number = begin + i
-                    for c in T.unroll(tile.rounds):
-                        exponents[c] = ahead[c]
-                    fetch(
-                        k, k_sf, num_keys, number + stages - 1, last, of_keys, raw, k_factors, ahead
-                    )
+                    fetch(k, k_sf, begin + i, last, of_keys, raw, k_factors)
+                fetch_exponents(k_sf, num_keys, begin, last, exponents)
+                for number in T.serial(begin, last):
+                    fetch(k, k_sf, number + stages - 1, last, of_keys, raw, k_factors)
                     arrive(number, of_keys, raw, k_factors, exponents, wide)
+                    fetch_exponents(k_sf, num_keys, number + 1, last, exponents)
                     slot = number % tile.slots
                     dotted(of_keys, slot, of_queries, products, by_head, of_weights, sums)
                     scaled(sums, k_factors, number, of_scores)
                     T.sync_threads()
                     store(out, first, number, bounds, of_scores, True)
                 if role == MARKING:
-                    wanted = T.syncthreads_or(wide[0])
+                    T.sync_threads()
                     if tx < queries and first + tx < tokens:
-                        marks[first + tx, share] = wanted
+                        marks[first + tx, share] = wide[0]
 
     return score_blocks

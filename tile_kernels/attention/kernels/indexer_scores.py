@@ -59,7 +59,7 @@ class Tile(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """Groups of a tile of keys for each thread."""
+        """Groups of a tile of keys for each thread, at most 4: their exponents fill a word."""
         return -(-self.keys * self.groups // self.threads)
 
     @property
@@ -98,15 +98,15 @@ def tile_plan(
     queries = max(1, min(MOST_COLUMNS // padded, most_queries))
     fenced = device.arch == "sm_90a"
     most = 2 if source != unit else MOST_STAGES
-    while True:
+    # Rather two blocks of an SM than large ones: one multiplies while the other sums over heads.
+    for room in (device.smem_per_sm // 2 - 1024, device.smem_per_block):
         for keys in (128, 64):
-            for stages in range(most, 1, -1):
-                tile = Tile(source, unit, heads, padded, depth, keys, queries, stages, fenced)
-                if tile.bytes() + queries * held + 4096 <= device.smem_per_block or (
-                    queries == 1 and keys == 64 and stages == 2
-                ):
-                    return tile
-        queries = queries // 2
+            for fewer in range(queries, 0, -1):
+                for stages in range(most, 1, -1):
+                    tile = Tile(source, unit, heads, padded, depth, keys, fewer, stages, fenced)
+                    if tile.bytes() + fewer * held + 2048 <= room:
+                        return tile
+    raise ValueError(f"no tile of {heads} heads of {depth} fits into the memory of {device.name}")
 
 
 def published(tile: Tile) -> Any:
@@ -161,7 +161,7 @@ def scores_of(tile: Tile) -> Any:
 def expansion(tile: Tile) -> Any:
     """A macro: the 32 codes of a group into a row of `place`, and the row's own factor.
 
-    The groups of a row are in neighbouring lanes. `wide[0]` becomes 1 where e4m3 cannot hold all
+    The groups of a row are in neighbouring lanes. `wide[0]`, shared, becomes 1 where e4m3 cannot hold all
     groups of the row.
     """
 
@@ -268,12 +268,18 @@ def load_queries(tile: Tile) -> Any:
                     expand(words, exponent, of_queries, row, group, factors, wide)
         else:
             for i, j in T.Parallel(tile.columns, tile.depth):
-                of_queries[0, i, j] = T.cast(
-                    q[first + i // tile.padded, i % tile.padded, j], tile.unit
-                )
+                if first + i // tile.padded < tokens and i % tile.padded < tile.heads:
+                    of_queries[0, i, j] = T.cast(
+                        q[first + i // tile.padded, i % tile.padded, j], tile.unit
+                    )
+                else:
+                    of_queries[0, i, j] = T.cast(0, tile.unit)
         publish()
         for j in T.Parallel(tile.columns):
-            of_weights[j] = weights[first + j // tile.padded, j % tile.padded]
+            if first + j // tile.padded < tokens and j % tile.padded < tile.heads:
+                of_weights[j] = weights[first + j // tile.padded, j % tile.padded]
+            else:
+                of_weights[j] = T.float32(0)
         if tile.source == E2M1:
             for j in T.Parallel(tile.columns):
                 of_weights[j] = of_weights[j] * factors[0, j]
@@ -285,9 +291,9 @@ def load_queries(tile: Tile) -> Any:
 
 
 def stream_keys(tile: Tile) -> Any:
-    """Two macros: `fetch` starts the copies of a tile of keys, `arrive` has it for the matrix units.
+    """Macros: `fetch` and `fetch_exponents` of a tile of keys, `arrive` has it for the matrix units.
 
-    `arrive` comes one tile after `fetch` at least, `stages - 1` tiles at most.
+    Exponents, those of e2m1, are fetched one tile ahead, after the one before has arrived.
     """
     expand = expansion(tile)
     publish = published(tile)
@@ -296,7 +302,7 @@ def stream_keys(tile: Tile) -> Any:
     packed = tile.source == E2M1
 
     @T.macro
-    def fetch(k, k_sf, num_keys, number, last, of_keys, raw, factors, ahead):
+    def fetch(k, k_sf, number, last, of_keys, raw, factors):
         if number < last:
             row = number * tile.keys
             slot = number % tile.stages
@@ -306,15 +312,21 @@ def stream_keys(tile: Tile) -> Any:
                 T.async_copy(k[row : row + tile.keys, 0 : tile.depth], of_keys[slot, :, :])
             if tile.source == E4M3:
                 T.async_copy(k_sf[row : row + tile.keys], factors[slot, :])
-            if packed:
-                for c in T.unroll(tile.rounds):
-                    key = row + (c * threads + T.get_thread_binding()) // groups
-                    ahead[c] = 0
-                    if key < num_keys:
-                        ahead[c] = T.cast(k_sf[key, T.get_thread_binding() % groups], T.int32)
         else:
             for _ in T.unroll(copies):
                 T.ptx_commit_group()
+
+    @T.macro
+    def fetch_exponents(k_sf, num_keys, number, last, exponents):
+        """Of a thread's groups in a tile of e2m1, a byte each."""
+        if packed:
+            exponents[0] = T.uint32(0)
+            if number < last:
+                for c in T.unroll(tile.rounds):
+                    key = number * tile.keys + (c * threads + T.get_thread_binding()) // groups
+                    if key < num_keys:
+                        exponent = T.cast(k_sf[key, T.get_thread_binding() % groups], T.uint32)
+                        exponents[0] = exponents[0] | (exponent << T.uint32(8 * c))
 
     @T.macro
     def arrive(number, of_keys, raw, factors, exponents, wide):
@@ -324,16 +336,20 @@ def stream_keys(tile: Tile) -> Any:
             slot = number % tile.stages
             if packed:
                 words = T.alloc_local((4,), T.uint32)
-                for c in T.unroll(tile.rounds):
+                exponent = T.alloc_var(T.int32)
+                for c in T.unroll(tile.rounds, unroll_factor=1):
                     row = (c * threads + T.get_thread_binding()) // groups
                     group = T.get_thread_binding() % groups
                     if row < tile.keys:
                         for e in T.vectorized(4):
                             words[e] = raw[slot, row, group * 4 + e]
-                        expand(words, exponents[c], of_keys, row, group, factors, wide)
+                        exponent = T.cast(
+                            (exponents[0] >> T.cast(8 * c, T.uint32)) & T.uint32(255), T.int32
+                        )
+                        expand(words, exponent, of_keys, row, group, factors, wide)
             else:
                 for i, j in T.Parallel(tile.keys, tile.depth):
                     of_keys[0, i, j] = T.cast(raw[slot, i, j], tile.unit)
             publish()
 
-    return fetch, arrive
+    return fetch, fetch_exponents, arrive
