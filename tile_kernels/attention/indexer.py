@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tile_kernels import config
-from tile_kernels.attention.cases.indexer import INDEXER_LOGITS
-from tile_kernels.attention.indexer_topk import check_bound
+from tile_kernels.attention.cases.indexer import INDEXER_LOGITS, INDEXER_SELECT
+from tile_kernels.attention.indexer_topk import MOST_TOPK, check_bound
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.launch import Kernel, alignment, dtype_name, nonempty
@@ -26,6 +26,7 @@ _MOST_SHARE = 32 * KEYS
 _BLOCKS_PER_SM = 4
 
 _SCORES = Kernel("tile_kernels.attention.kernels.indexer_logits", "score_tiles")
+_BEST_KEYS = Kernel("tile_kernels.attention.kernels.indexer_select", "best_keys")
 
 
 # ---- checks -------------------------------------------------------------------------------------
@@ -241,3 +242,105 @@ def indexer_logits(
     [[0.5, 4.0, -inf]]
     """
     return _logits(*pair("q", q), *pair("k", k), weights, start, end, out_dtype)
+
+
+# ---- selection ----------------------------------------------------------------------------------
+
+
+def _check_select(
+    q: Tensor,
+    q_sf: Tensor | None,
+    k: Tensor,
+    k_sf: Tensor | None,
+    weights: Tensor,
+    start: Tensor,
+    end: Tensor,
+    topk: int,
+) -> None:
+    check_operands(q, q_sf, k, k_sf, weights)
+    check_bound("start", start, q.shape[0])
+    check_bound("end", end, q.shape[0])
+    checks.integer("topk", topk, 1, MOST_TOPK)
+
+
+def _cost_select(
+    q: Operand, k: Operand, weights: Tensor, start: Tensor, end: Tensor, topk: int
+) -> Cost:
+    queries, keys = pair("q", q)[0], pair("k", k)[0]
+    return Cost(
+        _operand_bytes(q, k, weights, start, end) + 4 * queries.shape[0] * topk,
+        _flops(queries, keys.shape[0]),
+    )
+
+
+def _oracle_select(
+    q: Tensor,
+    q_sf: Tensor | None,
+    k: Tensor,
+    k_sf: Tensor | None,
+    weights: Tensor,
+    start: Tensor,
+    end: Tensor,
+    topk: int,
+) -> Tensor:
+    queries = q if q_sf is None else (q, q_sf)
+    keys = k if k_sf is None else (k, k_sf)
+    return oracles.indexer_select(queries, keys, weights, start, end, topk)
+
+
+@op(
+    check=_check_select,
+    oracle=_oracle_select,
+    cost=_cost_select,
+    cases=INDEXER_SELECT,
+    differentiable=False,
+    name="indexer_select",
+)
+def _select(
+    q: Tensor,
+    q_sf: Tensor | None,
+    k: Tensor,
+    k_sf: Tensor | None,
+    weights: Tensor,
+    start: Tensor,
+    end: Tensor,
+    topk: int,
+) -> Tensor:
+    out = end.new_empty((q.shape[0], topk))
+    if nonempty(out):
+        source, heads = SOURCES[q.dtype], q.shape[1]
+        depth = q.shape[2] * (2 if source == "e2m1" else 1)
+        marks = torch.empty_like(end) if source == "e2m1" else None
+        for role in ("all",) if marks is None else ("marking", "marked"):
+            _BEST_KEYS.launch(
+                (source, heads, depth, topk, role),
+                rows_of(q), q_sf, rows_of(k), k_sf, weights, start, end, marks, out,
+            )  # fmt: skip
+    return out
+
+
+@face(_select, oracle=oracles.indexer_select)
+def indexer_select(
+    q: Operand, k: Operand, weights: Tensor, start: Tensor, end: Tensor, topk: int
+) -> Tensor:
+    """The keys that matter most to each query: `indexer_topk` of `indexer_logits`, without those.
+
+    | argument | shape | dtype |
+    |---|---|---|
+    | `q`, `k`, `weights`, `start`, `end` | those of `indexer_logits` | |
+    | `topk` | `1..4096`, also above `S` | int |
+    | returns | `[T, topk]` | int32 |
+
+    Indices in ascending order, -1 where a query has fewer keys in its range. Exact for the float32
+    logits, of equal ones the smaller index; NaN is -inf. The logits exist a tile at a time, in the
+    memory of a multiprocessor: nothing of the size `[T, S]` is allocated. Deterministic.
+
+    Raises `TypeError` or `ValueError` with the argument's name.
+
+    >>> q, k = torch.zeros(1, 2, 32).bfloat16(), torch.zeros(3, 32).bfloat16()
+    >>> q[0, :, 0], k[:, 0] = torch.tensor([1, -1]), torch.tensor([1, -2, 3])
+    >>> weights, ends = torch.tensor([[0.5, 2.0]]), torch.tensor([0, 3]).int()
+    >>> indexer_select(q, k, weights, ends[:1], ends[1:], 2).tolist()
+    [[1, 2]]
+    """
+    return _select(*pair("q", q), *pair("k", k), weights, start, end, topk)

@@ -184,3 +184,48 @@ INDEXER_LOGITS = Cases(
     rejects=[*OPERAND_REJECTS, Reject("out_dtype", "float16", changed(out_dtype=torch.float16))],
     compare=close_results(rtol=2e-3, atol=2e-3, rtol_bfloat16=2**-7),
 )  # fmt: skip
+
+
+def _selection(tokens: int, keys: int, topk: int, *shape: Any, **how: Any) -> Build:
+    return arguments(tokens, keys, *shape, exact=True, topk=topk, **how)
+
+
+INDEXER_SELECT = Cases(
+    small=[
+        Sample("5x300.20", _selection(5, 300, 20)),
+        Sample("no queries", _selection(0, 130, 20)),
+        Sample("no keys", _selection(5, 0, 20)),
+        Sample("one of one", _selection(1, 1, 20)),
+        *(Sample(f"{s}.3x150.20.64x128", _selection(3, 150, 20, 64, 128, s)) for s in _SOURCES),
+        Sample("long.2x3000.20", _selection(2, 3000, 20)),
+        Sample("long.2x3000.900", _selection(2, 3000, 900)),
+        Sample("causal.19x400.20", _selection(19, 400, 20, ranges="causal")),
+        Sample("window.9x700.20", _selection(9, 700, 20, ranges="window")),
+        Sample("wild.e2m1.20x140.20", _selection(20, 140, 20, 4, 32, E2M1, "wild")),
+        Sample("nan.5x70.20", _selection(5, 70, 20, nan=True)),
+        Sample("far.3x150.20", _selection(3, 150, 20, 4, 128, E2M1, exponents="far")),
+        Sample("shifted.3x40.20", _selection(3, 40, 20, shift=True)),
+    ],
+    large=[
+        *(Sample(f"{s}.500x5000.512", _selection(500, 5000, 512, 64, 128, s, "causal")) for s in _SOURCES),
+        *(Sample(f"{s}.100x30000.2048", _selection(100, 30000, 2048, 64, 128, s)) for s in _SOURCES),
+        Sample("301x9001.1000.33x256", _selection(301, 9001, 1000, 33, 256, E2M1, "window")),
+        Sample("7x250000.4096.128x64", _selection(7, 250000, 4096, 128, 64)),
+        Sample("far.300x3000.100", _selection(300, 3000, 100, 64, 128, E2M1, exponents="far")),
+    ],
+    benchmarks=[
+        Benchmark("4096x65536.2048.64x128", _selection(4096, 65536, 2048, 64, 128), goal_us=7500.0),
+        Benchmark("e2m1.4096x65536.2048.64x128", _selection(4096, 65536, 2048, 64, 128, E2M1)),
+        Benchmark("causal.4096x16384.512.64x128", _selection(4096, 16384, 512, 64, 128, ranges="causal")),
+        Benchmark("4x65536.2048.64x128", _selection(4, 65536, 2048, 64, 128)),
+    ],
+    vectors=[
+        Vector(source, _worked(source, topk=2), lambda: torch.tensor([[2, 3], [1, 3]]).int())
+        for source in _SOURCES
+    ],
+    rejects=[
+        *OPERAND_REJECTS,
+        Reject("topk", "none", changed(topk=0)),
+        Reject("topk", "too many", changed(topk=4097)),
+    ],
+)  # fmt: skip

@@ -101,8 +101,9 @@ def tile_plan(
     # Rather two blocks of an SM than large ones: one multiplies while the other sums over heads.
     for room in (device.smem_per_sm // 2 - 1024, device.smem_per_block):
         for keys in (128, 64):
-            for fewer in range(queries, 0, -1):
+            for halved in range(queries.bit_length()):
                 for stages in range(most, 1, -1):
+                    fewer = queries >> halved
                     tile = Tile(source, unit, heads, padded, depth, keys, fewer, stages, fenced)
                     if tile.bytes() + fewer * held + 2048 <= room:
                         return tile
