@@ -69,9 +69,7 @@ def check_operands(
         return
     if k_sf is None:
         raise TypeError("k in float8_e4m3fn must be a tuple of data and scales")
-    checks.tensor(
-        "k's scales", k_sf, ("S",), torch.float32, shape=(k.shape[0],), contiguous=True
-    )
+    checks.tensor("k's scales", k_sf, ("S",), torch.float32, shape=(k.shape[0],), contiguous=True)
 
 
 def pair(name: str, value: Any) -> tuple[Tensor, Tensor | None]:
@@ -146,9 +144,7 @@ def _cost_logits(
 ) -> Cost:
     queries, keys = pair("q", q)[0], pair("k", k)[0]
     written = queries.shape[0] * keys.shape[0] * out_dtype.itemsize
-    return Cost(
-        _operand_bytes(q, k, weights, start, end) + written, _flops(queries, keys.shape[0])
-    )
+    return Cost(_operand_bytes(q, k, weights, start, end) + written, _flops(queries, keys.shape[0]))
 
 
 def _oracle_logits(

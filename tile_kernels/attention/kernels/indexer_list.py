@@ -87,8 +87,6 @@ def keep_best(topk: int, capacity: int, threads: int) -> Any:
         for c in T.unroll(own_entries // VECTOR):
             for e in T.vectorized(VECTOR):
                 own[c * VECTOR + e] = keys[which, tx * own_entries + c * VECTOR + e]
-            for e in T.vectorized(VECTOR):
-                own_ids[c * VECTOR + e] = ids[which, tx * own_entries + c * VECTOR + e]
         for j in T.unroll(own_entries):
             if tx * own_entries + j >= count:
                 own[j] = T.uint32(0)
@@ -112,6 +110,9 @@ def keep_best(topk: int, capacity: int, threads: int) -> Any:
                 mine = mine + 1
             elif own[j] == bound:
                 mine = mine + 65536
+        for c in T.unroll(own_entries // VECTOR):
+            for e in T.vectorized(VECTOR):
+                own_ids[c * VECTOR + e] = ids[which, tx * own_entries + c * VECTOR + e]
         prefix(mine, sums, before)
         above = T.alloc_var(T.int32, init=before[0] % 65536)
         equal = T.alloc_var(T.int32, init=before[0] // 65536)

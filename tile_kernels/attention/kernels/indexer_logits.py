@@ -135,9 +135,7 @@ def score_tiles(*static: Any) -> Any:
                         most = T.max(most, bounds[1, t])
                 tiles = share_keys // keys
                 begin = T.alloc_var(T.int32, init=T.max(share * tiles, least // keys))
-                last = T.alloc_var(
-                    T.int32, init=T.min((share + 1) * tiles, T.ceildiv(most, keys))
-                )
+                last = T.alloc_var(T.int32, init=T.min((share + 1) * tiles, T.ceildiv(most, keys)))
                 for i in T.serial(tiles):
                     if share * tiles + i < begin or share * tiles + i >= last:
                         store(out, first, share * tiles + i, bounds, of_scores, False)

@@ -192,9 +192,7 @@ def expansion(tile: Tile) -> Any:
             high = T.uint32(HIGH) + T.cast(shift, T.uint32) * T.uint32(HIGH_STEP)
         for c in T.unroll(GROUP // 4):
             codes = (words[c // 2] >> T.uint32(c % 2 * 16)) & T.uint32(0xFFFF)
-            magnitudes = T.call_extern(
-                T.uint32, "__byte_perm", low, high, codes & T.uint32(0x7777)
-            )
+            magnitudes = T.call_extern(T.uint32, "__byte_perm", low, high, codes & T.uint32(0x7777))
             signs = T.call_extern(
                 T.uint32, "__byte_perm", codes, codes >> T.uint32(4), T.uint32(0x5140)
             )
