@@ -24,7 +24,7 @@ def check_bound(name: str, value: object, num_queries: int) -> None:
     checks.tensor(name, value, ("T",), torch.int32, shape=(num_queries,), contiguous=True)
 
 
-def _check(logits: Tensor, k: int, end: Tensor, start: Tensor | None, sorted: bool) -> None:
+def _check(logits: Tensor, k: int, end: Tensor, start: Tensor | None, by_value: bool) -> None:
     checks.tensor("logits", logits, ("T", "S"), LOGITS, unit_inner_stride=True)
     if 0 < logits.stride(0) < logits.shape[1]:
         raise ValueError(f"logits must have rows apart, got stride {logits.stride(0)}")
@@ -32,11 +32,11 @@ def _check(logits: Tensor, k: int, end: Tensor, start: Tensor | None, sorted: bo
     check_bound("end", end, logits.shape[0])
     if start is not None:
         check_bound("start", start, logits.shape[0])
-    checks.boolean("sorted", sorted)
+    checks.boolean("sorted", by_value)
 
 
-def _oracle(logits: Tensor, k: int, end: Tensor, start: Tensor | None, sorted: bool) -> Tensor:
-    return oracles.indexer_topk(logits, k, end, start=start, sorted=sorted)
+def _oracle(logits: Tensor, k: int, end: Tensor, start: Tensor | None, by_value: bool) -> Tensor:
+    return oracles.indexer_topk(logits, k, end, start=start, sorted=by_value)
 
 
 @op(
@@ -49,21 +49,26 @@ def _oracle(logits: Tensor, k: int, end: Tensor, start: Tensor | None, sorted: b
     differentiable=False,
     name="indexer_topk",
 )
-def _topk(logits: Tensor, k: int, end: Tensor, start: Tensor | None, sorted: bool) -> Tensor:
+def _topk(logits: Tensor, k: int, end: Tensor, start: Tensor | None, by_value: bool) -> Tensor:
     out = end.new_empty((logits.shape[0], k))
     if nonempty(out):
         size = logits.element_size()
         places = math.gcd(alignment(logits), logits.stride(0) * size, logits.shape[1] * size)
         vector = min(4, places // size)
         _BEST.launch(
-            (k, dtype_name(logits), vector, start is not None, sorted), logits, start, end, out
+            (k, dtype_name(logits), vector, start is not None, by_value), logits, start, end, out
         )
     return out
 
 
 @face(_topk, oracle=oracles.indexer_topk)
 def indexer_topk(
-    logits: Tensor, k: int, end: Tensor, *, start: Tensor | None = None, sorted: bool = False
+    logits: Tensor,
+    k: int,
+    end: Tensor,
+    *,
+    start: Tensor | None = None,
+    sorted: bool = False,  # noqa: A002
 ) -> Tensor:
     """The `k` largest logits of each query among its keys, exactly.
 
@@ -71,7 +76,7 @@ def indexer_topk(
     |---|---|---|
     | `logits` | `[T, S]`, stride 1 in a row, any stride between rows | float32 or bfloat16 |
     | `k` | `1..4096`, also above `S` | int |
-    | `start`, `end` | `[T]`, contiguous: keys `start <= s < end` count; by default from 0 on | int32 |
+    | `start`, `end` | `[T]`: keys `start <= s < end` count, by default from 0 on | int32 |
     | returns | `[T, k]` | int32 |
 
     Of equal logits the smaller index is taken; the two zeros are equal, and NaN is -inf. An entry

@@ -19,9 +19,8 @@ _ROWS_AT_ONCE = 256  # queries whose logits the oracle of the selection holds
 def decode_operand(operand: Operand) -> tuple[Tensor, Tensor | None]:
     """float32 `[..., D]`, and the scale of each row where it is apart from the values."""
     data, sf = operand if isinstance(operand, tuple) else (operand, None)
-    if data.dtype != torch.int8:
+    if data.dtype != torch.int8 or sf is None:
         return data.float(), sf
-    assert sf is not None
     scales = decode_ue8m0(sf).masked_fill(sf == _NAN_EXPONENT, torch.nan)
     return decode_e2m1(data) * scales.repeat_interleave(GROUP, -1), None
 
@@ -58,7 +57,12 @@ def indexer_logits(
 
 
 def indexer_topk(
-    logits: Tensor, k: int, end: Tensor, *, start: Tensor | None = None, sorted: bool = False
+    logits: Tensor,
+    k: int,
+    end: Tensor,
+    *,
+    start: Tensor | None = None,
+    sorted: bool = False,  # noqa: A002
 ) -> Tensor:
     """See `tile_kernels.attention.indexer_topk`."""
     values = logits.float() + 0.0  # which makes one zero of two
@@ -85,7 +89,7 @@ def indexer_select(
     chosen = [weights.new_empty((0, topk), dtype=torch.int32)]
     for first in range(0, weights.shape[0], _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
-        some = tuple(part[rows] for part in q) if isinstance(q, tuple) else q[rows]
+        some = (q[0][rows], q[1][rows]) if isinstance(q, tuple) else q[rows]
         logits = indexer_logits(some, k, weights[rows], start[rows], end[rows])
         chosen.append(indexer_topk(logits, topk, end[rows], start=start[rows]))
     return torch.cat(chosen)

@@ -110,6 +110,7 @@ def _worked(source: str, **more: Any) -> Any:
         k[:, :2] = torch.tensor([[1, 0], [0, 1], [1, 1], [-1, 2]])
         scales = torch.tensor([1, 0.5, 2, 1])
         ends = torch.tensor([[0, 0], [4, 4]], dtype=torch.int32)
+        operands: tuple[Any, Any]
         if source == BF16:
             operands = q.bfloat16(), (k * scales[:, None]).bfloat16()
         elif source == E4M3:
@@ -147,14 +148,25 @@ OPERAND_REJECTS = [
     Reject("end", "fewer", edited("end", lambda x: x[1:])),
 ]
 
+
+def _of_each(
+    label: str, tokens: int, keys: int, heads: int, depth: int, **how: Any
+) -> list[Sample]:
+    """In each format; with `topk` for a selection, from exact logits."""
+    how["exact"] = "topk" in how
+    return [
+        Sample(f"{s}.{label}", arguments(tokens, keys, heads, depth, s, **how)) for s in _SOURCES
+    ]
+
+
 INDEXER_LOGITS = Cases(
     small=[
         Sample("5x130.4x32", arguments(5, 130)),
         Sample("no queries", arguments(0, 130)),
         Sample("no keys", arguments(5, 0)),
         Sample("one of one", arguments(1, 1)),
-        *(Sample(f"{s}.3x150.64x128", arguments(3, 150, 64, 128, s)) for s in _SOURCES),
-        *(Sample(f"{s}.causal.19x400.4x32", arguments(19, 400, 4, 32, s, "causal")) for s in _SOURCES),
+        *_of_each("3x150.64x128", 3, 150, 64, 128),
+        *_of_each("causal.19x400.4x32", 19, 400, 4, 32, ranges="causal"),
         Sample("2x140.128x64", arguments(2, 140, 128, 64)),
         Sample("bf16.2x64.5x256", arguments(2, 64, 5, 256, BF16)),
         Sample("window.40x700.4x32", arguments(40, 700, ranges="window")),
@@ -164,15 +176,15 @@ INDEXER_LOGITS = Cases(
         Sample("far.5x150.4x128", arguments(5, 150, 4, 128, E2M1, exponents="far")),
         Sample("special.5x150.4x128", arguments(5, 150, 4, 128, E2M1, exponents="special")),
         Sample("bfloat16 out.5x130.4x32", arguments(5, 130, out_dtype=torch.bfloat16)),
-        *(Sample(f"shifted.{s}.3x40.4x32", arguments(3, 40, 4, 32, s, shift=True)) for s in _SOURCES),
+        *_of_each("shifted.3x40.4x32", 3, 40, 4, 32, shift=True),
     ],
     large=[
-        *(Sample(f"{s}.500x5000.64x128", arguments(500, 5000, 64, 128, s, "causal")) for s in _SOURCES),
-        *(Sample(f"{s}.1x20000.64x128", arguments(1, 20000, 64, 128, s)) for s in _SOURCES),
-        *(Sample(f"{s}.301x4001.33x256", arguments(301, 4001, 33, 256, s, "window")) for s in _SOURCES),
-        *(Sample(f"{s}.70x9000.128x64", arguments(70, 9000, 128, 64, s)) for s in _SOURCES),
+        *_of_each("500x5000.64x128", 500, 5000, 64, 128, ranges="causal"),
+        *_of_each("1x20000.64x128", 1, 20000, 64, 128),
+        *_of_each("301x4001.33x256", 301, 4001, 33, 256, ranges="window"),
+        *_of_each("70x9000.128x64", 70, 9000, 128, 64),
         Sample("far.300x3000.64x128", arguments(300, 3000, 64, 128, E2M1, exponents="far")),
-        Sample("over 2**31", arguments(2**15 + 9, 2**16 + 3, 1, 32, E4M3, out_dtype=torch.bfloat16)),
+        Sample("over 2**31", arguments(2**15 + 9, 2**16 + 3, 1, out_dtype=torch.bfloat16)),
     ],
     benchmarks=[
         Benchmark("4096x65536.64x128", arguments(4096, 65536, 64, 128, E4M3), goal_us=6500.0),
@@ -189,8 +201,17 @@ INDEXER_LOGITS = Cases(
 )  # fmt: skip
 
 
-def _selection(tokens: int, keys: int, topk: int, *shape: Any, **how: Any) -> Build:
-    return arguments(tokens, keys, *shape, exact=True, topk=topk, **how)
+def _selection(
+    tokens: int,
+    keys: int,
+    topk: int,
+    heads: int = 4,
+    depth: int = 32,
+    source: str = E4M3,
+    ranges: str = "all",
+    **how: Any,
+) -> Build:
+    return arguments(tokens, keys, heads, depth, source, ranges, exact=True, topk=topk, **how)
 
 
 INDEXER_SELECT = Cases(
@@ -199,7 +220,7 @@ INDEXER_SELECT = Cases(
         Sample("no queries", _selection(0, 130, 20)),
         Sample("no keys", _selection(5, 0, 20)),
         Sample("one of one", _selection(1, 1, 20)),
-        *(Sample(f"{s}.3x150.20.64x128", _selection(3, 150, 20, 64, 128, s)) for s in _SOURCES),
+        *_of_each("3x150.20.64x128", 3, 150, 64, 128, topk=20),
         Sample("long.2x3000.20", _selection(2, 3000, 20)),
         Sample("long.2x3000.900", _selection(2, 3000, 900)),
         Sample("causal.19x400.20", _selection(19, 400, 20, ranges="causal")),
@@ -210,8 +231,8 @@ INDEXER_SELECT = Cases(
         Sample("shifted.3x40.20", _selection(3, 40, 20, shift=True)),
     ],
     large=[
-        *(Sample(f"{s}.500x5000.512", _selection(500, 5000, 512, 64, 128, s, "causal")) for s in _SOURCES),
-        *(Sample(f"{s}.100x30000.2048", _selection(100, 30000, 2048, 64, 128, s)) for s in _SOURCES),
+        *_of_each("500x5000.512", 500, 5000, 64, 128, ranges="causal", topk=512),
+        *_of_each("100x30000.2048", 100, 30000, 64, 128, topk=2048),
         Sample("301x9001.1000.33x256", _selection(301, 9001, 1000, 33, 256, E2M1, "window")),
         Sample("7x250000.4096.128x64", _selection(7, 250000, 4096, 128, 64)),
         Sample("far.300x3000.100", _selection(300, 3000, 100, 4, 128, E2M1, exponents="far")),
@@ -219,7 +240,10 @@ INDEXER_SELECT = Cases(
     benchmarks=[
         Benchmark("4096x65536.2048.64x128", _selection(4096, 65536, 2048, 64, 128), goal_us=7500.0),
         Benchmark("e2m1.4096x65536.2048.64x128", _selection(4096, 65536, 2048, 64, 128, E2M1)),
-        Benchmark("causal.4096x16384.512.64x128", _selection(4096, 16384, 512, 64, 128, ranges="causal")),
+        Benchmark(
+            "causal.4096x16384.512.64x128",
+            _selection(4096, 16384, 512, 64, 128, ranges="causal"),
+        ),
         Benchmark("4x65536.2048.64x128", _selection(4, 65536, 2048, 64, 128)),
     ],
     vectors=[

@@ -52,7 +52,7 @@ def _rows(
     dtype: torch.dtype = torch.float32,
     end: str = "all",
     start: str = "",
-    sorted: bool = False,
+    by_value: bool = False,
     stride: int | None = None,
     shift: int = 0,
 ) -> Build:
@@ -69,7 +69,7 @@ def _rows(
             "causal": place * columns // max(rows - 1, 1),
             "wild": torch.where(place % 2 == 0, columns + 7 * place, -place),
         }[end]
-        arguments: Arguments = {"logits": x, "k": k, "end": ends.int(), "sorted": sorted}
+        arguments: Arguments = {"logits": x, "k": k, "end": ends.int(), "sorted": by_value}
         starts = {"some": ends // 3, "above": ends + 2, "negative": -place}
         if start:
             arguments["start"] = starts[start].int()
@@ -83,13 +83,13 @@ KINDS = (
 )  # fmt: skip
 
 
-def _worked(k: int, sorted: bool) -> Any:
+def _worked(k: int, by_value: bool) -> Any:
     def make() -> Arguments:
         return {
             "logits": torch.tensor([[0.5, 1.5, 3.0, 7.5], [-2.0, 0.5, 0.0, 2.0]]),
             "k": k,
             "end": torch.full((2,), 4, dtype=torch.int32),
-            "sorted": sorted,
+            "sorted": by_value,
         }
 
     return make
@@ -102,25 +102,26 @@ INDEXER_TOPK = Cases(
         Sample("no keys", _rows(3, 0, 4)),
         Sample("one of one", _rows(1, 1, 1)),
         *(Sample(f"{kind}.3x700.50", _rows(3, 700, 50, kind)) for kind in KINDS),
-        *(Sample(f"{kind}.sorted.2x300.70", _rows(2, 300, 70, kind, sorted=True)) for kind in KINDS),
+        *(Sample(f"{kind}.sorted.2x300.70", _rows(2, 300, 70, kind, by_value=True))
+          for kind in KINDS),
         # Lists that fill up: 20000 entries and more.
         *(Sample(f"long.{kind}.1x20000.1500", _rows(1, 20000, 1500, kind)) for kind in KINDS[:6]),
-        Sample("long.2x9000.4096", _rows(2, 9000, 4096, "ties", sorted=True)),
+        Sample("long.2x9000.4096", _rows(2, 9000, 4096, "ties", by_value=True)),
         Sample("all of them.3x64.64", _rows(3, 64, 64, "ties")),
-        Sample("more than there are.3x64.100", _rows(3, 64, 100, "special", sorted=True)),
+        Sample("more than there are.3x64.100", _rows(3, 64, 100, "special", by_value=True)),
         Sample("causal.9x130.40", _rows(9, 130, 40, end="causal")),
         Sample("ranges.9x130.40", _rows(9, 130, 40, end="causal", start="some")),
         Sample("empty ranges.4x130.40", _rows(4, 130, 40, end="causal", start="above")),
-        Sample("wild.6x50.8", _rows(6, 50, 8, end="wild", start="negative", sorted=True)),
+        Sample("wild.6x50.8", _rows(6, 50, 8, end="wild", start="negative", by_value=True)),
         Sample("bfloat16.3x260.30", _rows(3, 260, 30, "ties", torch.bfloat16)),
         Sample("odd.3x131.30", _rows(3, 131, 30)),
         Sample("pairs.3x130.30", _rows(3, 130, 30, start="some")),
         Sample("strided.3x128.30", _rows(3, 128, 30, stride=136)),
-        Sample("shifted.bfloat16.3x127.30", _rows(3, 127, 30, "", torch.bfloat16, stride=131, shift=3)),
+        Sample("shifted.3x127.30", _rows(3, 127, 30, "", torch.bfloat16, stride=131, shift=3)),
     ],
     large=[
         *(Sample(f"{kind}.64x65536.2048", _rows(64, 65536, 2048, kind)) for kind in ("", *KINDS)),
-        Sample("sorted.64x65536.2048", _rows(64, 65536, 2048, "ties", sorted=True)),
+        Sample("sorted.64x65536.2048", _rows(64, 65536, 2048, "ties", by_value=True)),
         Sample("causal.1000x5000.512", _rows(1000, 5000, 512, end="causal", start="some")),
         Sample("bfloat16.100x30001.1024", _rows(100, 30001, 1024, "ties", torch.bfloat16)),
         Sample("1x250000.2048", _rows(1, 250000, 2048)),
@@ -128,7 +129,7 @@ INDEXER_TOPK = Cases(
     ],
     benchmarks=[
         Benchmark("4096x65536.2048", _rows(4096, 65536, 2048), goal_us=1000.0),
-        Benchmark("sorted.4096x65536.2048", _rows(4096, 65536, 2048, sorted=True)),
+        Benchmark("sorted.4096x65536.2048", _rows(4096, 65536, 2048, by_value=True)),
         Benchmark("ascending.1024x65536.2048", _rows(1024, 65536, 2048, "ascending")),
         Benchmark("64x65536.512", _rows(64, 65536, 512)),
     ],
@@ -141,7 +142,7 @@ INDEXER_TOPK = Cases(
         ),
     ],
     rejects=[
-        Reject("logits", "rows that overlap", edited("logits", lambda x: x.as_strided(x.shape, (1, 1)))),
+        Reject("logits", "overlap", edited("logits", lambda x: x.as_strided(x.shape, (1, 1)))),
         Reject("k", "zero", changed(k=0)),
         Reject("k", "too many", changed(k=4097)),
         Reject("end", "another size", edited("end", lambda x: x[1:])),

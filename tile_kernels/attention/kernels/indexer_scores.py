@@ -2,9 +2,9 @@
 
     score[t, s] = k_sf[s] * sum over h of weights[t, h] * relu(q[t, h] . k[s])
 
-A block holds the rows (query, head) of its queries and streams over tiles of keys. Keys are the rows
-of the product and (query, head) its columns, so that a thread and its three neighbours hold all
-heads of a key: they are weighted and summed in registers.
+A block holds the rows (query, head) of its queries and streams over tiles of keys. Keys are the
+rows of the product and (query, head) its columns, so that a thread and its three neighbours hold
+all heads of a key: they are weighted and summed in registers.
 
 The matrix units multiply e4m3 or bfloat16. Packed e2m1 is expanded on the way into shared memory:
 to e4m3 where all groups of each row are within `2**11` of its largest one, the row's own power of
@@ -47,14 +47,17 @@ class Tile(NamedTuple):
 
     @property
     def columns(self) -> int:
+        """Rows (query, head) of the block, columns of the product."""
         return self.queries * self.padded
 
     @property
     def threads(self) -> int:
+        """A warp for 16 keys."""
         return 2 * self.keys
 
     @property
     def groups(self) -> int:
+        """Groups of a row that have an exponent each, in e2m1."""
         return self.depth // GROUP
 
     @property
@@ -78,6 +81,7 @@ class Tile(NamedTuple):
         return 1 if self.expanded else self.stages
 
     def bytes(self) -> int:
+        """Shared memory that it takes."""
         rows = self.columns + self.slots * self.keys
         raw = self.stages * self.keys * self.depth // (2 if self.source == E2M1 else 1)
         raw = raw if self.expanded else 0
@@ -162,14 +166,14 @@ def scores_of(tile: Tile) -> Any:
 def expansion(tile: Tile) -> Any:
     """A macro: the 32 codes of a group into a row of `place`, and the row's own factor.
 
-    The groups of a row are in neighbouring lanes. `wide[0]`, shared, becomes 1 where e4m3 cannot hold all
-    groups of the row.
+    The groups of a row are in neighbouring lanes; all lanes come, those of no row with codes 0.
+    `wide[0]`, shared, becomes 1 where e4m3 cannot hold all groups of the row.
     """
 
     @T.macro
-    def to_e4m3(words, exponent, place, row, group, factors, wide):
+    def to_e4m3(words, exponent, place, row, rows, group, factors, wide):
         data = T.alloc_local((GROUP,), T.float8_e4m3fn)
-        bytes = T.view(data, (GROUP // 4,), T.uint32)
+        octets = T.view(data, (GROUP // 4,), T.uint32)
         most = T.alloc_var(T.int32, init=0)
         shift = T.alloc_var(T.int32, init=0)
         low = T.alloc_var(T.uint32, init=T.uint32(0))
@@ -196,18 +200,19 @@ def expansion(tile: Tile) -> Any:
             signs = T.call_extern(
                 T.uint32, "__byte_perm", codes, codes >> T.uint32(4), T.uint32(0x5140)
             )
-            bytes[c] = magnitudes | ((signs & T.uint32(0x08080808)) << T.uint32(4))
-        for c in T.unroll(GROUP // 16):
-            for e in T.vectorized(16):
-                place[0, row, group * GROUP + c * 16 + e] = data[c * 16 + e]
-        if group == 0:
+            octets[c] = magnitudes | ((signs & T.uint32(0x08080808)) << T.uint32(4))
+        if row < rows:
+            for c in T.unroll(GROUP // 16):
+                for e in T.vectorized(16):
+                    place[0, row, group * GROUP + c * 16 + e] = data[c * 16 + e]
+        if row < rows and group == 0:
             scale = T.reinterpret(T.cast(most, T.uint32) << T.uint32(23), T.float32)
             factors[0, row] = scale * T.float32(2.0**-UP)
 
     @T.macro
-    def to_bfloat16(words, exponent, place, row, group, factors, wide):
+    def to_bfloat16(words, exponent, place, row, rows, group, factors, wide):
         codes = T.alloc_local((4,), T.float8_e4m3fn)
-        bytes = T.view(codes, (1,), T.uint32)
+        octets = T.view(codes, (1,), T.uint32)
         data = T.alloc_local((8,), T.bfloat16)
         four = T.alloc_var(T.uint32)
         scale = T.alloc_var(T.float32)
@@ -223,12 +228,13 @@ def expansion(tile: Tile) -> Any:
                 signs = T.call_extern(
                     T.uint32, "__byte_perm", four, four >> T.uint32(4), T.uint32(0x5140)
                 )
-                bytes[0] = magnitudes | ((signs & T.uint32(0x08080808)) << T.uint32(4))
+                octets[0] = magnitudes | ((signs & T.uint32(0x08080808)) << T.uint32(4))
                 for e in T.unroll(4):
                     data[half * 4 + e] = T.cast(T.cast(codes[e], T.float32) * scale, T.bfloat16)
-            for e in T.vectorized(8):
-                place[0, row, group * GROUP + c * 8 + e] = data[e]
-        if group == 0:
+            if row < rows:
+                for e in T.vectorized(8):
+                    place[0, row, group * GROUP + c * 8 + e] = data[e]
+        if row < rows and group == 0:
             factors[0, row] = T.float32(1)
 
     return to_e4m3 if tile.unit == E4M3 else to_bfloat16
@@ -263,8 +269,7 @@ def load_queries(tile: Tile) -> Any:
                     for e in T.vectorized(4):
                         words[e] = q[token, head, group * 4 + e]
                     exponent = T.cast(q_sf[token, head, group], T.int32)
-                if row < tile.columns:
-                    expand(words, exponent, of_queries, row, group, factors, wide)
+                expand(words, exponent, of_queries, row, tile.columns, group, factors, wide)
         else:
             for i, j in T.Parallel(tile.columns, tile.depth):
                 if first + i // tile.padded < tokens and i % tile.padded < tile.heads:
@@ -290,7 +295,7 @@ def load_queries(tile: Tile) -> Any:
 
 
 def stream_keys(tile: Tile) -> Any:
-    """Macros: `fetch` and `fetch_exponents` of a tile of keys, `arrive` has it for the matrix units.
+    """Macros: `fetch` and `fetch_exponents` of a tile of keys; `arrive`, when it can be multiplied.
 
     Exponents, those of e2m1, are fetched one tile ahead, after the one before has arrived.
     """
@@ -339,13 +344,15 @@ def stream_keys(tile: Tile) -> Any:
                 for c in T.unroll(tile.rounds, unroll_factor=1):
                     row = (c * threads + T.get_thread_binding()) // groups
                     group = T.get_thread_binding() % groups
+                    for e in T.unroll(4):
+                        words[e] = T.uint32(0)
                     if row < tile.keys:
                         for e in T.vectorized(4):
                             words[e] = raw[slot, row, group * 4 + e]
-                        exponent = T.cast(
-                            (exponents[0] >> T.cast(8 * c, T.uint32)) & T.uint32(255), T.int32
-                        )
-                        expand(words, exponent, of_keys, row, group, factors, wide)
+                    exponent = T.cast(
+                        (exponents[0] >> T.cast(8 * c, T.uint32)) & T.uint32(255), T.int32
+                    )
+                    expand(words, exponent, of_keys, row, tile.keys, group, factors, wide)
             else:
                 for i, j in T.Parallel(tile.keys, tile.depth):
                     of_keys[0, i, j] = T.cast(raw[slot, i, j], tile.unit)

@@ -30,16 +30,16 @@ class Plan(NamedTuple):
     dtype: str
     vector: int
     with_start: bool
-    sorted: bool
+    by_value: bool
     capacity: int
 
 
 def plan(
-    topk: int, dtype: str, vector: int, with_start: bool, sorted: bool, device: Device
+    topk: int, dtype: str, vector: int, with_start: bool, by_value: bool, device: Device
 ) -> Plan:
     quantum = THREADS * VECTOR
     capacity = -(-(topk + 2 * TILE) // quantum) * quantum
-    return Plan(topk, dtype, vector, with_start, sorted, capacity)
+    return Plan(topk, dtype, vector, with_start, by_value, capacity)
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
@@ -49,7 +49,7 @@ def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
 
 @kernel(plan=plan, access_bits=access_bits, pass_configs={**NO_TYPED_SYNC, **EXPLICIT_GUARDS})
 def best_of_rows(
-    topk: int, dtype: str, vector: int, with_start: bool, sorted: bool, capacity: int
+    topk: int, dtype: str, vector: int, with_start: bool, by_value: bool, capacity: int
 ) -> Any:
     """See the head of `indexer_list`; -1 where a row has fewer entries."""
     rows, columns = T.dynamic("rows columns")
@@ -117,7 +117,7 @@ def best_of_rows(
                     bound = keep(keys, ids, 0, count, counters, sums)
                     count = topk
                     T.sync_threads()
-            if sorted:
+            if by_value:
                 sort(keys, ids, 0, count)
             for c in T.serial(-(-topk // THREADS)):
                 place = c * THREADS + tx
