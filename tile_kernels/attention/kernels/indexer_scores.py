@@ -271,13 +271,15 @@ def load_queries(tile: Tile) -> Any:
                     exponent = T.cast(q_sf[token, head, group], T.int32)
                 expand(words, exponent, of_queries, row, tile.columns, group, factors, wide)
         else:
+            # Loaded first, then cast: in one step the load would not wait for the condition.
+            loaded = T.alloc_fragment((tile.columns, tile.depth), tile.source)
             for i, j in T.Parallel(tile.columns, tile.depth):
                 if first + i // tile.padded < tokens and i % tile.padded < tile.heads:
-                    of_queries[0, i, j] = T.cast(
-                        q[first + i // tile.padded, i % tile.padded, j], tile.unit
-                    )
+                    loaded[i, j] = q[first + i // tile.padded, i % tile.padded, j]
                 else:
-                    of_queries[0, i, j] = T.cast(0, tile.unit)
+                    loaded[i, j] = T.cast(0, tile.source)
+            for i, j in T.Parallel(tile.columns, tile.depth):
+                of_queries[0, i, j] = T.cast(loaded[i, j], tile.unit)
         publish()
         for j in T.Parallel(tile.columns):
             if first + j // tile.padded < tokens and j % tile.padded < tile.heads:
