@@ -120,10 +120,10 @@ def indexer_logits_bwd(
         grad_q[t, h]       = sum over s of d * weights[t, h] * [c > 0] * k[s]
         grad_k[s]          = sum over t, h of d * weights[t, h] * [c > 0] * q[t, h]
 
-    where `d * weights` has 16 bits for the matrix units, sums are in float32, and those over queries
-    exact: deterministic, without floating-point atomics. Indices may come twice, and those outside
-    of `-1..S-1` count as -1. `q` and `k` must be finite; anything else that is not makes all of
-    `grad_k` NaN.
+    where `d * weights` has 16 bits for the matrix units, sums are in float32, and those over
+    queries exact: deterministic, without floating-point atomics. Indices may come twice, and those
+    outside of `-1..S-1` count as -1. `q` and `k` must be finite; anything else that is not makes
+    all of `grad_k` NaN.
 
     Raises `TypeError` or `ValueError` with the argument's name.
 

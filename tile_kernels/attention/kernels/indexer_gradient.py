@@ -35,7 +35,7 @@ def plan(source: str, heads: int, depth: int, device: Device) -> Plan:
 
 @kernel(
     plan=plan,
-    access_bits=lambda *_: ((32, 64, 128), (32, 64)),
+    access_bits=lambda *_: ((32, 64, 128), 64),
     pass_configs=EXPLICIT_GUARDS,
 )
 def selected_gradients(source: str, heads: int, padded: int, depth: int, fenced: bool) -> Any:
@@ -79,6 +79,7 @@ def selected_gradients(source: str, heads: int, padded: int, depth: int, fenced:
             of_heads = T.alloc_fragment((padded,), T.float32)
             new_q = T.alloc_fragment((padded, depth), T.float32)
             new_k = T.alloc_fragment((KEYS, depth), T.float32)
+            factor = T.alloc_var(T.float32, init=scale[0])
             T.clear(new_q)
             T.clear(weighted)
             for i, j in T.Parallel(padded, depth):
@@ -137,7 +138,7 @@ def selected_gradients(source: str, heads: int, padded: int, depth: int, fenced:
                     T.gemm(part, of_q, new_k, policy=T.GemmWarpPolicy.FullCol)
                 for i, j in T.Parallel(KEYS, depth):
                     if ids[i] >= 0:
-                        T.atomic_add(grad_k[ids[i], j], T.cast(new_k[i, j] * scale[0], T.int64))
+                        T.atomic_add(grad_k[ids[i], j], T.cast(new_k[i, j] * factor, T.int64))
             T.reduce_sum(weighted, of_heads, dim=0)
             for j in T.Parallel(padded):
                 if j < heads:
