@@ -10,6 +10,7 @@ import torch
 import tile_kernels
 from tile_kernels.attention import (
     indexer_logits,
+    indexer_logits_bwd,
     indexer_ranges,
     indexer_select,
     indexer_topk,
@@ -86,6 +87,18 @@ def test_packed_operands_are_what_they_decode_to(exponents: str) -> None:
     assert ((found - expected).abs() <= 1e-5 * size).all()
 
 
+@pytest.mark.parametrize(
+    ("arch", "source"), [("sm_80", "e4m3"), ("sm_80", "e2m1"), ("sm_89", "e4m3")]
+)
+def test_other_matrix_units(arch: str, source: str) -> None:
+    """Without wgmma; and without e4m3 on sm_80, where it is expanded to bfloat16."""
+    given = arguments(5, 70, 4, 32, source, "causal", exact=True)(torch.device("cpu"))
+    with tile_kernels.backend("emulate", arch=arch):
+        assert torch.equal(indexer_logits(**given), oracles.indexer_logits(**given))
+        chosen = indexer_select(**given, topk=20)
+    assert torch.equal(chosen, oracles.indexer_select(**given, topk=20))
+
+
 # ---- the choice ---------------------------------------------------------------------------------
 
 
@@ -146,3 +159,72 @@ def test_selection_needs_a_twentieth_of_the_memory(
     allocated.clear()
     indexer_select(**given, topk=2048)
     assert 4096 * 2048 * 4 <= sum(allocated) < two_steps / 20
+
+
+# ---- gradients ----------------------------------------------------------------------------------
+
+
+def test_gradients_are_those_of_the_formula() -> None:
+    """In float64 against autograd, which gradcheck holds against differences."""
+    torch.manual_seed(0)
+    q, k = torch.randn(3, 2, 5).double(), torch.randn(6, 5).double()
+    weights, scales = torch.randn(3, 2).double(), torch.rand(6).double()
+    indices = torch.tensor([[0, 3, 5, -1], [1, 1, 4, -1], [2, 3, 9, -7]], dtype=torch.int32)
+    present = (indices >= 0) & (indices < 6)
+    chosen = indices.long().masked_fill(~present, 0)
+
+    def selected(*operands: torch.Tensor) -> torch.Tensor:
+        return oracles.scores(*operands, scales).gather(1, chosen).masked_fill(~present, 0)
+
+    operands = tuple(x.requires_grad_() for x in (q, k, weights))
+    assert torch.autograd.gradcheck(selected, operands)
+    grad = torch.randn(3, 4).double()
+    expected = torch.autograd.grad(selected(*operands), operands, grad)
+    detached = (x.detach() for x in operands)
+    found = oracles.selected_gradients(*detached, scales, indices, grad)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other)
+
+
+def test_gradient_of_a_key_does_not_depend_on_the_order_of_queries() -> None:
+    """To the bit: all queries have the same keys, whose shares are added in any order."""
+    torch.manual_seed(0)
+    tokens, keys, chosen = 9, 12, 12
+    q, k = torch.randn(tokens, 4, 32).bfloat16(), torch.randn(keys, 32).bfloat16()
+    weights, grad = torch.randn(tokens, 4), torch.randn(tokens, chosen)
+    indices = torch.arange(keys).expand(tokens, chosen).int().contiguous()
+    order = torch.randperm(tokens)
+    found = []
+    for block_order in ("forward", "reverse", "random"):
+        with tile_kernels.backend("emulate", order=block_order):
+            found.append(indexer_logits_bwd(q, k, weights, indices, grad)[1])
+    with tile_kernels.backend("emulate"):
+        shuffled = (x[order] for x in (q, weights, grad))
+        q, weights, grad = (x.contiguous() for x in shuffled)
+        found.append(indexer_logits_bwd(q, k, weights, indices, grad)[1])
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulate"])
+def test_gradients_of_any_size(backend: str) -> None:
+    """From the smallest to the largest numbers nothing overflows, and small ones are not lost."""
+    torch.manual_seed(0)
+    q, k = torch.randn(5, 4, 32).bfloat16(), torch.randn(7, 32).bfloat16()
+    weights, grad = torch.randn(5, 4), torch.randn(5, 6)
+    indices = torch.randint(7, (5, 6)).int()
+    with tile_kernels.backend(backend):
+        expected = indexer_logits_bwd(q, k, weights, indices, grad)[1]
+        for exponent in (-80, 60):
+            size = 2.0**exponent
+            found = indexer_logits_bwd(q, k, weights, indices, grad * size)[1]
+            torch.testing.assert_close(found, expected * size, rtol=1e-5, atol=0)
+        nothing = indexer_logits_bwd(q, k, weights, indices, torch.zeros_like(grad))[1]
+        assert torch.equal(nothing, torch.zeros_like(nothing))
+
+
+def test_gradients_that_are_not_finite_show() -> None:
+    q, k = torch.ones(2, 1, 32).bfloat16(), torch.ones(3, 32).bfloat16()
+    grad = torch.tensor([[1.0], [float("inf")]])
+    with tile_kernels.backend("emulate"):
+        found = indexer_logits_bwd(q, k, torch.ones(2, 1), torch.tensor([[0], [1]]).int(), grad)
+    assert found[1].isnan().all()
