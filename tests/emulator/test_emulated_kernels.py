@@ -207,6 +207,17 @@ def test_gemm_that_stores_with_stmatrix() -> None:
     torch.testing.assert_close(c, want, rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_gemm_makes_one_nan(arch: str) -> None:
+    """Whatever the sign and the payload of the NaN that came, or none: infinity times zero."""
+    a, b = (torch.ones(64, 64, dtype=torch.bfloat16) for _ in range(2))
+    a[3, 5], a[7, 9], a[9, 1], b[2, 1] = float("nan"), -float("nan"), float("inf"), 0.0
+    c = torch.zeros(64, 64)
+    run(k.gemm(64, 64, 64, bk=64, stages=0), a, b, c, arch=arch)
+    assert c.isnan().nonzero().tolist() == [[r, n] for r in (3, 7) for n in range(64)] + [[9, 2]]
+    assert set(c[c.isnan()].view(torch.int32).tolist()) == {0x7FFFFFFF}
+
+
 @pytest.mark.parametrize(
     ("dtype", "acc", "arch", "tolerance"),
     [

@@ -23,7 +23,11 @@ template <DataType D> constexpr int bytes_of() {
   return D == DataType::kBFloat16 || D == DataType::kFloat16 ? 2 : D == DataType::kTensorFloat32 ? 4 : D == DataType::kFloat64 ? 8 : 1;
 }
 template <DataType C> EMU_RT void accumulate(void *c, int i, double s, bool keep) {
-  if constexpr (C == DataType::kFloat32) { float &f = static_cast<float *>(c)[i]; f = float((keep ? double(f) : 0.0) + s); }
+  if constexpr (C == DataType::kFloat32) {
+    float &f = static_cast<float *>(c)[i];
+    f = float((keep ? double(f) : 0.0) + s);
+    if (f != f) f = __builtin_nanf("0x3fffff");  // the one NaN of the matrix units, 0x7fffffff
+  }
   else if constexpr (C == DataType::kFloat16) { half_t &f = static_cast<half_t *>(c)[i]; f = half_t((keep ? double(float(f)) : 0.0) + s); }
   else if constexpr (C == DataType::kInt32) { int &f = static_cast<int *>(c)[i]; f = (keep ? f : 0) + int(s); }
   else {

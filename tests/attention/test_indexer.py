@@ -1,0 +1,230 @@
+"""The indexer's oracles against formulas and properties, and operators against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tile_kernels
+from tile_kernels.attention import (
+    indexer_logits,
+    indexer_logits_bwd,
+    indexer_ranges,
+    indexer_select,
+    indexer_topk,
+)
+from tile_kernels.attention.cases.indexer import arguments
+from tile_kernels.torch import formats
+from tile_kernels.torch import indexer as oracles
+
+# ---- ranges -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 4, 128])
+def test_ranges_are_causal(ratio: int) -> None:
+    lengths = [5, 0, 1, 300, 4, 7]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    start, end = indexer_ranges(bounds, ratio, sum(lengths))
+    token = first_key = 0
+    for length in lengths:
+        for position in range(length):
+            keys = range(length // ratio)
+            seen = [first_key + s for s in keys if (s + 1) * ratio <= position + 1]
+            assert list(range(start[token], end[token])) == seen
+            token += 1
+        first_key += length // ratio
+
+
+def test_queries_outside_of_all_sequences_see_nothing() -> None:
+    start, end = indexer_ranges(torch.tensor([2, 6]).int(), 2, 9)
+    assert (end - start).tolist() == [0, 0, 0, 1, 1, 2, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "ratio", "tokens", "name"),
+    [
+        ([0], 2, 3, "cu_seqlens"),
+        ([0, 3], 0, 3, "ratio"),
+        ([0, 3], 2, -1, "num_tokens"),
+        ([0, 3], True, 3, "ratio"),
+    ],
+)
+def test_bad_ranges_are_refused(bounds: list[int], ratio: int, tokens: int, name: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^indexer_ranges: {name}"):
+        indexer_ranges(torch.tensor(bounds).int(), ratio, tokens)
+    with pytest.raises(TypeError, match=r"^indexer_ranges: cu_seqlens"):
+        indexer_ranges(torch.tensor([0, 3]), 2, 3)
+
+
+# ---- logits -------------------------------------------------------------------------------------
+
+
+def test_scores_are_the_formula() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(3, 2, 5).double(), torch.randn(4, 5).double()
+    weights, scales = torch.randn(3, 2).double(), torch.rand(4).double()
+    found = oracles.scores(q, k, weights, scales)
+    for t in range(3):
+        for s in range(4):
+            heads = (weights[t, h] * (q[t, h] @ k[s]).clamp(min=0) for h in range(2))
+            torch.testing.assert_close(found[t, s], scales[s] * sum(heads))
+
+
+@pytest.mark.parametrize("exponents", ["near", "far"])
+def test_packed_operands_are_what_they_decode_to(exponents: str) -> None:
+    """Against float64, which holds the sums of any exponents here."""
+    given = arguments(4, 100, 3, 64, "e2m1", exponents=exponents)(torch.device("cpu"))
+    decoded = []
+    for data, exponent in (given["q"], given["k"]):
+        scale = 2.0 ** (exponent.double() - 127)
+        decoded.append(formats.decode_e2m1(data).double() * scale.repeat_interleave(32, -1))
+    expected = oracles.scores(*decoded, given["weights"].double())
+    with tile_kernels.backend("emulate"):
+        found = indexer_logits(**given).double()
+    size = oracles.scores(decoded[0].abs(), decoded[1].abs(), given["weights"].abs().double())
+    assert ((found - expected).abs() <= 1e-5 * size).all()
+
+
+@pytest.mark.parametrize(
+    ("arch", "source"), [("sm_80", "e4m3"), ("sm_80", "e2m1"), ("sm_89", "e4m3")]
+)
+def test_other_matrix_units(arch: str, source: str) -> None:
+    """Without wgmma; and without e4m3 on sm_80, where it is expanded to bfloat16."""
+    given = arguments(5, 70, 4, 32, source, "causal", exact=True)(torch.device("cpu"))
+    with tile_kernels.backend("emulate", arch=arch):
+        assert torch.equal(indexer_logits(**given), oracles.indexer_logits(**given))
+        chosen = indexer_select(**given, topk=20)
+    assert torch.equal(chosen, oracles.indexer_select(**given, topk=20))
+
+
+# ---- the choice ---------------------------------------------------------------------------------
+
+
+def test_chosen_values_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(20, 500)
+    end = torch.full((20,), 500, dtype=torch.int32)
+    found = indexer_topk(logits, 37, end, sorted=True)
+    torch.testing.assert_close(logits.gather(1, found.long()), logits.topk(37).values)
+    unsorted = indexer_topk(logits, 37, end)
+    assert torch.equal(found.sort(dim=1).values, unsorted)
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulate"])
+def test_no_value_is_preferred_by_its_place(backend: str) -> None:
+    """What is chosen of a permuted row are the same values."""
+    torch.manual_seed(0)
+    row = (4 * torch.randn(1, 900)).round()
+    order = torch.randperm(900)
+    end = torch.tensor([900], dtype=torch.int32)
+    with tile_kernels.backend(backend):
+        one = indexer_topk(row, 100, end)
+        other = indexer_topk(row[:, order].contiguous(), 100, end)
+    chosen = row[0, one[0].long()].sort().values
+    assert torch.equal(chosen, row[:, order][0, other[0].long()].sort().values)
+
+
+@pytest.mark.parametrize("source", ["e4m3", "e2m1"])
+def test_selection_is_the_choice_among_logits(source: str) -> None:
+    """Of inexact logits too: both kernels compute the same ones."""
+    given = arguments(5, 300, 4, 32, source, "causal")(torch.device("cpu"))
+    with tile_kernels.backend("emulate", mode="fast"):
+        logits = indexer_logits(**given)
+        chosen = indexer_topk(logits, 40, given["end"], start=given["start"])
+        assert torch.equal(indexer_select(**given, topk=40), chosen)
+
+
+@pytest.mark.parametrize("source", ["bf16", "e4m3", "e2m1"])
+def test_selection_needs_a_twentieth_of_the_memory(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(4096, 65536, 64, 128, source)(torch.device("meta"))
+    allocated = []
+
+    def counted(allocate: Any) -> Any:
+        def count(*args: Any, **kwargs: Any) -> torch.Tensor:
+            result = allocate(*args, **kwargs)
+            allocated.append(result.numel() * result.element_size())
+            return result
+
+        return count
+
+    for place, name in ((torch.Tensor, "new_empty"), (torch, "empty"), (torch, "empty_like")):
+        monkeypatch.setattr(place, name, counted(getattr(place, name)))
+    logits = indexer_logits(**given)
+    indexer_topk(logits, 2048, given["end"], start=given["start"])
+    two_steps = sum(allocated)
+    allocated.clear()
+    indexer_select(**given, topk=2048)
+    assert 4096 * 2048 * 4 <= sum(allocated) < two_steps / 20
+
+
+# ---- gradients ----------------------------------------------------------------------------------
+
+
+def test_gradients_are_those_of_the_formula() -> None:
+    """In float64 against autograd, which gradcheck holds against differences."""
+    torch.manual_seed(0)
+    q, k = torch.randn(3, 2, 5).double(), torch.randn(6, 5).double()
+    weights, scales = torch.randn(3, 2).double(), torch.rand(6).double()
+    indices = torch.tensor([[0, 3, 5, -1], [1, 1, 4, -1], [2, 3, 9, -7]], dtype=torch.int32)
+    present = (indices >= 0) & (indices < 6)
+    chosen = indices.long().masked_fill(~present, 0)
+
+    def selected(*operands: torch.Tensor) -> torch.Tensor:
+        return oracles.scores(*operands, scales).gather(1, chosen).masked_fill(~present, 0)
+
+    operands = tuple(x.requires_grad_() for x in (q, k, weights))
+    assert torch.autograd.gradcheck(selected, operands)
+    grad = torch.randn(3, 4).double()
+    expected = torch.autograd.grad(selected(*operands), operands, grad)
+    detached = (x.detach() for x in operands)
+    found = oracles.selected_gradients(*detached, scales, indices, grad)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other)
+
+
+def test_gradient_of_a_key_does_not_depend_on_the_order_of_queries() -> None:
+    """To the bit: all queries have the same keys, whose shares are added in any order."""
+    torch.manual_seed(0)
+    tokens, keys, chosen = 9, 12, 12
+    q, k = torch.randn(tokens, 4, 32).bfloat16(), torch.randn(keys, 32).bfloat16()
+    weights, grad = torch.randn(tokens, 4), torch.randn(tokens, chosen)
+    indices = torch.arange(keys).expand(tokens, chosen).int().contiguous()
+    order = torch.randperm(tokens)
+    found = []
+    for block_order in ("forward", "reverse", "random"):
+        with tile_kernels.backend("emulate", order=block_order):
+            found.append(indexer_logits_bwd(q, k, weights, indices, grad)[1])
+    with tile_kernels.backend("emulate"):
+        shuffled = (x[order] for x in (q, weights, grad))
+        q, weights, grad = (x.contiguous() for x in shuffled)
+        found.append(indexer_logits_bwd(q, k, weights, indices, grad)[1])
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulate"])
+def test_gradients_of_any_size(backend: str) -> None:
+    """From the smallest to the largest numbers nothing overflows, and small ones are not lost."""
+    torch.manual_seed(0)
+    q, k = torch.randn(5, 4, 32).bfloat16(), torch.randn(7, 32).bfloat16()
+    weights, grad = torch.randn(5, 4), torch.randn(5, 6)
+    indices = torch.randint(7, (5, 6)).int()
+    with tile_kernels.backend(backend):
+        expected = indexer_logits_bwd(q, k, weights, indices, grad)[1]
+        for exponent in (-80, 60):
+            size = 2.0**exponent
+            found = indexer_logits_bwd(q, k, weights, indices, grad * size)[1]
+            torch.testing.assert_close(found, expected * size, rtol=1e-5, atol=0)
+        nothing = indexer_logits_bwd(q, k, weights, indices, torch.zeros_like(grad))[1]
+        assert torch.equal(nothing, torch.zeros_like(nothing))
+
+
+def test_gradients_that_are_not_finite_show() -> None:
+    q, k = torch.ones(2, 1, 32).bfloat16(), torch.ones(3, 32).bfloat16()
+    grad = torch.tensor([[1.0], [float("inf")]])
+    with tile_kernels.backend("emulate"):
+        found = indexer_logits_bwd(q, k, torch.ones(2, 1), torch.tensor([[0], [1]]).int(), grad)
+    assert found[1].isnan().all()

@@ -1,0 +1,258 @@
+"""Argument sets of the indexer's scores, and of the choice of keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tile_kernels.runtime.cases import (
+    Arguments,
+    Benchmark,
+    Build,
+    Cases,
+    Reject,
+    Sample,
+    Vector,
+    changed,
+    close_results,
+    edited,
+    misaligned,
+)
+from tile_kernels.torch import formats
+
+BF16, E4M3, E2M1 = "bf16", "e4m3", "e2m1"
+_GROUP = 32
+
+
+def operand(x: torch.Tensor, source: str, exponents: str, exact: bool) -> Any:
+    """Rows in a format. `exponents` of e2m1: near each other, far apart, special ones too."""
+    rows, width = x.shape[:-1], x.shape[-1]
+    if exact:  # small integers: every sum is exact, and many are equal
+        x = x.round().clamp(-2, 2)
+    if source == BF16:
+        return x.bfloat16()
+    if source == E4M3:
+        return formats.encode_e4m3(x)
+    spread = {"near": 3, "far": 40, "special": 3}[exponents]
+    size = (*rows, width // _GROUP)
+    chosen = 127 + torch.randint(-spread, spread + 1, size, device=x.device)
+    if exact:  # far: more than e4m3 spans, and still few bits
+        chosen = 127 + torch.randint(0, 2, size, device=x.device) * (
+            12 if exponents == "far" else 1
+        )
+    if exponents == "special" and chosen.numel():
+        chosen.view(-1)[0], chosen.view(-1)[-1] = 0, 255
+        x.view(-1, _GROUP)[1] = 0
+        chosen.view(-1)[1] = 200  # of zeros
+    return formats.encode_e2m1(x), chosen.to(torch.uint8)
+
+
+def _ranges(kind: str, tokens: int, keys: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    place = torch.arange(tokens, device=device)
+    every = torch.full((tokens,), keys, device=device)
+    causal = (place + 1) * keys // max(tokens, 1)
+    found = {
+        "all": (0 * place, every),
+        "causal": (0 * place, causal),
+        "window": ((causal - 40).clamp(min=0), causal),
+        "wild": (place - 3, torch.where(place % 3 == 0, keys + place, place - 5)),
+        "none": (every, 0 * place),
+    }[kind]
+    return tuple(bound.int() for bound in found)
+
+
+def arguments(
+    tokens: int,
+    keys: int,
+    heads: int = 4,
+    depth: int = 32,
+    source: str = E4M3,
+    ranges: str = "all",
+    exponents: str = "near",
+    exact: bool = False,
+    nan: bool = False,
+    shift: bool = False,
+    **more: Any,
+) -> Build:
+    """`exact`: logits that float32 holds exactly in any order of sums; `nan`: some rows are NaN."""
+
+    def make(device: torch.device) -> Arguments:
+        q = torch.randn(tokens, heads, depth, device=device)
+        k = torch.randn(keys, depth, device=device)
+        weights = torch.randn(tokens, heads, device=device)
+        scales = 0.5 + torch.rand(keys, device=device)
+        if exact:
+            weights = (4 * weights).round() / 4
+            scales = torch.randint(0, 2, (keys,), device=device).float() + 1
+        if nan:
+            q[1, 0, 3] = k[2, 5] = weights[3, 0] = float("nan")
+        of_q = operand(q, source, "near" if exact else exponents, exact)
+        of_k = operand(k, source, exponents, exact)
+        if shift:
+            of_q, of_k = ((misaligned(x[0]), x[1]) if source == E2M1 else misaligned(x)
+                          for x in (of_q, of_k))  # fmt: skip
+        start, end = _ranges(ranges, tokens, keys, device)
+        return {
+            "q": of_q, "k": (of_k, scales) if source == E4M3 else of_k,
+            "weights": weights, "start": start, "end": end, **more,
+        }  # fmt: skip
+
+    return make
+
+
+def _worked(source: str, **more: Any) -> Any:
+    """The example of the specification, in the first channels of 32 and heads of 4."""
+
+    def make() -> Arguments:
+        q, k, weights = torch.zeros(2, 4, 32), torch.zeros(4, 32), torch.zeros(2, 4)
+        weights[:, :2] = torch.tensor([[0.5, 2], [1, -1]])
+        q[:, :2, :2] = torch.tensor([[[1, 2], [-1, 1]], [[0, 1], [2, -1]]])
+        k[:, :2] = torch.tensor([[1, 0], [0, 1], [1, 1], [-1, 2]])
+        scales = torch.tensor([1, 0.5, 2, 1])
+        ends = torch.tensor([[0, 0], [4, 4]], dtype=torch.int32)
+        operands: tuple[Any, Any]
+        if source == BF16:
+            operands = q.bfloat16(), (k * scales[:, None]).bfloat16()
+        elif source == E4M3:
+            operands = formats.encode_e4m3(q), (formats.encode_e4m3(k), scales)
+        else:
+            ones = torch.full((2, 4, 1), 127, dtype=torch.uint8)
+            operands = (
+                (formats.encode_e2m1(q), ones),
+                (formats.encode_e2m1(k), formats.encode_ue8m0(scales)[:, None]),
+            )
+        return {
+            "q": operands[0], "k": operands[1], "weights": weights,
+            "start": ends[0], "end": ends[1], **more,
+        }  # fmt: skip
+
+    return make
+
+
+_LOGITS = [[0.5, 1.5, 3.0, 7.5], [-2.0, 0.5, 0.0, 2.0]]
+_SOURCES = (BF16, E4M3, E2M1)
+
+OPERAND_REJECTS = [
+    Reject("q", "no tensor", changed(q=[1.0])),
+    Reject("q", "three tensors", edited("q", lambda x: (x, x, x))),
+    Reject("q", "with a scale", edited("q", lambda x: (x, torch.ones(3)))),
+    Reject("q", "channels", edited("q", lambda x: x.repeat(1, 1, 3))),
+    Reject("q", "no heads", edited("q", lambda x: x[:, :0])),
+    Reject("q", "strides", edited("q", lambda x: x.repeat(1, 1, 2)[:, :, ::2])),
+    Reject("k", "no scales", edited("k", lambda x: x[0])),
+    Reject("k", "bfloat16", edited("k", lambda x: x[0].bfloat16())),
+    Reject("k", "other channels", edited("k", lambda x: (x[0].repeat(1, 2), x[1]))),
+    Reject("k", "fewer scales", edited("k", lambda x: (x[0], x[1][1:]))),
+    Reject("weights", "fewer heads", edited("weights", lambda x: x[:, 1:].contiguous())),
+    Reject("start", "int64", edited("start", lambda x: x.long())),
+    Reject("end", "fewer", edited("end", lambda x: x[1:])),
+]
+
+
+def _of_each(
+    label: str, tokens: int, keys: int, heads: int, depth: int, **how: Any
+) -> list[Sample]:
+    """In each format; with `topk` for a selection, from exact logits."""
+    how["exact"] = "topk" in how
+    return [
+        Sample(f"{s}.{label}", arguments(tokens, keys, heads, depth, s, **how)) for s in _SOURCES
+    ]
+
+
+INDEXER_LOGITS = Cases(
+    small=[
+        Sample("5x130.4x32", arguments(5, 130)),
+        Sample("no queries", arguments(0, 130)),
+        Sample("no keys", arguments(5, 0)),
+        Sample("one of one", arguments(1, 1)),
+        *_of_each("3x150.64x128", 3, 150, 64, 128),
+        *_of_each("causal.19x400.4x32", 19, 400, 4, 32, ranges="causal"),
+        Sample("2x140.128x64", arguments(2, 140, 128, 64)),
+        Sample("bf16.2x64.5x256", arguments(2, 64, 5, 256, BF16)),
+        Sample("window.40x700.4x32", arguments(40, 700, ranges="window")),
+        Sample("wild.20x140.4x32", arguments(20, 140, ranges="wild")),
+        Sample("no range.3x140.4x32", arguments(3, 140, 4, 32, E2M1, "none")),
+        *(Sample(f"nan.{s}.5x70.4x32", arguments(5, 70, 4, 32, s, nan=True)) for s in (BF16, E4M3)),
+        Sample("far.5x150.4x128", arguments(5, 150, 4, 128, E2M1, exponents="far")),
+        Sample("special.5x150.4x128", arguments(5, 150, 4, 128, E2M1, exponents="special")),
+        Sample("bfloat16 out.5x130.4x32", arguments(5, 130, out_dtype=torch.bfloat16)),
+        *_of_each("shifted.3x40.4x32", 3, 40, 4, 32, shift=True),
+    ],
+    large=[
+        *_of_each("500x5000.64x128", 500, 5000, 64, 128, ranges="causal"),
+        *_of_each("1x20000.64x128", 1, 20000, 64, 128),
+        *_of_each("301x4001.33x256", 301, 4001, 33, 256, ranges="window"),
+        *_of_each("70x9000.128x64", 70, 9000, 128, 64),
+        Sample("far.300x3000.64x128", arguments(300, 3000, 64, 128, E2M1, exponents="far")),
+        Sample("over 2**31", arguments(2**15 + 9, 2**16 + 3, 1, out_dtype=torch.bfloat16)),
+    ],
+    benchmarks=[
+        Benchmark("4096x65536.64x128", arguments(4096, 65536, 64, 128, E4M3), goal_us=6500.0),
+        Benchmark("e2m1.4096x65536.64x128", arguments(4096, 65536, 64, 128, E2M1), goal_us=7500.0),
+        Benchmark("bf16.4096x65536.64x128", arguments(4096, 65536, 64, 128, BF16)),
+        Benchmark("causal.4096x16384.64x128", arguments(4096, 16384, 64, 128, E4M3, "causal")),
+        Benchmark("4x65536.64x128", arguments(4, 65536, 64, 128, E4M3)),
+    ],
+    vectors=[
+        Vector(source, _worked(source), lambda: torch.tensor(_LOGITS)) for source in _SOURCES
+    ],
+    rejects=[*OPERAND_REJECTS, Reject("out_dtype", "float16", changed(out_dtype=torch.float16))],
+    compare=close_results(rtol=2e-3, atol=2e-3, rtol_bfloat16=2**-7),
+)  # fmt: skip
+
+
+def _selection(
+    tokens: int,
+    keys: int,
+    topk: int,
+    heads: int = 4,
+    depth: int = 32,
+    source: str = E4M3,
+    ranges: str = "all",
+    **how: Any,
+) -> Build:
+    return arguments(tokens, keys, heads, depth, source, ranges, exact=True, topk=topk, **how)
+
+
+INDEXER_SELECT = Cases(
+    small=[
+        Sample("5x300.20", _selection(5, 300, 20)),
+        Sample("no queries", _selection(0, 130, 20)),
+        Sample("no keys", _selection(5, 0, 20)),
+        Sample("one of one", _selection(1, 1, 20)),
+        *_of_each("3x150.20.64x128", 3, 150, 64, 128, topk=20),
+        Sample("long.2x3000.20", _selection(2, 3000, 20)),
+        Sample("long.2x3000.900", _selection(2, 3000, 900)),
+        Sample("causal.19x400.20", _selection(19, 400, 20, ranges="causal")),
+        Sample("window.9x700.20", _selection(9, 700, 20, ranges="window")),
+        Sample("wild.e2m1.20x140.20", _selection(20, 140, 20, 4, 32, E2M1, "wild")),
+        Sample("nan.5x70.20", _selection(5, 70, 20, nan=True)),
+        Sample("far.3x150.20", _selection(3, 150, 20, 4, 128, E2M1, exponents="far")),
+        Sample("shifted.3x40.20", _selection(3, 40, 20, shift=True)),
+    ],
+    large=[
+        *_of_each("500x5000.512", 500, 5000, 64, 128, ranges="causal", topk=512),
+        *_of_each("100x30000.2048", 100, 30000, 64, 128, topk=2048),
+        Sample("301x9001.1000.33x256", _selection(301, 9001, 1000, 33, 256, E2M1, "window")),
+        Sample("7x250000.4096.128x64", _selection(7, 250000, 4096, 128, 64)),
+        Sample("far.300x3000.100", _selection(300, 3000, 100, 4, 128, E2M1, exponents="far")),
+    ],
+    benchmarks=[
+        Benchmark("4096x65536.2048.64x128", _selection(4096, 65536, 2048, 64, 128), goal_us=7500.0),
+        Benchmark("e2m1.4096x65536.2048.64x128", _selection(4096, 65536, 2048, 64, 128, E2M1)),
+        Benchmark(
+            "causal.4096x16384.512.64x128",
+            _selection(4096, 16384, 512, 64, 128, ranges="causal"),
+        ),
+        Benchmark("4x65536.2048.64x128", _selection(4, 65536, 2048, 64, 128)),
+    ],
+    vectors=[
+        Vector("two", _worked(E4M3, topk=2), lambda: torch.tensor([[2, 3], [1, 3]]).int()),
+    ],
+    rejects=[
+        *OPERAND_REJECTS,
+        Reject("topk", "none", changed(topk=0)),
+        Reject("topk", "too many", changed(topk=4097)),
+    ],
+)  # fmt: skip
