@@ -257,5 +257,16 @@ def test_a_slot_that_comes_twice_is_found_in_the_checked_mode() -> None:
         )
 
 
+def test_slots_to_prefill_are_found_in_the_checked_mode() -> None:
+    state = attention.KVCompressorState.empty(2, 2, 1, overlap=False, dtype=torch.float32)
+    rows, cu_seqlens = column(1, 2), torch.tensor([0, 1, 2])
+    with tile_kernels.checked():
+        state.prefill(rows, rows, cu_seqlens=cu_seqlens, slots=torch.tensor([1, 0]))
+        with pytest.raises(ValueError, match=r"slots must hold 0\.\.1, but element \[1\] is -1"):
+            state.prefill(rows, rows, cu_seqlens=cu_seqlens, slots=torch.tensor([0, -1]))
+        with pytest.raises(ValueError, match="slots must name a sequence once, but 1 comes"):
+            state.prefill(rows, rows, cu_seqlens=cu_seqlens, slots=torch.tensor([1, 1]))
+
+
 def test_bounds() -> None:
     assert bounds((2, 0, 3), "cpu").tolist() == [0, 2, 2, 5]
