@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,16 @@ import torch
 import tile_kernels
 from tests.requirements import GROUNDS
 from tile_kernels import attention
-from tile_kernels.attention.cases.compress import bounds, column, example, series
+from tile_kernels.attention import windows
+from tile_kernels.attention.cases.compress import (
+    KV_COMPRESS,
+    KV_COMPRESS_BWD,
+    bounds,
+    column,
+    example,
+    series,
+)
+from tile_kernels.attention.cases.tail import KV_COMPRESS_NORM_ROPE_CAST
 from tile_kernels.torch import compress as oracles
 
 each_ground = pytest.mark.parametrize("ground", GROUNDS)
@@ -151,6 +161,47 @@ def test_too_few_entries_are_found_in_the_checked_mode() -> None:
         attention.kv_compress(**given)
 
 
+@pytest.fixture
+def one_sm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """So few blocks that each walks over many windows."""
+    before = tile_kernels.get_num_sms()
+    monkeypatch.setattr(windows.config, "get_device_num_sms", lambda _: 1)
+    tile_kernels.set_num_sms(1)
+    yield
+    monkeypatch.undo()
+    tile_kernels.set_num_sms(before)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "channels", "window", "overlap"),
+    [(2107, 24, 4, True), (90, 520, 2, False), (5200, 8, 128, False), (500, 8, 70, True)],
+    ids=["threads", "slots", "groups", "chunks"],
+)
+def test_blocks_walk_over_windows(
+    num_tokens: int, channels: int, window: int, overlap: bool, one_sm: None
+) -> None:
+    given = arguments(num_tokens, channels, window, overlap=overlap)
+    count = num_tokens // window
+    geo = windows.gradient_geometry(channels, window, 1 + overlap, 8)
+    parts = windows.count_parts(count, (channels, window, 1 + overlap, 8), torch.device("cpu"))
+    assert count > 2 * parts * geo.slots, "several windows for each thread"
+    grad = torch.randn(count, channels).bfloat16()
+    with tile_kernels.backend("emulate"):
+        KV_COMPRESS.compare(attention.kv_compress(**given), oracles.kv_compress(**given))
+        KV_COMPRESS_BWD.compare(
+            attention.kv_compress_bwd(grad, **given), oracles.kv_compress_bwd(grad, **given)
+        )
+
+
+def test_blocks_walk_over_windows_to_cast(one_sm: None) -> None:
+    given = arguments(1300, 80, 4)
+    angle = torch.rand(1300, 8)
+    given |= {"weight": torch.rand(80), "cos": angle.cos(), "sin": angle.sin()}
+    with tile_kernels.backend("emulate"):
+        result = attention.kv_compress_norm_rope_cast(**given)
+    KV_COMPRESS_NORM_ROPE_CAST.compare(result, oracles.kv_compress_norm_rope_cast(**given))
+
+
 def test_geometry_holds_what_a_block_can() -> None:
     """Shared memory fits the smallest supported GPU, threads a block, whatever the shape."""
     from tile_kernels.attention.geometry import geometry, gradient_geometry
@@ -255,6 +306,17 @@ def test_a_slot_that_comes_twice_is_found_in_the_checked_mode() -> None:
         attention.kv_compress_step(
             state, rows, rows, column(0, 0), slots=torch.tensor([1, 1]).int()
         )
+
+
+def test_slots_to_prefill_are_found_in_the_checked_mode() -> None:
+    state = attention.KVCompressorState.empty(2, 2, 1, overlap=False, dtype=torch.float32)
+    rows, cu_seqlens = column(1, 2), torch.tensor([0, 1, 2])
+    with tile_kernels.checked():
+        state.prefill(rows, rows, cu_seqlens=cu_seqlens, slots=torch.tensor([1, 0]))
+        with pytest.raises(ValueError, match=r"slots must hold 0\.\.1, but element \[1\] is -1"):
+            state.prefill(rows, rows, cu_seqlens=cu_seqlens, slots=torch.tensor([0, -1]))
+        with pytest.raises(ValueError, match="slots must name a sequence once, but 1 comes"):
+            state.prefill(rows, rows, cu_seqlens=cu_seqlens, slots=torch.tensor([1, 1]))
 
 
 def test_bounds() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tile_kernels.attention.cases.decode import KV_COMPRESS_STEP
 from tile_kernels.attention.compress import launch_compress
 from tile_kernels.attention.windows import DTYPES, check_series, unit_stride
-from tile_kernels.runtime import checks
+from tile_kernels.runtime import backends, checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.launch import Kernel, alignment, dtype_name, nonempty, row_alignment
 from tile_kernels.runtime.op import face, op
@@ -102,7 +102,8 @@ class KVCompressorState(tuple[Tensor, Tensor]):
         """Start sequences with the tokens that `kv_compress` took, to decode from there on.
 
         Sequence `i` of `cu_seqlens` (default: one, of all tokens) becomes that of `slots[i]`
-        (default: `i`), whatever was there. Nothing waits for the GPU.
+        (default: `i`), whatever was there; each slot is one of the state, and comes once. Nothing
+        waits for the GPU, but for the checked mode, which looks at the slots.
         """
         given = [x for x in (kv_a, z_a, kv_b, z_b) if x is not None]
         if len(given) != self.kept.shape[2]:
@@ -111,9 +112,11 @@ class KVCompressorState(tuple[Tensor, Tensor]):
                 f"{len(given)} tensors"
             )
         if cu_seqlens is None:
-            cu_seqlens = torch.tensor([0, kv_a.shape[0]], device=kv_a.device)
+            cu_seqlens = torch.arange(2, device=kv_a.device) * kv_a.shape[0]
         if slots is None:
             slots = torch.arange(cu_seqlens.shape[0] - 1, device=kv_a.device)
+        if backends.is_checked():
+            _check_slots(slots, 0, self.kept.shape[0])
         start, length = cu_seqlens[:-1, None].long(), cu_seqlens.diff()[:, None].long()
         ring = self.kept.shape[1]
         place = torch.arange(ring, device=kv_a.device)
@@ -171,11 +174,15 @@ def _check_values(kept: Tensor, lengths: Tensor, *rest: Any) -> None:
     slots = rest[-2]
     checks.in_range("state", lengths, 0, 2**31 - 2)
     if slots is not None:
-        checks.in_range("slots", slots, -1, kept.shape[0] - 1)
-        named, counts = slots[slots >= 0].unique(return_counts=True)
-        if (counts > 1).any():
-            twice = named[counts > 1][0].item()
-            raise ValueError(f"slots must name a sequence once, but {twice} comes more often")
+        _check_slots(slots, -1, kept.shape[0])
+
+
+def _check_slots(slots: Tensor, low: int, num_sequences: int) -> None:
+    checks.in_range("slots", slots, low, num_sequences - 1)
+    named, counts = slots[slots >= 0].unique(return_counts=True)
+    if (counts > 1).any():
+        twice = named[counts > 1][0].item()
+        raise ValueError(f"slots must name a sequence once, but {twice} comes more often")
 
 
 def _oracle(kept: Tensor, lengths: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
