@@ -97,9 +97,9 @@ def best_of_rows(
             bound = T.alloc_var(T.uint32, init=T.uint32(0))
             mine = T.alloc_var(T.int32)
             if not named:
-                stop = T.min(end[row], columns)
+                stop = T.max(T.min(end[row], columns), 0)
             if with_start:
-                begin = T.max(start[row], 0)
+                begin = T.min(T.max(start[row], 0), columns)
             group = T.alloc_var(T.int32, init=begin // OWN + tx)  # of the thread's logits in a tile
             tiles = T.alloc_var(T.int32, init=T.ceildiv(stop - begin // OWN * OWN, TILE))
             load(logits, row, group, stop, values)
