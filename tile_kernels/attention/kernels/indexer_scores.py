@@ -139,7 +139,7 @@ def dot(tile: Tile) -> Any:
             # relu as the larger of two integers: NaN, which is positive here, stays.
             positive = T.max(T.reinterpret(products[i, j], T.int32), 0)
             products[i, j] = T.reinterpret(positive, T.float32) * weights[j]
-        T.reduce_sum(by_head, sums, dim=2)
+        T.reduce_sum(by_head, sums, dim=2, batch=2 * tile.queries)
 
     return dotted
 
