@@ -129,7 +129,7 @@ def shares_to_select(num_queries: int, num_keys: int, device: torch.device) -> t
         return KEYS, 1
     sms = config.get_device_num_sms(device if device.type == "cuda" else None)
     tiles = max(1, -(-num_keys // KEYS))
-    shares = min(_BLOCKS_PER_SM * sms // num_queries, tiles // _LEAST_TILES)
+    shares = min(_BLOCKS_PER_SM * sms // max(1, num_queries), tiles // _LEAST_TILES)
     share = -(-tiles // max(1, shares))
     return KEYS * share, -(-tiles // share)
 
