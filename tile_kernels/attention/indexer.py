@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tile_kernels import config
 from tile_kernels.attention.cases.indexer import INDEXER_LOGITS, INDEXER_SELECT
-from tile_kernels.attention.indexer_topk import MOST_TOPK, check_bound
+from tile_kernels.attention.indexer_topk import MOST_TOPK, check_bound, merge
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.launch import Kernel, alignment, dtype_name, nonempty
@@ -24,6 +24,7 @@ SOURCES = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "float8_e4m3fn", tor
 KEYS = 128  # of a tile; shares of the keys are multiples of it
 _MOST_SHARE = 32 * KEYS
 _BLOCKS_PER_SM = 4
+_LEAST_TILES = 4  # of keys for a list
 
 _SCORES = Kernel("tile_kernels.attention.kernels.indexer_logits", "score_tiles")
 _BEST_KEYS = Kernel("tile_kernels.attention.kernels.indexer_select", "best_keys")
@@ -116,6 +117,21 @@ def share_of_keys(num_queries: int, num_keys: int, device: torch.device) -> int:
     shares = -(-_BLOCKS_PER_SM * sms * 2 // max(1, num_queries))
     tiles = -(-num_keys // KEYS)
     return KEYS * max(1, min(_MOST_SHARE // KEYS, -(-tiles // shares)))
+
+
+def shares_to_select(num_queries: int, num_keys: int, device: torch.device) -> tuple[int, int]:
+    """Keys of a block that selects, and how many blocks share the keys.
+
+    One block has all of them, unless there are too few queries for all SMs. The lists that blocks
+    leave are then at most those of `_BLOCKS_PER_SM` queries for each SM.
+    """
+    if isinstance(num_queries, torch.SymInt) or isinstance(num_keys, torch.SymInt):
+        return KEYS, 1
+    sms = config.get_device_num_sms(device if device.type == "cuda" else None)
+    tiles = max(1, -(-num_keys // KEYS))
+    shares = min(_BLOCKS_PER_SM * sms // max(1, num_queries), tiles // _LEAST_TILES)
+    share = -(-tiles // max(1, shares))
+    return KEYS * share, -(-tiles // share)
 
 
 # ---- logits -------------------------------------------------------------------------------------
@@ -303,15 +319,25 @@ def _select(
     topk: int,
 ) -> Tensor:
     out = end.new_empty((q.shape[0], topk))
-    if nonempty(out):
-        source, heads = SOURCES[q.dtype], q.shape[1]
+    if not nonempty(k):
+        out.fill_(-1)
+    elif nonempty(out):
+        source, heads, num_queries = SOURCES[q.dtype], q.shape[1], q.shape[0]
         depth = q.shape[2] * (2 if source == "e2m1" else 1)
-        marks = torch.empty_like(end) if source == "e2m1" else None
+        share, shares = shares_to_select(num_queries, k.shape[0], q.device)
+        marks = end.new_empty((num_queries, shares)) if source == "e2m1" else None
+        names = out.view(num_queries, 1, topk)
+        keys = None
+        if shares > 1:
+            names = end.new_empty((num_queries, shares, topk))
+            keys = torch.empty_like(names, dtype=torch.uint32)
         for role in ("all",) if marks is None else ("marking", "marked"):
             _BEST_KEYS.launch(
-                (source, heads, depth, topk, role),
-                rows_of(q), q_sf, rows_of(k), k_sf, weights, start, end, marks, out,
+                (source, heads, depth, topk, keys is not None, role),
+                rows_of(q), q_sf, rows_of(k), k_sf, weights, start, end, marks, names, keys, share,
             )  # fmt: skip
+        if keys is not None:
+            merge(keys.view(num_queries, -1), names.view(num_queries, -1), out)
     return out
 
 
@@ -329,7 +355,8 @@ def indexer_select(
 
     Indices in ascending order, -1 where a query has fewer keys in its range. Exact for the float32
     logits, of equal ones the smaller index; NaN is -inf. The logits exist a tile at a time, in the
-    memory of a multiprocessor: nothing of the size `[T, S]` is allocated. Deterministic.
+    memory of a multiprocessor: nothing of the size `[T, S]` is allocated. Few queries share the
+    keys among blocks, whose lists, some megabytes at most, are merged. Deterministic.
 
     Raises `TypeError` or `ValueError` with the argument's name.
 

@@ -12,7 +12,7 @@ from tile_kernels.attention.cases.indexer_gradient import INDEXER_LOGITS_BWD
 from tile_kernels.attention.indexer import SOURCES, check_operands, pair, rows_of
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.launch import Kernel, nonempty
+from tile_kernels.runtime.launch import Kernel, is_recording, nonempty
 from tile_kernels.runtime.op import face, op
 from tile_kernels.torch import indexer as oracles
 from tile_kernels.torch.indexer import Operand
@@ -93,7 +93,7 @@ def _bwd(
     grad_q = torch.empty_like(q, dtype=torch.float32)
     counted = torch.zeros_like(k, dtype=torch.int64)
     grad_weights = torch.empty_like(weights)
-    unit = _unit(q, k_sf, weights, grad)
+    unit = weights.new_empty(1) if is_recording() else _unit(q, k_sf, weights, grad)
     _GRADIENTS.launch(
         (SOURCES[q.dtype], q.shape[1], q.shape[2]),
         rows_of(q), rows_of(k), k_sf, weights, indices, grad, unit, grad_q, counted, grad_weights,

@@ -39,6 +39,14 @@ def _oracle(logits: Tensor, k: int, end: Tensor, start: Tensor | None, by_value:
     return oracles.indexer_topk(logits, k, end, start=start, sorted=by_value)
 
 
+def merge(keys: Tensor, names: Tensor, out: Tensor) -> None:
+    """Launch the choice of the best of `keys`, 0 for none, `[T, n]`; their `names` into `out`."""
+    vector = math.gcd(4, keys.shape[1])
+    _BEST.launch(
+        (out.shape[1], dtype_name(keys), vector, False, False), keys, None, None, names, out
+    )
+
+
 @op(
     check=_check,
     oracle=_oracle,
@@ -56,7 +64,12 @@ def _topk(logits: Tensor, k: int, end: Tensor, start: Tensor | None, by_value: b
         places = math.gcd(alignment(logits), logits.stride(0) * size, logits.shape[1] * size)
         vector = min(4, places // size)
         _BEST.launch(
-            (k, dtype_name(logits), vector, start is not None, by_value), logits, start, end, out
+            (k, dtype_name(logits), vector, start is not None, by_value),
+            logits,
+            start,
+            end,
+            None,
+            out,
         )
     return out
 

@@ -13,7 +13,7 @@ from tile_kernels.torch.formats import decode_e2m1, decode_ue8m0
 Operand = Tensor | tuple[Tensor, Tensor]
 GROUP = 32  # values of a row that share a ue8m0 exponent
 _NAN_EXPONENT = 255
-_ROWS_AT_ONCE = 256  # queries whose logits the oracle of the selection holds
+_ROWS_AT_ONCE = 256  # of logits that are held, or sorted
 
 
 def decode_operand(operand: Operand) -> tuple[Tensor, Tensor | None]:
@@ -65,21 +65,26 @@ def indexer_topk(
     sorted: bool = False,  # noqa: A002
 ) -> Tensor:
     """See `tile_kernels.attention.indexer_topk`."""
-    values = logits.float() + 0.0  # which makes one zero of two
-    values = values.masked_fill(values.isnan(), -torch.inf)
-    bits = values.view(torch.int32)
-    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    outside = ~in_range(start, end, logits.shape[1])
-    order = order.masked_fill(outside, -(2**40))  # below every number
-    chosen, found = torch.sort(order, dim=1, descending=True, stable=True)
-    absent = chosen[:, :k] == -(2**40)
-    found = found[:, :k]
-    if not sorted:
-        found = found.masked_fill(absent, logits.shape[1]).sort(dim=1).values
-        absent = found == logits.shape[1]
     result = torch.full((logits.shape[0], k), -1, dtype=torch.int32, device=logits.device)
-    result[:, : found.shape[1]] = found.masked_fill(absent, -1).int()
+    for first in range(0, logits.shape[0], _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        inside = in_range(None if start is None else start[rows], end[rows], logits.shape[1])
+        found = _best(logits[rows], inside, k)
+        if not sorted:
+            found = found.masked_fill(found < 0, logits.shape[1]).sort(dim=1).values
+            found = found.masked_fill(found == logits.shape[1], -1)
+        result[rows, : found.shape[1]] = found.int()
     return result
+
+
+def _best(logits: Tensor, inside: Tensor, k: int) -> Tensor:
+    """The places of the `k` largest of each row, the largest first, -1 for what is not inside."""
+    values = logits.float() + 0.0  # which makes one zero of two
+    bits = values.masked_fill(values.isnan(), -torch.inf).view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    absent = -(2**40)  # below every number
+    order, places = order.masked_fill(~inside, absent).sort(dim=1, descending=True, stable=True)
+    return places[:, :k].masked_fill(order[:, :k] == absent, -1)
 
 
 def indexer_select(

@@ -228,7 +228,7 @@ INDEXER_SELECT = Cases(
         Sample("window.9x700.20", _selection(9, 700, 20, ranges="window")),
         Sample("wild.e2m1.20x140.20", _selection(20, 140, 20, 4, 32, E2M1, "wild")),
         Sample("nan.5x70.20", _selection(5, 70, 20, nan=True)),
-        Sample("far.3x150.20", _selection(3, 150, 20, 4, 128, E2M1, exponents="far")),
+        Sample("far.3x1100.20", _selection(3, 1100, 20, 4, 128, E2M1, exponents="far")),
         Sample("shifted.3x40.20", _selection(3, 40, 20, shift=True)),
     ],
     large=[

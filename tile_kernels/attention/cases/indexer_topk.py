@@ -68,9 +68,13 @@ def _rows(
             "all": torch.full((rows,), columns, device=device),
             "causal": place * columns // max(rows - 1, 1),
             "wild": torch.where(place % 2 == 0, columns + 7 * place, -place),
+            "wildest": torch.where(place % 2 == 0, 2**31 - 1, -(2**31)),
         }[end]
         arguments: Arguments = {"logits": x, "k": k, "end": ends.int(), "sorted": by_value}
-        starts = {"some": ends // 3, "above": ends + 2, "negative": -place}
+        starts = {
+            "some": ends // 3, "above": ends + 2, "negative": -place,
+            "wildest": torch.where(place % 3 == 0, -(2**31), 2**31 - 1),
+        }  # fmt: skip
         if start:
             arguments["start"] = starts[start].int()
         return arguments
@@ -113,6 +117,7 @@ INDEXER_TOPK = Cases(
         Sample("ranges.9x130.40", _rows(9, 130, 40, end="causal", start="some")),
         Sample("empty ranges.4x130.40", _rows(4, 130, 40, end="causal", start="above")),
         Sample("wild.6x50.8", _rows(6, 50, 8, end="wild", start="negative", by_value=True)),
+        Sample("wildest.9x50.8", _rows(9, 50, 8, end="wildest", start="wildest", by_value=True)),
         Sample("bfloat16.3x260.30", _rows(3, 260, 30, "ties", torch.bfloat16)),
         Sample("odd.3x131.30", _rows(3, 131, 30)),
         Sample("pairs.3x130.30", _rows(3, 130, 30, start="some")),

@@ -20,7 +20,7 @@ from tile_kernels.runtime.device import Device
 
 GROUP = 32  # values of packed e2m1 that share an exponent
 MOST_COLUMNS = 128  # of the product: heads of all queries of a block
-MOST_STAGES = 3
+STAGES = (4, 2)  # tiles of keys, the one in use and those under way
 BF16, E4M3, E2M1 = "bfloat16", "float8_e4m3fn", "e2m1"
 SIZE = {BF16: 2, E4M3: 1}
 # e2m1's magnitudes 0, .5, 1, 1.5 and 2, 3, 4, 6 as bytes of e4m3; a power of two more adds 8 each.
@@ -101,12 +101,12 @@ def tile_plan(
     padded = max(8, 1 << (heads - 1).bit_length())
     queries = max(1, min(MOST_COLUMNS // padded, most_queries))
     fenced = device.arch == "sm_90a"
-    most = 2 if source != unit else MOST_STAGES
+    numbers = STAGES[1:] if source != unit else STAGES
     # Rather two blocks of an SM than large ones: one multiplies while the other sums over heads.
     for room in (device.smem_per_sm // 2 - 1024, device.smem_per_block):
         for keys in (128, 64):
             for halved in range(queries.bit_length()):
-                for stages in range(most, 1, -1):
+                for stages in numbers:
                     fewer = queries >> halved
                     tile = Tile(source, unit, heads, padded, depth, keys, fewer, stages, fenced)
                     if tile.bytes() + fewer * held + 2048 <= room:
@@ -139,7 +139,7 @@ def dot(tile: Tile) -> Any:
             # relu as the larger of two integers: NaN, which is positive here, stays.
             positive = T.max(T.reinterpret(products[i, j], T.int32), 0)
             products[i, j] = T.reinterpret(positive, T.float32) * weights[j]
-        T.reduce_sum(by_head, sums, dim=2)
+        T.reduce_sum(by_head, sums, dim=2, batch=2 * tile.queries)
 
     return dotted
 
@@ -270,7 +270,7 @@ def load_queries(tile: Tile) -> Any:
                         words[e] = q[token, head, group * 4 + e]
                     exponent = T.cast(q_sf[token, head, group], T.int32)
                 expand(words, exponent, of_queries, row, tile.columns, group, factors, wide)
-        else:
+        elif tile.expanded:
             # Loaded first, then cast: in one step the load would not wait for the condition.
             loaded = T.alloc_fragment((tile.columns, tile.depth), tile.source)
             for i, j in T.Parallel(tile.columns, tile.depth):
@@ -280,6 +280,12 @@ def load_queries(tile: Tile) -> Any:
                     loaded[i, j] = T.cast(0, tile.source)
             for i, j in T.Parallel(tile.columns, tile.depth):
                 of_queries[0, i, j] = T.cast(loaded[i, j], tile.unit)
+        else:
+            for i, j in T.Parallel(tile.columns, tile.depth):
+                if first + i // tile.padded < tokens and i % tile.padded < tile.heads:
+                    of_queries[0, i, j] = q[first + i // tile.padded, i % tile.padded, j]
+                else:
+                    of_queries[0, i, j] = T.cast(0, tile.unit)
         publish()
         for j in T.Parallel(tile.columns):
             if first + j // tile.padded < tokens and j % tile.padded < tile.heads:

@@ -1,7 +1,8 @@
 """The best keys of each query, from scores that never leave shared memory.
 
 A block streams over the keys of its queries as the scores do, and each query has a list of the best
-keys so far (see `indexer_list`).
+keys so far (see `indexer_list`). Where there are few queries, blocks share the keys, and the lists
+that they leave are merged as rows of logits are.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +34,8 @@ MOST_QUERIES = 4  # a warp each, also of the smallest block
 
 
 class Plan(NamedTuple):
-    """A tile's numbers; entries of a list; which blocks, as in `indexer_logits`."""
+    """A tile's numbers; entries of a list; whether it is one of several; which blocks, as in
+    `indexer_logits`."""
 
     source: str
     unit: str
@@ -46,15 +48,18 @@ class Plan(NamedTuple):
     fenced: bool
     topk: int
     capacity: int
+    partial: bool
     role: str
 
 
-def plan(source: str, heads: int, depth: int, topk: int, role: str, device: Device) -> Plan:
+def plan(
+    source: str, heads: int, depth: int, topk: int, partial: bool, role: str, device: Device
+) -> Plan:
     quantum = 2 * MOST_KEYS * VECTOR
     capacity = -(-(topk + 2 * MOST_KEYS) // quantum) * quantum
     exact = role == MARKED
     tile = tile_plan(source, exact, heads, depth, 8 * capacity, MOST_QUERIES, device)
-    return Plan(*tile, topk, capacity, role)
+    return Plan(*tile, topk, capacity, partial, role)
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
@@ -63,14 +68,17 @@ def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
 
 @kernel(plan=plan, access_bits=access_bits, pass_configs={**NO_TYPED_SYNC, **EXPLICIT_GUARDS})
 def best_keys(*static: Any) -> Any:
-    """Some queries for a block, the last ones first: with causal ranges they take longest."""
+    """Some queries and `share_keys` keys for a block, a multiple of 128.
+
+    The last queries come first: with causal ranges they take longest.
+    """
     made = Plan(*static)
     tile, role = Tile(*static[: len(Tile._fields)]), made.role
     heads, keys, queries, stages = tile.heads, tile.keys, tile.queries, tile.stages
     topk, capacity = made.topk, made.capacity
     packed = tile.source == E2M1
     width, element = tile.row
-    tokens, num_keys = T.dynamic("tokens num_keys")
+    tokens, num_keys, shares = T.dynamic("tokens num_keys shares")
     q_scales = (tokens, heads, tile.groups)
     k_scales = (num_keys, tile.groups) if packed else (num_keys,)
     load = load_queries(tile)
@@ -113,10 +121,14 @@ def best_keys(*static: Any) -> Any:
         weights: T.Tensor[(tokens, heads), T.float32],
         start: T.Tensor[(tokens,), T.int32],
         end: T.Tensor[(tokens,), T.int32],
-        marks: T.Tensor[(tokens,), T.int32],
-        out: T.Tensor[(tokens, topk), T.int32],
+        marks: T.Tensor[(tokens, shares), T.int32],
+        out: T.Tensor[(tokens, shares, topk), T.int32],
+        out_keys: T.Tensor[(tokens, shares, topk), T.uint32],
+        share_keys: T.int32,
     ):
-        with T.Kernel(T.ceildiv(tokens, queries), threads=tile.threads) as block:
+        with T.Kernel(
+            T.ceildiv(tokens, queries), T.ceildiv(num_keys, share_keys), threads=tile.threads
+        ) as (block, share):
             T.annotate_min_blocks_per_sm(1 if role == MARKED else 2)
             tx = T.get_thread_binding()
             of_queries = T.alloc_shared((1, tile.columns, tile.depth), tile.unit)
@@ -149,7 +161,7 @@ def best_keys(*static: Any) -> Any:
                 wanted = 0
                 for t in T.serial(queries):
                     if first + t < tokens:
-                        wanted = T.max(wanted, marks[first + t])
+                        wanted = T.max(wanted, marks[first + t, share])
             if wanted != 0:
                 if tx == 0:
                     wide[0] = 0
@@ -167,8 +179,9 @@ def best_keys(*static: Any) -> Any:
                     if bounds[0, t] < bounds[1, t]:
                         least = T.min(least, bounds[0, t])
                         most = T.max(most, bounds[1, t])
-                begin = T.alloc_var(T.int32, init=least // keys)
-                last = T.alloc_var(T.int32, init=T.ceildiv(most, keys))
+                tiles = share_keys // keys
+                begin = T.alloc_var(T.int32, init=T.max(share * tiles, least // keys))
+                last = T.alloc_var(T.int32, init=T.min((share + 1) * tiles, T.ceildiv(most, keys)))
                 for i in T.serial(stages - 1):
                     fetch(k, k_sf, begin + i, last, of_keys, raw, k_factors)
                 fetch_exponents(k_sf, num_keys, begin, last, exponents)
@@ -198,11 +211,15 @@ def best_keys(*static: Any) -> Any:
                     for c in T.serial(-(-topk // tile.threads)):
                         place = c * tile.threads + tx
                         if first + t < tokens and place < topk:
-                            out[first + t, place] = T.if_then_else(
+                            out[first + t, share, place] = T.if_then_else(
                                 place < counts[t], ids[t, place], -1
                             )
+                            if made.partial:
+                                out_keys[first + t, share, place] = T.if_then_else(
+                                    place < counts[t], best[t, place], T.uint32(0)
+                                )
                 if role == MARKING:
                     if tx < queries and first + tx < tokens:
-                        marks[first + tx] = wide[0]
+                        marks[first + tx, share] = wide[0]
 
     return best_of_queries

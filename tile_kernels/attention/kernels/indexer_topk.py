@@ -1,4 +1,8 @@
-"""The best entries of each row of logits: a block per row, which reads the row once."""
+"""The best entries of each row of logits: a block per row, which reads the row once.
+
+Instead of logits a row may have keys already (see `indexer_list`), 0 for what is absent, and then
+names, which are the result instead of places.
+"""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +23,8 @@ from tile_kernels.runtime.launch import kernel
 THREADS = 512
 OWN = 4  # logits of a thread in a tile
 TILE = THREADS * OWN
-BITS = {"float32": 32, "bfloat16": 16}
+BITS = {"float32": 32, "bfloat16": 16, "uint32": 32}
+KEYS = "uint32"
 
 
 class Plan(NamedTuple):
@@ -54,6 +59,7 @@ def best_of_rows(
     """See the head of `indexer_list`; -1 where a row has fewer entries."""
     rows, columns = T.dynamic("rows columns")
     stride = T.dynamic("stride")
+    named = dtype == KEYS
     keep = keep_best(topk, capacity, THREADS)
     prefix = prefix_over_block(THREADS)
     sort = sort_entries(topk, THREADS)
@@ -71,6 +77,7 @@ def best_of_rows(
         logits: T.StridedTensor[(rows, columns), (stride, 1), dtype],
         start: T.Tensor[(rows,), T.int32],
         end: T.Tensor[(rows,), T.int32],
+        names: T.Tensor[(rows, columns), T.int32],
         out: T.Tensor[(rows, topk), T.int32],
     ):
         with T.Kernel(rows, threads=THREADS) as row:
@@ -85,12 +92,14 @@ def best_of_rows(
             own = T.alloc_local((OWN,), T.uint32)
             before = T.alloc_local((2,), T.int32)
             begin = T.alloc_var(T.int32, init=0)
-            stop = T.alloc_var(T.int32, init=T.min(end[row], columns))
+            stop = T.alloc_var(T.int32, init=columns)
             count = T.alloc_var(T.int32, init=0)
             bound = T.alloc_var(T.uint32, init=T.uint32(0))
             mine = T.alloc_var(T.int32)
+            if not named:
+                stop = T.max(T.min(end[row], columns), 0)
             if with_start:
-                begin = T.max(start[row], 0)
+                begin = T.min(T.max(start[row], 0), columns)
             group = T.alloc_var(T.int32, init=begin // OWN + tx)  # of the thread's logits in a tile
             tiles = T.alloc_var(T.int32, init=T.ceildiv(stop - begin // OWN * OWN, TILE))
             load(logits, row, group, stop, values)
@@ -99,7 +108,10 @@ def best_of_rows(
                 for e in T.unroll(OWN):
                     own[e] = T.uint32(0)
                     if group * OWN + e >= begin and group * OWN + e < stop:
-                        own[e] = key_of(T.cast(values[e], T.float32))
+                        if named:
+                            own[e] = values[e]
+                        else:
+                            own[e] = key_of(T.cast(values[e], T.float32))
                     if own[e] > bound:
                         mine = mine + 1
                 load(logits, row, group + THREADS, stop, values)  # of the next tile
@@ -122,6 +134,11 @@ def best_of_rows(
             for c in T.serial(-(-topk // THREADS)):
                 place = c * THREADS + tx
                 if place < topk:
-                    out[row, place] = T.if_then_else(place < count, ids[0, place], -1)
+                    chosen = T.alloc_var(T.int32, init=-1)
+                    if place < count:
+                        chosen = ids[0, place]
+                        if named:
+                            chosen = names[row, chosen]
+                    out[row, place] = chosen
 
     return best_entries
