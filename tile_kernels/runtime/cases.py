@@ -31,13 +31,14 @@ def assert_equal_results(result: Any, expected: Any) -> None:
 
 
 def close_results(
-    rtol: float, atol: float, rtol_bfloat16: float | None = None
+    rtol: float, atol: float, rtol_bfloat16: float | None = None, strays: float = 0
 ) -> Callable[[Any, Any], None]:
     """A comparison for `Cases`: floating-point tensors to a tolerance, the rest to the bit.
 
     bfloat16 to one of its own, if given; `atol` counts in units of the root mean square of what is
     expected, where that is above 1, as sums of many terms have it. NaN equals NaN, of any bits;
-    dtypes, shapes and strides count as always.
+    dtypes, shapes and strides count as always. `strays` is the share of elements that may be
+    anywhere: where the sign of a sum decides, rounding flips some.
     """
     tolerances = {} if rtol_bfloat16 is None else {torch.bfloat16: rtol_bfloat16}
 
@@ -50,8 +51,13 @@ def close_results(
             assert_equal_results(torch.zeros_like(result), torch.zeros_like(expected))
             relative = tolerances.get(expected.dtype, rtol)
             size = expected.double().nan_to_num(0, 0, 0).square().mean().sqrt().nan_to_num(0)
+            absolute = atol * max(1.0, size.item())
+            if strays:
+                far = ~torch.isclose(result, expected, relative, absolute, equal_nan=True)
+                if 0 < far.sum().item() <= strays * far.numel():
+                    result = torch.where(far, expected, result)
             torch.testing.assert_close(
-                result, expected, rtol=relative, atol=atol * max(1.0, size.item()), equal_nan=True
+                result, expected, rtol=relative, atol=absolute, equal_nan=True
             )
         else:
             assert_equal_results(result, expected)

@@ -101,5 +101,6 @@ INDEXER_LOGITS_BWD = Cases(
         Reject("indices", "past the end", with_value("indices", 70)),
         Reject("indices", "negative", with_value("indices", -2)),
     ],
-    compare=close_results(rtol=1e-3, atol=1e-3),
+    # A product near zero counts or does not, by its sign.
+    compare=close_results(rtol=1e-3, atol=1e-3, strays=1e-4),
 )
