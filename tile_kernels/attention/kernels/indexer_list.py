@@ -17,6 +17,9 @@ from tile_kernels.runtime.kernels.common import WARP
 
 NO_TYPED_SYNC = {"tl.disable_thread_storage_sync": True}
 VECTOR = 4  # entries of 4 bytes that a thread moves at once
+KEY_BITS = 32
+COUNTERS = 3 * KEY_BITS // 2  # for three numbers of two bits
+COUNT_BITS = 10  # enough for the entries of a warp; three counts are one integer
 
 
 @T.macro
@@ -66,12 +69,16 @@ def prefix_over_block(threads: int) -> Any:
 def keep_best(topk: int, capacity: int, threads: int) -> Any:
     """A macro: keep the `topk` best of `count` entries of a list, which has more; the new bound.
 
-    `keys` and `ids` are shared, `[lists, capacity]`; `counters` is shared, one for each bit of a
-    key. Whoever calls has a barrier before and after.
+    `keys` and `ids` are shared, `[lists, capacity]`; `counters` is shared, `COUNTERS` of them. The
+    bound may be less than the least key that stays: then an equal one can come later, and go again.
+    Whoever calls has a barrier before and after.
     """
     own_entries = capacity // threads
     prefix = prefix_over_block(threads)
-    bits = 32
+    if own_entries * WARP >= 1 << COUNT_BITS:
+        raise ValueError(
+            f"capacity must be below {(threads << COUNT_BITS) // WARP}, got {capacity}"
+        )
 
     @T.macro
     def keep(keys, ids, which, count, counters, sums):
@@ -82,7 +89,7 @@ def keep_best(topk: int, capacity: int, threads: int) -> Any:
         bound = T.alloc_var(T.uint32, init=T.uint32(0))
         trial = T.alloc_var(T.uint32)
         mine = T.alloc_var(T.int32)
-        if tx < bits:
+        if tx < COUNTERS:
             counters[tx] = 0
         for c in T.unroll(own_entries // VECTOR):
             for e in T.vectorized(VECTOR):
@@ -91,19 +98,33 @@ def keep_best(topk: int, capacity: int, threads: int) -> Any:
             if tx * own_entries + j >= count:
                 own[j] = T.uint32(0)
         T.sync_threads()
-        # The least key that stays is the largest number that `topk` keys are not below.
-        for step in T.serial(bits):
-            trial = bound | T.shift_left(T.uint32(1), T.cast(bits - 1 - step, T.uint32))
-            mine = 0
-            for j in T.unroll(own_entries):
-                if own[j] >= trial:
-                    mine = mine + 1
-            mine = T.warp_reduce_sum(mine)
-            if tx % WARP == 0:
-                T.atomic_add(counters[step], mine)
-            T.sync_threads()
-            if counters[step] >= topk:
-                bound = trial
+        # The least key that stays is the largest number that `topk` keys are not below. Two bits at
+        # a time, until one number has just as many.
+        found = T.alloc_var(T.bool, init=T.bool(False))
+        for step in T.serial(KEY_BITS // 2):
+            if not found:  # the same for all threads
+                lowest = T.alloc_var(T.uint32)
+                lowest = T.shift_left(T.uint32(1), T.cast(KEY_BITS - 2 - 2 * step, T.uint32))
+                mine = 0
+                for digit in (1, 2, 3):
+                    trial = bound + lowest * T.uint32(digit)
+                    for j in T.unroll(own_entries):
+                        if own[j] >= trial:
+                            mine = mine + (1 << (COUNT_BITS * (digit - 1)))
+                mine = T.warp_reduce_sum(mine)
+                if tx % WARP < 3:
+                    T.atomic_add(
+                        counters[3 * step + tx % WARP],
+                        (mine >> (COUNT_BITS * (tx % WARP))) & ((1 << COUNT_BITS) - 1),
+                    )
+                T.sync_threads()
+                base = T.alloc_var(T.uint32, init=bound)
+                for digit in (1, 2, 3):
+                    if counters[3 * step + digit - 1] >= topk:
+                        bound = base + lowest * T.uint32(digit)
+                        found = counters[3 * step + digit - 1] == topk
+                if found:
+                    bound = bound - T.uint32(1)
         mine = 0
         for j in T.unroll(own_entries):
             if own[j] > bound:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.attention.kernels.indexer_list import (
+    COUNTERS,
     NO_TYPED_SYNC,
     VECTOR,
     keep_best,
@@ -142,7 +143,7 @@ def best_keys(*static: Any) -> Any:
             ids = T.alloc_shared((queries, capacity), T.int32)
             counts = T.alloc_shared((queries,), T.int32)
             floors = T.alloc_shared((queries,), T.uint32)
-            counters = T.alloc_shared((32,), T.int32)
+            counters = T.alloc_shared((COUNTERS,), T.int32)
             of_warps = T.alloc_shared((tile.threads // WARP,), T.int32)
             wide = T.alloc_shared((1,), T.int32)
             of_weights = T.alloc_fragment((tile.columns,), T.float32)

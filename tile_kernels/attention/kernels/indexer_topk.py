@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.attention.kernels.indexer_list import (
+    COUNTERS,
     NO_TYPED_SYNC,
     VECTOR,
     keep_best,
@@ -86,7 +87,7 @@ def best_of_rows(
             tx = T.get_thread_binding()
             keys = T.alloc_shared((1, capacity), T.uint32)
             ids = T.alloc_shared((1, capacity), T.int32)
-            counters = T.alloc_shared((32,), T.int32)
+            counters = T.alloc_shared((COUNTERS,), T.int32)
             sums = T.alloc_shared((THREADS // WARP,), T.int32)
             values = T.alloc_local((OWN,), dtype)
             own = T.alloc_local((OWN,), T.uint32)
