@@ -40,7 +40,7 @@ def benchmarks() -> list[str]:
         goal = "-" if r.goal_us is None else f"{r.goal_us}"
         met = " (missed)" if r.goal_us and r.device_us and r.device_us > r.goal_us else ""
         share = f"{100 * (r.copy_fraction or 0):.1f} %"
-        times = f"{r.host_us} | {r.oracle_us} | {r.oracle_compiled_us}"
+        times = f"{r.host_us} | {r.oracle_us} | {r.oracle_compiled_us or '-'}"
         lines.append(f"| `{r.case}` | {r.device_us} | {goal}{met} | {share} | {times} |")
     return lines
 

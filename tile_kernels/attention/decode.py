@@ -111,13 +111,16 @@ class KVCompressorState(tuple[Tensor, Tensor]):
                 f"prefill: kv_b and z_b must be given {'' if self.overlap else 'not '}here, got "
                 f"{len(given)} tensors"
             )
+        try:
+            self._check_prompts(given, cu_seqlens, slots)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"prefill: {error}") from None
         if cu_seqlens is None:
             cu_seqlens = torch.arange(2, device=kv_a.device) * kv_a.shape[0]
         if slots is None:
             slots = torch.arange(cu_seqlens.shape[0] - 1, device=kv_a.device)
-        if backends.is_checked():
-            _check_slots(slots, 0, self.kept.shape[0])
-        start, length = cu_seqlens[:-1, None].long(), cu_seqlens.diff()[:, None].long()
+        bounds = cu_seqlens.long().clamp(0, kv_a.shape[0]).cummax(0).values
+        start, length = bounds[:-1, None], bounds.diff()[:, None]
         ring = self.kept.shape[1]
         place = torch.arange(ring, device=kv_a.device)
         token = length - 1 - (length - 1 - place) % ring  # the last at each place, if not negative
@@ -128,6 +131,35 @@ class KVCompressorState(tuple[Tensor, Tensor]):
             slot = slots.long()
             self.kept[slot] = torch.where(here, rows, self.kept[slot])
         self.lengths[slots.long()] = length[:, 0].to(torch.int32)
+
+    def _check_prompts(
+        self, given: list[Tensor], cu_seqlens: Tensor | None, slots: Tensor | None
+    ) -> None:
+        """Rows as the state keeps them, and a place for each sequence."""
+        num_slots, _, _, channels = self.kept.shape
+        for name, x in zip(("kv_a", "z_a", "kv_b", "z_b"), given):
+            checks.tensor(
+                name, x, ("num_tokens", "channels"), self.kept.dtype,
+                shape=(given[0].shape[0], channels),
+            )  # fmt: skip
+        num_sequences = 1
+        if cu_seqlens is not None:
+            checks.tensor("cu_seqlens", cu_seqlens, ("num_bounds",), (torch.int32, torch.int64))
+            if cu_seqlens.shape[0] < 1:
+                raise ValueError("cu_seqlens must have at least one element, got 0")
+            num_sequences = cu_seqlens.shape[0] - 1
+        if slots is None:
+            if num_sequences > num_slots:
+                raise ValueError(
+                    f"cu_seqlens must have at most {num_slots} sequences, as the state, or come "
+                    f"with slots, got {num_sequences}"
+                )
+            return
+        checks.tensor(
+            "slots", slots, ("num_sequences",), (torch.int32, torch.int64), shape=(num_sequences,)
+        )
+        if not torch.compiler.is_compiling() and backends.is_checked():
+            _check_slots(slots, 0, num_slots)
 
 
 def _check(

@@ -13,7 +13,7 @@ from tile_kernels.attention.indexer_topk import MOST_TOPK, check_bound, merge
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.launch import Kernel, alignment, dtype_name, nonempty
-from tile_kernels.runtime.op import face, op
+from tile_kernels.runtime.op import face, gradient, op
 from tile_kernels.torch import indexer as oracles
 from tile_kernels.torch.indexer import GROUP, Operand
 
@@ -210,6 +210,28 @@ def _logits(
                 rows_of(q), q_sf, rows_of(k), k_sf, weights, start, end, marks, out, share,
             )  # fmt: skip
     return out
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    q, _, k, k_sf, weights, start, end, _ = inputs
+    ctx.save_for_backward(q, k, k_sf, weights, start, end)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """All keys of a query's range are selected ones."""
+    from tile_kernels.attention.indexer_gradient import indexer_logits_bwd  # imports this module
+
+    q, k, k_sf, weights, start, end = ctx.saved_tensors
+    inside = oracles.in_range(start, end, k.shape[0])
+    keys = torch.arange(k.shape[0], device=q.device, dtype=torch.int32)
+    indices = torch.where(inside, keys, -1)
+    of_q, of_k, of_weights = indexer_logits_bwd(
+        q, k if k_sf is None else (k, k_sf), weights, indices, grad.float().contiguous()
+    )
+    return of_q.to(q.dtype), None, of_k.to(k.dtype), None, of_weights, None, None, None
+
+
+gradient(_logits, _backward, setup_context=_save)
 
 
 @face(_logits, oracle=oracles.indexer_logits)

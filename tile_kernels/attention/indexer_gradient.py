@@ -45,15 +45,18 @@ def _values(
     checks.in_range("indices", indices, -1, k.shape[0] - 1)
 
 
-def _unit(q: Tensor, k_sf: Tensor | None, weights: Tensor, grad: Tensor) -> Tensor:
+def _unit(
+    q: Tensor, num_keys: int, k_sf: Tensor | None, weights: Tensor, indices: Tensor, grad: Tensor
+) -> Tensor:
     """The power of two that shares of a key's gradient are counted in, its inverse: `[1]`.
 
     A share is at most `|grad| |k_sf| sum of |weights| max of |q|`; there are as many as indices.
     """
-    largest = grad.abs().amax() * weights.abs().sum(-1).amax()
-    largest = largest * (q.abs().amax().float() if q.dtype == torch.bfloat16 else _LARGEST_E4M3)
+    present = (indices >= 0) & (indices < num_keys)
     if k_sf is not None:
-        largest = largest * k_sf.abs().amax()
+        grad = grad * k_sf[indices.where(present, 0)]
+    largest = torch.where(present, grad, 0).abs().amax() * weights.abs().sum(-1).amax()
+    largest = largest * (q.abs().amax().float() if q.dtype == torch.bfloat16 else _LARGEST_E4M3)
     bits = _BITS - math.ceil(math.log2(max(2, grad.numel())))
     exponent = (bits - largest.log2().ceil()).clamp(-126, 126)
     return torch.where(largest.isfinite(), exponent.exp2(), torch.nan).view(1)
@@ -93,7 +96,11 @@ def _bwd(
     grad_q = torch.empty_like(q, dtype=torch.float32)
     counted = torch.zeros_like(k, dtype=torch.int64)
     grad_weights = torch.empty_like(weights)
-    unit = weights.new_empty(1) if is_recording() else _unit(q, k_sf, weights, grad)
+    unit = (
+        weights.new_empty(1)
+        if is_recording()
+        else _unit(q, k.shape[0], k_sf, weights, indices, grad)
+    )
     _GRADIENTS.launch(
         (SOURCES[q.dtype], q.shape[1], q.shape[2]),
         rows_of(q), rows_of(k), k_sf, weights, indices, grad, unit, grad_q, counted, grad_weights,

@@ -26,7 +26,7 @@ def check_bound(name: str, value: object, num_queries: int) -> None:
 
 def _check(logits: Tensor, k: int, end: Tensor, start: Tensor | None, by_value: bool) -> None:
     checks.tensor("logits", logits, ("T", "S"), LOGITS, unit_inner_stride=True)
-    if 0 < logits.stride(0) < logits.shape[1]:
+    if logits.shape[0] > 1 and 0 < logits.stride(0) < logits.shape[1]:
         raise ValueError(f"logits must have rows apart, got stride {logits.stride(0)}")
     checks.integer("k", k, 1, MOST_TOPK)
     check_bound("end", end, logits.shape[0])

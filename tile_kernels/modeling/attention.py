@@ -103,6 +103,8 @@ class KVCompressor(nn.Module):
         | `slots` | `[num_sequences]`: where in the state; None: in order | integers |
         | returns | `[B, S // window, channels]`, or `[num_windows, channels]` | |
         """
+        if slots is not None and state is None:
+            raise ValueError("KVCompressor: slots are places in a state, got slots without state")
         kv, gate, cu_seqlens, num_windows, lead = self._projected(x, cu_seqlens, num_windows)
         if self.overlap:
             entries = attention.kv_compress_packed(
@@ -125,6 +127,10 @@ class KVCompressor(nn.Module):
         `x` is `[num_tokens, hidden]`; state, slots and results are as those of
         `attention.kv_compress_step`. Without a gradient.
         """
+        if x.dim() != 2 or x.shape[1] != self.hidden:
+            raise ValueError(
+                f"KVCompressor: x must be [num_tokens, {self.hidden}], got shape {tuple(x.shape)}"
+            )
         with torch.no_grad():
             kv, gate = self.projection(x).split(self.width, dim=1)
             kv_a, z_a, *of_b = self._series(kv, gate)

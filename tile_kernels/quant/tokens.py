@@ -24,6 +24,11 @@ _CAST_GROUPS = Kernel("tile_kernels.quant.kernels.tokens", "cast_groups")
 _CAST_WHOLE_ROWS = Kernel("tile_kernels.quant.kernels.tokens", "cast_whole_rows")
 
 
+def is_whole(fmt: str, width: int, group: int) -> bool:
+    """Whether a block takes a whole row, which has one scale, and not warps its groups."""
+    return fmt == "e5m6" or (group == width and group not in GROUPS)
+
+
 def _check_group(num_per_channels: int, width: int, *, whole: bool = True) -> None:
     checks.integer("num_per_channels", num_per_channels, 1)
     if num_per_channels in GROUPS or (whole and num_per_channels == width):
@@ -93,14 +98,13 @@ def launch(
     """Run the kernel for a task: `cast`, `scales` alone, data by `given` scales, or `fake`."""
     width = layout.values_in(x)
     words = None if out is None else layout.as_words(out)
-    whole = fmt == "e5m6" or (group == width and group not in GROUPS)
     problem = (
         layout.SOURCES[x.dtype], fmt, width, group, how, round_sf, task, block,
         x_sf is not None and x_sf.dtype == torch.int32, row_alignment(x),
         16 if out is None else row_alignment(out),
     )  # fmt: skip
     clamp_min = layout.FORMATS[fmt].clamp_min
-    kernel = _CAST_WHOLE_ROWS if whole else _CAST_GROUPS
+    kernel = _CAST_WHOLE_ROWS if is_whole(fmt, width, group) else _CAST_GROUPS
     kernel.launch(problem, layout.as_words(x), x_sf, words, scales, clamp_min)
 
 

@@ -102,7 +102,7 @@ def indexer_select(
 
 def indexer_ranges(cu_seqlens: Tensor, ratio: int, num_tokens: int) -> tuple[Tensor, Tensor]:
     """See `tile_kernels.attention.indexer_ranges`."""
-    bounds = cu_seqlens.long()
+    bounds = cu_seqlens.long().clamp(0, num_tokens).cummax(0).values  # as `kv_compress` takes them
     tokens = torch.arange(num_tokens, device=bounds.device)
     sequence = torch.searchsorted(bounds, tokens, right=True) - 1
     sequence = sequence.clamp(0, max(bounds.shape[0] - 2, 0))

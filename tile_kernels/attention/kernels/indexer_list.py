@@ -19,7 +19,6 @@ NO_TYPED_SYNC = {"tl.disable_thread_storage_sync": True}
 VECTOR = 4  # entries of 4 bytes that a thread moves at once
 KEY_BITS = 32
 COUNTERS = 3 * KEY_BITS // 2  # for three numbers of two bits
-COUNT_BITS = 10  # enough for the entries of a warp; three counts are one integer
 
 
 @T.macro
@@ -75,10 +74,9 @@ def keep_best(topk: int, capacity: int, threads: int) -> Any:
     """
     own_entries = capacity // threads
     prefix = prefix_over_block(threads)
-    if own_entries * WARP >= 1 << COUNT_BITS:
-        raise ValueError(
-            f"capacity must be below {(threads << COUNT_BITS) // WARP}, got {capacity}"
-        )
+    # The entries of a warp that reach a number, for as many numbers as fit, are one integer.
+    bits = (own_entries * WARP).bit_length()
+    rounds = ((1, 2, 3),) if 3 * bits < 32 else ((1, 2), (3,))
 
     @T.macro
     def keep(keys, ids, which, count, counters, sums):
@@ -105,18 +103,19 @@ def keep_best(topk: int, capacity: int, threads: int) -> Any:
             if not found:  # the same for all threads
                 lowest = T.alloc_var(T.uint32)
                 lowest = T.shift_left(T.uint32(1), T.cast(KEY_BITS - 2 - 2 * step, T.uint32))
-                mine = 0
-                for digit in (1, 2, 3):
-                    trial = bound + lowest * T.uint32(digit)
-                    for j in T.unroll(own_entries):
-                        if own[j] >= trial:
-                            mine = mine + (1 << (COUNT_BITS * (digit - 1)))
-                mine = T.warp_reduce_sum(mine)
-                if tx % WARP < 3:
-                    T.atomic_add(
-                        counters[3 * step + tx % WARP],
-                        (mine >> (COUNT_BITS * (tx % WARP))) & ((1 << COUNT_BITS) - 1),
-                    )
+                for digits in rounds:
+                    mine = 0
+                    for digit in digits:
+                        trial = bound + lowest * T.uint32(digit)
+                        for j in T.unroll(own_entries):
+                            if own[j] >= trial:
+                                mine = mine + (1 << (bits * (digit - digits[0])))
+                    mine = T.warp_reduce_sum(mine)
+                    if tx % WARP < len(digits):
+                        T.atomic_add(
+                            counters[3 * step + digits[0] - 1 + tx % WARP],
+                            (mine >> (bits * (tx % WARP))) & ((1 << bits) - 1),
+                        )
                 T.sync_threads()
                 base = T.alloc_var(T.uint32, init=bound)
                 for digit in (1, 2, 3):

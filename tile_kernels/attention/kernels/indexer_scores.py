@@ -111,7 +111,10 @@ def tile_plan(
                     tile = Tile(source, unit, heads, padded, depth, keys, fewer, stages, fenced)
                     if tile.bytes() + fewer * held + 2048 <= room:
                         return tile
-    raise ValueError(f"no tile of {heads} heads of {depth} fits into the memory of {device.name}")
+    less = ", or topk smaller," if held else ""
+    raise ValueError(
+        f"q must have fewer heads or channels{less} for {device.name}, got {heads} heads of {depth}"
+    )
 
 
 def published(tile: Tile) -> Any:

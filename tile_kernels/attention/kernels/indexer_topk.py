@@ -59,7 +59,7 @@ def best_of_rows(
 ) -> Any:
     """See the head of `indexer_list`; -1 where a row has fewer entries."""
     rows, columns = T.dynamic("rows columns")
-    stride = T.dynamic("stride")
+    stride = T.dynamic("stride", "int64")
     named = dtype == KEYS
     keep = keep_best(topk, capacity, THREADS)
     prefix = prefix_over_block(THREADS)

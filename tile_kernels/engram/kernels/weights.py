@@ -63,7 +63,8 @@ def product(dtype: str, vector: int) -> Any:
 
 # ---- sums of partial gradients ------------------------------------------------------------------
 
-FEW_PARTS, MOST_PARTS = 8, 12  # that a thread reads at once
+AT_ONCE = (1, 3, 6, 9, 12)  # parts that a thread reads at once
+FEW_PARTS, MOST_PARTS = 8, AT_ONCE[-1]
 MOST_WARPS = 16
 MANY_WARPS = 4096  # enough for any device
 
@@ -83,7 +84,8 @@ def reduce_plan(dtype: str, columns: int, parts: int, vector: int, device: Devic
     warps = max(1, min(MOST_WARPS, -(-parts // FEW_PARTS), MANY_WARPS // blocks))
     warps = 1 << (warps.bit_length() - 1)
     turns = max(1, -(-parts // (warps * MOST_PARTS)))
-    return ReducePlan(dtype, vector, warps, max(1, -(-parts // (warps * turns))))
+    at_once = -(-parts // (warps * turns))
+    return ReducePlan(dtype, vector, warps, next(n for n in AT_ONCE if n >= at_once))
 
 
 def reduce_access_bits(*static: Any) -> tuple[tuple[int, ...], int]:

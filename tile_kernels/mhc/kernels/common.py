@@ -40,16 +40,16 @@ class Cut(NamedTuple):
     parts: int
 
 
-def cut_row(hidden: int, num_tokens: int, device: Device) -> Cut:
+def cut_row(hidden: int, num_tokens: int, device: Device, most: int = MOST_THREADS) -> Cut:
     """As few idle threads as possible, then as few parts: long runs of memory for a block.
 
-    With few tokens a row is spread over as many blocks as it fills instead.
+    `most` threads. With few tokens a row is spread over as many blocks as it fills instead.
     """
     units = hidden // columns_of(hidden)
     if num_tokens < 2 * device.num_sms:
         threads = min(FEW_THREADS, -(-units // WARP) * WARP)
         return Cut(threads, -(-units // threads))
-    cuts = [Cut(t, -(-units // t)) for t in range(WARP, MOST_THREADS + 1, WARP)]
+    cuts = [Cut(t, -(-units // t)) for t in range(WARP, most + 1, WARP)]
     return min(cuts, key=lambda cut: (cut.threads * cut.parts, cut.parts))
 
 

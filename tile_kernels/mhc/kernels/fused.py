@@ -9,6 +9,7 @@ from tilelang import language as T
 
 from tile_kernels.mhc.fused import LAYERS
 from tile_kernels.mhc.kernels.common import (
+    MOST_THREADS,
     MixPlan,
     access,
     columns_of,
@@ -61,9 +62,9 @@ def read_plan(
     device: Device,
 ) -> ReadPlan:
     """A block per token, which computes its mixes; a part of one, if there are few."""
-    threads, parts = cut_row(hidden, num_tokens, device)
-    steps = 1
-    if num_tokens >= 2 * device.num_sms:
+    if num_tokens < 2 * device.num_sms:
+        (threads, parts), steps = cut_row(hidden, num_tokens, device), 1
+    else:
         (threads, steps), parts = whole_row(hidden), 1
     vector = access(columns_of(hidden), 2, alignment)
     return ReadPlan(streams, hidden, vector, threads, steps, parts, padded, splits, near)
@@ -165,7 +166,23 @@ def read_from_products(*static: Any) -> Any:
 SLOTS = tuple(range(LAYERS))
 
 
-@kernel(plan=mix_plan, access_bits=mix_access_bits, pass_configs=EXPLICIT_GUARDS)
+def recompute_plan(
+    streams: int,
+    hidden: int,
+    num_tokens: int,
+    alignment: int,
+    mix_alignment: int,
+    device: Device,
+) -> MixPlan:
+    """That of other mixes, with smaller blocks for many streams, which take many registers."""
+    plan = mix_plan(streams, hidden, num_tokens, alignment, mix_alignment, device)
+    if streams <= 4:
+        return plan
+    threads, parts = cut_row(hidden, num_tokens, device, MOST_THREADS // 2)
+    return plan._replace(threads=threads, parts=parts)
+
+
+@kernel(plan=recompute_plan, access_bits=mix_access_bits, pass_configs=EXPLICIT_GUARDS)
 def recompute(*static: int) -> Any:
     """Up to `LAYERS` layers of a token: what each reads, and the residual after it.
 

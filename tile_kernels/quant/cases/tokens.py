@@ -118,7 +118,11 @@ PER_TOKEN_CAST = Cases(
             for t, h, fmt in _ROWS
             for name, flags in LAYOUTS.items()
         ),
-        Sample("rows.2x40000.e4m3", _plain(2, 40000, "e4m3", 40000)),  # beyond the registers
+        Sample("rows.2x40000.e4m3", _plain(2, 40000, "e4m3", 40000)),
+        *(  # beyond the registers
+            Sample(f"rows.2x{h}.{fmt}", _plain(2, h, fmt, h))
+            for h, fmt in [(70001, "e4m3"), (65544, "e5m6"), (65568, "e5m6")]
+        ),
         Sample("rows.3x1.e4m3", _plain(3, 1, "e4m3", 1)),
         Sample("special.e4m3", _plain(9, 160, "e4m3", 32, special=True)),
         Sample("special.packed", _plain(9, 160, "e4m3", 32, _FP32, special=True, flags=PACKED)),

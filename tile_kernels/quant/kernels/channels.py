@@ -94,6 +94,8 @@ def plan(
     )  # fmt: skip
     lanes = 8 if transposed else 16
     held, blocks = HELD[source if activation == NONE else activation]
+    if activation != NONE and source == "float32":
+        blocks -= 1  # its halves take twice the registers
     if load * size < ACCESS_BYTES or store < 8:
         blocks = 1  # many more accesses are in flight
     # Long runs of the output: a transposing grid walks down the rows, the other along them, unless
@@ -247,13 +249,12 @@ def cast_columns(*static: Any) -> Any:
                     tokens[r] = -1
                     if first_row + r < rows:
                         tokens[r] = pos_to_token[first_row + r]
-            if x_rows > 0:
-                for r in T.unroll(held):
-                    token = tokens[r] if plan.gathered else first_row + r
-                    load_row(x, token, first, 0, kept, r)
-                    if scaled:
-                        group_of_row = T.min(first // SCALE_COLUMNS, sf_columns - 1)
-                        row_scales[r] = x_sf[existing(token), group_of_row]
+            for r in T.unroll(held):  # of at least one row, the host sees to that
+                token = tokens[r] if plan.gathered else first_row + r
+                load_row(x, token, first, 0, kept, r)
+                if scaled:
+                    group_of_row = T.min(first // SCALE_COLUMNS, sf_columns - 1)
+                    row_scales[r] = x_sf[existing(token), group_of_row]
             for r in T.unroll(held):
                 token = tokens[r] if plan.gathered else first_row + r
                 blank_row(token, kept, r)

@@ -43,7 +43,7 @@ def access(name: str, width: int, alignment: int, most: int) -> int:
     """Values per load or store of rows of `width`, whose first lies at a multiple of `alignment`.
 
     At most 16 bytes and `most` values, and a divisor of the row, so that every row is accessed
-    alike. e5m6 is stored by eights, which are 3 words, or by 32, which are 3 times 16 bytes.
+    alike. Of e5m6 eight are 3 words, stored one by one, and 32 are 3 times 16 bytes.
     """
     if name == "e5m6":
         return 32 if width % 32 == 0 and alignment % 16 == 0 and most % 32 == 0 else 8
@@ -216,6 +216,52 @@ def write_scale(layout: str) -> Any:
             sf[g, m] = value
 
     return write
+
+
+def threads_of_row(width: int, chunk: int, most: int) -> int:
+    """Threads of a block that takes a whole row, `chunk` values at a time.
+
+    As few idle ones as possible, then as few, with at most `most` values each if that suffices.
+    """
+    chunks = -(-width // chunk)
+    options = range(LANES, 1025, LANES)
+    kept = [t for t in options if -(-chunks // t) * chunk <= most] or [1024]
+    return min(kept, key=lambda t: (-(-chunks // t) * t, t if t >= 128 else 4096 - t))
+
+
+def scale_of_row(fmt: str, round_sf: bool, layout: str, threads: int, written: bool) -> Any:
+    """A macro: `scale` of a row (see `scale_of`) by all threads of a block, each with its `amax`.
+
+    `of_warps` is shared, a float32 for each warp. If it is `written`, the scale goes to its place
+    in `sf`: zero, where the row does not exist.
+    """
+    warps = threads // LANES
+    scaled = scale_of(fmt, round_sf)
+    write = write_scale(layout)
+
+    @T.macro
+    def scaled_row(amax, of_warps, clamp_min, scale, sf, row, exists):
+        tx = T.get_thread_binding()
+        most = T.alloc_var(T.float32, init=amax)
+        for d in T.unroll(5):
+            most = T.max(most, T.shfl_xor(most, T.shift_left(1, d)))
+        if tx % LANES == 0:
+            of_warps[tx // LANES] = most
+        T.sync_threads()
+        for w in T.unroll(warps):
+            most = T.max(most, of_warps[w])
+        scaled(most, clamp_min, scale)
+        if written:
+            if tx == 0:
+                shown = T.alloc_var(T.float32, init=scale[0])
+                if not exists:
+                    shown = T.float32(0)
+                if layout == PACKED:
+                    sf[0, row] = exponent_of(shown)
+                else:
+                    write(sf, row, 0, shown)
+
+    return scaled_row
 
 
 def group_amax(chunk: int, group: int) -> Any:

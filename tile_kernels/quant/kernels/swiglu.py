@@ -18,15 +18,15 @@ from tile_kernels.quant.kernels.common import (
     access,
     access_width,
     encode_and_store,
-    exponent_of,
     fetch_values,
     group_amax,
     scale_of,
+    scale_of_row,
     storage,
     store_values,
+    threads_of_row,
     widen_values,
     write_group_scales,
-    write_scale,
 )
 from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
@@ -35,9 +35,11 @@ from tile_kernels.runtime.launch import kernel
 FMT = "e4m3"
 CHUNK = 16  # channels per thread: 16 bytes of e4m3
 WARPS = 4
-MOST_KEPT = 4  # chunks of a row that a thread holds in registers
+MOST_KEPT = 64  # values of a row that a thread holds in registers
 GROUPS = (16, 32, 64, 128)
-RESIDENT, RESIDENT_BACKWARD = 1408, 1152  # threads of a multiprocessor: bounds the registers
+# Threads of a multiprocessor, which bounds the registers of each.
+RESIDENT = {"bfloat16": 1408, "float32": 1024}
+RESIDENT_BACKWARD = 1152
 COUNTING_BLOCKS = 8  # per multiprocessor: fewer blocks, fewer atomics
 FULL_WARP = 0xFFFFFFFF
 
@@ -91,11 +93,7 @@ def plan(
     store = access(FMT, hidden, out_alignment, CHUNK)
     threads = WARPS * LANES
     if group not in GROUPS:
-        chunks = -(-hidden // CHUNK)
-        options = range(LANES, 1025, LANES)
-        # As few idle threads as possible, then as few threads, with a row in registers if it fits.
-        kept = [t for t in options if -(-chunks // t) <= MOST_KEPT] or [1024]
-        threads = min(kept, key=lambda t: (-(-chunks // t) * t, t if t >= 128 else 4096 - t))
+        threads = threads_of_row(hidden, CHUNK, MOST_KEPT)
     blocks = COUNTING_BLOCKS * device.num_sms if counted else 0
     return Plan(
         source, hidden, group, load, store, layout, round_sf, weighted, padded, clamped, blocks,
@@ -206,7 +204,7 @@ def signature(plan: Plan, step: Any, grid: Any) -> Any:
     units = grid(to_write)
     added = add_counts(plan.threads)
     # Whole rows stay in registers: those are left to the compiler.
-    min_blocks = RESIDENT // plan.threads if plan.group in GROUPS else 1
+    min_blocks = RESIDENT[plan.source] // plan.threads if plan.group in GROUPS else 1
 
     @T.prim_func
     def swiglu_rows(
@@ -310,13 +308,11 @@ def swiglu_whole_rows(*static: Any) -> Any:
     plan = Plan(*static)
     threads, hidden = plan.threads, plan.hidden
     steps = -(-hidden // (CHUNK * threads))
-    keep = steps <= MOST_KEPT
-    warps = threads // LANES
+    keep = steps * CHUNK <= MOST_KEPT
     activated = activation(plan, counted=plan.blocks > 0)
     again = activation(plan, counted=False)
-    scaled = scale_of(FMT, plan.round_sf)
+    scaled_row = scale_of_row(FMT, plan.round_sf, plan.layout, threads, written=True)
     encode = encode_and_store(FMT, hidden, CHUNK, plan.store)
-    write = write_scale(plan.layout)
     row_is_read = is_read(plan.padded)
 
     @T.macro
@@ -328,7 +324,7 @@ def swiglu_whole_rows(*static: Any) -> Any:
         values = T.alloc_local((CHUNK * (steps if keep else 1),), T.float32)
         scale = T.alloc_local((2,), T.float32)
         inverse = T.alloc_local((1,), T.float32)
-        of_warps = T.alloc_shared((warps,), T.float32)
+        of_warps = T.alloc_shared((threads // LANES,), T.float32)
         amax = T.alloc_var(T.float32, init=T.float32(0))
         weight = T.alloc_var(T.float32, init=T.float32(0))
         exists = row_is_read(row, rows, experts)  # the same for the whole block
@@ -344,22 +340,8 @@ def swiglu_whole_rows(*static: Any) -> Any:
         else:
             for v in T.unroll(CHUNK * (steps if keep else 1)):
                 values[v] = T.float32(0)
-        for d in T.unroll(5):
-            amax = T.max(amax, T.shfl_xor(amax, T.shift_left(1, d)))
-        if tx % LANES == 0:
-            of_warps[tx // LANES] = amax
-        T.sync_threads()
-        for w in T.unroll(warps):
-            amax = T.max(amax, of_warps[w])
-        scaled(amax, clamp_min, scale)
+        scaled_row(amax, of_warps, clamp_min, scale, sf, row, exists)
         inverse[0] = scale[1]
-        if tx == 0:
-            if not exists:
-                scale[0] = T.float32(0)
-            if plan.layout == PACKED:
-                sf[0, row] = exponent_of(scale[0])
-            else:
-                write(sf, row, 0, scale[0])
         if row < rows:
             for s in T.unroll(steps) if keep else T.serial(steps):
                 base = s * CHUNK if keep else 0

@@ -12,19 +12,20 @@ from tile_kernels.quant.kernels.common import (
     access_width,
     encode_and_store,
     encode_e5m6,
-    exponent_of,
     fetch_values,
     group_amax,
     multiply_scales,
     round_trip,
     scale_of,
+    scale_of_row,
     storage,
     store_values,
+    threads_of_row,
     units,
     widen_values,
     write_group_scales,
-    write_scale,
 )
+from tile_kernels.quant.tokens import is_whole
 from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
@@ -81,12 +82,8 @@ def plan(
     target = source if task == FAKE else fmt
     store = access(target, width, out_alignment, 32 if target == "e5m6" else chunk)
     threads = WARPS * LANES
-    if fmt == "e5m6" or (group == width and group not in (16, 32, 64, 128)):
-        chunks = -(-width // chunk)
-        options = range(LANES, 1025, LANES)
-        # As few idle threads as possible, then as few threads, with a row in registers if it fits.
-        kept = [t for t in options if -(-chunks // t) * chunk <= MOST_KEPT] or [1024]
-        threads = min(kept, key=lambda t: (-(-chunks // t) * t, t if t >= 128 else 4096 - t))
+    if is_whole(fmt, width, group):
+        threads = threads_of_row(width, chunk, MOST_KEPT)
     return Plan(
         source, fmt, width, group, chunk, load, store, layout, round_sf, task, *block,
         source_packed, threads,
@@ -234,29 +231,27 @@ def cast_whole_rows(*static: Any) -> Any:
     steps = -(-width // (chunk * threads))
     keep = steps * chunk <= MOST_KEPT
     kept = steps if keep else 1
-    warps = threads // LANES
     elements = units(plan.source, chunk)
     fetch = fetch_values(plan.source, width, chunk, plan.load)
     widen = widen_values(plan.source, chunk)
-    scaled = scale_of(plan.fmt, plan.round_sf)
     packed = plan.fmt == "e5m6" and plan.task != FAKE
+    scaled_row = scale_of_row(
+        plan.fmt, plan.round_sf, plan.layout, threads, written=plan.task == CAST
+    )
     finished = None if packed else finish(plan)
     unit = 2.0**-14 if is_quick(plan) else 1  # of the factors, see e2m1_word
-    write = write_scale(plan.layout)
     row_words, words_of_step = units("e5m6", width), units("e5m6", chunk * threads)
-    at_once = units("e5m6", plan.store) if plan.store == 32 and packed else 1
-    at_once = 4 if at_once % 4 == 0 else 1
+    at_once = 4 if packed and plan.store == 32 else 1
 
     @T.macro
     def flush(words, count, out, row, start):
-        """`count` words of shared memory to the row, from `start` on."""
+        """`count` words of shared memory, which all have written, to the row, from `start` on."""
         T.sync_threads()
         for i in T.unroll(-(-count // (at_once * threads))):
             word = (i * threads + T.get_thread_binding()) * at_once
             if word < count and start + word < row_words:
                 for v in T.vectorized(at_once):
                     out[row, start + word + v] = words[word + v]
-        T.sync_threads()
 
     @T.macro
     def body(block, rows, to_write, x, x_sf, out, sf, clamp_min):
@@ -265,7 +260,7 @@ def cast_whole_rows(*static: Any) -> Any:
         values = T.alloc_local((chunk,), T.float32)
         scale = T.alloc_local((2,), T.float32)
         inverse = T.alloc_local((1,), T.float32)
-        of_warps = T.alloc_shared((warps,), T.float32)
+        of_warps = T.alloc_shared((threads // LANES,), T.float32)
         amax = T.alloc_var(T.float32, init=T.float32(0))
         if block < rows:
             if keep:
@@ -277,26 +272,12 @@ def cast_whole_rows(*static: Any) -> Any:
                 widen(raw, s * elements if keep else 0, values)
                 for v in T.unroll(chunk):
                     amax = T.max(amax, T.abs(values[v]))
-        for d in T.unroll(5):
-            amax = T.max(amax, T.shfl_xor(amax, T.shift_left(1, d)))
-        if tx % LANES == 0:
-            of_warps[tx // LANES] = amax
-        T.sync_threads()
-        for w in T.unroll(warps):
-            amax = T.max(amax, of_warps[w])
-        scaled(amax, clamp_min, scale)
+        scaled_row(amax, of_warps, clamp_min, scale, sf, block, block < rows)
         inverse[0] = T.ieee_mul(scale[1], T.float32(unit)) if unit != 1 else scale[1]
-        if plan.task == CAST:
-            if tx == 0:
-                if block >= rows:
-                    scale[0] = T.float32(0)
-                if plan.layout == PACKED:
-                    sf[0, block] = exponent_of(scale[0])
-                else:
-                    write(sf, block, 0, scale[0])
         if block < rows:
             if packed:
                 words = T.alloc_shared((kept * words_of_step,), T.int32)
+                T.sync_threads()  # it may be the memory of the warps' amax
             for s in T.unroll(steps) if keep else T.serial(steps):
                 first = (s * threads + tx) * chunk
                 if not keep:
@@ -307,6 +288,7 @@ def cast_whole_rows(*static: Any) -> Any:
                     encode_e5m6(values, inverse[0], words, base + 3 * tx)
                     if not keep:
                         flush(words, words_of_step, out, block, s * words_of_step)
+                        T.sync_threads()
                 else:
                     finished(values, 0, scale, inverse, chunk, out, block, first)
             if packed and keep:
