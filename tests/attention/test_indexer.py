@@ -228,3 +228,39 @@ def test_gradients_that_are_not_finite_show() -> None:
     with tile_kernels.backend("emulate"):
         found = indexer_logits_bwd(q, k, torch.ones(2, 1), torch.tensor([[0], [1]]).int(), grad)
     assert found[1].isnan().all()
+
+
+def test_gradients_where_nothing_counts() -> None:
+    """NaN at an index of -1, and in the scale of a key that nobody chose, harms nothing."""
+    torch.manual_seed(0)
+    q = torch.randn(3, 4, 32).to(torch.float8_e4m3fn)
+    k = torch.randn(9, 32).to(torch.float8_e4m3fn)
+    k_sf = torch.rand(9) + 0.5
+    k_sf[7] = float("nan")
+    indices = torch.tensor([[0, 3, -1], [5, -1, -1], [8, 1, 2]], dtype=torch.int32)
+    grad = torch.randn(3, 3).masked_fill(indices < 0, float("nan"))
+    weights = torch.randn(3, 4)
+    with tile_kernels.backend("emulate"):
+        found = indexer_logits_bwd(q, (k, k_sf), weights, indices, grad)
+    expected = indexer_logits_bwd(q, (k, k_sf), weights, indices, grad)
+    for one, other in zip(found, expected):
+        assert other.isfinite().all()
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+def test_logits_are_differentiable() -> None:
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 32).bfloat16().requires_grad_()
+    k = torch.randn(5, 32).bfloat16().requires_grad_()
+    weights = torch.randn(2, 4).requires_grad_()
+    start, end = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([3, 5], dtype=torch.int32)
+    logits = indexer_logits(q, k, weights, start, end)
+    inside = logits.isfinite()
+    grad = torch.randn(2, 5)
+    logits.masked_fill(~inside, 0).backward(grad)
+    copies = [x.detach().float().requires_grad_() for x in (q, k, weights)]
+    dots = torch.einsum("thd,sd->ths", copies[0], copies[1])
+    plain = torch.einsum("ths,th->ts", dots.relu(), copies[2])
+    plain.masked_fill(~inside, 0).backward(grad)
+    for one, other in zip((q, k, weights), copies):
+        torch.testing.assert_close(one.grad.float(), other.grad, rtol=2e-2, atol=2e-2)

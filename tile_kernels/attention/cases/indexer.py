@@ -225,6 +225,7 @@ INDEXER_SELECT = Cases(
         *_of_each("3x150.20.64x128", 3, 150, 64, 128, topk=20),
         Sample("long.2x3000.20", _selection(2, 3000, 20)),
         Sample("long.2x3000.900", _selection(2, 3000, 900)),
+        Sample("bf16.1x200.4096", _selection(1, 200, 4096, 64, 128, BF16)),  # small tiles
         Sample("causal.19x400.20", _selection(19, 400, 20, ranges="causal")),
         Sample("window.9x700.20", _selection(9, 700, 20, ranges="window")),
         Sample("wild.e2m1.20x140.20", _selection(20, 140, 20, 4, 32, E2M1, "wild")),
