@@ -233,8 +233,6 @@ def test_decoding_gives_the_bits_of_prefill(
 ) -> None:
     """From the first token on, and from the middle of a sequence on."""
     backend, device = ground
-    if backend == "emulate" and window > 4 and dtype is torch.float32:
-        pytest.skip("long windows once are enough where they take long")
     num_tokens, channels, start = 3 * window + 2, 24, window + window // 2
     given = arguments(num_tokens, channels, window, device, overlap=overlap, dtype=dtype)
     biases = {name: x for name, x in given.items() if name.startswith("bias")}

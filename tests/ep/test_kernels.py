@@ -11,12 +11,7 @@ from tests.ep.test_no_sync import check_loose
 from tile_kernels.ep import LocalGroup, run_ranks
 from tile_kernels.runtime import emulation
 
-needs_emulation = pytest.mark.skipif(
-    emulation.missing() != "", reason="kernels cannot be emulated here"
-)
 
-
-@needs_emulation
 @pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])
 def test_dispatch_and_combine_run_on_kernels(expand: bool) -> None:
     """Packing to peers, the expanded layout, its map, and the sums with their biases."""
@@ -32,7 +27,6 @@ def test_dispatch_and_combine_run_on_kernels(expand: bool) -> None:
     assert ("fused_mapping" in ran) == expand
 
 
-@needs_emulation
 def test_ranks_of_two_nodes_run_on_kernels() -> None:
     """Rows that are forwarded and put into order, without waiting for counts."""
     case = Case(2, 2, 2, num_topk=3, tokens=(3, 0, 4, 2), expand=True, alignment=4, most_tokens=5)

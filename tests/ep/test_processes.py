@@ -136,7 +136,9 @@ def test_engine_that_cannot_serve_the_group() -> None:
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="asks what a machine without a CUDA device says"
+)
 def test_symm_says_what_is_missing() -> None:
     assert set(run_processes(2, unavailable, "symm")) == {
         "ElasticBuffer: rank 0: engine 'symm' is not available: there is no CUDA device (and 1 "
