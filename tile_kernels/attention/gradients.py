@@ -203,6 +203,7 @@ def kv_compress_bwd(
 
     Raises `TypeError` or `ValueError` with the argument's name.
 
+    >>> import torch
     >>> kv, z = torch.tensor([[1.0], [3.0], [5.0]]), torch.zeros(3, 1)
     >>> grad_kv, grad_z, grad_bias, *_ = kv_compress_bwd(torch.ones(1, 1), kv, z, torch.zeros(2, 1))
     >>> grad_kv.tolist(), grad_z.tolist()
@@ -276,6 +277,7 @@ def kv_compress_packed_bwd(
 
     Raises `TypeError` or `ValueError` with the argument's name.
 
+    >>> import torch
     >>> kv = torch.tensor([[10.0, 1.0], [20.0, 2.0]])
     >>> grads = kv_compress_packed_bwd(torch.ones(2, 1), kv, torch.zeros(2, 2), torch.zeros(1, 2))
     >>> grads[0].tolist()

@@ -360,8 +360,12 @@ def fetch_values(source: str, width: int, count: int, vector: int, offset: int =
     return fetch
 
 
-def widen_values(source: str, count: int) -> Any:
-    """A macro: `count` values as float32, exactly, of the elements of `raw` from `base` on."""
+def widen_values(source: str, count: int, vector: int) -> Any:
+    """A macro: `count` values as float32, exactly, of the elements of `raw` from `base` on.
+
+    They were fetched `vector` at a time; those that came one by one are converted one by one, so
+    that they need no memory to meet in.
+    """
     elements = units(source, count)
 
     @T.macro
@@ -377,7 +381,7 @@ def widen_values(source: str, count: int) -> Any:
                 values[2 * v] = low_half(words[base // 2 + v])
                 values[2 * v + 1] = high_half(words[base // 2 + v])
         else:
-            for v in T.vectorized(elements):
+            for v in T.unroll(elements) if vector == 1 else T.vectorized(elements):
                 values[v] = T.cast(raw[base + v], T.float32)
 
     return widen

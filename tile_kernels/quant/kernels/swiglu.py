@@ -37,9 +37,7 @@ CHUNK = 16  # channels per thread: 16 bytes of e4m3
 WARPS = 4
 MOST_KEPT = 64  # values of a row that a thread holds in registers
 GROUPS = (16, 32, 64, 128)
-# Threads of a multiprocessor, which bounds the registers of each.
-RESIDENT = {"bfloat16": 1408, "float32": 1024}
-RESIDENT_BACKWARD = 1152
+RESIDENT_BACKWARD = 1152  # threads of a multiprocessor, which bounds the registers of each
 COUNTING_BLOCKS = 8  # per multiprocessor: fewer blocks, fewer atomics
 FULL_WARP = 0xFFFFFFFF
 
@@ -109,6 +107,13 @@ def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(sorted(loads)), tuple(sorted({access_width(FMT, plan.store), 32}))
 
 
+def resident(plan: Plan) -> int:
+    """Threads of a multiprocessor, which bounds the registers of each: as many as do not spill."""
+    if plan.source == "float32" or plan.blocks:
+        return 1024
+    return 1280 if plan.clamped or plan.padded else 1408
+
+
 def activation(plan: Plan, counted: bool) -> Any:
     """A macro: the weighted SwiGLU of `CHUNK` channels, from `first` on, to `values`.
 
@@ -117,7 +122,7 @@ def activation(plan: Plan, counted: bool) -> Any:
     hidden = plan.hidden
     fetch_left = fetch_values(plan.source, hidden, CHUNK, plan.load)
     fetch_right = fetch_values(plan.source, hidden, CHUNK, plan.load, offset=hidden)
-    widen = widen_values(plan.source, CHUNK)
+    widen = widen_values(plan.source, CHUNK, plan.load)
     near_value = near_swiglu(1 if plan.source == "bfloat16" and not plan.clamped else 2)
 
     @T.macro
@@ -204,7 +209,7 @@ def signature(plan: Plan, step: Any, grid: Any) -> Any:
     units = grid(to_write)
     added = add_counts(plan.threads)
     # Whole rows stay in registers: those are left to the compiler.
-    min_blocks = RESIDENT[plan.source] // plan.threads if plan.group in GROUPS else 1
+    min_blocks = resident(plan) // plan.threads if plan.group in GROUPS else 1
 
     @T.prim_func
     def swiglu_rows(
@@ -429,7 +434,8 @@ def swiglu_backward(*static: Any) -> Any:
     fetch_left = fetch_values("e4m3", hidden, PART, plan.load)
     fetch_right = fetch_values("e4m3", hidden, PART, plan.load, offset=hidden)
     fetch_grad = fetch_values("bfloat16", hidden, PART, plan.load_grad)
-    widen, widen_grad = widen_values("e4m3", PART), widen_values("bfloat16", PART)
+    widen = widen_values("e4m3", PART, plan.load)
+    widen_grad = widen_values("bfloat16", PART, plan.load_grad)
     store_out = store_values("bfloat16", hidden, PART, plan.store)
     amax_of = group_amax(PART, group)
     scaled = scale_of(FMT, plan.round_sf)
@@ -511,7 +517,7 @@ def swiglu_backward(*static: Any) -> Any:
             total[0] = T.float32(0)
             if block < rows:
                 weight = T.alloc_var(T.float32, init=weight_of(index, weights, num_weights, block))
-                for s in T.unroll(steps):
+                for s in T.serial(steps):
                     first = (s * threads + tx) * PART
                     left_scale = T.alloc_var(T.float32, init=T.float32(0))
                     right_scale = T.alloc_var(T.float32, init=T.float32(0))

@@ -174,7 +174,7 @@ def cast_groups(*static: Any) -> Any:
     per_thread = max(1, chunk // group)  # groups of one thread
     quantised = plan.source_rows > 0
     fetch = fetch_values(plan.source, plan.width, chunk, plan.load)
-    widen = widen_values(plan.source, chunk)
+    widen = widen_values(plan.source, chunk, plan.load)
     multiplied = multiply_scales(chunk, (plan.source_rows, plan.source_columns), plan.source_packed)
     scaled = scale_of(plan.fmt, plan.round_sf)
     finished = finish(plan)
@@ -233,7 +233,7 @@ def cast_whole_rows(*static: Any) -> Any:
     kept = steps if keep else 1
     elements = units(plan.source, chunk)
     fetch = fetch_values(plan.source, width, chunk, plan.load)
-    widen = widen_values(plan.source, chunk)
+    widen = widen_values(plan.source, chunk, plan.load)
     packed = plan.fmt == "e5m6" and plan.task != FAKE
     scaled_row = scale_of_row(
         plan.fmt, plan.round_sf, plan.layout, threads, written=plan.task == CAST
