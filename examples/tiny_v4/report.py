@@ -14,9 +14,11 @@ import matplotlib.pyplot as plt
 
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>A tiny model</title>
-<style>body {{ font: 16px/1.5 sans-serif; max-width: 60em; margin: 2em auto; }}
-pre {{ white-space: pre-wrap; background: #f4f4f4; padding: 1em; }} svg {{ max-width: 100%; }}
-td {{ padding-right: 2em; }}</style>
+<meta name="viewport" content="width=device-width">
+<style>body {{ font: 16px/1.5 sans-serif; max-width: 56em; margin: 2em auto; padding: 0 1em; }}
+pre {{ white-space: pre-wrap; background: #f4f4f4; padding: 1em; }} figure {{ margin: 0; }}
+svg {{ width: 100%; height: auto; }} figcaption {{ color: #555; }} td {{ padding-right: 2em; }}
+</style>
 <h1>A tiny model</h1>
 <p>{parts}. {steps} steps in {seconds:.0f} s, {speed:.0f} letters per second.</p>
 <table>{rows}</table>
@@ -47,20 +49,20 @@ def write_report(result: dict[str, Any], path: Path) -> Path:
         ("last step", result["losses"][-1]),
         ("text it has not seen", result["test_loss"]),
     )
-    figures = [("Loss", loss_figure(result))]
+    figures = [loss_figure(result)]
     if result["loads"] and result["loads"][0]:
-        figures.append(("Load of the experts", load_figure(result)))
+        figures.append(load_figure(result))
     if result["looked_at"]["combs"]:
-        figures.append(("How streams are mixed", mixing_figure(result)))
+        figures.append(mixing_figure(result))
     if result["looked_at"]["gates"]:
-        figures.append(("What the memory adds", memory_figure(result)))
+        figures.append(memory_figure(result))
     page = PAGE.format(
         parts=parts,
         steps=len(result["losses"]),
         seconds=result["seconds"],
         speed=result["tokens_per_second"],
         rows="".join(f"<tr><td>{name}</td><td>{value:.3f} nats</td></tr>" for name, value in rows),
-        figures="".join(f"<h2>{title}</h2><figure>{svg}</figure>" for title, svg in figures),
+        figures="".join(figures),
         sample=html.escape(result["sample"]),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,52 +70,77 @@ def write_report(result: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def as_svg(figure: plt.Figure) -> str:
-    """The picture as text for a page."""
-    figure.tight_layout()
+def shown(title: str, figure: plt.Figure, caption: str) -> str:
+    """A section of the page: the picture as text in it, and what there is to see."""
     file = io.StringIO()
     figure.savefig(file, format="svg")
     plt.close(figure)
     _, tag, rest = file.getvalue().partition("<svg")  # without the declarations of a file
-    return tag + rest
+    return f"<h2>{title}</h2><figure>{tag}{rest}<figcaption>{caption}</figcaption></figure>"
 
 
 def loss_figure(result: dict[str, Any]) -> str:
     """The loss of every step."""
-    figure, axes = plt.subplots(figsize=(8, 3))
+    figure, axes = plt.subplots(figsize=(9, 3), layout="constrained")
     axes.plot(result["losses"], lw=0.8)
     axes.axhline(result["unigram"], ls="--", color="gray", label="letter frequencies alone")
     axes.axhline(result["test_loss"], ls=":", color="tab:red", label="text it has not seen")
-    axes.set(xlabel="step", ylabel="nats per letter")
+    axes.set(xlabel="step", ylabel="nats per letter", ylim=(0, None))
     axes.legend()
-    return as_svg(figure)
+    caption = "Below the dashed line the model knows more than how often each letter comes."
+    return shown("Loss", figure, caption)
 
 
 def load_figure(result: dict[str, Any]) -> str:
     """How often each expert was chosen, by step."""
     layers = list(zip(*result["loads"]))
-    figure, grid = plt.subplots(len(layers), 1, figsize=(8, 1.6 * len(layers)), squeeze=False)
+    size = (9, 0.3 + 1.5 * len(layers))
+    figure, grid = plt.subplots(
+        len(layers), 1, figsize=size, squeeze=False, sharex=True, layout="constrained"
+    )
     for i, (axes, load) in enumerate(zip(grid[:, 0], layers)):
-        axes.imshow(list(zip(*load)), aspect="auto", interpolation="nearest", cmap="viridis")
-        axes.set(ylabel=f"expert, layer {i}", xlabel="step")
-    return as_svg(figure)
+        shares = [[100 * count / sum(step) for count in step] for step in load]
+        image = axes.imshow(list(zip(*shares)), aspect="auto", interpolation="nearest", vmin=0)
+        axes.set(ylabel=f"layer {i}\nexpert", yticks=range(0, len(load[0]), 2))
+        figure.colorbar(image, ax=axes, label="% of choices", pad=0.01)
+    grid[-1, 0].set(xlabel="step")
+    even = 100 / len(layers[0][0])
+    caption = (
+        f"Each expert's share of what its layer chose. Even is {even:.1f} %: the bias of the "
+        "gate goes up for experts with less, down for those with more."
+    )
+    return shown("Load of the experts", figure, caption)
 
 
 def mixing_figure(result: dict[str, Any]) -> str:
     """The mean mixing matrix of each part: which stream goes where."""
     combs = result["looked_at"]["combs"]
-    figure, grid = plt.subplots(1, len(combs), figsize=(2 * len(combs), 2.2), squeeze=False)
+    size = (2.25 * len(combs), 2.7)
+    figure, grid = plt.subplots(1, len(combs), figsize=size, squeeze=False, layout="constrained")
     for i, (axes, comb) in enumerate(zip(grid[0], combs)):
-        axes.imshow(comb.float().cpu().numpy(), vmin=0, vmax=1, cmap="magma")
-        axes.set(title=f"part {i}", xticks=[], yticks=[])
-    return as_svg(figure)
+        values = comb.float().tolist()
+        axes.imshow(values, vmin=0, vmax=1, cmap="magma")
+        for y, row in enumerate(values):
+            for x, value in enumerate(row):
+                ink = "black" if value > 0.5 else "white"
+                axes.text(x, y, f"{value:.2f}", color=ink, ha="center", va="center", fontsize=8)
+        ticks = range(len(values))
+        axes.set(title=f"part {i}", xlabel="to stream", xticks=ticks, yticks=ticks)
+    grid[0, 0].set(ylabel="from stream")
+    caption = (
+        "Mean over tokens. Rows and columns add up to 1; training starts at the identity, where "
+        "every stream goes on as it is."
+    )
+    return shown("How streams are mixed", figure, caption)
 
 
 def memory_figure(result: dict[str, Any]) -> str:
     """How much the memory adds to each stream at each letter."""
-    gates, shown = result["looked_at"]["gates"], result["shown"]
-    figure, axes = plt.subplots(figsize=(10, 2.4))
-    axes.imshow(gates[0][0].T.cpu().numpy(), aspect="auto", cmap="viridis")
-    axes.set_xticks(range(len(shown)), list(shown.replace("\n", " ")), fontsize=7)
-    axes.set(ylabel="stream", yticks=[])
-    return as_svg(figure)
+    gates, letters = result["looked_at"]["gates"], result["shown"]
+    figure, axes = plt.subplots(figsize=(9, 2.2), layout="constrained")
+    image = axes.imshow(gates[0][0].T.cpu().numpy(), aspect="auto", cmap="viridis")
+    axes.set_xticks(range(len(letters)), list(letters.replace("\n", " ")), fontsize=8)
+    axes.set(ylabel="stream", yticks=range(gates[0].shape[-1]))
+    figure.colorbar(image, ax=axes, label="length", pad=0.01)
+    caption = "The length of what the n-gram memory adds at each letter: bright where it is let in."
+    return shown("What the memory adds", figure, caption)
