@@ -72,6 +72,7 @@ FAKE_CAST = Cases(
     large=[
         *(Sample(f"8001x7168.{f}", _fake(8001, 7168, f, 128)) for f in ("e4m3", "e2m1")),
         Sample("8001x7168.e5m6", _fake(8001, 7168, "e5m6", 7168)),
+        Sample("300001x7168", _fake(300_001, 7168, "e4m3", 128)),  # beyond 2^31 elements
     ],
     benchmarks=[
         Benchmark("e4m3.128", _fake(8192, 7168, "e4m3", 128)),

@@ -366,6 +366,8 @@ SWIGLU_BACKWARD_AND_CAST = Cases(
             for g in (32, 128)
             for r, c in ((False, None), (True, 10.0), (True, 0.5))
         ),
+        # Beyond 2^31 elements, of which the oracle needs about 100 GiB at a time.
+        Sample("262401x4096", _backward(262_401, 4096, 128, 65_601, 6)),
     ],
     benchmarks=[
         Benchmark("128", _backward(26_320, 4096, 128, 17_600, 6), goal_us=340.0),
