@@ -128,7 +128,7 @@ class Series(NamedTuple):
     @classmethod
     def of(cls, *tensors: Tensor | None) -> Series:
         """As kernels take them: with stride 1."""
-        return cls(*(None if x is None else unit_stride(x) for x in tensors))  # type: ignore[arg-type]
+        return cls(*[None if x is None else unit_stride(x) for x in tensors])  # type: ignore[arg-type]
 
     @property
     def number(self) -> int:
@@ -136,27 +136,29 @@ class Series(NamedTuple):
         return 1 if self.kv_b is None else 2
 
     @property
-    def rows(self) -> list[Tensor]:
+    def rows(self) -> tuple[Tensor, ...]:
         """Values and scores."""
-        return [x for x in (self.kv_a, self.z_a, self.kv_b, self.z_b) if x is not None]
+        if self.kv_b is None or self.z_b is None:
+            return self.kv_a, self.z_a
+        return self.kv_a, self.z_a, self.kv_b, self.z_b
 
     @property
-    def biases(self) -> list[Tensor]:
+    def biases(self) -> tuple[Tensor, ...]:
         """By position in the window."""
-        return [x for x in (self.bias_a, self.bias_b) if x is not None]
+        return (self.bias_a,) if self.bias_b is None else (self.bias_a, self.bias_b)
 
     @property
     def vector(self) -> int:
         """Channels that a thread loads at once: 16 bytes where all rows start at such multiples."""
         vector = row_vector(self.kv_a.shape[1], self.rows)
-        part = math.gcd(vector, 4, *(row_alignment(x) // 4 for x in self.biases))
+        part = math.gcd(vector, 4, *[row_alignment(x) // 4 for x in self.biases])
         return vector if part == min(vector, 4) else part
 
 
-def row_vector(channels: int, rows: list[Tensor]) -> int:
+def row_vector(channels: int, rows: tuple[Tensor, ...]) -> int:
     """Channels in 16 bytes, or in as many as divide the addresses of all `rows`."""
     size = rows[0].element_size()
-    return math.gcd(channels, 16 // size, *(max(row_alignment(x) // size, 1) for x in rows))
+    return math.gcd(channels, 16 // size, *[max(row_alignment(x) // size, 1) for x in rows])
 
 
 def count_windows(num_tokens: int, window: int, num_windows: int | None) -> int:
