@@ -39,11 +39,6 @@ def _check_flags(fmt: str, num_per_tokens: int, round_sf: bool) -> None:
     checks.boolean("round_sf", round_sf)
 
 
-def _check_channels(width: int) -> None:
-    if width == 0:
-        raise ValueError("x must have at least one channel, got 0")
-
-
 def _cost(read: int, rows: int, width: int, num_per_tokens: int) -> Cost:
     return Cost(bytes=read + rows * width + 4 * ceil_div(rows, num_per_tokens) * width)
 
@@ -91,7 +86,7 @@ def _launch(
 
 def _check_cast(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool) -> None:
     layout.check_plain(x)
-    _check_channels(x.shape[1])
+    layout.check_width("e4m3", x.shape[1])
     _check_flags(fmt, num_per_tokens, round_sf)
 
 
@@ -195,7 +190,7 @@ def _check_fused(
         checks.tensor("x_sf", x_sf, dims, torch.float32, shape=blocks)
         if num_per_channels is None:
             raise ValueError(f"num_per_channels must be {SOURCE_GROUP} for a quantised x, got None")
-    _check_channels(x.shape[1])
+    layout.check_width("e4m3", x.shape[1])
     _check_flags(fmt, num_per_tokens, round_sf)
     if pos_to_token is not None:
         checks.tensor(
@@ -368,7 +363,7 @@ def _check_swiglu(
     swiglu_clamp_value: float | None,
 ) -> None:
     layout.check_plain(x)
-    _check_channels(x.shape[1])
+    layout.check_width("e4m3", x.shape[1])
     if x.shape[1] % 2:
         raise ValueError(
             f"x must have an even number of channels, gate and value, got {x.shape[1]}"
