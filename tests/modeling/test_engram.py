@@ -7,7 +7,6 @@ import math
 import pickle
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -1016,16 +1015,7 @@ def test_no_tokens(host_resident: bool) -> None:
 # ---- the example -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    """More of them only wait for each other on tensors this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 def test_the_example_learns() -> None:
     """What follows two tokens, and not because one would do."""
     path = Path(__file__).parents[2] / "examples" / "engram_lm.py"

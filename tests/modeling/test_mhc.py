@@ -7,7 +7,7 @@ import gc
 import pickle
 import runpy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -1098,16 +1098,7 @@ def test_stack_compiles_and_takes_no_tokens() -> None:
 # ---- the example -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    """More of them only wait for each other on tensors this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 def test_the_example_learns() -> None:
     path = Path(__file__).parents[2] / "examples" / "mhc_transformer.py"
     losses = runpy.run_path(str(path))["train"](steps=30)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tile_kernels
 from tile_kernels.testing.bench import make_param_id
 from tile_kernels.testing.generator import generate_num_tokens
-from tile_kernels.testing.numeric import assert_equal, count_bytes
+from tile_kernels.testing.numeric import assert_equal
 
 EXPERTS_AND_TOPK = [
     (72, 6), (32, 6), (64, 6), (96, 6), (16, 6), (36, 6), (108, 6), (128, 6), (144, 6), (256, 8),
@@ -43,20 +43,8 @@ def test_topk_gate(params: dict[str, int]) -> None:
 @pytest.mark.gpu
 @pytest.mark.benchmark
 @pytest.mark.parametrize("params", grid(is_benchmark=True), ids=make_param_id)
-def test_topk_gate_benchmark(
-    params: dict[str, int], benchmark_timer: Any, benchmark_record: Any
-) -> None:
-    scores = scores_of(params)
-    call = lambda: tile_kernels.moe.topk_gate(scores, params["num_topk"])  # noqa: E731
-    time_us = benchmark_timer(call)
-    moved = count_bytes(scores, call())
-    benchmark_record(
-        kernel="topk_gate",
-        operation="fwd",
-        params=params,
-        time_us=time_us,
-        bandwidth_gbs=moved / time_us / 1e3,
-    )
+def test_topk_gate_benchmark(params: dict[str, int], record_time: Any) -> None:
+    record_time(tile_kernels.moe.topk_gate, params, scores_of(params), params["num_topk"])
 
 
 def group_grid(is_benchmark: bool = False) -> list[dict[str, int]]:
@@ -93,19 +81,9 @@ def test_topk_sum_and_topk_group_idx(params: dict[str, int]) -> None:
 @pytest.mark.gpu
 @pytest.mark.benchmark
 @pytest.mark.parametrize("params", group_grid(is_benchmark=True), ids=make_param_id)
-def test_topk_sum_and_topk_group_idx_benchmark(
-    params: dict[str, int], benchmark_timer: Any, benchmark_record: Any
-) -> None:
-    arguments = group_arguments(params)
-    call = lambda: tile_kernels.moe.topk_sum_and_topk_group_idx(*arguments)  # noqa: E731
-    time_us = benchmark_timer(call)
-    benchmark_record(
-        kernel="topk_sum_and_topk_group_idx",
-        operation="fwd",
-        params=params,
-        time_us=time_us,
-        bandwidth_gbs=count_bytes(arguments[0], call()) / time_us / 1e3,
-    )
+def test_topk_sum_and_topk_group_idx_benchmark(params: dict[str, int], record_time: Any) -> None:
+    op = tile_kernels.moe.topk_sum_and_topk_group_idx
+    record_time(op, params, *group_arguments(params))
 
 
 # ---- the oracle, against definitions of its own ------------------------------------------------

@@ -12,26 +12,15 @@ from hypothesis import strategies as st
 import tile_kernels
 from tile_kernels.testing.bench import make_param_id
 from tile_kernels.testing.generator import generate_moe_params, generate_topk_idx
-from tile_kernels.testing.numeric import assert_equal, count_bytes
+from tile_kernels.testing.numeric import assert_equal
 
 PARAMS = list(generate_moe_params())
 each_grid_point = pytest.mark.parametrize("params", PARAMS, ids=make_param_id)
 
 
-def record(
-    op: Any, arguments: dict[str, Any], params: dict[str, int], timer: Any, recorder: Any
-) -> None:
-    time_us = timer(lambda: op(**arguments))
-    moved = count_bytes(list(arguments.values())[:1], op(**arguments))
-    rows = next(iter(arguments.values())).shape[0]
-    labels = {k: v for k, v in params.items() if k != "num_send_tokens"} | {"num_tokens": rows}
-    recorder(
-        kernel=op.__name__,
-        operation="fwd",
-        params=labels,
-        time_us=time_us,
-        bandwidth_gbs=moved / time_us / 1e3,
-    )
+def labels_of(params: dict[str, int], x: torch.Tensor) -> dict[str, int]:
+    kept = {name: value for name, value in params.items() if name != "num_send_tokens"}
+    return {**kept, "num_tokens": x.shape[0]}
 
 
 def weights_of(params: dict[str, int]) -> torch.Tensor:
@@ -61,30 +50,19 @@ def test_mask_indices_by_tp(params: dict[str, int], num_tp_ranks: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.benchmark
 @each_grid_point
-def test_normalize_weight_benchmark(
-    params: dict[str, int], benchmark_timer: Any, benchmark_record: Any
-) -> None:
-    arguments = {"topk_weights": weights_of(params)}
-    op = tile_kernels.moe.normalize_weight
-    record(op, arguments, params, benchmark_timer, benchmark_record)
+def test_normalize_weight_benchmark(params: dict[str, int], record_time: Any) -> None:
+    weights = weights_of(params)
+    record_time(tile_kernels.moe.normalize_weight, labels_of(params, weights), weights)
 
 
 @pytest.mark.gpu
 @pytest.mark.benchmark
 @each_grid_point
-def test_mask_indices_by_tp_benchmark(
-    params: dict[str, int], benchmark_timer: Any, benchmark_record: Any
-) -> None:
-    ranks = params["num_ep_ranks"]
-    arguments = {
-        "indices": generate_topk_idx(params, device="cuda"),
-        "n": params["num_experts"] * ranks,
-        "num_ep_ranks": ranks,
-        "tp_rank": 0,
-        "num_tp_ranks": 2,
-    }
+def test_mask_indices_by_tp_benchmark(params: dict[str, int], record_time: Any) -> None:
+    ranks, indices = params["num_ep_ranks"], generate_topk_idx(params, device="cuda")
+    arguments = (params["num_experts"] * ranks, ranks, 0, 2)
     op = tile_kernels.moe.mask_indices_by_tp
-    record(op, arguments, params, benchmark_timer, benchmark_record)
+    record_time(op, labels_of(params, indices), indices, *arguments)
 
 
 # ---- properties ---------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import tile_kernels
 from tile_kernels.runtime import emulation
 from tile_kernels.runtime.device import described
-from tile_kernels.testing.bench import dtype_to_str, make_param_id
+from tile_kernels.testing.bench import make_param_id
 from tile_kernels.testing.generator import generate_hidden_sizes, generate_num_tokens
-from tile_kernels.testing.numeric import assert_equal, count_bytes
+from tile_kernels.testing.numeric import assert_equal
 from tile_kernels.transpose.cases import random_bits
 
 E4M3 = torch.float8_e4m3fn
@@ -70,36 +70,18 @@ def test_batched_transpose(params: dict[str, Any]) -> None:
         assert torch.equal(transposed, matrix.T)
 
 
-def record_time(op: Any, x: torch.Tensor, params: dict[str, Any], timer: Any, record: Any) -> None:
-    time_us = timer(lambda: op(x))
-    moved = count_bytes(x, op(x))
-    record(
-        kernel=op.__name__,
-        operation="fwd",
-        params={**params, "dtype": dtype_to_str(params["dtype"])},
-        time_us=time_us,
-        bandwidth_gbs=moved / time_us / 1e3,
-    )
-
-
 @pytest.mark.gpu
 @pytest.mark.benchmark
 @pytest.mark.parametrize("params", grid(is_benchmark=True), ids=make_param_id)
-def test_transpose_benchmark(
-    params: dict[str, Any], benchmark_timer: Any, benchmark_record: Any
-) -> None:
-    op = tile_kernels.transpose.transpose
-    record_time(op, left_half(params), params, benchmark_timer, benchmark_record)
+def test_transpose_benchmark(params: dict[str, Any], record_time: Any) -> None:
+    record_time(tile_kernels.transpose.transpose, params, left_half(params))
 
 
 @pytest.mark.gpu
 @pytest.mark.benchmark
 @pytest.mark.parametrize("params", batched_grid(is_benchmark=True), ids=make_param_id)
-def test_batched_transpose_benchmark(
-    params: dict[str, Any], benchmark_timer: Any, benchmark_record: Any
-) -> None:
-    op = tile_kernels.transpose.batched_transpose
-    record_time(op, batch_of(params), params, benchmark_timer, benchmark_record)
+def test_batched_transpose_benchmark(params: dict[str, Any], record_time: Any) -> None:
+    record_time(tile_kernels.transpose.batched_transpose, params, batch_of(params))
 
 
 # ---- properties ---------------------------------------------------------------------------------

@@ -2,81 +2,100 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tile_kernels.attention.adapters import in_order
 from tile_kernels.attention.cases.compress import KV_COMPRESS, KV_COMPRESS_PACKED
 from tile_kernels.attention.gradients import kv_compress_bwd, kv_compress_packed_bwd
 from tile_kernels.attention.windows import (
-    DTYPES,
+    Series,
+    check_dtype,
     check_packed,
     check_sequences,
     check_series,
     check_windows,
     count_windows,
     place_windows,
-    unit_stride,
-    vector_of,
 )
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.launch import Kernel, dtype_name, nonempty
 from tile_kernels.runtime.op import face, gradient, last_gradients, op
 from tile_kernels.torch import compress as oracles
-from tile_kernels.torch.compress import halves
+from tile_kernels.torch.compress import halves, unpacked
 
 _COMPRESS = Kernel("tile_kernels.attention.kernels.compress", "compress")
-_NO_SECOND = "there is no second derivative"
+
+
+def launch_compress(series: Series, places: Tensor | None, out: Tensor) -> None:
+    """Fill `out` with the entries of windows, which lie one after the other or at `places`."""
+    problem = (
+        series.kv_a.shape[1], series.bias_a.shape[0], series.number, places is not None,
+        dtype_name(series.kv_a), dtype_name(out), series.vector,
+    )  # fmt: skip
+    _COMPRESS.launch(problem, *series, places, out)
+
+
+def _entries(
+    series: Series,
+    cu_seqlens: Tensor | None,
+    num_windows: int | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    num_tokens, channels = series.kv_a.shape
+    window = series.bias_a.shape[0]
+    count = count_windows(num_tokens, window, num_windows)
+    out = series.kv_a.new_empty((count, channels), dtype=out_dtype or series.kv_a.dtype)
+    if nonempty(out):
+        places = None
+        if cu_seqlens is not None:
+            _, _, places = place_windows(cu_seqlens, num_tokens, window, count)
+        launch_compress(series, places, out)
+    return out
 
 
 def _check_result(
     cu_seqlens: Tensor | None, num_windows: int | None, out_dtype: torch.dtype | None
 ) -> None:
     check_windows(cu_seqlens, num_windows)
-    if cu_seqlens is None and num_windows is not None:
-        raise ValueError("num_windows is for sequences: it needs cu_seqlens")
-    if out_dtype is not None and out_dtype not in DTYPES:
-        raise TypeError(f"out_dtype must be bfloat16 or float32, got {out_dtype}")
-
-
-def _check(
-    kv_a: Tensor,
-    z_a: Tensor,
-    bias_a: Tensor,
-    kv_b: Tensor | None,
-    z_b: Tensor | None,
-    bias_b: Tensor | None,
-    cu_seqlens: Tensor | None,
-    num_windows: int | None,
-    out_dtype: torch.dtype | None,
-) -> None:
-    check_series(kv_a, z_a, bias_a, kv_b, z_b, bias_b)
-    _check_result(cu_seqlens, num_windows, out_dtype)
+    check_dtype("out_dtype", out_dtype)
 
 
 def _check_values(*arguments: Any) -> None:
-    kv_a, bias_a, cu_seqlens, num_windows = arguments[0], arguments[2], *arguments[6:8]
-    window = bias_a.shape[0]
-    entries = count_windows(kv_a.shape[0], window, num_windows)
-    check_sequences(cu_seqlens, kv_a.shape[0], window, entries)
+    kv, _, bias, *_, cu_seqlens, num_windows, _ = arguments
+    check_sequences(cu_seqlens, kv, bias, num_windows)
 
 
-def _oracle(
-    kv_a: Tensor,
-    z_a: Tensor,
-    bias_a: Tensor,
-    kv_b: Tensor | None,
-    z_b: Tensor | None,
-    bias_b: Tensor | None,
-    cu_seqlens: Tensor | None,
-    num_windows: int | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    return oracles.kv_compress(
-        kv_a, z_a, bias_a, kv_b, z_b, bias_b,
-        cu_seqlens=cu_seqlens, num_windows=num_windows, out_dtype=out_dtype,
-    )  # fmt: skip
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    *series_and_bounds, _, _ = inputs
+    ctx.save_for_backward(*series_and_bounds)
+
+
+def _backward(name: str, gradients: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """A backward formula by the operator `gradients`, which has none itself."""
+
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+        *series, cu_seqlens = ctx.saved_tensors
+        grads = gradients(grad_out, *series, cu_seqlens=cu_seqlens)
+        inputs = [x for x in (grad_out, *series) if x is not None]
+        message = f"{name}: there is no second derivative"
+        return *last_gradients(message, grads, inputs), None, None, None
+
+    return backward
+
+
+# ---- two series, or one -------------------------------------------------------------------------
+
+_ORACLE = in_order(oracles.kv_compress)
+
+
+def _check(*arguments: Any) -> None:
+    check_series(*arguments[:6])
+    _check_result(*arguments[6:])
 
 
 def _cost(
@@ -93,73 +112,20 @@ def _cost(
     return Cost((read + written) * channels, 8 * series * kv_a.numel())
 
 
-def launch_compress(
-    kv_a: Tensor,
-    z_a: Tensor,
-    bias_a: Tensor,
-    kv_b: Tensor | None,
-    z_b: Tensor | None,
-    bias_b: Tensor | None,
-    places: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Fill `out` with the entries of windows, which lie one after the other or at `places`."""
-    rows = [unit_stride(x) for x in (kv_a, z_a, kv_b, z_b) if x is not None]
-    biases = [unit_stride(x) for x in (bias_a, bias_b) if x is not None]
-    vector = vector_of(kv_a.shape[1], rows, biases)
-    problem = (
-        kv_a.shape[1], bias_a.shape[0], len(biases), places is not None,
-        dtype_name(kv_a), dtype_name(out), vector,
-    )  # fmt: skip
-    of_b = (None, None, None) if kv_b is None else (rows[2], rows[3], biases[1])
-    _COMPRESS.launch(problem, rows[0], rows[1], biases[0], *of_b, places, out)
-
-
-def _compress_body(
-    kv_a: Tensor,
-    z_a: Tensor,
-    bias_a: Tensor,
-    kv_b: Tensor | None,
-    z_b: Tensor | None,
-    bias_b: Tensor | None,
-    cu_seqlens: Tensor | None,
-    num_windows: int | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    num_tokens, channels = kv_a.shape
-    window = bias_a.shape[0]
-    entries = count_windows(num_tokens, window, num_windows)
-    out = kv_a.new_empty((entries, channels), dtype=out_dtype or kv_a.dtype)
-    if nonempty(out):
-        places = None
-        if cu_seqlens is not None:
-            _, _, places = place_windows(cu_seqlens, num_tokens, window, entries)
-        launch_compress(kv_a, z_a, bias_a, kv_b, z_b, bias_b, places, out)
-    return out
-
-
-_compress = op(
+@op(
     check=_check,
-    oracle=_oracle,
+    oracle=_ORACLE,
     cost=_cost,
     cases=KV_COMPRESS,
     values=_check_values,
     name="kv_compress",
-)(_compress_body)
+    signature=inspect.signature(_ORACLE),
+)
+def _compress(*arguments: Any) -> Tensor:
+    return _entries(Series.of(*arguments[:6]), *arguments[6:])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs[:7])
-
-
-def _backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-    *series, cu_seqlens = ctx.saved_tensors
-    grads = kv_compress_bwd(grad_out, *series, cu_seqlens=cu_seqlens)
-    inputs = [x for x in (grad_out, *series) if x is not None]
-    return *last_gradients(f"kv_compress: {_NO_SECOND}", grads, inputs), None, None, None
-
-
-gradient(_compress, _backward, setup_context=_save)
+gradient(_compress, _backward("kv_compress", kv_compress_bwd), setup_context=_save)
 
 
 @face(_compress, oracle=oracles.kv_compress)
@@ -217,42 +183,12 @@ def kv_compress(
 
 # ---- both series in one tensor ------------------------------------------------------------------
 
-
-def _check_both(
-    kv: Tensor,
-    gate: Tensor,
-    ape: Tensor,
-    cu_seqlens: Tensor | None,
-    num_windows: int | None,
-    out_dtype: torch.dtype | None,
-) -> None:
-    check_packed(kv, gate, ape)
-    _check_result(cu_seqlens, num_windows, out_dtype)
+_PACKED_ORACLE = in_order(oracles.kv_compress_packed)
 
 
-def _check_both_values(
-    kv: Tensor,
-    gate: Tensor,  # noqa: ARG001
-    ape: Tensor,
-    cu_seqlens: Tensor | None,
-    num_windows: int | None,
-    out_dtype: torch.dtype | None,  # noqa: ARG001
-) -> None:
-    entries = count_windows(kv.shape[0], ape.shape[0], num_windows)
-    check_sequences(cu_seqlens, kv.shape[0], ape.shape[0], entries)
-
-
-def _oracle_both(
-    kv: Tensor,
-    gate: Tensor,
-    ape: Tensor,
-    cu_seqlens: Tensor | None,
-    num_windows: int | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    return oracles.kv_compress_packed(
-        kv, gate, ape, cu_seqlens=cu_seqlens, num_windows=num_windows, out_dtype=out_dtype
-    )
+def _check_both(*arguments: Any) -> None:
+    check_packed(*arguments[:3])
+    _check_result(*arguments[3:])
 
 
 def _cost_both(kv: Tensor, ape: Tensor, out_dtype: torch.dtype | None = None, **_: Any) -> Cost:
@@ -262,36 +198,19 @@ def _cost_both(kv: Tensor, ape: Tensor, out_dtype: torch.dtype | None = None, **
 
 @op(
     check=_check_both,
-    oracle=_oracle_both,
+    oracle=_PACKED_ORACLE,
     cost=_cost_both,
     cases=KV_COMPRESS_PACKED,
-    values=_check_both_values,
+    values=_check_values,
     name="kv_compress_packed",
+    signature=inspect.signature(_PACKED_ORACLE),
 )
-def _compress_both(
-    kv: Tensor,
-    gate: Tensor,
-    ape: Tensor,
-    cu_seqlens: Tensor | None,
-    num_windows: int | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    (kv_a, kv_b), (z_a, z_b), (bias_a, bias_b) = halves(kv), halves(gate), halves(ape)
-    return _compress_body(kv_a, z_a, bias_a, kv_b, z_b, bias_b, cu_seqlens, num_windows, out_dtype)
+def _compress_both(*arguments: Any) -> Tensor:
+    return _entries(Series.of(*unpacked(*arguments[:3])), *arguments[3:])
 
 
-def _save_both(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs[:4])
-
-
-def _backward_both(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-    *packed, cu_seqlens = ctx.saved_tensors
-    grads = kv_compress_packed_bwd(grad_out, *packed, cu_seqlens=cu_seqlens)
-    message = f"kv_compress_packed: {_NO_SECOND}"
-    return *last_gradients(message, grads, (grad_out, *packed)), None, None, None
-
-
-gradient(_compress_both, _backward_both, setup_context=_save_both)
+_both_backward = _backward("kv_compress_packed", kv_compress_packed_bwd)
+gradient(_compress_both, _both_backward, setup_context=_save)
 
 
 @face(_compress_both, oracle=oracles.kv_compress_packed)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tile_kernels.attention.cases.decode import KV_COMPRESS_STEP
 from tile_kernels.attention.compress import launch_compress
-from tile_kernels.attention.windows import DTYPES, check_series, unit_stride
+from tile_kernels.attention.windows import Series, check_dtype, check_series, row_vector
 from tile_kernels.runtime import backends, checks
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.launch import Kernel, alignment, dtype_name, nonempty, row_alignment
+from tile_kernels.runtime.launch import Kernel, alignment, dtype_name, nonempty
 from tile_kernels.runtime.op import face, op
 from tile_kernels.torch import compress as oracles
 
@@ -55,8 +55,7 @@ class KVCompressorState(tuple[Tensor, Tensor]):
             ("num_sequences", num_sequences), ("window", window), ("channels", channels)
         ):  # fmt: skip
             checks.integer(name, value, 0 if name == "num_sequences" else 1)
-        if dtype not in DTYPES:
-            raise TypeError(f"dtype must be bfloat16 or float32, got {dtype}")
+        check_dtype("dtype", dtype)
         series = 2 if overlap else 1
         shape = (num_sequences, series * window, 2 * series, channels)
         kept = torch.zeros(shape, dtype=dtype, device=device)
@@ -162,19 +161,10 @@ class KVCompressorState(tuple[Tensor, Tensor]):
             _check_slots(slots, 0, num_slots)
 
 
-def _check(
-    kept: Tensor,
-    lengths: Tensor,
-    kv_a: Tensor,
-    z_a: Tensor,
-    bias_a: Tensor,
-    kv_b: Tensor | None,
-    z_b: Tensor | None,
-    bias_b: Tensor | None,
-    slots: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> None:
-    check_series(kv_a, z_a, bias_a, kv_b, z_b, bias_b)
+def _check(kept: Tensor, lengths: Tensor, *rest: Any) -> None:
+    *given, slots, out_dtype = rest
+    check_series(*given)
+    kv_a, _, bias_a, kv_b, *_ = given
     series = 1 if kv_b is None else 2
     window = bias_a.shape[0]
     checks.tensor(
@@ -198,8 +188,7 @@ def _check(
             f"kv_a must have a token for each of {num_sequences} sequences of the state, or come "
             f"with slots, got {tokens}"
         )
-    if out_dtype is not None and out_dtype not in DTYPES:
-        raise TypeError(f"out_dtype must be bfloat16 or float32, got {out_dtype}")
+    check_dtype("out_dtype", out_dtype)
 
 
 def _check_values(kept: Tensor, lengths: Tensor, *rest: Any) -> None:
@@ -255,24 +244,17 @@ def _step(
     if not nonempty(kv_a):
         return entries, completed
     places = lengths.new_empty((tokens, 3))
-    rows = [unit_stride(x) for x in (kv_a, z_a, kv_b, z_b) if x is not None]
-    size = kv_a.element_size()
-    units = (max(row_alignment(x) // size, 1) for x in rows)
-    vector = math.gcd(channels, 16 // size, max(alignment(kept) // size, 1), *units)
+    given = Series.of(kv_a, z_a, bias_a, kv_b, z_b, bias_b)
+    unit = max(alignment(kept) // kept.element_size(), 1)
+    vector = math.gcd(row_vector(channels, given.rows), unit)
     problem = (
-        channels,
-        bias_a.shape[0],
-        len(rows) // 2,
-        slots is not None,
-        dtype_name(kv_a),
-        vector,
-    )
-    of_b = rows[2:] or (None, None)
-    _APPEND.launch(problem, kept, lengths, slots, rows[0], rows[1], *of_b, places, completed)
-    flat = kept.view(-1, len(rows), channels).unbind(1)
-    kv, z, *others = flat
+        channels, bias_a.shape[0], given.number, slots is not None, dtype_name(kv_a), vector
+    )  # fmt: skip
+    rows = (given.kv_a, given.z_a, given.kv_b, given.z_b)
+    _APPEND.launch(problem, kept, lengths, slots, *rows, places, completed)
+    kv, z, *others = kept.view(-1, 2 * given.number, channels).unbind(1)
     next_kv, next_z = others or (None, None)
-    launch_compress(kv, z, bias_a, next_kv, next_z, bias_b, places, entries)
+    launch_compress(Series.of(kv, z, bias_a, next_kv, next_z, bias_b), places, entries)
     return entries, completed
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from tile_kernels.attention.adapters import in_order
 from tile_kernels.attention.cases.compress import KV_COMPRESS_BWD, KV_COMPRESS_PACKED_BWD
 from tile_kernels.attention.windows import (
     DTYPES,
+    Series,
     accessible,
     check_packed,
     check_sequences,
@@ -16,15 +18,13 @@ from tile_kernels.attention.windows import (
     check_windows,
     count_parts,
     place_windows,
-    unit_stride,
-    vector_of,
 )
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.launch import Kernel, dtype_name, nonempty
 from tile_kernels.runtime.op import face, op
 from tile_kernels.torch import compress as oracles
-from tile_kernels.torch.compress import Gradients, halves
+from tile_kernels.torch.compress import Gradients, halves, unpacked
 
 _GRADIENTS = Kernel("tile_kernels.attention.kernels.gradients", "gradients")
 
@@ -39,42 +39,27 @@ def _check_grad(
     )
 
 
-def _launch(
-    grad_out: Tensor,
-    kv_a: Tensor,
-    z_a: Tensor,
-    bias_a: Tensor,
-    of_a: tuple[Tensor, Tensor, Tensor],
-    kv_b: Tensor | None,
-    z_b: Tensor | None,
-    bias_b: Tensor | None,
-    of_b: tuple[Tensor, Tensor, Tensor] | None,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """Fill `of_a` and `of_b`, the gradients of values, scores and biases."""
+def _launch(grad_out: Tensor, series: Series, of: Series, cu_seqlens: Tensor | None) -> None:
+    """Fill the tensors of `of`, the gradients of those of `series`."""
     num_windows, channels = grad_out.shape
-    window = bias_a.shape[0]
-    rows = [unit_stride(x) for x in (kv_a, z_a, kv_b, z_b) if x is not None]
-    biases = [unit_stride(x) for x in (bias_a, bias_b) if x is not None]
+    window, count = series.bias_a.shape[0], series.number
     if not nonempty(grad_out):
-        for x in (*of_a, *(of_b or ())):
+        for x in (*of.rows, *of.biases):
             x.zero_()
         return
-    vector = vector_of(channels, rows, biases)
-    parts = count_parts(num_windows, (channels, window, len(biases), vector), kv_a.device)
-    partial = bias_a.new_empty((parts, len(biases), window, channels))
+    vector = series.vector
+    parts = count_parts(num_windows, (channels, window, count, vector), grad_out.device)
+    partial = series.bias_a.new_empty((parts, count, window, channels))
     places: tuple[Tensor | None, ...] = (None, None, None)
     if cu_seqlens is not None:
-        places = place_windows(cu_seqlens, kv_a.shape[0], window, num_windows)
+        places = place_windows(cu_seqlens, series.kv_a.shape[0], window, num_windows)
     problem = (
-        channels, window, len(biases), cu_seqlens is not None,
-        dtype_name(kv_a), dtype_name(grad_out), vector,
+        channels, window, count, cu_seqlens is not None,
+        dtype_name(series.kv_a), dtype_name(grad_out), vector,
     )  # fmt: skip
-    series_b = (None, None, None) if kv_b is None else (rows[2], rows[3], biases[1])
-    kv_of_b, z_of_b, bias_of_b = of_b or (None, None, None)
     _GRADIENTS.launch(
-        problem, accessible(grad_out), rows[0], rows[1], biases[0], *series_b, *places,
-        *of_a[:2], kv_of_b, z_of_b, of_a[2], bias_of_b, partial,
+        problem, accessible(grad_out), *series, *places,
+        of.kv_a, of.z_a, of.kv_b, of.z_b, of.bias_a, of.bias_b, partial,
     )  # fmt: skip
 
 
@@ -91,38 +76,27 @@ def _cost(
 
 # ---- two series, or one -------------------------------------------------------------------------
 
+_ORACLE = in_order(oracles.kv_compress_bwd)
+
 
 def _empty(kv: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return kv.new_empty(kv.shape), kv.new_empty(kv.shape), bias.new_empty(bias.shape)
 
 
-def _check(
-    grad_out: Tensor,
-    kv_a: Tensor,
-    z_a: Tensor,
-    bias_a: Tensor,
-    kv_b: Tensor | None,
-    z_b: Tensor | None,
-    bias_b: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> None:
-    check_series(kv_a, z_a, bias_a, kv_b, z_b, bias_b)
+def _check(*arguments: Any) -> None:
+    grad_out, *series, cu_seqlens = arguments
+    check_series(*series)
+    kv_a, _, bias_a, *_ = series
     _check_grad(grad_out, kv_a, bias_a, kv_a.shape[1], cu_seqlens)
 
 
-def _check_values(
-    grad_out: Tensor,
-    kv_a: Tensor,
-    z_a: Tensor,  # noqa: ARG001
-    bias_a: Tensor,
-    *rest: Tensor | None,
-) -> None:
-    check_sequences(rest[-1], kv_a.shape[0], bias_a.shape[0], grad_out.shape[0], "grad_out")
+def _check_values(*arguments: Any) -> None:
+    grad_out, kv, _, bias, *_, cu_seqlens = arguments
+    check_sequences(cu_seqlens, kv, bias, grad_out.shape[0], "grad_out")
 
 
 def _oracle(*arguments: Any) -> tuple[Tensor, ...]:
-    *series, cu_seqlens = arguments
-    grads = oracles.kv_compress_bwd(*series, cu_seqlens=cu_seqlens)
+    grads = _ORACLE(*arguments)
     return tuple(grad for grad in grads if grad is not None)
 
 
@@ -145,19 +119,13 @@ def _of_two(
     bias_b: Tensor,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    of_a, of_b = _empty(kv_a, bias_a), _empty(kv_b, bias_b)
-    _launch(grad_out, kv_a, z_a, bias_a, of_a, kv_b, z_b, bias_b, of_b, cu_seqlens)
-    return *of_a, *of_b
-
-
-def _check_one(
-    grad_out: Tensor, kv_a: Tensor, z_a: Tensor, bias_a: Tensor, cu_seqlens: Tensor | None
-) -> None:
-    _check(grad_out, kv_a, z_a, bias_a, None, None, None, cu_seqlens)
+    grads = *_empty(kv_a, bias_a), *_empty(kv_b, bias_b)
+    _launch(grad_out, Series.of(kv_a, z_a, bias_a, kv_b, z_b, bias_b), Series(*grads), cu_seqlens)
+    return grads
 
 
 @op(
-    check=_check_one,
+    check=_check,
     oracle=_oracle,
     values=_check_values,
     differentiable=False,
@@ -166,9 +134,9 @@ def _check_one(
 def _kv_compress_bwd_of_one(
     grad_out: Tensor, kv_a: Tensor, z_a: Tensor, bias_a: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_a = _empty(kv_a, bias_a)
-    _launch(grad_out, kv_a, z_a, bias_a, of_a, None, None, None, None, cu_seqlens)
-    return of_a
+    grads = _empty(kv_a, bias_a)
+    _launch(grad_out, Series.of(kv_a, z_a, bias_a), Series(*grads), cu_seqlens)
+    return grads
 
 
 @face(_of_two, oracle=oracles.kv_compress_bwd)
@@ -225,15 +193,9 @@ def _check_both(
     _check_grad(grad_out, kv, ape, kv.shape[1] // 2, cu_seqlens)
 
 
-def _oracle_both(
-    grad_out: Tensor, kv: Tensor, gate: Tensor, ape: Tensor, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    return oracles.kv_compress_packed_bwd(grad_out, kv, gate, ape, cu_seqlens=cu_seqlens)
-
-
 @op(
     check=_check_both,
-    oracle=_oracle_both,
+    oracle=in_order(oracles.kv_compress_packed_bwd),
     cost=lambda grad_out, kv, ape, **_: _cost(
         grad_out, halves(kv)[0], halves(ape)[0], halves(kv)[1]
     ),
@@ -245,13 +207,9 @@ def _oracle_both(
 def _of_both(
     grad_out: Tensor, kv: Tensor, gate: Tensor, ape: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (kv_a, kv_b), (z_a, z_b), (bias_a, bias_b) = halves(kv), halves(gate), halves(ape)
     grads = _empty(kv, ape)
-    (of_kv_a, of_kv_b), (of_z_a, of_z_b), (of_a, of_b) = (halves(grad) for grad in grads)
-    _launch(
-        grad_out, kv_a, z_a, bias_a, (of_kv_a, of_z_a, of_a),
-        kv_b, z_b, bias_b, (of_kv_b, of_z_b, of_b), cu_seqlens,
-    )  # fmt: skip
+    series, of = Series.of(*unpacked(kv, gate, ape)), Series(*unpacked(*grads))
+    _launch(grad_out, series, of, cu_seqlens)
     return grads
 
 

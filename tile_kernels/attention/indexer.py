@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tile_kernels import config
+from tile_kernels.attention.adapters import in_order
 from tile_kernels.attention.cases.indexer import INDEXER_LOGITS, INDEXER_SELECT
 from tile_kernels.attention.indexer_topk import MOST_TOPK, check_bound, merge
 from tile_kernels.runtime import checks
@@ -84,23 +86,26 @@ def pair(name: str, value: Any) -> tuple[Tensor, Tensor | None]:
     raise TypeError(f"{name} must be a tensor, or a tuple of data and scales, got ({given})")
 
 
-def _check_logits(
-    q: Tensor,
-    q_sf: Tensor | None,
-    k: Tensor,
-    k_sf: Tensor | None,
-    weights: Tensor,
-    start: Tensor,
-    end: Tensor,
-    out_dtype: torch.dtype,
-) -> None:
-    check_operands(q, q_sf, k, k_sf, weights)
-    check_bound("start", start, q.shape[0])
-    check_bound("end", end, q.shape[0])
-    checks.one_of("out_dtype", out_dtype, OUT_DTYPES)
+def _check_ranged(*arguments: Any) -> None:
+    """Operands, and the range of keys of each query."""
+    *operands, start, end = arguments
+    check_operands(*operands)
+    num_queries = operands[0].shape[0]
+    check_bound("start", start, num_queries)
+    check_bound("end", end, num_queries)
 
 
 # ---- what kernels see ---------------------------------------------------------------------------
+
+
+def joined(oracle: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`oracle` with data and scales of operands one after the other, as the dispatcher has them."""
+
+    def split(q: Tensor, q_sf: Tensor | None, k: Tensor, k_sf: Tensor | None, *rest: Any) -> Tensor:
+        queries = q if q_sf is None else (q, q_sf)
+        return oracle(queries, k if k_sf is None else (k, k_sf), *rest)
+
+    return split
 
 
 def rows_of(data: Tensor) -> Tensor:
@@ -163,24 +168,15 @@ def _cost_logits(
     return Cost(_operand_bytes(q, k, weights, start, end) + written, _flops(queries, keys.shape[0]))
 
 
-def _oracle_logits(
-    q: Tensor,
-    q_sf: Tensor | None,
-    k: Tensor,
-    k_sf: Tensor | None,
-    weights: Tensor,
-    start: Tensor,
-    end: Tensor,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    queries = q if q_sf is None else (q, q_sf)
-    keys = k if k_sf is None else (k, k_sf)
-    return oracles.indexer_logits(queries, keys, weights, start, end, out_dtype=out_dtype)
+def _check_logits(*arguments: Any) -> None:
+    *ranged, out_dtype = arguments
+    _check_ranged(*ranged)
+    checks.one_of("out_dtype", out_dtype, OUT_DTYPES)
 
 
 @op(
     check=_check_logits,
-    oracle=_oracle_logits,
+    oracle=joined(in_order(oracles.indexer_logits)),
     cost=_cost_logits,
     cases=INDEXER_LOGITS,
     name="indexer_logits",
@@ -281,19 +277,9 @@ def indexer_logits(
 # ---- selection ----------------------------------------------------------------------------------
 
 
-def _check_select(
-    q: Tensor,
-    q_sf: Tensor | None,
-    k: Tensor,
-    k_sf: Tensor | None,
-    weights: Tensor,
-    start: Tensor,
-    end: Tensor,
-    topk: int,
-) -> None:
-    check_operands(q, q_sf, k, k_sf, weights)
-    check_bound("start", start, q.shape[0])
-    check_bound("end", end, q.shape[0])
+def _check_select(*arguments: Any) -> None:
+    *ranged, topk = arguments
+    _check_ranged(*ranged)
     checks.integer("topk", topk, 1, MOST_TOPK)
 
 
@@ -307,24 +293,9 @@ def _cost_select(
     )
 
 
-def _oracle_select(
-    q: Tensor,
-    q_sf: Tensor | None,
-    k: Tensor,
-    k_sf: Tensor | None,
-    weights: Tensor,
-    start: Tensor,
-    end: Tensor,
-    topk: int,
-) -> Tensor:
-    queries = q if q_sf is None else (q, q_sf)
-    keys = k if k_sf is None else (k, k_sf)
-    return oracles.indexer_select(queries, keys, weights, start, end, topk)
-
-
 @op(
     check=_check_select,
-    oracle=_oracle_select,
+    oracle=joined(oracles.indexer_select),
     cost=_cost_select,
     cases=INDEXER_SELECT,
     differentiable=False,

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tile_kernels.attention.adapters import in_order
 from tile_kernels.attention.cases.tail import KV_COMPRESS_NORM_ROPE_CAST
 from tile_kernels.attention.compress import launch_compress
 from tile_kernels.attention.geometry import geometry
 from tile_kernels.attention.windows import (
+    Series,
     accessible,
     check_sequences,
     check_series,
     check_windows,
     count_windows,
     place_windows,
-    unit_stride,
-    vector_of,
 )
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
@@ -31,6 +32,7 @@ MOST_THREADS = 1024  # of a row that is too long to be compressed and cast by on
 
 _FUSED = Kernel("tile_kernels.attention.kernels.tail", "compress_tail")
 _TAIL = Kernel("tile_kernels.attention.kernels.tail", "norm_rope_cast")
+_ORACLE = in_order(oracles.kv_compress_norm_rope_cast)
 
 
 def _row_vector(channels: int) -> int:
@@ -38,22 +40,11 @@ def _row_vector(channels: int) -> int:
     return 8 if channels % 8 == 0 else 4 if channels % 4 == 0 else 2
 
 
-def _check(
-    kv_a: Tensor,
-    z_a: Tensor,
-    bias_a: Tensor,
-    kv_b: Tensor | None,
-    z_b: Tensor | None,
-    bias_b: Tensor | None,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    cu_seqlens: Tensor | None,
-    num_windows: int | None,
-) -> None:
-    check_series(kv_a, z_a, bias_a, kv_b, z_b, bias_b)
+def _check(*arguments: Any) -> None:
+    *series, weight, cos, sin, eps, cu_seqlens, num_windows = arguments
+    check_series(*series)
     check_windows(cu_seqlens, num_windows)
+    kv_a, _, bias_a, *_ = series
     num_tokens, channels = kv_a.shape
     checks.tensor(
         "weight", weight, ("channels",), torch.float32, shape=(channels,), contiguous=True
@@ -71,33 +62,23 @@ def _check(
         most = MOST_THREADS * _row_vector(channels)
         raise ValueError(f"kv_a must have at most {most} channels here, got {channels}")
     checks.number("eps", eps)
-    window = bias_a.shape[0]
     if cu_seqlens is None:
-        if num_windows is not None:
-            raise ValueError("num_windows is for sequences: it needs cu_seqlens")
-        needed = num_tokens // window * window - window + 1
-        if isinstance(needed, int) and cos.shape[0] < needed:
-            raise ValueError(f"cos must have at least {needed} rows, got {cos.shape[0]}")
+        _check_positions(cos, num_tokens, bias_a.shape[0])
+
+
+def _check_positions(cos: Tensor, longest: int, window: int) -> None:
+    """The tables have the positions of all windows of a sequence."""
+    needed = longest // window * window - window + 1
+    if isinstance(needed, int) and cos.shape[0] < needed:
+        raise ValueError(f"cos must have at least {needed} rows, got {cos.shape[0]}")
 
 
 def _check_values(*arguments: Any) -> None:
     kv_a, bias_a, cos = arguments[0], arguments[2], arguments[7]
     cu_seqlens, num_windows = arguments[10:12]
-    window = bias_a.shape[0]
-    entries = count_windows(kv_a.shape[0], window, num_windows)
-    check_sequences(cu_seqlens, kv_a.shape[0], window, entries)
+    check_sequences(cu_seqlens, kv_a, bias_a, num_windows)
     if cu_seqlens is not None and cu_seqlens.shape[0] > 1:
-        needed = int(cu_seqlens.diff().max()) // window * window - window + 1
-        if cos.shape[0] < needed:
-            raise ValueError(f"cos must have at least {needed} rows, got {cos.shape[0]}")
-
-
-def _oracle(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    weight, cos, sin, eps, cu_seqlens, num_windows = arguments[6:]
-    return oracles.kv_compress_norm_rope_cast(
-        *arguments[:6], weight=weight, cos=cos, sin=sin, eps=eps,
-        cu_seqlens=cu_seqlens, num_windows=num_windows,
-    )  # fmt: skip
+        _check_positions(cos, int(cu_seqlens.diff().max()), bias_a.shape[0])
 
 
 def _cost(kv_a: Tensor, bias_a: Tensor, cos: Tensor, kv_b: Tensor | None = None, **_: Any) -> Cost:
@@ -112,28 +93,19 @@ def _cost(kv_a: Tensor, bias_a: Tensor, cos: Tensor, kv_b: Tensor | None = None,
 
 @op(
     check=_check,
-    oracle=_oracle,
+    oracle=_ORACLE,
     cost=_cost,
     cases=KV_COMPRESS_NORM_ROPE_CAST,
     values=_check_values,
     name="kv_compress_norm_rope_cast",
+    signature=inspect.signature(_ORACLE),
 )
-def _compress_and_cast(
-    kv_a: Tensor,
-    z_a: Tensor,
-    bias_a: Tensor,
-    kv_b: Tensor | None,
-    z_b: Tensor | None,
-    bias_b: Tensor | None,
-    weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    cu_seqlens: Tensor | None,
-    num_windows: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _compress_and_cast(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *given, weight, cos, sin, eps, cu_seqlens, num_windows = arguments
+    series = Series.of(*given)
+    kv_a = series.kv_a
     num_tokens, channels = kv_a.shape
-    window, rotated = bias_a.shape[0], 2 * cos.shape[1]
+    window, rotated = series.bias_a.shape[0], 2 * cos.shape[1]
     plain = channels - rotated
     count = count_windows(num_tokens, window, num_windows)
     codes = kv_a.new_empty((count, plain), dtype=torch.float8_e4m3fn)
@@ -144,22 +116,20 @@ def _compress_and_cast(
     places = None
     if cu_seqlens is not None:
         _, _, places = place_windows(cu_seqlens, num_tokens, window, count)
-    rows = [unit_stride(x) for x in (kv_a, z_a, kv_b, z_b) if x is not None]
-    biases = [unit_stride(x) for x in (bias_a, bias_b) if x is not None]
-    if vector_of(channels, rows, biases) < 2:  # a thread turns pairs
-        rows, biases = [accessible(x) for x in rows], [accessible(x) for x in biases]
-    vector = vector_of(channels, rows, biases)
-    geo = geometry(channels, window, len(biases), vector)
-    kv_b, z_b, bias_b = (*rows[2:], *biases[1:]) if len(biases) == 2 else (None, None, None)
+    vector = series.vector
+    if vector < 2:  # a thread turns pairs
+        series = Series.of(*(None if x is None else accessible(x) for x in series))
+        vector = series.vector
+    geo = geometry(channels, window, series.number, vector)
     rest = (accessible(weight), cos, sin, codes, sf, turned, float(eps))
     if geo.groups == 1 and geo.blocks_across == 1:
         problem = (
-            channels, window, len(biases), places is not None, dtype_name(kv_a), vector, rotated,
+            channels, window, series.number, places is not None, dtype_name(kv_a), vector, rotated,
         )  # fmt: skip
-        _FUSED.launch(problem, rows[0], rows[1], biases[0], kv_b, z_b, bias_b, places, *rest)
+        _FUSED.launch(problem, *series, places, *rest)
     else:
         entries = kv_a.new_empty((count, channels), dtype=torch.float32)
-        launch_compress(rows[0], rows[1], biases[0], kv_b, z_b, bias_b, places, entries)
+        launch_compress(series, places, entries)
         row_problem = (channels, window, places is not None, _row_vector(channels), rotated)
         _TAIL.launch(row_problem, entries, places, *rest)
     return codes, sf, turned

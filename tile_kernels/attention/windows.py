@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,9 +43,9 @@ def check_series(
     kv_a: Tensor,
     z_a: Tensor,
     bias_a: Tensor,
-    kv_b: Tensor | None,
-    z_b: Tensor | None,
-    bias_b: Tensor | None,
+    kv_b: Tensor | None = None,
+    z_b: Tensor | None = None,
+    bias_b: Tensor | None = None,
 ) -> None:
     """Series a, and series b like it or not at all."""
     _check_series(("kv_a", "z_a", "bias_a"), kv_a, z_a, bias_a)
@@ -76,18 +77,28 @@ def check_windows(cu_seqlens: Tensor | None, num_windows: int | None) -> None:
             raise ValueError("cu_seqlens must have at least one element, got 0")
     if num_windows is not None:
         checks.integer("num_windows", num_windows, 0, checks.MOST_SIZE)
+        if cu_seqlens is None:
+            raise ValueError("num_windows is for sequences: it needs cu_seqlens")
+
+
+def check_dtype(name: str, dtype: torch.dtype | None) -> None:
+    """The dtype of entries, or None for a default."""
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"{name} must be bfloat16 or float32, got {dtype}")
 
 
 def check_sequences(
     cu_seqlens: Tensor | None,
-    num_tokens: int,
-    window: int,
-    entries: int,
+    kv: Tensor,
+    bias: Tensor,
+    num_windows: int | None,
     name: str = "num_windows",
 ) -> None:
     """For the checked mode: bounds are in order, and all windows have an entry."""
     if cu_seqlens is None:
         return
+    num_tokens, window = kv.shape[0], bias.shape[0]
+    entries = count_windows(num_tokens, window, num_windows)
     checks.in_range("cu_seqlens", cu_seqlens, 0, num_tokens)
     falls = (cu_seqlens.diff() < 0).nonzero()
     if len(falls):
@@ -97,19 +108,57 @@ def check_sequences(
         raise ValueError(f"{name} must have room for {needed} windows, got {entries}")
 
 
-def vector_of(channels: int, rows: list[Tensor], biases: list[Tensor]) -> int:
-    """Channels that a thread loads at once: 16 bytes where all rows start at a multiple of that."""
-    size = rows[0].element_size()
-    vector = math.gcd(channels, 16 // size, *(max(row_alignment(x) // size, 1) for x in rows))
-    part = math.gcd(vector, 4, *(row_alignment(x) // 4 for x in biases))
-    return vector if part == min(vector, 4) else part
-
-
 def unit_stride(x: Tensor) -> Tensor:
     """`x` with stride 1 in its last dimension also where that has one element."""
     if x.stride(1) == 1:
         return x
     return x.as_strided(x.shape, (x.stride(0), 1))
+
+
+class Series(NamedTuple):
+    """The tensors of series a, and of series b or None three times, in the order of kernels."""
+
+    kv_a: Tensor
+    z_a: Tensor
+    bias_a: Tensor
+    kv_b: Tensor | None = None
+    z_b: Tensor | None = None
+    bias_b: Tensor | None = None
+
+    @classmethod
+    def of(cls, *tensors: Tensor | None) -> Series:
+        """As kernels take them: with stride 1."""
+        return cls(*[None if x is None else unit_stride(x) for x in tensors])  # type: ignore[arg-type]
+
+    @property
+    def number(self) -> int:
+        """One or two."""
+        return 1 if self.kv_b is None else 2
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """Values and scores."""
+        if self.kv_b is None or self.z_b is None:
+            return self.kv_a, self.z_a
+        return self.kv_a, self.z_a, self.kv_b, self.z_b
+
+    @property
+    def biases(self) -> tuple[Tensor, ...]:
+        """By position in the window."""
+        return (self.bias_a,) if self.bias_b is None else (self.bias_a, self.bias_b)
+
+    @property
+    def vector(self) -> int:
+        """Channels that a thread loads at once: 16 bytes where all rows start at such multiples."""
+        vector = row_vector(self.kv_a.shape[1], self.rows)
+        part = math.gcd(vector, 4, *[row_alignment(x) // 4 for x in self.biases])
+        return vector if part == min(vector, 4) else part
+
+
+def row_vector(channels: int, rows: tuple[Tensor, ...]) -> int:
+    """Channels in 16 bytes, or in as many as divide the addresses of all `rows`."""
+    size = rows[0].element_size()
+    return math.gcd(channels, 16 // size, *[max(row_alignment(x) // size, 1) for x in rows])
 
 
 def count_windows(num_tokens: int, window: int, num_windows: int | None) -> int:

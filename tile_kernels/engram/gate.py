@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -65,54 +66,30 @@ def _check_clamp(clamp_value: float) -> None:
 # ---- forward ------------------------------------------------------------------------------------
 
 
-def _check_fwd(
-    hidden_states: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight_fused: Tensor,
-    eps: float,
-    clamp_value: float,
-    add_residual: bool = True,
-) -> None:
-    _check_inputs(hidden_states, k, v, weight_fused)
+def _check_fwd(*arguments: Any) -> None:
+    *inputs, eps, clamp_value, add_residual = arguments
+    _check_inputs(*inputs)
     checks.number("eps", eps)
     _check_clamp(clamp_value)
     checks.boolean("add_residual", add_residual)
 
 
-def _launch_gate(
-    hidden_states: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight_fused: Tensor,
-    eps: float,
-    clamp_value: float,
-    add_residual: bool,
-    saved: tuple[Tensor | None, ...],
-) -> Tensor:
-    _, streams, hidden = hidden_states.shape
-    out = torch.empty_like(hidden_states)
+def _launch_gate(saved: tuple[Tensor | None, ...], *arguments: Any) -> Tensor:
+    *inputs, eps, clamp_value, add_residual = arguments
+    _, streams, hidden = inputs[0].shape
+    out = torch.empty_like(inputs[0])
     if nonempty(out):
         _GATE.launch(
             (streams, hidden, saved[0] is not None, add_residual),
-            _accessible(hidden_states), _accessible(k), _accessible(v), _accessible(weight_fused),
-            out, *saved, float(eps), float(clamp_value),
+            *map(_accessible, inputs), out, *saved, float(eps), float(clamp_value),
         )  # fmt: skip
     return out
 
 
-def _oracle_saving(
-    hidden_states: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight_fused: Tensor,
-    eps: float,
-    clamp_value: float,
-    add_residual: bool = True,
-) -> tuple[Any, ...]:
-    return oracles.engram_gate_fwd(
-        hidden_states, k, v, weight_fused, eps, clamp_value, True, add_residual
-    )
+def _oracle_saving(*arguments: Any) -> tuple[Any, ...]:
+    *given, add_residual = arguments
+    given += [True, add_residual]
+    return oracles.engram_gate_fwd(*given)
 
 
 def _oracle_plain(*arguments: Any) -> Tensor:
@@ -153,7 +130,7 @@ def _gate_saving(
         hidden_states.new_empty((num_tokens, streams), dtype=torch.float32) for _ in range(4)
     )
     saved = (dot, score, rstd_x, rstd_k)
-    out = _launch_gate(hidden_states, k, v, weight_fused, eps, clamp_value, add_residual, saved)
+    out = _launch_gate(saved, hidden_states, k, v, weight_fused, eps, clamp_value, add_residual)
     return out, *saved
 
 
@@ -175,18 +152,15 @@ def _gate_backward(ctx: Any, grad_out: Tensor, *_saved: Any) -> tuple[Any, ...]:
 gradient(_gate_saving, _gate_backward, setup_context=_save_gate)
 
 
-@op(check=_check_fwd, oracle=_oracle_plain, differentiable=False, serves="engram_gate_fwd")
-def _gate_plain(
-    hidden_states: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight_fused: Tensor,
-    eps: float,
-    clamp_value: float,
-    add_residual: bool,
-) -> Tensor:
-    saved = (None, None, None, None)
-    return _launch_gate(hidden_states, k, v, weight_fused, eps, clamp_value, add_residual, saved)
+@op(
+    check=_check_fwd,
+    oracle=_oracle_plain,
+    differentiable=False,
+    serves="engram_gate_fwd",
+    signature=inspect.signature(_gate_saving, eval_str=True).replace(return_annotation=Tensor),
+)
+def _gate_plain(*arguments: Any) -> Tensor:
+    return _launch_gate((None, None, None, None), *arguments)
 
 
 @face(_gate_saving, oracle=oracles.engram_gate_fwd)
@@ -274,25 +248,13 @@ def _check_bwd(
     checks.boolean("add_residual", add_residual)
 
 
-def _oracle_bwd(
-    grad_out: Tensor,
-    hidden_states: Tensor,
-    k: Tensor,
-    v: Tensor,
-    weight_fused: Tensor,
-    dot: Tensor,
-    gate_score: Tensor,
-    rstd_x: Tensor,
-    rstd_k: Tensor,
-    clamp_value: float,
-    add_residual: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _oracle_bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The oracle, which is told the number of parts."""
+    named = inspect.signature(_check_bwd).bind(*args, **kwargs).arguments
+    hidden_states = named["hidden_states"]
     num_tokens, streams, hidden = hidden_states.shape
     parts = count_parts(num_tokens, streams, hidden, hidden_states.device)
-    return oracles.engram_gate_bwd(
-        grad_out, hidden_states, k, v, weight_fused, dot, gate_score, rstd_x, rstd_k, clamp_value,
-        parts, add_residual,
-    )  # fmt: skip
+    return oracles.engram_gate_bwd(**named, num_parts=parts)
 
 
 @op(

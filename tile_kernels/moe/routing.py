@@ -119,26 +119,13 @@ def check_mask(mask: Tensor | None, num_tokens: int) -> None:
         )
 
 
-def _check_gate(
-    logits: Tensor,
-    bias: Tensor,
-    num_topk: int,
-    num_topk_groups: int,
-    num_groups: int,
-    use_shared_as_routed: bool,
-    num_shared_experts: int,
-    routed_scaling_factor: float,
-    ep_rank: int,
-    num_ep_ranks: int,
-    tp_rank: int,
-    num_tp_ranks: int,
-    scoring_func: str,
-    mask: Tensor | None = None,
-    fix_routing_mask: Tensor | None = None,
-    to_physical_map: Tensor | None = None,
-    logical_count: Tensor | None = None,
-    unmapped_topk_idx: Tensor | None = None,
-) -> None:
+def _check_gate(*arguments: Any) -> None:
+    """In the order of `_launch`."""
+    (
+        logits, bias, num_topk, num_topk_groups, num_groups, use_shared_as_routed,
+        num_shared_experts, routed_scaling_factor, ep_rank, num_ep_ranks, tp_rank, num_tp_ranks,
+        scoring_func, mask, fix_routing_mask, to_physical_map, logical_count, unmapped_topk_idx,
+    ) = arguments  # fmt: skip
     checks.tensor("logits", logits, ("num_tokens", "num_experts"), torch.float32, contiguous=True)
     num_tokens, num_experts = logits.shape
     if not 1 <= num_experts <= MOST_EXPERTS:

@@ -28,8 +28,6 @@ def _check_blocks(x: Tensor, fmt: str, block_size: list[int]) -> None:
     checks.one_of("fmt", fmt, FORMATS)
     layout.check_plain(x)
     layout.check_width(fmt, x.shape[1])
-    if x.shape[1] == 0:
-        raise ValueError("x must have at least one channel, got 0")
     layout.check_block("block_size", block_size)
     if block_size[0] not in SIZES or block_size[1] not in SIZES:
         allowed = ", ".join(map(str, SIZES))

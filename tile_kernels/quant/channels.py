@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tile_kernels.quant.cases.channels import (
 )
 from tile_kernels.quant.layout import QuantTensor
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.cases import Cases, Cost
 from tile_kernels.runtime.launch import Kernel, alignment, nonempty
 from tile_kernels.runtime.op import face, op
 from tile_kernels.runtime.outputs import output
@@ -36,11 +37,6 @@ def _check_flags(fmt: str, num_per_tokens: int, round_sf: bool) -> None:
     checks.integer("num_per_tokens", num_per_tokens, 1)
     checks.one_of("num_per_tokens", num_per_tokens, GROUPS)
     checks.boolean("round_sf", round_sf)
-
-
-def _check_channels(width: int) -> None:
-    if width == 0:
-        raise ValueError("x must have at least one channel, got 0")
 
 
 def _cost(read: int, rows: int, width: int, num_per_tokens: int) -> Cost:
@@ -90,7 +86,7 @@ def _launch(
 
 def _check_cast(x: Tensor, fmt: str, num_per_tokens: int, round_sf: bool) -> None:
     layout.check_plain(x)
-    _check_channels(x.shape[1])
+    layout.check_width("e4m3", x.shape[1])
     _check_flags(fmt, num_per_tokens, round_sf)
 
 
@@ -99,28 +95,38 @@ def _cost_cast(x: Tensor, num_per_tokens: int, **_: Any) -> Cost:
     return _cost(x.numel() * x.element_size(), rows, width, num_per_tokens)
 
 
-@op(
-    check=_check_cast,
-    oracle=oracles.per_channel_cast,
-    cost=_cost_cast,
-    cases=PER_CHANNEL_CAST,
-    outputs=("out", "out_sf"),
-    differentiable=False,
-    name="per_channel_cast",
-)
-def _cast(
-    x: Tensor,
-    fmt: str,  # noqa: ARG001
-    num_per_tokens: int,
-    round_sf: bool,
-    out: Tensor | None = None,
-    out_sf: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    rows, width = x.shape
-    out, out_sf = _outputs(out, out_sf, x, rows, width, num_per_tokens)
-    if nonempty(out):
-        _launch(x, out, out_sf, num_per_tokens, round_sf)
-    return out, out_sf
+def _declared(
+    oracle: Callable[..., QuantTensor], cases: Cases, transposed: bool
+) -> Callable[..., QuantTensor]:
+    """The operator that casts a plain `x`."""
+
+    @op(
+        check=_check_cast,
+        oracle=oracle,
+        cost=_cost_cast,
+        cases=cases,
+        outputs=("out", "out_sf"),
+        differentiable=False,
+        name=oracle.__name__,
+    )
+    def cast(
+        x: Tensor,
+        fmt: str,  # noqa: ARG001
+        num_per_tokens: int,
+        round_sf: bool,
+        out: Tensor | None = None,
+        out_sf: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        rows, width = x.shape
+        out, out_sf = _outputs(out, out_sf, x, rows, width, num_per_tokens, transposed)
+        if nonempty(out):
+            _launch(x, out, out_sf, num_per_tokens, round_sf, transposed=transposed)
+        return out, out_sf
+
+    return cast
+
+
+_cast = _declared(oracles.per_channel_cast, PER_CHANNEL_CAST, transposed=False)
 
 
 @face(_cast, oracle=oracles.per_channel_cast)
@@ -184,7 +190,7 @@ def _check_fused(
         checks.tensor("x_sf", x_sf, dims, torch.float32, shape=blocks)
         if num_per_channels is None:
             raise ValueError(f"num_per_channels must be {SOURCE_GROUP} for a quantised x, got None")
-    _check_channels(x.shape[1])
+    layout.check_width("e4m3", x.shape[1])
     _check_flags(fmt, num_per_tokens, round_sf)
     if pos_to_token is not None:
         checks.tensor(
@@ -309,29 +315,9 @@ def per_channel_cast_fused(
 
 # ---- transposed ----------------------------------------------------------------------------------
 
-
-@op(
-    check=_check_cast,
-    oracle=oracles.per_channel_cast_and_transpose,
-    cost=_cost_cast,
-    cases=PER_CHANNEL_CAST_AND_TRANSPOSE,
-    outputs=("out", "out_sf"),
-    differentiable=False,
-    name="per_channel_cast_and_transpose",
+_cast_and_transpose = _declared(
+    oracles.per_channel_cast_and_transpose, PER_CHANNEL_CAST_AND_TRANSPOSE, transposed=True
 )
-def _cast_and_transpose(
-    x: Tensor,
-    fmt: str,  # noqa: ARG001
-    num_per_tokens: int,
-    round_sf: bool,
-    out: Tensor | None = None,
-    out_sf: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    rows, width = x.shape
-    out, out_sf = _outputs(out, out_sf, x, rows, width, num_per_tokens, transposed=True)
-    if nonempty(out):
-        _launch(x, out, out_sf, num_per_tokens, round_sf, transposed=True)
-    return out, out_sf
 
 
 @face(_cast_and_transpose, oracle=oracles.per_channel_cast_and_transpose)
@@ -377,7 +363,7 @@ def _check_swiglu(
     swiglu_clamp_value: float | None,
 ) -> None:
     layout.check_plain(x)
-    _check_channels(x.shape[1])
+    layout.check_width("e4m3", x.shape[1])
     if x.shape[1] % 2:
         raise ValueError(
             f"x must have an even number of channels, gate and value, got {x.shape[1]}"

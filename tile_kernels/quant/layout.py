@@ -68,10 +68,12 @@ def check_block(name: str, value: object) -> None:
 
 
 def check_width(fmt: str, width: int) -> None:
-    """Whether rows of that many values can be packed."""
+    """Rows of that many values have any, and can be packed."""
     per = {"e2m1": 2, "e5m6": 8}.get(fmt, 1)
     if width % per:
         raise ValueError(f"x must have a multiple of {per} channels for {fmt}, got {width}")
+    if width == 0:
+        raise ValueError("x must have at least one channel, got 0")
 
 
 def check_source_scales(x: Tensor, x_sf: Tensor, block: tuple[int, int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -57,6 +58,7 @@ def _check_forward(
     use_packed_ue8m0: bool,
     swiglu_clamp_value: float | None,
     sf_clamp_min: float | None,
+    clamped_count: Tensor | None = None,
 ) -> None:
     layout.check_plain(x)
     _check_halves(x)
@@ -86,6 +88,12 @@ def _check_forward(
                 f"sf_clamp_min must be in 2**-119..2**127, so that scales and their inverses are "
                 f"finite, got {sf_clamp_min}"
             )
+    if clamped_count is not None:
+        checks.tensor(
+            "clamped_count", clamped_count, ("3",), torch.int64, shape=(3,), contiguous=True
+        )
+        if swiglu_clamp_value is None:
+            raise ValueError("clamped_count counts what swiglu_clamp_value changes, which is None")
 
 
 def _check_rows(name: str, value: Tensor, rows: int) -> None:
@@ -94,31 +102,6 @@ def _check_rows(name: str, value: Tensor, rows: int) -> None:
 
 def _check_weights(name: str, value: Tensor) -> None:
     checks.tensor(name, value, ("num_tokens", "num_topk"), torch.float32, contiguous=True)
-
-
-def _check_counted(
-    x: Tensor,
-    fmt: str,
-    num_per_channels: int,
-    pos_to_token_topk: Tensor | None,
-    topk_weights: Tensor | None,
-    pos_to_expert: Tensor | None,
-    use_tma_aligned_col_major_sf: bool,
-    round_sf: bool,
-    use_packed_ue8m0: bool,
-    swiglu_clamp_value: float | None,
-    clamped_count: Tensor,
-    sf_clamp_min: float | None,
-) -> None:
-    _check_forward(
-        x, fmt, num_per_channels, pos_to_token_topk, topk_weights, pos_to_expert,
-        use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, swiglu_clamp_value, sf_clamp_min,
-    )  # fmt: skip
-    checks.tensor(
-        "clamped_count", clamped_count, ("3",), torch.int64, shape=(3,), contiguous=True
-    )  # fmt: skip
-    if swiglu_clamp_value is None:
-        raise ValueError("clamped_count counts what swiglu_clamp_value changes, which is None")
 
 
 def _check_index_values(
@@ -138,6 +121,7 @@ def _check_index_values(
 
 def _launch_forward(
     x: Tensor,
+    fmt: str,  # noqa: ARG001
     num_per_channels: int,
     pos_to_token_topk: Tensor | None,
     topk_weights: Tensor | None,
@@ -146,10 +130,10 @@ def _launch_forward(
     round_sf: bool,
     use_packed_ue8m0: bool,
     swiglu_clamp_value: float | None,
-    clamped_count: Tensor | None,
     sf_clamp_min: float | None,
-    out: Tensor | None,
-    out_sf: Tensor | None,
+    clamped_count: Tensor | None = None,
+    out: Tensor | None = None,
+    out_sf: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     rows, hidden = x.shape[0], x.shape[1] // 2
     how = layout.layout_of(use_tma_aligned_col_major_sf, use_packed_ue8m0)
@@ -175,40 +159,12 @@ def _launch_forward(
     return out, out_sf
 
 
-def _oracle_counted(
-    x: Tensor,
-    fmt: str,
-    num_per_channels: int,
-    pos_to_token_topk: Tensor | None,
-    topk_weights: Tensor | None,
-    *rest: Any,
-    **named: Any,
-) -> QuantTensor:
-    if pos_to_token_topk is not None and topk_weights is not None:
-        pos_to_token_topk = _only_in_range(pos_to_token_topk, topk_weights)
-    return oracles.swiglu_forward_and_per_token_cast(
-        x, fmt, num_per_channels, pos_to_token_topk, topk_weights, *rest, **named
-    )
-
-
-def _oracle_forward(
-    x: Tensor,
-    fmt: str,
-    num_per_channels: int,
-    pos_to_token_topk: Tensor | None,
-    topk_weights: Tensor | None,
-    pos_to_expert: Tensor | None,
-    use_tma_aligned_col_major_sf: bool,
-    round_sf: bool,
-    use_packed_ue8m0: bool,
-    swiglu_clamp_value: float | None,
-    sf_clamp_min: float | None,
-) -> QuantTensor:
-    return _oracle_counted(
-        x, fmt, num_per_channels, pos_to_token_topk, topk_weights, pos_to_expert,
-        use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, swiglu_clamp_value, None,
-        sf_clamp_min,
-    )  # fmt: skip
+def _oracle_forward(*args: Any, **kwargs: Any) -> QuantTensor:
+    named = _SIGNATURE.bind(*args, **kwargs).arguments
+    index, weights = named["pos_to_token_topk"], named["topk_weights"]
+    if index is not None and weights is not None:
+        named["pos_to_token_topk"] = _only_in_range(index, weights)
+    return oracles.swiglu_forward_and_per_token_cast(**named)
 
 
 def _cost_forward(x: Tensor, num_per_channels: int, use_packed_ue8m0: bool, **_: Any) -> Cost:
@@ -219,7 +175,13 @@ def _cost_forward(x: Tensor, num_per_channels: int, use_packed_ue8m0: bool, **_:
     return Cost(bytes=x.numel() * x.element_size() + rows * hidden + scales)
 
 
-@op(
+# Two operators behind the public function, as PyTorch wants them: what is written must be given.
+
+_SIGNATURE = inspect.signature(_launch_forward, eval_str=True)
+*_INPUTS, _COUNT, _OUT, _OUT_SF = _SIGNATURE.parameters.values()
+_GIVEN_COUNT = _COUNT.replace(annotation=Tensor, default=inspect.Parameter.empty)
+
+_forward = op(
     check=_check_forward,
     oracle=_oracle_forward,
     cost=_cost_forward,
@@ -228,59 +190,20 @@ def _cost_forward(x: Tensor, num_per_channels: int, use_packed_ue8m0: bool, **_:
     differentiable=False,
     values=_check_index_values,
     name="swiglu_forward_and_per_token_cast",
-)
-def _forward(
-    x: Tensor,
-    fmt: str,  # noqa: ARG001
-    num_per_channels: int,
-    pos_to_token_topk: Tensor | None,
-    topk_weights: Tensor | None,
-    pos_to_expert: Tensor | None,
-    use_tma_aligned_col_major_sf: bool,
-    round_sf: bool,
-    use_packed_ue8m0: bool,
-    swiglu_clamp_value: float | None,
-    sf_clamp_min: float | None,
-    out: Tensor | None = None,
-    out_sf: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _launch_forward(
-        x, num_per_channels, pos_to_token_topk, topk_weights, pos_to_expert,
-        use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, swiglu_clamp_value, None,
-        sf_clamp_min, out, out_sf,
-    )  # fmt: skip
+    signature=_SIGNATURE.replace(parameters=[*_INPUTS, _OUT, _OUT_SF]),
+)(_launch_forward)
 
-
-@op(
-    check=_check_counted,
-    oracle=_oracle_counted,
+_forward_and_count = op(
+    check=_check_forward,
+    oracle=_oracle_forward,
     mutates=("clamped_count",),
     outputs=("out", "out_sf"),
     differentiable=False,
     values=_check_index_values,
+    name="_forward_and_count",
     serves="swiglu_forward_and_per_token_cast",
-)
-def _forward_and_count(
-    x: Tensor,
-    fmt: str,  # noqa: ARG001
-    num_per_channels: int,
-    pos_to_token_topk: Tensor | None,
-    topk_weights: Tensor | None,
-    pos_to_expert: Tensor | None,
-    use_tma_aligned_col_major_sf: bool,
-    round_sf: bool,
-    use_packed_ue8m0: bool,
-    swiglu_clamp_value: float | None,
-    clamped_count: Tensor,
-    sf_clamp_min: float | None,
-    out: Tensor | None = None,
-    out_sf: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _launch_forward(
-        x, num_per_channels, pos_to_token_topk, topk_weights, pos_to_expert,
-        use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, swiglu_clamp_value,
-        clamped_count, sf_clamp_min, out, out_sf,
-    )  # fmt: skip
+    signature=_SIGNATURE.replace(parameters=[*_INPUTS, _GIVEN_COUNT, _OUT, _OUT_SF]),
+)(_launch_forward)
 
 
 @face(_forward, oracle=oracles.swiglu_forward_and_per_token_cast, mutates=("clamped_count",))
@@ -334,14 +257,14 @@ def swiglu_forward_and_per_token_cast(
     >>> data.float().tolist(), scales.tolist()
     ([[288.0, -22.0], [0.0, 0.0]], [[0.03125], [0.0]])
     """
-    arguments = (
+    arguments: list[Any] = [
         x, fmt, num_per_channels, pos_to_token_topk, topk_weights, pos_to_expert,
-        use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, swiglu_clamp_value,
-    )  # fmt: skip
-    buffers = () if out is None else out
-    if clamped_count is None:
-        return _forward(*arguments, sf_clamp_min, *buffers)
-    return _forward_and_count(*arguments, clamped_count, sf_clamp_min, *buffers)
+        use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, swiglu_clamp_value, sf_clamp_min,
+    ]  # fmt: skip
+    if clamped_count is not None:
+        arguments.append(clamped_count)
+    cast = _forward if clamped_count is None else _forward_and_count
+    return cast(*arguments, *(() if out is None else out))
 
 
 # ---- backward -----------------------------------------------------------------------------------

@@ -39,8 +39,6 @@ def _check_group(num_per_channels: int, width: int, *, whole: bool = True) -> No
 
 def _check_rows(width: int, fmt: str, num_per_channels: int) -> None:
     layout.check_width(fmt, width)
-    if width == 0:
-        raise ValueError("x must have at least one channel, got 0")
     _check_group(num_per_channels, width)
     if fmt == "e5m6" and num_per_channels != width:
         raise ValueError(
@@ -252,8 +250,6 @@ def _check_variant(
     if x_block_size is not None:
         raise ValueError(f"x_block_size must be None, as x is plain, got {tuple(x_block_size)}")
     layout.check_width(fmt, x.shape[1])
-    if x.shape[1] == 0:
-        raise ValueError("x must have at least one channel, got 0")
     _check_group(num_per_channels, x.shape[1], whole=False)
 
 

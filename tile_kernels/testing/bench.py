@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 import torch
@@ -166,12 +165,7 @@ class suppress_stdout_stderr:  # noqa: N801
             self._entered.append(stack.pop_all())
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         _flush_standard_streams()
         self._entered.pop().close()
 
@@ -196,10 +190,5 @@ class empty_suppress:  # noqa: N801
     def __enter__(self) -> empty_suppress:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         return None

@@ -171,6 +171,12 @@ def halves(packed: Tensor) -> tuple[Tensor, Tensor]:
     return packed[:, width:], packed[:, :width]
 
 
+def unpacked(kv: Tensor, gate: Tensor, ape: Tensor) -> tuple[Tensor, ...]:
+    """Values, scores and biases of series a, then those of series b."""
+    of_a, of_b = zip(*(halves(packed) for packed in (kv, gate, ape)))
+    return *of_a, *of_b
+
+
 def kv_compress_packed(
     kv: Tensor,
     gate: Tensor,
@@ -186,9 +192,8 @@ def kv_compress_packed(
     >>> kv_compress_packed(kv, torch.zeros(2, 2), torch.zeros(1, 2)).tolist()
     [[1.0], [6.0]]
     """
-    (kv_a, kv_b), (z_a, z_b), (bias_a, bias_b) = halves(kv), halves(gate), halves(ape)
     return kv_compress(
-        kv_a, z_a, bias_a, kv_b, z_b, bias_b,
+        *unpacked(kv, gate, ape),
         cu_seqlens=cu_seqlens, num_windows=num_windows, out_dtype=out_dtype,
     )  # fmt: skip
 
@@ -208,11 +213,8 @@ def kv_compress_packed_bwd(
     >>> grads[0].tolist()
     [[0.5, 1.0], [0.0, 0.5]]
     """
-    (kv_a, kv_b), (z_a, z_b), (bias_a, bias_b) = halves(kv), halves(gate), halves(ape)
-    a_kv, a_z, a_bias, b_kv, b_z, b_bias = kv_compress_bwd(
-        grad_out, kv_a, z_a, bias_a, kv_b, z_b, bias_b, cu_seqlens=cu_seqlens
-    )
-    pairs = ((b_kv, a_kv), (b_z, a_z), (b_bias, a_bias))
+    grads = kv_compress_bwd(grad_out, *unpacked(kv, gate, ape), cu_seqlens=cu_seqlens)
+    pairs = zip(grads[3:], grads[:3])
     of_kv, of_gate, of_ape = (torch.cat(pair, 1) for pair in pairs)  # type: ignore[arg-type]
     return of_kv, of_gate, of_ape
 

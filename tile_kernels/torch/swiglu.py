@@ -208,10 +208,11 @@ def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: float) -> torch.Tens
     # Products of float32 are exact in float64. Their sum with c is not, and rounding it again to
     # float32 could be wrong at a tie. So the sum is "rounded to odd": if it was inexact, the one of
     # its two float64 neighbours with an odd mantissa stands for it, which is never such a tie.
-    product = a.double() * b.double()
+    product = a.double() * b  # in float64, without a copy of b
     total = product + c
     addend = total - product
     error = (product - (total - addend)) + (c - addend)
+    del product, addend  # so that tensors of billions of elements fit a GPU
     inexact = (error != 0) & total.isfinite()
     even = total.view(torch.int64) & 1 == 0
     beyond = torch.where(error > 0, torch.inf, -torch.inf).to(total)

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.attention.geometry import power_of_two
-from tile_kernels.attention.kernels.common import PASS_CONFIGS, bits_of
-from tile_kernels.runtime.device import Device
+from tile_kernels.attention.kernels.common import PASS_CONFIGS, as_given, assume_multiples, bits_of
 from tile_kernels.runtime.launch import kernel
 
 MOST_THREADS = 256
@@ -21,19 +20,13 @@ class Plan(NamedTuple):
     vector: int
 
 
-def plan(
-    channels: int, window: int, series: int, slotted: bool, dtype: str, vector: int, device: Device
-) -> Plan:
-    return Plan(channels, window, series, slotted, dtype, vector)
-
-
 def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     p = Plan(*static)
     vector = p.vector * bits_of(p.dtype)
     return tuple(sorted({32, vector})), tuple(sorted({8, 32, vector}))
 
 
-@kernel(plan=plan, access_bits=access_bits, pass_configs=PASS_CONFIGS)
+@kernel(plan=as_given(Plan), access_bits=access_bits, pass_configs=PASS_CONFIGS)
 def append(*static: Any) -> Any:
     """A block per token: it writes the token's rows, and says which window they complete.
 
@@ -44,7 +37,7 @@ def append(*static: Any) -> Any:
     vectors, ring = 2 * p.series, p.series * p.window
     threads = max(32, min(MOST_THREADS, power_of_two(-(-p.channels // p.vector))))
     tokens, num_sequences = T.dynamic("tokens num_sequences")
-    kv_a_row, z_a_row, kv_b_row, z_b_row = T.dynamic("kv_a_row z_a_row kv_b_row z_b_row", "int64")
+    rows = T.dynamic("kv_a_row z_a_row kv_b_row z_b_row", "int64")
     shape = (tokens, p.channels)
 
     @T.macro
@@ -63,19 +56,15 @@ def append(*static: Any) -> Any:
         kept: T.Tensor[(num_sequences, ring, vectors, p.channels), p.dtype],
         lengths: T.Tensor[(num_sequences,), T.int32],
         slots: T.Tensor[(tokens,), T.int32],
-        kv_a: T.StridedTensor[shape, (kv_a_row, 1), p.dtype],
-        z_a: T.StridedTensor[shape, (z_a_row, 1), p.dtype],
-        kv_b: T.StridedTensor[shape, (kv_b_row, 1), p.dtype],
-        z_b: T.StridedTensor[shape, (z_b_row, 1), p.dtype],
+        kv_a: T.StridedTensor[shape, (rows[0], 1), p.dtype],
+        z_a: T.StridedTensor[shape, (rows[1], 1), p.dtype],
+        kv_b: T.StridedTensor[shape, (rows[2], 1), p.dtype],
+        z_b: T.StridedTensor[shape, (rows[3], 1), p.dtype],
         places: T.Tensor[(tokens, 3), T.int32],
         completed: T.Tensor[(tokens,), T.bool],
     ):
         with T.Kernel(tokens, threads=threads) as token:
-            T.assume(kv_a_row % p.vector == 0)
-            T.assume(z_a_row % p.vector == 0)
-            if p.series == 2:
-                T.assume(kv_b_row % p.vector == 0)
-                T.assume(z_b_row % p.vector == 0)
+            assume_multiples(p.vector, rows[:vectors])
             slot = T.alloc_var(T.int32, init=token)
             length = T.alloc_var(T.int32, init=0)
             first = T.alloc_local((3,), T.int32)

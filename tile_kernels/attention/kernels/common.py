@@ -1,6 +1,7 @@
 """Device macros of the compression: a window's softmax, over the threads that share it."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from tilelang import language as T
 
@@ -11,10 +12,23 @@ LOG2E = 1.4426950408889634
 # Every barrier is written out: threads share memory only where windows span groups of them.
 PASS_CONFIGS = {**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True}
 
+P = TypeVar("P", bound=tuple[Any, ...])
+
 
 def bits_of(dtype: str) -> int:
     """The width of one number."""
     return 16 if dtype == "bfloat16" else 32
+
+
+def as_given(plan: Callable[..., P]) -> Callable[..., P]:
+    """A plan that is the problem itself, on any device."""
+    return lambda *problem: plan(*problem[:-1])
+
+
+def assume_multiples(unit: int, strides: tuple[Any, ...]) -> None:
+    """In a kernel: a promise that `strides` are multiples of `unit`."""
+    for stride in strides:
+        T.evaluate(T.assume(stride % unit == 0))
 
 
 def window_rows(geo: Geometry, ragged: bool) -> Any:
@@ -35,8 +49,21 @@ def window_rows(geo: Geometry, ragged: bool) -> Any:
     return found
 
 
+def each_series(geo: Geometry, move: Any) -> Any:
+    """The macro `move` for a thread's rows of values and scores of each series, from `item` on."""
+
+    def moved(kv_a, z_a, kv_b, z_b, first, item, channel, kv, z):
+        move(kv_a, first[0], item, channel, 0, kv)
+        move(z_a, first[0], item, channel, 0, z)
+        if geo.series == 2:
+            move(kv_b, first[1], item, channel, geo.items, kv)
+            move(z_b, first[1], item, channel, geo.items, z)
+
+    return moved
+
+
 def row_loader(geo: Geometry, dtype: str) -> Any:
-    """A macro: a thread's rows of one tensor, from `item` on; zeros where there are none."""
+    """A macro: a thread's rows to registers, as `each_series` does; zeros where there are none."""
 
     @T.macro
     def load(source, first, item, channel, at, held):
@@ -49,7 +76,39 @@ def row_loader(geo: Geometry, dtype: str) -> Any:
                     for v in T.vectorized(geo.vector):
                         held[(at + r) * geo.vector + v] = source[first + item + r, channel + v]
 
-    return load
+    return each_series(geo, load)
+
+
+def thread_place(geo: Geometry, across: Any) -> tuple[Any, Any, Any, Any]:
+    """In a kernel: a thread's lane, group and slot, and its first channel."""
+    tx = T.get_thread_binding()
+    lane = tx % geo.lanes
+    group = tx // geo.lanes % geo.groups
+    return lane, group, tx // (geo.lanes * geo.groups), across * geo.width + lane * geo.vector
+
+
+def shared_memory(geo: Geometry) -> tuple[Any, Any, Any]:
+    """In a kernel: room for biases, for the sums of groups and for those of windows."""
+    staged = (geo.series, geo.groups * geo.items, geo.parts, geo.lanes * geo.part)
+    exchange = (1, 1, 1) if geo.groups == 1 else (3, geo.groups, geo.slots * geo.width)
+    return (
+        T.alloc_shared(staged if geo.chunks == 1 else (1, 1, 1, 1), T.float32),
+        T.alloc_shared(exchange, T.float32),
+        T.alloc_shared((3, exchange[2]), T.float32),
+    )
+
+
+def registers(geo: Geometry, dtype: str) -> tuple[Any, ...]:
+    """In a kernel: what a thread holds of its rows and of their sums."""
+    return (
+        T.alloc_local((geo.rows * geo.vector,), dtype),  # values
+        T.alloc_local((geo.rows * geo.vector,), dtype),  # scores
+        T.alloc_local((geo.rows * geo.part,), T.float32),  # scores of a part of the channels
+        T.alloc_local((geo.vector,), T.float32),  # maxima
+        T.alloc_local((geo.vector,), T.float32),  # sums
+        T.alloc_local((geo.vector,), T.float32),  # weighted sums
+        T.alloc_local((2,), T.int32),  # the first rows of the window and of the one before it
+    )
 
 
 def bias_stage(geo: Geometry) -> Any:

@@ -1,5 +1,6 @@
 """Compression of keys and values: one entry for each window of tokens."""
 
+import operator
 from typing import Any, NamedTuple
 
 from tilelang import language as T
@@ -7,12 +8,17 @@ from tilelang import language as T
 from tile_kernels.attention.geometry import BLOCKS_PER_SM, Geometry, geometry
 from tile_kernels.attention.kernels.common import (
     PASS_CONFIGS,
+    as_given,
+    assume_multiples,
     bias_stage,
     bits_of,
     over_groups,
     part_scores,
     part_sums,
+    registers,
     row_loader,
+    shared_memory,
+    thread_place,
     window_rows,
 )
 from tile_kernels.runtime.device import Device
@@ -78,11 +84,7 @@ def thread_sums(geo: Geometry, dtype: str) -> Any:
         if first[0] >= 0 and channel < geo.channels:
             for chunk in T.serial(geo.chunks):
                 item = T.alloc_var(T.int32, init=(chunk * geo.groups + group) * geo.items)
-                load(kv_a, first[0], item, channel, 0, kv)
-                load(z_a, first[0], item, channel, 0, z)
-                if geo.series == 2:
-                    load(kv_b, first[1], item, channel, geo.items, kv)
-                    load(z_b, first[1], item, channel, geo.items, z)
+                load(kv_a, z_a, kv_b, z_b, first, item, channel, kv, z)
                 for q in T.unroll(geo.parts):
                     scored(first, item, lane, channel, q, z, bias_a, bias_b, biases, scores)
                     folded(q, kv, scores, tops, totals, sums)
@@ -98,32 +100,14 @@ def window_walk(p: Plan, finish: Any) -> Any:
     geo, dtype = p.geometry, p.dtype
     found, staged = window_rows(geo, p.ragged), bias_stage(geo)
     summed, joined = thread_sums(geo, dtype), over_groups(geo)
-    exchange = (1, 1, 1) if geo.groups == 1 else (3, geo.groups, geo.slots * geo.width)
 
     @T.macro
     def walked(
         block, across, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, places, results
     ):  # fmt: skip
-        tx = T.get_thread_binding()
-        lane = tx % geo.lanes
-        group = tx // geo.lanes % geo.groups
-        slot = tx // (geo.lanes * geo.groups)
-        channel = across * geo.width + lane * geo.vector
-        biases = T.alloc_shared(
-            (geo.series, geo.groups * geo.items, geo.parts, geo.lanes * geo.part)
-            if geo.chunks == 1
-            else (1, 1, 1, 1),
-            T.float32,
-        )
-        of_groups = T.alloc_shared(exchange, T.float32)
-        of_window = T.alloc_shared((3, exchange[2]), T.float32)
-        kv = T.alloc_local((geo.rows * geo.vector,), dtype)
-        z = T.alloc_local((geo.rows * geo.vector,), dtype)
-        scores = T.alloc_local((geo.rows * geo.part,), T.float32)
-        tops = T.alloc_local((geo.vector,), T.float32)
-        totals = T.alloc_local((geo.vector,), T.float32)
-        sums = T.alloc_local((geo.vector,), T.float32)
-        first = T.alloc_local((2,), T.int32)
+        lane, group, slot, channel = thread_place(geo, across)
+        biases, of_groups, of_window = shared_memory(geo)
+        kv, z, scores, tops, totals, sums, first = registers(geo, dtype)
         if geo.chunks == 1:
             staged(bias_a, 0, slot, group, lane, channel, biases)
             if geo.series == 2:
@@ -160,18 +144,18 @@ def compress(*static: Any) -> Any:
 
     walked = window_walk(p, stored)
     tokens, num_windows = T.dynamic("tokens num_windows")
-    kv_a_row, z_a_row, bias_a_row = T.dynamic("kv_a_row z_a_row bias_a_row", "int64")
-    kv_b_row, z_b_row, bias_b_row = T.dynamic("kv_b_row z_b_row bias_b_row", "int64")
+    rows = T.dynamic("kv_a_row z_a_row kv_b_row z_b_row", "int64")
+    bias_rows = T.dynamic("bias_a_row bias_b_row", "int64")
     shape, biases_shape = (tokens, p.channels), (p.window, p.channels)
 
     @T.prim_func
     def compress_windows(
-        kv_a: T.StridedTensor[shape, (kv_a_row, 1), dtype],
-        z_a: T.StridedTensor[shape, (z_a_row, 1), dtype],
-        bias_a: T.StridedTensor[biases_shape, (bias_a_row, 1), T.float32],
-        kv_b: T.StridedTensor[shape, (kv_b_row, 1), dtype],
-        z_b: T.StridedTensor[shape, (z_b_row, 1), dtype],
-        bias_b: T.StridedTensor[biases_shape, (bias_b_row, 1), T.float32],
+        kv_a: T.StridedTensor[shape, (rows[0], 1), dtype],
+        z_a: T.StridedTensor[shape, (rows[1], 1), dtype],
+        bias_a: T.StridedTensor[biases_shape, (bias_rows[0], 1), T.float32],
+        kv_b: T.StridedTensor[shape, (rows[2], 1), dtype],
+        z_b: T.StridedTensor[shape, (rows[3], 1), dtype],
+        bias_b: T.StridedTensor[biases_shape, (bias_rows[1], 1), T.float32],
         places: T.Tensor[(num_windows, 3), T.int32],
         out: T.Tensor[(num_windows, p.channels), p.out_dtype],
     ):
@@ -181,13 +165,8 @@ def compress(*static: Any) -> Any:
             threads=geo.threads,
         ) as (block, across):
             T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
-            T.assume(kv_a_row % p.vector == 0)
-            T.assume(z_a_row % p.vector == 0)
-            T.assume(bias_a_row % geo.part == 0)
-            if geo.series == 2:
-                T.assume(kv_b_row % p.vector == 0)
-                T.assume(z_b_row % p.vector == 0)
-                T.assume(bias_b_row % geo.part == 0)
+            assume_multiples(p.vector, rows[: 2 * p.series])
+            assume_multiples(geo.part, bias_rows[: p.series])
             walked(block, across, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, places, out)
 
     return compress_windows
@@ -203,11 +182,7 @@ class PlacesPlan(NamedTuple):
     window: int
 
 
-def places_plan(window: int, device: Device) -> PlacesPlan:
-    return PlacesPlan(window)
-
-
-@kernel(plan=places_plan, access_bits=lambda *_: (32, 32), pass_configs=PASS_CONFIGS)
+@kernel(plan=as_given(PlacesPlan), access_bits=lambda *_: (32, 32), pass_configs=PASS_CONFIGS)
 def place_windows(window: int) -> Any:
     """Where the windows of sequences lie, from the sequences' ends.
 
@@ -219,20 +194,12 @@ def place_windows(window: int) -> Any:
     num_bounds, num_windows = T.dynamic("num_bounds num_windows")
 
     @T.macro
-    def scanned_max(lane, value):
+    def scanned(lane, value, join):
         other = T.alloc_var(T.int32)
         for d in T.unroll(5):
             other = T.shfl_up(value[0], T.shift_left(1, d))
             if lane >= T.shift_left(1, d):
-                value[0] = T.max(value[0], other)
-
-    @T.macro
-    def scanned_sum(lane, value):
-        other = T.alloc_var(T.int32)
-        for d in T.unroll(5):
-            other = T.shfl_up(value[0], T.shift_left(1, d))
-            if lane >= T.shift_left(1, d):
-                value[0] = value[0] + other
+                value[0] = join(value[0], other)
 
     @T.prim_func
     def placed_windows(
@@ -254,14 +221,14 @@ def place_windows(window: int) -> Any:
                 bound[0] = last_bound
                 if at < num_bounds:
                     bound[0] = T.max(last_bound, T.min(cu_seqlens[at], tokens))
-                scanned_max(lane, bound)
+                scanned(lane, bound, T.max)
                 before = T.shfl_up(bound[0], 1)
                 if lane == 0:
                     before = last_bound
                 if at == 0:
                     before = bound[0]  # nothing counts that is before the first sequence
                 count[0] = T.truncdiv(bound[0] - before, window)
-                scanned_sum(lane, count)
+                scanned(lane, count, operator.add)
                 if at < num_bounds:
                     bounds[at] = bound[0]
                     counted[at] = all_counted + count[0]

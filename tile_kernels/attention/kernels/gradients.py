@@ -12,15 +12,20 @@ from tile_kernels.attention.geometry import (
 from tile_kernels.attention.kernels.common import (
     PASS_CONFIGS,
     above,
+    as_given,
+    assume_multiples,
     bias_stage,
     bits_of,
+    each_series,
     over_groups,
     part_scores,
+    registers,
     row_loader,
+    shared_memory,
+    thread_place,
     window_rows,
 )
 from tile_kernels.attention.kernels.compress import thread_sums
-from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.launch import kernel
 
 SPLITS = 4  # blocks that share the rows after a sequence's last window
@@ -43,19 +48,6 @@ class Plan(NamedTuple):
     def geometry(self) -> Geometry:
         """How threads share windows."""
         return gradient_geometry(self.channels, self.window, self.series, self.vector)
-
-
-def plan(
-    channels: int,
-    window: int,
-    series: int,
-    ragged: bool,
-    dtype: str,
-    out_dtype: str,
-    vector: int,
-    device: Device,
-) -> Plan:
-    return Plan(channels, window, series, ragged, dtype, out_dtype, vector)
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -100,7 +92,7 @@ def row_gradients(geo: Geometry, dtype: str) -> Any:
 
 
 def row_storer(geo: Geometry) -> Any:
-    """A macro: a thread's rows of one tensor, where there are any."""
+    """A macro: a thread's rows to tensors, as `each_series` does, where there are any."""
 
     @T.macro
     def store(target, first, item, channel, at, held):
@@ -110,11 +102,14 @@ def row_storer(geo: Geometry) -> Any:
                     for v in T.vectorized(geo.vector):
                         target[first + item + r, channel + v] = held[(at + r) * geo.vector + v]
 
-    return store
+    return each_series(geo, store)
 
 
 def zero_rows(p: Plan) -> Any:
-    """A macro: zeros to the rows `begin .. end - 1`, shared by `SPLITS` blocks."""
+    """A macro: zeros to the rows from `begin` to `end - 1`, shared by `SPLITS` blocks.
+
+    Values and scores of a series have the same `begin`.
+    """
 
     @T.macro
     def zeroed(target, begin, end, split):
@@ -129,7 +124,14 @@ def zero_rows(p: Plan) -> Any:
                     for v in T.vectorized(p.vector):
                         target[row, channel + v] = zeros[v]
 
-    return zeroed
+    def all_zeroed(kv_a, z_a, kv_b, z_b, begin_a, begin_b, end, split):
+        zeroed(kv_a, begin_a, end, split)
+        zeroed(z_a, begin_a, end, split)
+        if p.series == 2:
+            zeroed(kv_b, begin_b, end, split)
+            zeroed(z_b, begin_b, end, split)
+
+    return all_zeroed
 
 
 def bias_gradients(geo: Geometry) -> Any:
@@ -184,7 +186,7 @@ def bias_gradients(geo: Geometry) -> Any:
     return added, -(-positions // (LANES * SPLITS))
 
 
-@kernel(plan=plan, access_bits=access_bits, pass_configs=PASS_CONFIGS)
+@kernel(plan=as_given(Plan), access_bits=access_bits, pass_configs=PASS_CONFIGS)
 def gradients(*static: Any) -> Any:
     """The first kernel walks over windows, as the forward one does; each block has its own sums of
     bias gradients. The second adds those up, and zeroes the rows that no window takes.
@@ -197,15 +199,13 @@ def gradients(*static: Any) -> Any:
     scored, derived, zeroed = part_scores(geo), row_gradients(geo, dtype), zero_rows(p)
     added, adding = bias_gradients(geo)
     kept = geo.chunks == 1  # rows stay in registers, sums of bias gradients in shared memory
-    exchange = (1, 1, 1) if geo.groups == 1 else (3, geo.groups, geo.slots * geo.width)
     tokens, num_windows, num_bounds, num_parts = T.dynamic(
         "tokens num_windows num_bounds num_parts"
     )
-    kv_a_row, z_a_row, bias_a_row = T.dynamic("kv_a_row z_a_row bias_a_row", "int64")
-    kv_b_row, z_b_row, bias_b_row = T.dynamic("kv_b_row z_b_row bias_b_row", "int64")
-    of_kv_a_row, of_z_a_row = T.dynamic("of_kv_a_row of_z_a_row", "int64")
-    of_kv_b_row, of_z_b_row = T.dynamic("of_kv_b_row of_z_b_row", "int64")
-    of_bias_a_row, of_bias_b_row = T.dynamic("of_bias_a_row of_bias_b_row", "int64")
+    rows = T.dynamic("kv_a_row z_a_row kv_b_row z_b_row", "int64")
+    bias_rows = T.dynamic("bias_a_row bias_b_row", "int64")
+    of_rows = T.dynamic("of_kv_a_row of_z_a_row of_kv_b_row of_z_b_row", "int64")
+    of_bias_rows = T.dynamic("of_bias_a_row of_bias_b_row", "int64")
     shape, biases_shape = (tokens, p.channels), (p.window, p.channels)
 
     @T.macro
@@ -272,61 +272,36 @@ def gradients(*static: Any) -> Any:
     @T.prim_func
     def gradients_of_windows(
         grad_out: T.Tensor[(num_windows, p.channels), p.out_dtype],
-        kv_a: T.StridedTensor[shape, (kv_a_row, 1), dtype],
-        z_a: T.StridedTensor[shape, (z_a_row, 1), dtype],
-        bias_a: T.StridedTensor[biases_shape, (bias_a_row, 1), T.float32],
-        kv_b: T.StridedTensor[shape, (kv_b_row, 1), dtype],
-        z_b: T.StridedTensor[shape, (z_b_row, 1), dtype],
-        bias_b: T.StridedTensor[biases_shape, (bias_b_row, 1), T.float32],
+        kv_a: T.StridedTensor[shape, (rows[0], 1), dtype],
+        z_a: T.StridedTensor[shape, (rows[1], 1), dtype],
+        bias_a: T.StridedTensor[biases_shape, (bias_rows[0], 1), T.float32],
+        kv_b: T.StridedTensor[shape, (rows[2], 1), dtype],
+        z_b: T.StridedTensor[shape, (rows[3], 1), dtype],
+        bias_b: T.StridedTensor[biases_shape, (bias_rows[1], 1), T.float32],
         bounds: T.Tensor[(num_bounds,), T.int32],
         counted: T.Tensor[(num_bounds,), T.int32],
         places: T.Tensor[(num_windows, 3), T.int32],
-        grad_kv_a: T.StridedTensor[shape, (of_kv_a_row, 1), dtype],
-        grad_z_a: T.StridedTensor[shape, (of_z_a_row, 1), dtype],
-        grad_kv_b: T.StridedTensor[shape, (of_kv_b_row, 1), dtype],
-        grad_z_b: T.StridedTensor[shape, (of_z_b_row, 1), dtype],
-        grad_bias_a: T.StridedTensor[biases_shape, (of_bias_a_row, 1), T.float32],
-        grad_bias_b: T.StridedTensor[biases_shape, (of_bias_b_row, 1), T.float32],
+        grad_kv_a: T.StridedTensor[shape, (of_rows[0], 1), dtype],
+        grad_z_a: T.StridedTensor[shape, (of_rows[1], 1), dtype],
+        grad_kv_b: T.StridedTensor[shape, (of_rows[2], 1), dtype],
+        grad_z_b: T.StridedTensor[shape, (of_rows[3], 1), dtype],
+        grad_bias_a: T.StridedTensor[biases_shape, (of_bias_rows[0], 1), T.float32],
+        grad_bias_b: T.StridedTensor[biases_shape, (of_bias_rows[1], 1), T.float32],
         partial: T.Tensor[(num_parts, series, p.window, p.channels), T.float32],
     ):
         with T.Kernel(num_parts, geo.blocks_across, threads=geo.threads) as (block, across):
             T.annotate_min_blocks_per_sm(gradient_blocks_per_sm(geo))
-            T.assume(kv_a_row % p.vector == 0)
-            T.assume(z_a_row % p.vector == 0)
-            T.assume(of_kv_a_row % p.vector == 0)
-            T.assume(of_z_a_row % p.vector == 0)
-            T.assume(bias_a_row % geo.part == 0)
-            if series == 2:
-                T.assume(kv_b_row % p.vector == 0)
-                T.assume(z_b_row % p.vector == 0)
-                T.assume(of_kv_b_row % p.vector == 0)
-                T.assume(of_z_b_row % p.vector == 0)
-                T.assume(bias_b_row % geo.part == 0)
+            assume_multiples(p.vector, rows[: 2 * series] + of_rows[: 2 * series])
+            assume_multiples(geo.part, bias_rows[:series])
             tx = T.get_thread_binding()
-            lane = tx % geo.lanes
-            group = tx // geo.lanes % geo.groups
-            slot = tx // (geo.lanes * geo.groups)
-            channel = across * geo.width + lane * geo.vector
-            biases = T.alloc_shared(
-                (series, geo.groups * geo.items, geo.parts, geo.lanes * geo.part)
-                if kept
-                else (1, 1, 1, 1),
-                T.float32,
-            )
-            of_groups = T.alloc_shared(exchange, T.float32)
-            of_window = T.alloc_shared((3, exchange[2]), T.float32)
+            lane, group, slot, channel = thread_place(geo, across)
+            biases, of_groups, of_window = shared_memory(geo)
             own = T.alloc_shared(
                 (geo.rows * geo.parts, geo.threads * geo.part) if kept else (1, 1), T.float32
             )
-            kv = T.alloc_local((geo.rows * geo.vector,), dtype)
-            z = T.alloc_local((geo.rows * geo.vector,), dtype)
-            scores = T.alloc_local((geo.rows * geo.part,), T.float32)
-            tops = T.alloc_local((geo.vector,), T.float32)
-            totals = T.alloc_local((geo.vector,), T.float32)
-            sums = T.alloc_local((geo.vector,), T.float32)
+            kv, z, scores, tops, totals, sums, first = registers(geo, dtype)
             read = T.alloc_local((geo.vector,), p.out_dtype)
             grad = T.alloc_local((geo.vector,), T.float32)
-            first = T.alloc_local((2,), T.int32)
             if kept:
                 for i in T.unroll(geo.rows * geo.parts):
                     for e in T.vectorized(geo.part):
@@ -355,11 +330,7 @@ def gradients(*static: Any) -> Any:
                     for chunk in T.serial(geo.chunks):
                         item = T.alloc_var(T.int32, init=(chunk * geo.groups + group) * geo.items)
                         if not kept:
-                            load(kv_a, first[0], item, channel, 0, kv)
-                            load(z_a, first[0], item, channel, 0, z)
-                            if series == 2:
-                                load(kv_b, first[1], item, channel, geo.items, kv)
-                                load(z_b, first[1], item, channel, geo.items, z)
+                            load(kv_a, z_a, kv_b, z_b, first, item, channel, kv, z)
                         for q in T.unroll(geo.parts):
                             scored(first, item, lane, channel, q, z, bias_a, bias_b, biases, scores)
                             derived(first, item, q, kv, z, grad, tops, totals, sums, scores)
@@ -367,23 +338,14 @@ def gradients(*static: Any) -> Any:
                                 add_to_own(q, scores, own)
                             else:
                                 add_to_part(partial, block, step, item, q, channel, scores)
-                        store(grad_kv_a, first[0], item, channel, 0, kv)
-                        store(grad_z_a, first[0], item, channel, 0, z)
-                        if series == 2:
-                            store(grad_kv_b, first[1], item, channel, geo.items, kv)
-                            store(grad_z_b, first[1], item, channel, geo.items, z)
+                        store(grad_kv_a, grad_z_a, grad_kv_b, grad_z_b, first, item, channel, kv, z)
             if kept:
                 stored_sums(partial, block, slot, group, channel, own)
         with T.Kernel(
             adding + (num_bounds if p.ragged else 1), SPLITS, threads=FINISHING_THREADS
         ) as (block, split):
-            T.assume(of_kv_a_row % p.vector == 0)
-            T.assume(of_z_a_row % p.vector == 0)
-            T.assume(of_bias_a_row % geo.part == 0)
-            if series == 2:
-                T.assume(of_kv_b_row % p.vector == 0)
-                T.assume(of_z_b_row % p.vector == 0)
-                T.assume(of_bias_b_row % geo.part == 0)
+            assume_multiples(p.vector, of_rows[: 2 * series])
+            assume_multiples(geo.part, of_bias_rows[:series])
             if block < adding:
                 added(block * SPLITS + split, partial, num_parts, grad_bias_a, grad_bias_b)
             else:
@@ -400,15 +362,11 @@ def gradients(*static: Any) -> Any:
                     else:  # what comes after all sequences, and before them
                         begin = bounds[num_bounds - 1]
                         taken = 0
-                        zeroed(grad_kv_a, 0, bounds[0], split)
-                        zeroed(grad_z_a, 0, bounds[0], split)
-                        if series == 2:
-                            zeroed(grad_kv_b, 0, bounds[0], split)
-                            zeroed(grad_z_b, 0, bounds[0], split)
-                zeroed(grad_kv_a, begin + taken * p.window, end, split)
-                zeroed(grad_z_a, begin + taken * p.window, end, split)
-                if series == 2:  # of which the last window has no other one to go to
-                    zeroed(grad_kv_b, begin + T.max(taken - 1, 0) * p.window, end, split)
-                    zeroed(grad_z_b, begin + T.max(taken - 1, 0) * p.window, end, split)
+                        zeroed(grad_kv_a, grad_z_a, grad_kv_b, grad_z_b, 0, 0, bounds[0], split)
+                # Of series b the last window has no other one to go to.
+                zeroed(
+                    grad_kv_a, grad_z_a, grad_kv_b, grad_z_b,
+                    begin + taken * p.window, begin + T.max(taken - 1, 0) * p.window, end, split,
+                )  # fmt: skip
 
     return gradients_of_windows

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.attention.geometry import BLOCKS_PER_SM, power_of_two
-from tile_kernels.attention.kernels.common import PASS_CONFIGS, bits_of
+from tile_kernels.attention.kernels.common import PASS_CONFIGS, as_given, assume_multiples, bits_of
 from tile_kernels.attention.kernels.compress import Plan as CompressPlan
 from tile_kernels.attention.kernels.compress import plan as compress_plan
 from tile_kernels.attention.kernels.compress import window_walk
@@ -152,8 +152,8 @@ def compress_tail(*static: Any) -> Any:
     tail = row_tail(p.channels, p.rotated, p.window, p.ragged, p.vector, geo.lanes)
     plain = p.channels - p.rotated
     tokens, num_windows, positions = T.dynamic("tokens num_windows positions")
-    kv_a_row, z_a_row, bias_a_row = T.dynamic("kv_a_row z_a_row bias_a_row", "int64")
-    kv_b_row, z_b_row, bias_b_row = T.dynamic("kv_b_row z_b_row bias_b_row", "int64")
+    rows = T.dynamic("kv_a_row z_a_row kv_b_row z_b_row", "int64")
+    bias_rows = T.dynamic("bias_a_row bias_b_row", "int64")
     shape, biases_shape = (tokens, p.channels), (p.window, p.channels)
 
     @T.macro
@@ -164,12 +164,12 @@ def compress_tail(*static: Any) -> Any:
 
     @T.prim_func
     def compress_norm_rope_cast(
-        kv_a: T.StridedTensor[shape, (kv_a_row, 1), dtype],
-        z_a: T.StridedTensor[shape, (z_a_row, 1), dtype],
-        bias_a: T.StridedTensor[biases_shape, (bias_a_row, 1), T.float32],
-        kv_b: T.StridedTensor[shape, (kv_b_row, 1), dtype],
-        z_b: T.StridedTensor[shape, (z_b_row, 1), dtype],
-        bias_b: T.StridedTensor[biases_shape, (bias_b_row, 1), T.float32],
+        kv_a: T.StridedTensor[shape, (rows[0], 1), dtype],
+        z_a: T.StridedTensor[shape, (rows[1], 1), dtype],
+        bias_a: T.StridedTensor[biases_shape, (bias_rows[0], 1), T.float32],
+        kv_b: T.StridedTensor[shape, (rows[2], 1), dtype],
+        z_b: T.StridedTensor[shape, (rows[3], 1), dtype],
+        bias_b: T.StridedTensor[biases_shape, (bias_rows[1], 1), T.float32],
         places: T.Tensor[(num_windows, 3), T.int32],
         weight: T.Tensor[(p.channels,), T.float32],
         cos: T.Tensor[(positions, p.rotated // 2), T.float32],
@@ -183,13 +183,8 @@ def compress_tail(*static: Any) -> Any:
             T.min(T.ceildiv(num_windows, geo.slots), p.workers), threads=geo.threads
         ) as block:
             T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
-            T.assume(kv_a_row % p.vector == 0)
-            T.assume(z_a_row % p.vector == 0)
-            T.assume(bias_a_row % geo.part == 0)
-            if geo.series == 2:
-                T.assume(kv_b_row % p.vector == 0)
-                T.assume(z_b_row % p.vector == 0)
-                T.assume(bias_b_row % geo.part == 0)
+            assume_multiples(p.vector, rows[: 2 * p.series])
+            assume_multiples(geo.part, bias_rows[: p.series])
             of_warps = T.alloc_shared((geo.slots, max(1, geo.lanes // WARP)), T.float32)
             walked(
                 block, 0, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, places,
@@ -215,19 +210,13 @@ class TailPlan(NamedTuple):
         return power_of_two(-(-self.channels // self.vector))
 
 
-def tail_plan(
-    channels: int, window: int, ragged: bool, vector: int, rotated: int, device: Device
-) -> TailPlan:
-    return TailPlan(channels, window, ragged, vector, rotated)
-
-
 def tail_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     p = TailPlan(*static)
     loads = {32 * min(p.vector, 4), 32}
     return tuple(sorted(loads)), tuple(sorted({8 * p.vector, 16 * p.vector, 32}))
 
 
-@kernel(plan=tail_plan, access_bits=tail_access_bits, pass_configs=PASS_CONFIGS)
+@kernel(plan=as_given(TailPlan), access_bits=tail_access_bits, pass_configs=PASS_CONFIGS)
 def norm_rope_cast(*static: Any) -> Any:
     """A row of `lanes` threads."""
     p = TailPlan(*static)

@@ -112,18 +112,12 @@ def engram_gate(
                 raise RuntimeError(
                     f"engram_gate: {name} has a main_grad, which a compiled graph cannot add to"
                 )
-        x, key, value = _rows(hidden_states, k, v)
-        output = ops.engram_gate(
-            x, key, value, weight_hidden, weight_embed, clamp_value, eps, add_residual
-        )
-        return output.view(hidden_states.shape)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         result: Tensor = EngramGateFn.apply(*tensors, clamp_value, eps, add_residual)
         return result
-    fused = ops.fused_weight(weight_hidden, weight_embed)
-    output = ops.engram_gate_fwd(
-        *_rows(hidden_states, k, v), fused, eps, clamp_value, False, add_residual
-    )[0]
+    output = ops.engram_gate(
+        *_rows(hidden_states, k, v), weight_hidden, weight_embed, clamp_value, eps, add_residual
+    )
     return output.view(hidden_states.shape)
 
 

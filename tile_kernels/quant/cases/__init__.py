@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tile_kernels.runtime.cases import assert_equal_results
+from tile_kernels.runtime.cases import Arguments, Build, assert_equal_results, misaligned
 from tile_kernels.torch.cast import cast
 
 _NAN, _INF = float("nan"), float("inf")
@@ -38,6 +38,35 @@ def strided(x: torch.Tensor, extra: int) -> torch.Tensor:
     wide = torch.zeros(x.shape[0], x.shape[1] + extra, dtype=x.dtype, device=x.device)
     wide[:, : x.shape[1]] = x
     return wide[:, : x.shape[1]]
+
+
+def placed(x: torch.Tensor, extra: int = 0, shift: bool = False) -> torch.Tensor:
+    """The same numbers `strided`, or one element into their storage, or as they are."""
+    return strided(x, extra) if extra else misaligned(x) if shift else x
+
+
+def all_flags(given: Flags) -> Flags:
+    """The flags of scales, False where they are not given."""
+    return {**dict.fromkeys(PACKED, False), **given}
+
+
+def plain(
+    rows: int,
+    width: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    special: bool = False,
+    extra: int = 0,
+    shift: bool = False,
+    **others: Any,
+) -> Build:
+    """`x`, which is not quantised, `placed`, and other arguments."""
+
+    def make(device: torch.device) -> Arguments:
+        x = numbers(rows, width, dtype, device, special=special)
+        return {"x": placed(x, extra, shift), **others}
+
+    return make
 
 
 def quantised(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tile_kernels.quant.cases import COLUMN, LAYOUTS, PACKED, ROW, Flags, hexed, strided
+from tile_kernels.quant.cases import COLUMN, LAYOUTS, PACKED, ROW, Flags, hexed, placed, strided
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -17,7 +17,6 @@ from tile_kernels.runtime.cases import (
     Vector,
     assert_equal_results,
     changed,
-    misaligned,
 )
 from tile_kernels.torch.scales import lay_out_sf
 
@@ -54,7 +53,7 @@ def _back(
 ) -> Build:
     def make(device: torch.device) -> Arguments:
         data = codes(rows, width, fmt, device)
-        data = strided(data, extra) if extra else misaligned(data) if shift else data
+        data = placed(data, extra, shift)
         shape = -(-rows // block[0]), -(-width // block[1])
         sf = torch.exp2(torch.randint(-140, 120, shape, device=device).float())
         if not flags.get("round_sf"):

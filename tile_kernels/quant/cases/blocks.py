@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,8 +14,9 @@ from tile_kernels.quant.cases import (
     ROUNDED,
     ROW,
     Flags,
+    all_flags,
     hexed,
-    numbers,
+    plain,
     strided,
 )
 from tile_kernels.runtime.cases import (
@@ -26,16 +28,10 @@ from tile_kernels.runtime.cases import (
     Sample,
     Vector,
     changed,
-    misaligned,
 )
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 Block = tuple[int, int]
-
-
-def _flags(given: Flags) -> Flags:
-    plain = dict.fromkeys(("use_tma_aligned_col_major_sf", "round_sf", "use_packed_ue8m0"), False)
-    return {**plain, **given}
 
 
 def _plain(
@@ -45,17 +41,9 @@ def _plain(
     block: Block,
     dtype: torch.dtype = _BF16,
     flags: Flags = ROW,
-    *,
-    special: bool = False,
-    extra: int = 0,
-    shift: bool = False,
+    **how: Any,
 ) -> Build:
-    def make(device: torch.device) -> Arguments:
-        x = numbers(rows, width, dtype, device, special=special)
-        x = strided(x, extra) if extra else misaligned(x) if shift else x
-        return {"x": x, "fmt": fmt, "block_size": block, **_flags(flags)}
-
-    return make
+    return plain(rows, width, dtype, fmt=fmt, block_size=block, **all_flags(flags), **how)
 
 
 def _given(build: Build, extra: int = 0) -> Build:
@@ -146,7 +134,7 @@ def _same(build: Build) -> Build:
 def _example() -> Arguments:
     x = torch.zeros(16, 32)
     x[:2, :2], x[:2, 16] = torch.tensor([[1.0, 2.0], [4.0, 5.0]]), torch.tensor([3.0, 6.0])
-    return {"x": x, "fmt": "e4m3", "block_size": (16, 16), **_flags(ROW)}
+    return {"x": x, "fmt": "e4m3", "block_size": (16, 16), **all_flags(ROW)}
 
 
 def _example_data() -> torch.Tensor:
@@ -164,7 +152,7 @@ def _saturating() -> Arguments:
         torch.tensor([1.0, 2.0]), torch.tensor([3.0, 1000.0]), torch.tensor([1.0, 1000.0])
     )  # fmt: skip
     sf = torch.tensor([[1.0, 1.0, 0.3]])
-    return {"x": x, "fmt": "e4m3", "block_size": (16, 16), "sf": sf, **_flags(ROW)}
+    return {"x": x, "fmt": "e4m3", "block_size": (16, 16), "sf": sf, **all_flags(ROW)}
 
 
 def _saturated() -> torch.Tensor:

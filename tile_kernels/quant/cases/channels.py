@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tile_kernels.quant.cases import hexed, numbers, strided, within_one_step, words
+from tile_kernels.quant.cases import hexed, numbers, placed, plain, strided, within_one_step, words
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -16,7 +16,6 @@ from tile_kernels.runtime.cases import (
     Sample,
     Vector,
     changed,
-    misaligned,
 )
 from tile_kernels.torch.cast import cast
 
@@ -28,19 +27,10 @@ def _plain(
     width: int,
     group: int,
     dtype: torch.dtype = _BF16,
-    *,
     round_sf: bool = False,
-    special: bool = False,
-    extra: int = 0,
-    shift: bool = False,
-    **more: Any,
+    **how: Any,
 ) -> Build:
-    def make(device: torch.device) -> Arguments:
-        x = numbers(rows, width, dtype, device, special=special)
-        x = strided(x, extra) if extra else misaligned(x) if shift else x
-        return {"x": x, "fmt": "e4m3", "num_per_tokens": group, "round_sf": round_sf, **more}
-
-    return make
+    return plain(rows, width, dtype, fmt="e4m3", num_per_tokens=group, round_sf=round_sf, **how)
 
 
 # Around the edges of a tile: 128 rows; 128 channels, in eights.
@@ -314,7 +304,7 @@ def _swiglu(
             x = 4 * torch.randn(rows, 2 * width, device=device)
         x = x.to(dtype)
         return {
-            "x": strided(x, extra) if extra else misaligned(x) if shift else x,
+            "x": placed(x, extra, shift),
             "fmt": "e4m3",
             "num_per_tokens": group,
             "round_sf": round_sf,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from tile_kernels.quant.cases import numbers, strided
+from tile_kernels.quant.cases import plain
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -15,7 +17,6 @@ from tile_kernels.runtime.cases import (
     Vector,
     changed,
     close_results,
-    misaligned,
 )
 
 
@@ -24,19 +25,10 @@ def _fake(
     width: int,
     fmt: str,
     group: int,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
     round_sf: bool = False,
-    special: bool = False,
-    extra: int = 0,
-    shift: bool = False,
+    **how: Any,
 ) -> Build:
-    def make(device: torch.device) -> Arguments:
-        x = numbers(rows, width, dtype, device, special=special)
-        x = strided(x, extra) if extra else misaligned(x) if shift else x
-        return {"x": x, "fmt": fmt, "num_per_channels": group, "round_sf": round_sf}
-
-    return make
+    return plain(rows, width, fmt=fmt, num_per_channels=group, round_sf=round_sf, **how)
 
 
 def _row(round_sf: bool) -> Arguments:
@@ -72,6 +64,7 @@ FAKE_CAST = Cases(
     large=[
         *(Sample(f"8001x7168.{f}", _fake(8001, 7168, f, 128)) for f in ("e4m3", "e2m1")),
         Sample("8001x7168.e5m6", _fake(8001, 7168, "e5m6", 7168)),
+        Sample("300001x7168", _fake(300_001, 7168, "e4m3", 128)),  # beyond 2^31 elements
     ],
     benchmarks=[
         Benchmark("e4m3.128", _fake(8192, 7168, "e4m3", 128)),

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.quant.cases import COLUMN, LAYOUTS, PACKED, ROW, Flags, hexed, strided
+from tile_kernels.quant.cases import (
+    COLUMN,
+    LAYOUTS,
+    PACKED,
+    ROW,
+    Flags,
+    all_flags,
+    hexed,
+    placed,
+)
 from tile_kernels.quant.cases.back import codes
 from tile_kernels.runtime.cases import (
     Arguments,
@@ -15,16 +24,10 @@ from tile_kernels.runtime.cases import (
     Sample,
     Vector,
     changed,
-    misaligned,
 )
 from tile_kernels.torch.scales import lay_out_sf
 
 Block = tuple[int, int]
-
-
-def _flags(given: Flags) -> Flags:
-    names = "use_tma_aligned_col_major_sf", "round_sf", "use_packed_ue8m0"
-    return {name: given.get(name, False) for name in names}
 
 
 def _up(
@@ -43,11 +46,11 @@ def _up(
 
     def make(device: torch.device) -> Arguments:
         data = codes(rows, width, "e2m1", device)
-        data = strided(data, extra) if extra else misaligned(data) if shift else data
+        data = placed(data, extra, shift)
         shape = -(-rows // block[0]), -(-width // block[1])
         low, high = exponents
         e = torch.randint(low, high + 1, shape, dtype=torch.int32, device=device)
-        given = _flags(in_flags)
+        given = all_flags(in_flags)
         layout = given["use_tma_aligned_col_major_sf"], given["use_packed_ue8m0"]
         sf = lay_out_sf((e << 23).view(torch.float32), *layout)
         return {
@@ -55,7 +58,7 @@ def _up(
             "fmt": "e4m3",
             "x_block_size": block,
             "out_block_size": out_block,
-            **_flags(flags),
+            **all_flags(flags),
         }
 
     return make
@@ -73,7 +76,13 @@ _EXAMPLE = "E712E730/270855F3"
 
 def _example(block: Block) -> Arguments:
     x = hexed(_EXAMPLE, torch.int8), torch.tensor([[1.0, 0.125], [8.0, 1.0]])
-    return {"x": x, "fmt": "e4m3", "x_block_size": (1, 4), "out_block_size": block, **_flags(ROW)}
+    return {
+        "x": x,
+        "fmt": "e4m3",
+        "x_block_size": (1, 4),
+        "out_block_size": block,
+        **all_flags(ROW),
+    }
 
 
 def _far(arguments: Arguments) -> Arguments:

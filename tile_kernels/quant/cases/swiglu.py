@@ -11,10 +11,12 @@ from tile_kernels.quant.cases import (
     LAYOUTS,
     PACKED,
     ROUNDED,
+    ROW,
     Flags,
+    all_flags,
     hexed,
     numbers,
-    strided,
+    placed,
     within_one_step,
 )
 from tile_kernels.runtime.cases import (
@@ -33,7 +35,6 @@ from tile_kernels.torch.cast import cast
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _E4M3, _INT32 = torch.float8_e4m3fn, torch.int32
-_PLAIN = dict.fromkeys(("use_tma_aligned_col_major_sf", "round_sf", "use_packed_ue8m0"), False)
 
 
 def _maps(rows: int, num_tokens: int, num_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,21 +67,20 @@ def _forward(
     special: bool = False,
     extra: int = 0,
     shift: bool = False,
-    flags: Flags | None = None,
+    flags: Flags = ROW,
 ) -> Build:
     def make(device: torch.device) -> Arguments:
         if special:
             x = numbers(rows, 2 * hidden, dtype, device, special=True)
         else:
             x = (4 * torch.randn(rows, 2 * hidden, device=device)).to(dtype)
-        x = strided(x, extra) if extra else misaligned(x) if shift else x
+        x = placed(x, extra, shift)
         num_tokens = rows + 2
         return {
             "x": x,
             "fmt": "e4m3",
             "num_per_channels": group,
-            **_PLAIN,
-            **(flags or {}),
+            **all_flags(flags),
             "pos_to_token_topk": _maps(rows, num_tokens, 2)[0].to(device) if weighted else None,
             "topk_weights": torch.randn(num_tokens, 2).to(device) if weighted else None,
             "pos_to_expert": (
@@ -102,8 +102,7 @@ def _vector_arguments(**changes: Any) -> Arguments:
         "x": torch.tensor(_X),
         "fmt": "e4m3",
         "num_per_channels": 2,
-        **_PLAIN,
-        "round_sf": True,
+        **all_flags(ROUNDED),
         **changes,
     }
 
@@ -366,6 +365,8 @@ SWIGLU_BACKWARD_AND_CAST = Cases(
             for g in (32, 128)
             for r, c in ((False, None), (True, 10.0), (True, 0.5))
         ),
+        # Beyond 2^31 elements, of which the oracle needs about 100 GiB at a time.
+        Sample("262401x4096", _backward(262_401, 4096, 128, 65_601, 6)),
     ],
     benchmarks=[
         Benchmark("128", _backward(26_320, 4096, 128, 17_600, 6), goal_us=340.0),

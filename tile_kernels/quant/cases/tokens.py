@@ -11,11 +11,13 @@ from tile_kernels.quant.cases import (
     LAYOUTS,
     PACKED,
     ROUNDED,
+    ROW,
     Flags,
+    all_flags,
     hexed,
     numbers,
+    plain,
     quantised,
-    strided,
     words,
 )
 from tile_kernels.runtime.cases import (
@@ -27,16 +29,10 @@ from tile_kernels.runtime.cases import (
     Sample,
     Vector,
     changed,
-    misaligned,
 )
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _E4M3 = torch.float8_e4m3fn
-
-
-def _flags(given: dict[str, bool]) -> dict[str, bool]:
-    plain = dict.fromkeys(("use_tma_aligned_col_major_sf", "round_sf", "use_packed_ue8m0"), False)
-    return {**plain, **given}
 
 
 def _plain(
@@ -45,18 +41,10 @@ def _plain(
     fmt: str,
     group: int,
     dtype: torch.dtype = _BF16,
-    *,
-    special: bool = False,
-    extra: int = 0,
-    shift: bool = False,
-    flags: Flags | None = None,
+    flags: Flags = ROW,
+    **how: Any,
 ) -> Build:
-    def make(device: torch.device) -> Arguments:
-        x = numbers(rows, width, dtype, device, special=special)
-        x = strided(x, extra) if extra else misaligned(x) if shift else x
-        return {"x": x, "fmt": fmt, "num_per_channels": group, **_flags(flags or {})}
-
-    return make
+    return plain(rows, width, dtype, fmt=fmt, num_per_channels=group, **all_flags(flags), **how)
 
 
 def _requantised(
@@ -68,7 +56,7 @@ def _requantised(
             "fmt": fmt,
             "num_per_channels": group,
             "x_block_size": block,
-            **_flags(flags),
+            **all_flags(flags),
         }
 
     return make
@@ -83,14 +71,14 @@ def _vector(label: str, fmt: str, round_sf: bool, data: str, sf: torch.Tensor) -
     return Vector(
         label,
         lambda: {"x": torch.tensor([_WIDE]), "fmt": fmt, "num_per_channels": 16,
-                 **_flags({"round_sf": round_sf})},
+                 **all_flags({"round_sf": round_sf})},
         lambda: (hexed(data, _E4M3 if fmt == "e4m3" else torch.int8), sf),
     )  # fmt: skip
 
 
 def _e5m6_arguments(round_sf: bool) -> Arguments:
     x = torch.tensor([[0.5, -1.0, 0.25, 2.0, 0.0, 0.001, -3.0, 4.0]])
-    return {"x": x, "fmt": "e5m6", "num_per_channels": 8, **_flags({"round_sf": round_sf})}
+    return {"x": x, "fmt": "e5m6", "num_per_channels": 8, **all_flags({"round_sf": round_sf})}
 
 
 _Z12, _Z6 = "00" * 12, "00" * 6
@@ -239,7 +227,7 @@ PER_TOKEN_SCALES = Cases(
         Vector(
             "e4m3",
             lambda: {"x": torch.tensor([_WIDE]), "fmt": "e4m3", "num_per_channels": 16,
-                     **_flags({})},
+                     **all_flags({})},
             lambda: words([0x3C124925, 0x3C800000]),
         )
     ],

@@ -76,6 +76,28 @@ def tile_of(
     return Tile(rows, channels, chunk, lanes, min(threads, max(wanted, lanes, LANES)))
 
 
+def place_of(tile: Tile, tiles: int, team: Any) -> tuple[Any, Any, Any]:
+    """In a kernel: the row of blocks, the thread's first channel, and its first row in the block.
+
+    `tiles` of `tile` are as wide as a row; `team` counts teams over the whole grid.
+    """
+    tx = T.get_thread_binding()
+    return (
+        T.alloc_var(T.int32, init=team // tiles),
+        T.alloc_var(T.int32, init=(team % tiles * tile.lanes + tx % tile.lanes) * tile.chunk),
+        T.alloc_var(T.int32, init=tx % tile.team // tile.lanes),
+    )
+
+
+def scale_storage(layout: str, blocks: Any, groups: int, padded: Any) -> tuple[Any, str]:
+    """The shape and the dtype of a buffer for the scales of `blocks x groups` blocks."""
+    if layout == ROW:
+        return (blocks, groups), "float32"
+    if layout == PACKED:
+        return (-(-groups // 4), padded), "uint8"
+    return (groups, padded), "float32"
+
+
 def team_max(tile: Tile, teams: int, dtype: str) -> Any:
     """A macro: the largest `value` of all threads of a block. All threads of the kernel call it."""
     warps = tile.team // LANES
@@ -209,18 +231,13 @@ def cast_blocks(*static: Any) -> Any:
 
     rows, blocks, padded = T.dynamic("rows blocks padded")
     row_stride, sf_stride = T.dynamic("row_stride sf_stride")
-    if plan.layout == ROW:
-        shape, strides, scales = (blocks, groups), (sf_stride, 1), "float32"
-    elif plan.layout == PACKED:
-        shape, strides, scales = (-(-groups // 4), padded), (sf_stride, 1), "uint8"
-    else:
-        shape, strides, scales = (groups, padded), (sf_stride, 1), "float32"
+    shape, scales = scale_storage(plan.layout, blocks, groups, padded)
 
     @T.prim_func
     def cast_row_of_blocks(
         x: T.StridedTensor[(rows, plan.width), (row_stride, 1), dtype],
         out: T.Tensor[(rows, units(plan.fmt, plan.width)), storage(plan.fmt)[0]],
-        sf: T.StridedTensor[shape, strides, scales],
+        sf: T.StridedTensor[shape, (sf_stride, 1), scales],
         clamp_min: T.float32,
     ):
         with T.Kernel(
@@ -228,12 +245,7 @@ def cast_blocks(*static: Any) -> Any:
         ) as block:
             T.assume(row_stride % plan.load == 0)
             tx = T.get_thread_binding()
-            index = block * teams + tx // tile.team
-            m = T.alloc_var(T.int32, init=index // tiles)
-            first = T.alloc_var(
-                T.int32, init=(index % tiles * tile.lanes + tx % tile.lanes) * chunk
-            )
-            top = T.alloc_var(T.int32, init=tx % tile.team // tile.lanes)
+            m, first, top = place_of(tile, tiles, block * teams + tx // tile.team)
             row = T.alloc_var(T.int32)
             raw = T.alloc_local((steps * chunk,), dtype)
             values = T.alloc_local((chunk,), T.float32)

@@ -8,13 +8,14 @@ from tilelang import language as T
 from tile_kernels.quant.kernels.blocks import (
     THREADS,
     Tile,
+    place_of,
+    scale_storage,
     team_max,
     tile_of,
     write_block_scale,
 )
 from tile_kernels.quant.kernels.common import (
     PACKED,
-    ROW,
     access,
     access_width,
     e2m1_value,
@@ -147,12 +148,7 @@ def cast_lossless(*static: Any) -> Any:
     rows, blocks, padded = T.dynamic("rows blocks padded")
     row_stride, sf_stride = T.dynamic("row_stride sf_stride")
     in_rows, in_stride, in_column_stride = T.dynamic("in_rows in_stride in_column_stride")
-    if plan.layout == ROW:
-        shape, scales = (blocks, groups), "float32"
-    elif plan.layout == PACKED:
-        shape, scales = (-(-groups // 4), padded), "uint8"
-    else:
-        shape, scales = (groups, padded), "float32"
+    shape, scales = scale_storage(plan.layout, blocks, groups, padded)
 
     @T.macro
     def exponent_at(x_sf, m, g):
@@ -210,12 +206,7 @@ def cast_lossless(*static: Any) -> Any:
         ) as block:
             T.assume(row_stride % (load // per_in) == 0)
             tx = T.get_thread_binding()
-            index = block * teams + tx // tile.team
-            m = T.alloc_var(T.int32, init=index // tiles)
-            first = T.alloc_var(
-                T.int32, init=(index % tiles * tile.lanes + tx % tile.lanes) * chunk
-            )
-            top = T.alloc_var(T.int32, init=tx % tile.team // tile.lanes)
+            m, first, top = place_of(tile, tiles, block * teams + tx // tile.team)
             inside = T.alloc_var(T.int32)
             row = T.alloc_var(T.int32)
             raw = T.alloc_local((elements * (steps if keep else 1),), in_dtype)
