@@ -163,7 +163,7 @@ def test_shared_memory_suffices(arch: str) -> None:
     device = DESCRIBED[arch]
     for padded in range(16, MOST_MIXES + 1, 16):
         for rows in (10, 4096):
-            plan = kernels.product_plan(padded, 28672, rows, 8, device)
+            plan = kernels.product_plan(padded, padded, 28672, rows, 8, device)
             stage = (plan.tile + 2 * padded) * plan.depth * kernels.BF16
             assert plan.stages * stage <= device.smem_per_block
         for accumulate in (False, True):

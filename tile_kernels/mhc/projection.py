@@ -18,7 +18,7 @@ from tile_kernels.torch import mhc_projection as oracles
 
 MOST_MIXES = 128
 VECTOR = 8  # bfloat16 of 16 bytes
-DEPTH, MOST_ROWS, FEW_ROWS = 128, 256, 64  # of a step and a tile; the weights are read per tile
+DEPTH, MOST_ROWS, FEW_ROWS = 128, 192, 64  # of a step and a tile; the weights are read per tile
 GRADIENT_ROWS = 64  # of a tile in the backward pass
 LEAST_STEPS = 2  # of a block, so that copies run ahead
 
@@ -138,12 +138,10 @@ def project(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, size = rows.shape
     splits = count_splits(num_rows, size, rows.device)
     width = padded(fn.shape[0])
-    parts = _in_two(fn)
+    weights = fn if alignment(fn) == 16 else fn.clone()
     mul = fn.new_empty((splits, num_rows, width))
     squares = fn.new_empty((splits, num_rows))
-    _PRODUCTS.launch(
-        (width, size, num_rows, splits), rows, parts.view(2 * width, size), mul, squares
-    )
+    _PRODUCTS.launch((fn.shape[0], width, size, num_rows, splits), rows, weights, mul, squares)
     return mul, squares
 
 

@@ -10,6 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 from tilelang import language as T
+from tilelang.layout import make_swizzled_layout
 
 from tile_kernels.mhc.projection import (
     DEPTH,
@@ -23,7 +24,8 @@ from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
 MOST_STAGES = 4
-BF16 = 2  # bytes
+BF16, FP32 = 2, 4  # bytes
+WEIGHTS = 4  # float32 of 16 bytes
 
 
 # ---- weights as two parts -----------------------------------------------------------------------
@@ -116,6 +118,7 @@ class ProductPlan(NamedTuple):
     `fenced`: matrix units read shared memory by a way of their own (Hopper's), which must be told.
     """
 
+    mixes: int
     padded: int
     size: int
     tile: int
@@ -126,53 +129,124 @@ class ProductPlan(NamedTuple):
     fenced: bool
 
 
-def product_plan(padded: int, size: int, rows: int, splits: int, device: Device) -> ProductPlan:
-    """Deep steps, for long runs of memory, where two of them fit."""
+def product_plan(
+    mixes: int, padded: int, size: int, rows: int, splits: int, device: Device
+) -> ProductPlan:
+    """Deep steps, for long runs of memory, where two of them fit; then as many as there is room."""
     tile = MOST_ROWS if rows > MOST_ROWS else FEW_ROWS
-    column = (tile + 2 * padded) * BF16
-    room = device.smem_per_block - 4096
-    depth = DEPTH if 2 * DEPTH * column <= room else DEPTH // 2
+    column = BF16 * tile + FP32 * mixes  # bytes of a stage, and with the parts of the weights
+    depth, most = next(
+        (depth, room // column)
+        for depth in (DEPTH, DEPTH // 2, DEPTH // 4)
+        if (room := device.smem_per_block // depth - 2 * BF16 * padded) >= 2 * column
+    )
     steps = math.ceil(math.ceil(size / depth) / splits)
-    stages = max(1, min(MOST_STAGES, room // (depth * column), steps))
+    stages = min(most, MOST_STAGES, steps + 1)
     fenced = device.arch == "sm_90a"
-    return ProductPlan(padded, size, tile, splits, depth, steps, stages, fenced)
+    return ProductPlan(mixes, padded, size, tile, splits, depth, steps, stages, fenced)
 
 
-@kernel(plan=product_plan, access_bits=lambda *_: ((), (32, 64)))
+@kernel(
+    plan=product_plan,
+    access_bits=lambda *_: ((), (32, 64)),
+    pass_configs={"tl.disable_thread_storage_sync": True},  # all barriers are written out
+)
 def products(*static: Any) -> Any:
-    """`mul` and `s` of a share of the columns, for each share: the products and the squares."""
-    padded, size, tile, splits, depth, steps, stages, fenced = ProductPlan(*static)
+    """`mul` and `s` of a share of the columns, for each share: the products and the squares.
+
+    Streams and weights are copied some steps ahead; the weights of a step are cut in two when they
+    have arrived. A warp has whole rows in registers, for the product and for the squares.
+    """
+    mixes, padded, size, tile, splits, depth, steps, stages, fenced = ProductPlan(*static)
     rows = T.dynamic("rows")
+    threads = 2 * tile
+    accesses = depth // WEIGHTS  # of a row of the weights
+
+    @T.macro
+    def fetch(x, fn, of_x, of_fn, block, column, slot):
+        """Start the copies of a step, as one group."""
+        T.async_copy(
+            x[block * tile : (block + 1) * tile, column : column + depth], of_x[slot, :, :]
+        )
+        for turn in T.unroll(-(-mixes * accesses // threads)):
+            place = turn * threads + T.get_thread_binding()
+            inside = place % accesses * WEIGHTS
+            if place < mixes * accesses:
+                T.ptx_cp_async(
+                    T.access_ptr(of_fn[slot, place // accesses, inside], "w", WEIGHTS),
+                    T.access_ptr(fn[place // accesses, column + inside], "r", WEIGHTS),
+                    WEIGHTS, column + inside < size,
+                )  # fmt: skip
+        T.ptx_commit_group()
+
+    @T.macro
+    def cut(of_fn, slot, parts):
+        """The weights of a step in two parts, rows of padding zero."""
+        weights = T.alloc_local((WEIGHTS,), T.float32)
+        high = T.alloc_local((WEIGHTS,), T.bfloat16)
+        low = T.alloc_local((WEIGHTS,), T.bfloat16)
+        for turn in T.unroll(-(-padded * accesses // threads)):
+            place = turn * threads + T.get_thread_binding()
+            row = place // accesses
+            first = place % accesses * WEIGHTS
+            if place < padded * accesses:
+                for e in T.vectorized(WEIGHTS):
+                    weights[e] = T.float32(0)
+                if row < mixes:
+                    for e in T.vectorized(WEIGHTS):
+                        weights[e] = of_fn[slot, row, first + e]
+                for e in T.unroll(WEIGHTS):
+                    in_two(weights[e], high, low, e)
+                for e in T.vectorized(WEIGHTS):
+                    parts[row, first + e] = high[e]
+                for e in T.vectorized(WEIGHTS):
+                    parts[padded + row, first + e] = low[e]
 
     @T.prim_func
     def product_tiles(
         x: T.Tensor[(rows, size), T.bfloat16],
-        parts: T.Tensor[(2 * padded, size), T.bfloat16],
+        fn: T.Tensor[(mixes, size), T.float32],
         mul: T.Tensor[(splits, rows, padded), T.float32],
         squares: T.Tensor[(splits, rows), T.float32],
     ):
-        with T.Kernel(T.ceildiv(rows, tile), splits, threads=2 * tile) as (block, split):
-            of_x = T.alloc_shared((tile, depth), T.bfloat16)
-            of_parts = T.alloc_shared((2 * padded, depth), T.bfloat16)
+        with T.Kernel(T.ceildiv(rows, tile), splits, threads=threads) as (block, split):
+            of_x = T.alloc_shared((stages, tile, depth), T.bfloat16)
+            of_fn = T.alloc_shared((stages, mixes, depth), T.float32)
+            parts = T.alloc_shared((2 * padded, depth), T.bfloat16)
+            held = T.alloc_fragment((tile, depth), T.bfloat16)
             sums = T.alloc_fragment((tile, padded), T.float32)
             squared = T.alloc_fragment((tile, depth), T.float32)
             of_rows = T.alloc_fragment((tile,), T.float32)
+            T.annotate_layout({of_x: make_swizzled_layout(of_x)})
+            first = split * steps * depth
             T.clear(sums)
             T.clear(squared)
-            for step in T.Pipelined(steps, num_stages=stages):
-                column = (split * steps + step) * depth
-                T.copy(x[block * tile, column], of_x, disable_tma=True)
-                T.copy(parts[0, column], of_parts, disable_tma=True)
+            for ahead in T.serial(stages - 1):
+                fetch(x, fn, of_x, of_fn, block, first + ahead * depth, ahead)
+            for step in T.serial(steps):
+                T.ptx_wait_group(2 * (stages - 2))
+                T.sync_threads()  # the step is here for all, and all are done with the one before
+                if step + stages - 1 < steps:
+                    fetch(
+                        x, fn, of_x, of_fn, block, first + (step + stages - 1) * depth,
+                        (step + stages - 1) % stages,
+                    )  # fmt: skip
+                else:  # a step has two groups
+                    T.ptx_commit_group()
+                    T.ptx_commit_group()
+                cut(of_fn, step % stages, parts)
                 if fenced:
                     T.fence_proxy_async()
+                T.sync_threads()
+                T.copy(of_x[step % stages, :, :], held)
                 for part in (0, padded):
                     T.gemm(
-                        of_x, of_parts[part : part + padded, 0:depth], sums, transpose_B=True,
+                        held, parts[part : part + padded, 0:depth], sums, transpose_B=True,
                         policy=T.GemmWarpPolicy.FullRow,
                     )  # fmt: skip
                 for i, j in T.Parallel(tile, depth):
                     squared[i, j] = T.fma(
-                        T.cast(of_x[i, j], T.float32), T.cast(of_x[i, j], T.float32), squared[i, j]
+                        T.cast(held[i, j], T.float32), T.cast(held[i, j], T.float32), squared[i, j]
                     )
             T.reduce_sum(squared, of_rows, dim=1)
             for i, j in T.Parallel(tile, padded):
