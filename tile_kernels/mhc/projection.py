@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ VECTOR = 8  # bfloat16 of 16 bytes
 DEPTH, MOST_ROWS, FEW_ROWS = 128, 192, 64  # of a step and a tile; the weights are read per tile
 GRADIENT_ROWS = 64  # of a tile in the backward pass
 LEAST_STEPS = 2  # of a block, so that copies run ahead
+MOST_WAVES = 3  # blocks of a multiprocessor, one after the other
 
 _MODULE = "tile_kernels.mhc.kernels.projection"
 _SPLIT = Kernel(_MODULE, "split_weights")
@@ -48,15 +50,19 @@ def gradient_columns(padded: int) -> int:
 def count_splits(rows: int, size: int, device: torch.device) -> int:
     """Blocks that share the columns of a tile of rows, enough to fill the device.
 
-    One, for a number of rows that is not known yet: nobody sees the difference in shapes.
+    One, for sizes that are not known yet: nobody sees the difference in shapes.
     """
-    if isinstance(rows, torch.SymInt):
+    if isinstance(rows, torch.SymInt) or isinstance(size, torch.SymInt):
         return 1
-    tiles = -(-rows // (MOST_ROWS if rows > MOST_ROWS else FEW_ROWS))
-    steps = -(-size // DEPTH)
-    most = max(1, min(_num_sms(device) // max(1, tiles), steps // LEAST_STEPS))
-    # Rather some blocks fewer, if all have the same to do.
-    return next((n for n in range(most, most // 2, -1) if steps % n == 0), most)
+    tiles = max(1, -(-rows // (MOST_ROWS if rows > MOST_ROWS else FEW_ROWS)))
+    return _fewest_splits(tiles, -(-size // DEPTH), _num_sms(device))
+
+
+@functools.cache
+def _fewest_splits(tiles: int, steps: int, num_sms: int) -> int:
+    """How many blocks share `steps` steps, so that one multiprocessor has as few as possible."""
+    most = max(1, min(MOST_WAVES * num_sms // tiles, steps // LEAST_STEPS))
+    return min(range(1, most + 1), key=lambda n: (-(-tiles * n // num_sms) * -(-steps // n), n))
 
 
 def count_shares(rows: int, size: int, columns: int, device: torch.device) -> tuple[int, int]:

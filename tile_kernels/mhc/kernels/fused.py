@@ -38,7 +38,10 @@ from tile_kernels.runtime.launch import kernel
 
 
 class ReadPlan(NamedTuple):
-    """`padded` columns and `splits` shares of the products; `near` as in `sinkhorn`."""
+    """`padded` columns and `splits` shares of the products; `near` as in `sinkhorn`.
+
+    `saving`: what gradients need is written too.
+    """
 
     streams: int
     hidden: int
@@ -49,6 +52,7 @@ class ReadPlan(NamedTuple):
     padded: int
     splits: int
     near: bool
+    saving: bool
 
 
 def read_plan(
@@ -59,6 +63,7 @@ def read_plan(
     padded: int,
     splits: int,
     near: bool,
+    saving: bool,
     device: Device,
 ) -> ReadPlan:
     """A block per token, which computes its mixes; a part of one, if there are few."""
@@ -67,7 +72,7 @@ def read_plan(
     else:
         (threads, steps), parts = whole_row(hidden), 1
     vector = access(columns_of(hidden), 2, alignment)
-    return ReadPlan(streams, hidden, vector, threads, steps, parts, padded, splits, near)
+    return ReadPlan(streams, hidden, vector, threads, steps, parts, padded, splits, near, saving)
 
 
 def read_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -106,6 +111,11 @@ def read_from_products(*static: Any) -> Any:
         post: T.Tensor[(num_tokens, streams), T.float32],
         comb: T.Tensor[(num_tokens, streams, streams), T.float32],
         out: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
+        saved_mixes: T.Tensor[(num_tokens, count), T.float32],
+        saved_mul: T.Tensor[(num_tokens, count), T.float32],
+        saved_squares: T.Tensor[(num_tokens,), T.float32],
+        saved_pre: T.Tensor[(num_tokens, streams), T.float32],
+        saved_logits: T.Tensor[(num_tokens, streams, streams), T.float32],
         rms_eps: T.float32,
         pre_eps: T.float32,
         sinkhorn_eps: T.float32,
@@ -128,15 +138,30 @@ def read_from_products(*static: Any) -> Any:
                 mix = turn * threads + tx
                 if mix < count:
                     summed(mul, squares, token, mix, rms_eps, totals)
-                    z = T.alloc_var(T.float32)
-                    z = scaled_mix(T.ieee_mul(totals[0], totals[2]), scale[kind(mix)], base[mix])
+                    z = T.alloc_var(T.float32, init=T.ieee_mul(totals[0], totals[2]))
+                    if plan.saving:
+                        if part == 0:
+                            saved_mixes[token, mix] = z
+                            saved_mul[token, mix] = totals[0]
+                            if mix == 0:
+                                saved_squares[token] = totals[1]
+                    z = scaled_mix(z, scale[kind(mix)], base[mix])
+                    origin = (mix - 2 * streams) // streams
+                    target = (mix - 2 * streams) % streams
                     if mix < streams:
-                        pre[mix] = T.ieee_add(sigmoid(z), pre_eps)
+                        z = T.ieee_add(sigmoid(z), pre_eps)
+                        pre[mix] = z
+                        if plan.saving:
+                            if part == 0:
+                                saved_pre[token, mix] = z
                     elif mix < 2 * streams:
                         if part == 0:
                             post[token, mix - streams] = T.ieee_mul(sigmoid(z), post_mult)
                     else:
-                        logits[(mix - 2 * streams) // streams, (mix - 2 * streams) % streams] = z
+                        logits[origin, target] = z
+                        if plan.saving:
+                            if part == 0:
+                                saved_logits[token, origin, target] = z
             T.sync_threads()
             for i in T.unroll(streams):
                 weights[i] = pre[i]
