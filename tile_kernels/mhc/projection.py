@@ -25,7 +25,6 @@ LEAST_STEPS = 2  # of a block, so that copies run ahead
 MOST_WAVES = 3  # blocks of a multiprocessor, one after the other
 
 _MODULE = "tile_kernels.mhc.kernels.projection"
-_SPLIT = Kernel(_MODULE, "split_weights")
 _PRODUCTS = Kernel(_MODULE, "products")
 _MIXES = Kernel(_MODULE, "mixes_of_products")
 _MIX_GRADIENTS = Kernel(_MODULE, "mix_gradients")
@@ -81,13 +80,9 @@ def _rows(residual: Tensor) -> Tensor:
     return rows if alignment(rows) == 16 else rows.clone()
 
 
-def _in_two(fn: Tensor) -> Tensor:
-    """The weights, rounded to TF32, as the sum of two bfloat16: `[2, padded, size]`."""
-    mixes, size = fn.shape
-    parts = fn.new_empty((2, padded(mixes), size), dtype=torch.bfloat16)
-    vector = min(VECTOR, alignment(fn) // 4 * (2 if alignment(fn) == 16 else 1))
-    _SPLIT.launch((mixes, padded(mixes), size, vector), fn, parts)
-    return parts
+def _weights(fn: Tensor) -> Tensor:
+    """The weights, at a multiple of 16 bytes."""
+    return fn if alignment(fn) == 16 else fn.clone()
 
 
 # ---- checks -------------------------------------------------------------------------------------
@@ -144,10 +139,9 @@ def project(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, size = rows.shape
     splits = count_splits(num_rows, size, rows.device)
     width = padded(fn.shape[0])
-    weights = fn if alignment(fn) == 16 else fn.clone()
     mul = fn.new_empty((splits, num_rows, width))
     squares = fn.new_empty((splits, num_rows))
-    _PRODUCTS.launch((fn.shape[0], width, size, num_rows, splits), rows, weights, mul, squares)
+    _PRODUCTS.launch((fn.shape[0], width, size, num_rows, splits), rows, _weights(fn), mul, squares)
     return mul, squares
 
 
@@ -232,7 +226,7 @@ def _launch_bwd(
     placed = grad_rows if alignment(grad_rows) == 16 else grad_rows.clone()
     _GRADIENTS.launch(
         (mixes, width, size, shares, accumulate),
-        rows, _in_two(fn).view(2 * width, size), parts, of_squares, placed, grad_fn, tiles,
+        rows, _weights(fn)[None], parts, of_squares, placed, grad_fn, tiles,
     )  # fmt: skip
     if placed is not grad_rows:
         grad_rows.copy_(placed)

@@ -30,9 +30,6 @@ WEIGHTS = 4  # float32 of 16 bytes
 
 # ---- weights as two parts -----------------------------------------------------------------------
 
-SPLIT_THREADS = 256
-MIX_THREADS = 128
-
 
 @T.macro
 def tf32(value):
@@ -55,58 +52,37 @@ def in_two(value, high, low, place):
         low[place] = T.bfloat16(0)
 
 
-class SplitPlan(NamedTuple):
-    mixes: int
-    padded: int
-    size: int
-    vector: int
+def cut_weights(mixes: int, padded: int, columns: int, size: int, threads: int) -> Any:
+    """A macro: `columns` of the weights to `parts`, first one part of all, then the other.
 
+    They are those of `source[slot]` from `column` on, of `size`; what is beyond is zero, and so are
+    rows of padding.
+    """
+    accesses = columns // WEIGHTS  # of a row
 
-def split_plan(mixes: int, padded: int, size: int, vector: int, device: Device) -> SplitPlan:
-    return SplitPlan(mixes, padded, size, vector)
+    @T.macro
+    def cut(source, slot, column, parts):
+        weights = T.alloc_local((WEIGHTS,), T.float32)
+        high = T.alloc_local((WEIGHTS,), T.bfloat16)
+        low = T.alloc_local((WEIGHTS,), T.bfloat16)
+        for turn in T.unroll(-(-padded * accesses // threads)):
+            place = turn * threads + T.get_thread_binding()
+            row = place // accesses
+            first = place % accesses * WEIGHTS
+            if place < padded * accesses:
+                for e in T.vectorized(WEIGHTS):
+                    weights[e] = T.float32(0)
+                if row < mixes and column + first < size:
+                    for e in T.vectorized(WEIGHTS):
+                        weights[e] = source[slot, row, column + first + e]
+                for e in T.unroll(WEIGHTS):
+                    in_two(weights[e], high, low, e)
+                for e in T.vectorized(WEIGHTS):
+                    parts[row, first + e] = high[e]
+                for e in T.vectorized(WEIGHTS):
+                    parts[padded + row, first + e] = low[e]
 
-
-def split_access_bits(*static: Any) -> tuple[int, int]:
-    vector = SplitPlan(*static).vector
-    return min(128, 32 * vector), 16 * vector
-
-
-@kernel(
-    plan=split_plan,
-    access_bits=split_access_bits,
-    pass_configs=EXPLICIT_GUARDS,
-)
-def split_weights(mixes: int, padded: int, size: int, vector: int) -> Any:
-    """The two parts of each weight, rounded to TF32; rows of padding are zero."""
-
-    @T.prim_func
-    def split_rows(
-        fn: T.Tensor[(mixes, size), T.float32],
-        parts: T.Tensor[(2, padded, size), T.bfloat16],
-    ):
-        with T.Kernel(-(-size // (SPLIT_THREADS * vector)), padded, threads=SPLIT_THREADS) as (
-            block,
-            row,
-        ):
-            first = (block * SPLIT_THREADS + T.get_thread_binding()) * vector
-            values = T.alloc_local((vector,), T.float32)
-            high = T.alloc_local((vector,), T.bfloat16)
-            low = T.alloc_local((vector,), T.bfloat16)
-            if first < size:
-                if row < mixes:
-                    for e in T.vectorized(vector):
-                        values[e] = fn[row, first + e]
-                else:
-                    for e in T.unroll(vector):
-                        values[e] = T.float32(0)
-                for e in T.unroll(vector):
-                    in_two(values[e], high, low, e)
-                for e in T.vectorized(vector):
-                    parts[0, row, first + e] = high[e]
-                for e in T.vectorized(vector):
-                    parts[1, row, first + e] = low[e]
-
-    return split_rows
+    return cut
 
 
 # ---- products -----------------------------------------------------------------------------------
@@ -161,6 +137,7 @@ def products(*static: Any) -> Any:
     rows = T.dynamic("rows")
     threads = 2 * tile
     accesses = depth // WEIGHTS  # of a row of the weights
+    cut = cut_weights(mixes, padded, depth, depth, threads)
 
     @T.macro
     def fetch(x, fn, of_x, of_fn, block, column, slot):
@@ -178,29 +155,6 @@ def products(*static: Any) -> Any:
                     WEIGHTS, column + inside < size,
                 )  # fmt: skip
         T.ptx_commit_group()
-
-    @T.macro
-    def cut(of_fn, slot, parts):
-        """The weights of a step in two parts, rows of padding zero."""
-        weights = T.alloc_local((WEIGHTS,), T.float32)
-        high = T.alloc_local((WEIGHTS,), T.bfloat16)
-        low = T.alloc_local((WEIGHTS,), T.bfloat16)
-        for turn in T.unroll(-(-padded * accesses // threads)):
-            place = turn * threads + T.get_thread_binding()
-            row = place // accesses
-            first = place % accesses * WEIGHTS
-            if place < padded * accesses:
-                for e in T.vectorized(WEIGHTS):
-                    weights[e] = T.float32(0)
-                if row < mixes:
-                    for e in T.vectorized(WEIGHTS):
-                        weights[e] = of_fn[slot, row, first + e]
-                for e in T.unroll(WEIGHTS):
-                    in_two(weights[e], high, low, e)
-                for e in T.vectorized(WEIGHTS):
-                    parts[row, first + e] = high[e]
-                for e in T.vectorized(WEIGHTS):
-                    parts[padded + row, first + e] = low[e]
 
     @T.prim_func
     def product_tiles(
@@ -234,7 +188,7 @@ def products(*static: Any) -> Any:
                 else:  # a step has two groups
                     T.ptx_commit_group()
                     T.ptx_commit_group()
-                cut(of_fn, step % stages, parts)
+                cut(of_fn, step % stages, 0, parts)
                 if fenced:
                     T.fence_proxy_async()
                 T.sync_threads()
@@ -278,6 +232,9 @@ def sum_of_products(splits: int, size: int) -> Any:
         totals[2] = T.rsqrt(T.ieee_fmaf(totals[1], T.float32(1 / size), eps))
 
     return summed
+
+
+MIX_THREADS = 128
 
 
 class MixPlan(NamedTuple):
@@ -423,6 +380,7 @@ def product_gradients(
     """The gradients of streams and weights from one reading of the streams."""
     rows = T.dynamic("rows")
     height, width = GRADIENT_ROWS, gradient_columns(padded)
+    cut = cut_weights(mixes, padded, width, size, 128)
     copies = 5 if accumulate else 4  # for a tile
 
     @T.macro
@@ -447,7 +405,7 @@ def product_gradients(
     @T.prim_func
     def gradient_tiles(
         x: T.Tensor[(rows, size), T.bfloat16],
-        weights: T.Tensor[(2 * padded, size), T.bfloat16],
+        fn: T.Tensor[(1, mixes, size), T.float32],
         parts: T.Tensor[(2, rows, padded), T.bfloat16],
         of_squares: T.Tensor[(rows,), T.float32],
         grad_x: T.Tensor[(rows, size), T.bfloat16],
@@ -466,7 +424,7 @@ def product_gradients(
             sources = (x, parts, of_squares, grad_x)
             places = (of_x, high, low, squared, old)
             T.clear(sums)
-            T.copy(weights[0, chunk * width], of_weights, disable_tma=True)
+            cut(fn, 0, chunk * width, of_weights)
             for ahead in T.serial(stages - 1):
                 fetch(sources, places, chunk, split * tiles, ahead, tiles)
             for tile in T.serial(tiles):
