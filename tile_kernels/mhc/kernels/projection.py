@@ -26,6 +26,7 @@ from tile_kernels.runtime.launch import kernel
 MOST_STAGES = 4
 BF16, FP32 = 2, 4  # bytes
 WEIGHTS = 4  # float32 of 16 bytes
+UNIT = 64  # columns that are multiplied at once
 
 
 # ---- weights as two parts -----------------------------------------------------------------------
@@ -135,7 +136,7 @@ def products(*static: Any) -> Any:
     """
     mixes, padded, size, tile, splits, depth, steps, stages, fenced = ProductPlan(*static)
     rows = T.dynamic("rows")
-    threads = 2 * tile
+    threads, unit = 2 * tile, min(depth, UNIT)
     accesses = depth // WEIGHTS  # of a row of the weights
     cut = cut_weights(mixes, padded, depth, depth, threads)
 
@@ -167,22 +168,22 @@ def products(*static: Any) -> Any:
             of_x = T.alloc_shared((stages, tile, depth), T.bfloat16)
             of_fn = T.alloc_shared((stages, mixes, depth), T.float32)
             parts = T.alloc_shared((2 * padded, depth), T.bfloat16)
-            held = T.alloc_fragment((tile, depth), T.bfloat16)
+            held = T.alloc_fragment((tile, unit), T.bfloat16)
             sums = T.alloc_fragment((tile, padded), T.float32)
-            squared = T.alloc_fragment((tile, depth), T.float32)
+            squared = T.alloc_fragment((tile, unit), T.float32)
             of_rows = T.alloc_fragment((tile,), T.float32)
             T.annotate_layout({of_x: make_swizzled_layout(of_x)})
-            first = split * steps * depth
+            start = split * steps * depth
             T.clear(sums)
             T.clear(squared)
             for ahead in T.serial(stages - 1):
-                fetch(x, fn, of_x, of_fn, block, first + ahead * depth, ahead)
+                fetch(x, fn, of_x, of_fn, block, start + ahead * depth, ahead)
             for step in T.serial(steps):
                 T.ptx_wait_group(2 * (stages - 2))
                 T.sync_threads()  # the step is here for all, and all are done with the one before
                 if step + stages - 1 < steps:
                     fetch(
-                        x, fn, of_x, of_fn, block, first + (step + stages - 1) * depth,
+                        x, fn, of_x, of_fn, block, start + (step + stages - 1) * depth,
                         (step + stages - 1) % stages,
                     )  # fmt: skip
                 else:  # a step has two groups
@@ -192,16 +193,19 @@ def products(*static: Any) -> Any:
                 if fenced:
                     T.fence_proxy_async()
                 T.sync_threads()
-                T.copy(of_x[step % stages, :, :], held)
-                for part in (0, padded):
-                    T.gemm(
-                        held, parts[part : part + padded, 0:depth], sums, transpose_B=True,
-                        policy=T.GemmWarpPolicy.FullRow,
-                    )  # fmt: skip
-                for i, j in T.Parallel(tile, depth):
-                    squared[i, j] = T.fma(
-                        T.cast(held[i, j], T.float32), T.cast(held[i, j], T.float32), squared[i, j]
-                    )
+                for first in tuple(range(0, depth, unit)):
+                    columns = slice(first, first + unit)
+                    T.copy(of_x[step % stages, :, columns], held)
+                    for part in (0, padded):
+                        T.gemm(
+                            held, parts[part : part + padded, columns], sums, transpose_B=True,
+                            policy=T.GemmWarpPolicy.FullRow,
+                        )  # fmt: skip
+                    for i, j in T.Parallel(tile, unit):
+                        squared[i, j] = T.fma(
+                            T.cast(held[i, j], T.float32), T.cast(held[i, j], T.float32),
+                            squared[i, j],
+                        )  # fmt: skip
             T.reduce_sum(squared, of_rows, dim=1)
             for i, j in T.Parallel(tile, padded):
                 if block * tile + i < rows:
