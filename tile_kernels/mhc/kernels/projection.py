@@ -123,29 +123,14 @@ def product_plan(
     return ProductPlan(mixes, padded, size, tile, splits, depth, steps, stages, fenced)
 
 
-@kernel(
-    plan=product_plan,
-    access_bits=lambda *_: ((), (32, 64)),
-    pass_configs={"tl.disable_thread_storage_sync": True},  # all barriers are written out
-)
-def products(*static: Any) -> Any:
-    """`mul` and `s` of a share of the columns, for each share: the products and the squares.
-
-    Streams and weights are copied some steps ahead; the weights of a step are cut in two when they
-    have arrived. A warp has whole rows in registers, for the product and for the squares.
-    """
-    mixes, padded, size, tile, splits, depth, steps, stages, fenced = ProductPlan(*static)
-    rows = T.dynamic("rows")
-    threads, unit = 2 * tile, min(depth, UNIT)
+def fetch_step(mixes: int, size: int, tile: int, depth: int) -> Any:
+    """A macro: start the copies of a step to `slot`, in two groups: streams and weights."""
     accesses = depth // WEIGHTS  # of a row of the weights
-    cut = cut_weights(mixes, padded, depth, depth, threads)
+    threads = 2 * tile
 
     @T.macro
-    def fetch(x, fn, of_x, of_fn, block, column, slot):
-        """Start the copies of a step, as one group."""
-        T.async_copy(
-            x[block * tile : (block + 1) * tile, column : column + depth], of_x[slot, :, :]
-        )
+    def fetch(x, fn, of_x, of_fn, row, column, slot):
+        T.async_copy(x[row : row + tile, column : column + depth], of_x[slot, :, :])
         for turn in T.unroll(-(-mixes * accesses // threads)):
             place = turn * threads + T.get_thread_binding()
             inside = place % accesses * WEIGHTS
@@ -157,6 +142,52 @@ def products(*static: Any) -> Any:
                 )  # fmt: skip
         T.ptx_commit_group()
 
+    return fetch
+
+
+def multiply_step(padded: int, tile: int, depth: int) -> Any:
+    """A macro: products and squares of a step, some columns at a time, whatever its depth.
+
+    A warp has whole rows of them in registers, for both.
+    """
+    unit = min(depth, UNIT)
+
+    @T.macro
+    def multiply(of_x, slot, parts, held, sums, squared):
+        for first in tuple(range(0, depth, unit)):
+            columns = slice(first, first + unit)
+            T.copy(of_x[slot, :, columns], held)
+            for part in (0, padded):
+                T.gemm(
+                    held, parts[part : part + padded, columns], sums, transpose_B=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                )  # fmt: skip
+            for i, j in T.Parallel(tile, unit):
+                squared[i, j] = T.fma(
+                    T.cast(held[i, j], T.float32), T.cast(held[i, j], T.float32), squared[i, j]
+                )
+
+    return multiply
+
+
+@kernel(
+    plan=product_plan,
+    access_bits=lambda *_: ((), (32, 64)),
+    pass_configs={"tl.disable_thread_storage_sync": True},  # all barriers are written out
+)
+def products(*static: Any) -> Any:
+    """`mul` and `s` of a share of the columns, for each share: the products and the squares.
+
+    Streams and weights are copied some steps ahead; the weights of a step are cut in two when they
+    have arrived.
+    """
+    mixes, padded, size, tile, splits, depth, steps, stages, fenced = ProductPlan(*static)
+    rows = T.dynamic("rows")
+    unit = min(depth, UNIT)
+    fetch = fetch_step(mixes, size, tile, depth)
+    cut = cut_weights(mixes, padded, depth, depth, 2 * tile)
+    multiply = multiply_step(padded, tile, depth)
+
     @T.prim_func
     def product_tiles(
         x: T.Tensor[(rows, size), T.bfloat16],
@@ -164,7 +195,7 @@ def products(*static: Any) -> Any:
         mul: T.Tensor[(splits, rows, padded), T.float32],
         squares: T.Tensor[(splits, rows), T.float32],
     ):
-        with T.Kernel(T.ceildiv(rows, tile), splits, threads=threads) as (block, split):
+        with T.Kernel(T.ceildiv(rows, tile), splits, threads=2 * tile) as (block, split):
             of_x = T.alloc_shared((stages, tile, depth), T.bfloat16)
             of_fn = T.alloc_shared((stages, mixes, depth), T.float32)
             parts = T.alloc_shared((2 * padded, depth), T.bfloat16)
@@ -177,13 +208,13 @@ def products(*static: Any) -> Any:
             T.clear(sums)
             T.clear(squared)
             for ahead in T.serial(stages - 1):
-                fetch(x, fn, of_x, of_fn, block, start + ahead * depth, ahead)
+                fetch(x, fn, of_x, of_fn, block * tile, start + ahead * depth, ahead)
             for step in T.serial(steps):
                 T.ptx_wait_group(2 * (stages - 2))
                 T.sync_threads()  # the step is here for all, and all are done with the one before
                 if step + stages - 1 < steps:
                     fetch(
-                        x, fn, of_x, of_fn, block, start + (step + stages - 1) * depth,
+                        x, fn, of_x, of_fn, block * tile, start + (step + stages - 1) * depth,
                         (step + stages - 1) % stages,
                     )  # fmt: skip
                 else:  # a step has two groups
@@ -193,19 +224,7 @@ def products(*static: Any) -> Any:
                 if fenced:
                     T.fence_proxy_async()
                 T.sync_threads()
-                for first in tuple(range(0, depth, unit)):
-                    columns = slice(first, first + unit)
-                    T.copy(of_x[step % stages, :, columns], held)
-                    for part in (0, padded):
-                        T.gemm(
-                            held, parts[part : part + padded, columns], sums, transpose_B=True,
-                            policy=T.GemmWarpPolicy.FullRow,
-                        )  # fmt: skip
-                    for i, j in T.Parallel(tile, unit):
-                        squared[i, j] = T.fma(
-                            T.cast(held[i, j], T.float32), T.cast(held[i, j], T.float32),
-                            squared[i, j],
-                        )  # fmt: skip
+                multiply(of_x, step % stages, parts, held, sums, squared)
             T.reduce_sum(squared, of_rows, dim=1)
             for i, j in T.Parallel(tile, padded):
                 if block * tile + i < rows:
