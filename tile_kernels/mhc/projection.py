@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ DEPTH, MOST_ROWS, FEW_ROWS = 128, 192, 64  # of a step and a tile; the weights a
 GRADIENT_ROWS = 64  # of a tile in the backward pass
 LEAST_STEPS = 2  # of a block, so that copies run ahead
 MOST_WAVES = 3  # blocks of a multiprocessor, one after the other
+SPAN, CHUNK = (
+    512,
+    128,
+)  # columns that are summed by themselves, and tokens of an item, where all is one launch
+ONE_LAUNCH_ROWS = 2**62  # tokens from which on it is: not measured yet
 
 _MODULE = "tile_kernels.mhc.kernels.projection"
 _PRODUCTS = Kernel(_MODULE, "products")
@@ -36,6 +41,11 @@ def padded(mixes: int) -> int:
     return -(-mixes // 16) * 16
 
 
+def stored_columns(mixes: int) -> int:
+    """Columns of the sums of spans: a multiple of 8, as matrix units give them to a thread."""
+    return -(-mixes // 8) * 8
+
+
 def _num_sms(device: torch.device) -> int:
     """Of the device itself: what is summed in which order must not depend on the SM budget."""
     return config.get_device_num_sms(device if device.type == "cuda" else None)
@@ -46,15 +56,34 @@ def gradient_columns(padded: int) -> int:
     return 128 if padded <= 48 else 64
 
 
-def count_splits(rows: int, size: int, device: torch.device) -> int:
+class Shares(NamedTuple):
+    """How the columns of a token are summed: in `splits` parts of `spans` sums each."""
+
+    splits: int
+    spans: int
+
+
+def in_one_launch(rows: int, size: int) -> bool:
+    """Whether all that comes before a sublayer is one launch.
+
+    The projection alone then has the same sums: for the same sizes, the same bits.
+    """
+    return isinstance(rows, int) and isinstance(size, int) and rows >= ONE_LAUNCH_ROWS
+
+
+def count_splits(rows: int, size: int, device: torch.device) -> Shares:
     """Blocks that share the columns of a tile of rows, enough to fill the device.
 
     One, for sizes that are not known yet: nobody sees the difference in shapes.
     """
     if isinstance(rows, torch.SymInt) or isinstance(size, torch.SymInt):
-        return 1
+        return Shares(1, 1)
     tiles = max(1, -(-rows // (MOST_ROWS if rows > MOST_ROWS else FEW_ROWS)))
-    return _fewest_splits(tiles, -(-size // DEPTH), _num_sms(device))
+    if in_one_launch(rows, size):
+        count = -(-size // SPAN)
+        splits = _fewest_splits(tiles, count, _num_sms(device))
+        return Shares(splits, -(-count // splits))
+    return Shares(_fewest_splits(tiles, -(-size // DEPTH), _num_sms(device)), 1)
 
 
 @functools.cache
@@ -74,13 +103,13 @@ def count_shares(rows: int, size: int, columns: int, device: torch.device) -> tu
     return shares, -(-tiles // shares)
 
 
-def _rows(residual: Tensor) -> Tensor:
+def rows_of(residual: Tensor) -> Tensor:
     """`[tokens, m * h]`, at a multiple of 16 bytes."""
     rows = residual.reshape(-1, residual.shape[-2] * residual.shape[-1])
     return rows if alignment(rows) == 16 else rows.clone()
 
 
-def _weights(fn: Tensor) -> Tensor:
+def weights_of(fn: Tensor) -> Tensor:
     """The weights, at a multiple of 16 bytes."""
     return fn if alignment(fn) == 16 else fn.clone()
 
@@ -135,14 +164,29 @@ def _check_bwd(
 
 def project(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
     """Launch the products: `mul` and `s` by share of the columns, for kernels that add them up."""
-    rows = _rows(residual)
+    rows = rows_of(residual)
     num_rows, size = rows.shape
-    splits = count_splits(num_rows, size, rows.device)
+    splits, spans = count_splits(num_rows, size, rows.device)
     width = padded(fn.shape[0])
     mul = fn.new_empty((splits, num_rows, width))
     squares = fn.new_empty((splits, num_rows))
-    _PRODUCTS.launch((fn.shape[0], width, size, num_rows, splits), rows, _weights(fn), mul, squares)
+    _PRODUCTS.launch(
+        (fn.shape[0], width, size, num_rows, splits, spans), rows, weights_of(fn), mul, squares
+    )
     return mul, squares
+
+
+def spans_of(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """Streams and weights for a kernel, room for the sums of spans, and how many are added first.
+
+    In that order `project` adds them.
+    """
+    rows = rows_of(residual)
+    num_rows, size = rows.shape
+    count = -(-size // SPAN)
+    mul = fn.new_empty((count, num_rows, stored_columns(fn.shape[0])))
+    squares = fn.new_empty((count, num_rows))
+    return rows, weights_of(fn), mul, squares, count_splits(num_rows, size, rows.device).spans
 
 
 def _cost_fwd(residual: Tensor, fn: Tensor, eps: float) -> Cost:  # noqa: ARG001
@@ -210,7 +254,7 @@ def _launch_bwd(
 ) -> Tensor:
     if not nonempty(residual):
         return torch.zeros_like(fn)
-    rows = _rows(residual)
+    rows = rows_of(residual)
     num_rows, size = rows.shape
     mixes, width = fn.shape[0], padded(fn.shape[0])
     shares, tiles = count_shares(num_rows, size, gradient_columns(width), rows.device)
@@ -226,7 +270,7 @@ def _launch_bwd(
     placed = grad_rows if alignment(grad_rows) == 16 else grad_rows.clone()
     _GRADIENTS.launch(
         (mixes, width, size, shares, accumulate),
-        rows, _weights(fn)[None], parts, of_squares, placed, grad_fn, tiles,
+        rows, weights_of(fn)[None], parts, of_squares, placed, grad_fn, tiles,
     )  # fmt: skip
     if placed is not grad_rows:
         grad_rows.copy_(placed)

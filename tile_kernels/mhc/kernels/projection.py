@@ -17,6 +17,8 @@ from tile_kernels.mhc.projection import (
     FEW_ROWS,
     GRADIENT_ROWS,
     MOST_ROWS,
+    SPAN,
+    VECTOR,
     gradient_columns,
 )
 from tile_kernels.runtime.device import Device
@@ -92,7 +94,8 @@ def cut_weights(mixes: int, padded: int, columns: int, size: int, threads: int) 
 class ProductPlan(NamedTuple):
     """A block has `steps` steps of `depth` columns of its `tile` rows, which `splits` blocks share.
 
-    `fenced`: matrix units read shared memory by a way of their own (Hopper's), which must be told.
+    `span` steps are summed by themselves. `fenced`: matrix units read shared memory by a way of
+    their own (Hopper's), which must be told.
     """
 
     mixes: int
@@ -102,42 +105,61 @@ class ProductPlan(NamedTuple):
     splits: int
     depth: int
     steps: int
+    span: int
     stages: int
     fenced: bool
 
 
 def product_plan(
-    mixes: int, padded: int, size: int, rows: int, splits: int, device: Device
+    mixes: int, padded: int, size: int, rows: int, splits: int, spans: int, device: Device
 ) -> ProductPlan:
     """Deep steps, for long runs of memory, where two of them fit; then as many as there is room."""
     tile = MOST_ROWS if rows > MOST_ROWS else FEW_ROWS
-    column = BF16 * tile + FP32 * mixes  # bytes of a stage, and with the parts of the weights
-    depth, most = next(
-        (depth, room // column)
-        for depth in (DEPTH, DEPTH // 2, DEPTH // 4)
-        if (room := device.smem_per_block // depth - 2 * BF16 * padded) >= 2 * column
-    )
+    depth, stages = step_plan(mixes, padded, tile, device.smem_per_block)
     steps = math.ceil(math.ceil(size / depth) / splits)
-    stages = min(most, MOST_STAGES, steps + 1)
+    span = steps if spans == 1 else SPAN // depth
+    steps = math.ceil(steps / span) * span
+    stages = min(stages, steps + 1)
     fenced = device.arch == "sm_90a"
-    return ProductPlan(mixes, padded, size, tile, splits, depth, steps, stages, fenced)
+    return ProductPlan(mixes, padded, size, tile, splits, depth, steps, span, stages, fenced)
+
+
+def step_plan(mixes: int, padded: int, tile: int, room: int, most: int = DEPTH) -> tuple[int, int]:
+    """Depth and stages that fit into `room` bytes beside the parts of a step's weights."""
+    column = BF16 * tile + FP32 * mixes  # bytes of a stage
+    return next(
+        (depth, min(MOST_STAGES, left // column))
+        for depth in (most, most // 2, most // 4)
+        if (left := room // depth - 2 * BF16 * padded) >= 2 * column
+    )
 
 
 def fetch_step(mixes: int, size: int, tile: int, depth: int) -> Any:
-    """A macro: start the copies of a step to `slot`, in two groups: streams and weights."""
-    accesses = depth // WEIGHTS  # of a row of the weights
+    """A macro: start the copies of a step to `slot`, streams and weights, as one group.
+
+    Of `x` the rows from `row` on; zeros where there are none, and beyond the last column.
+    """
     threads = 2 * tile
+    of_row, of_weights = depth // VECTOR, depth // WEIGHTS  # accesses
 
     @T.macro
-    def fetch(x, fn, of_x, of_fn, row, column, slot):
-        T.async_copy(x[row : row + tile, column : column + depth], of_x[slot, :, :])
-        for turn in T.unroll(-(-mixes * accesses // threads)):
-            place = turn * threads + T.get_thread_binding()
-            inside = place % accesses * WEIGHTS
-            if place < mixes * accesses:
+    def fetch(x, fn, of_x, of_fn, row, rows, column, slot):
+        tx = T.get_thread_binding()
+        for turn in T.unroll(tile * of_row // threads):
+            line = turn * (threads // of_row) + tx // of_row
+            inside = tx % of_row * VECTOR
+            T.ptx_cp_async(
+                T.access_ptr(of_x[slot, line, inside], "w", VECTOR),
+                T.access_ptr(x[row + line, column + inside], "r", VECTOR),
+                VECTOR, row + line < rows and column + inside < size,
+            )  # fmt: skip
+        for turn in T.unroll(-(-mixes * of_weights // threads)):
+            line = (turn * threads + tx) // of_weights
+            inside = (turn * threads + tx) % of_weights * WEIGHTS
+            if line < mixes:
                 T.ptx_cp_async(
-                    T.access_ptr(of_fn[slot, place // accesses, inside], "w", WEIGHTS),
-                    T.access_ptr(fn[place // accesses, column + inside], "r", WEIGHTS),
+                    T.access_ptr(of_fn[slot, line, inside], "w", WEIGHTS),
+                    T.access_ptr(fn[line, column + inside], "r", WEIGHTS),
                     WEIGHTS, column + inside < size,
                 )  # fmt: skip
         T.ptx_commit_group()
@@ -145,12 +167,11 @@ def fetch_step(mixes: int, size: int, tile: int, depth: int) -> Any:
     return fetch
 
 
-def multiply_step(padded: int, tile: int, depth: int) -> Any:
-    """A macro: products and squares of a step, some columns at a time, whatever its depth.
+def multiply_step(padded: int, tile: int, depth: int, unit: int) -> Any:
+    """A macro: products and squares of a step, `unit` columns at a time, whatever its depth.
 
     A warp has whole rows of them in registers, for both.
     """
-    unit = min(depth, UNIT)
 
     @T.macro
     def multiply(of_x, slot, parts, held, sums, squared):
@@ -173,7 +194,8 @@ def multiply_step(padded: int, tile: int, depth: int) -> Any:
 @kernel(
     plan=product_plan,
     access_bits=lambda *_: ((), (32, 64)),
-    pass_configs={"tl.disable_thread_storage_sync": True},  # all barriers are written out
+    # All barriers are written out.
+    pass_configs={**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True},
 )
 def products(*static: Any) -> Any:
     """`mul` and `s` of a share of the columns, for each share: the products and the squares.
@@ -181,12 +203,12 @@ def products(*static: Any) -> Any:
     Streams and weights are copied some steps ahead; the weights of a step are cut in two when they
     have arrived.
     """
-    mixes, padded, size, tile, splits, depth, steps, stages, fenced = ProductPlan(*static)
+    mixes, padded, size, tile, splits, depth, steps, span, stages, fenced = ProductPlan(*static)
     rows = T.dynamic("rows")
     unit = min(depth, UNIT)
     fetch = fetch_step(mixes, size, tile, depth)
     cut = cut_weights(mixes, padded, depth, depth, 2 * tile)
-    multiply = multiply_step(padded, tile, depth)
+    multiply = multiply_step(padded, tile, depth, unit)
 
     @T.prim_func
     def product_tiles(
@@ -203,35 +225,52 @@ def products(*static: Any) -> Any:
             sums = T.alloc_fragment((tile, padded), T.float32)
             squared = T.alloc_fragment((tile, unit), T.float32)
             of_rows = T.alloc_fragment((tile,), T.float32)
+            total = T.alloc_fragment((tile, padded), T.float32)
+            total_of_rows = T.alloc_fragment((tile,), T.float32)
             T.annotate_layout({of_x: make_swizzled_layout(of_x)})
             start = split * steps * depth
             T.clear(sums)
             T.clear(squared)
+            T.fill(total, T.float32(-0.0))  # to which anything can be added without a trace
+            T.fill(total_of_rows, T.float32(-0.0))
             for ahead in T.serial(stages - 1):
-                fetch(x, fn, of_x, of_fn, block * tile, start + ahead * depth, ahead)
+                fetch(x, fn, of_x, of_fn, block * tile, rows, start + ahead * depth, ahead)
             for step in T.serial(steps):
-                T.ptx_wait_group(2 * (stages - 2))
+                T.ptx_wait_group(stages - 2)
                 T.sync_threads()  # the step is here for all, and all are done with the one before
-                if step + stages - 1 < steps:
+                ahead = step + stages - 1
+                if ahead < steps:
                     fetch(
-                        x, fn, of_x, of_fn, block * tile, start + (step + stages - 1) * depth,
-                        (step + stages - 1) % stages,
-                    )  # fmt: skip
-                else:  # a step has two groups
-                    T.ptx_commit_group()
+                        x,
+                        fn,
+                        of_x,
+                        of_fn,
+                        block * tile,
+                        rows,
+                        start + ahead * depth,
+                        ahead % stages,
+                    )
+                else:
                     T.ptx_commit_group()
                 cut(of_fn, step % stages, 0, parts)
                 if fenced:
                     T.fence_proxy_async()
                 T.sync_threads()
                 multiply(of_x, step % stages, parts, held, sums, squared)
-            T.reduce_sum(squared, of_rows, dim=1)
+                if (step + 1) % span == 0:
+                    T.reduce_sum(squared, of_rows, dim=1)
+                    for i, j in T.Parallel(tile, padded):
+                        total[i, j] = total[i, j] + sums[i, j]
+                    for i in T.Parallel(tile):
+                        total_of_rows[i] = total_of_rows[i] + of_rows[i]
+                    T.clear(sums)
+                    T.clear(squared)
             for i, j in T.Parallel(tile, padded):
                 if block * tile + i < rows:
-                    mul[split, block * tile + i, j] = sums[i, j]
+                    mul[split, block * tile + i, j] = total[i, j]
             for i in T.Parallel(tile):
                 if block * tile + i < rows:
-                    squares[split, block * tile + i] = of_rows[i]
+                    squares[split, block * tile + i] = total_of_rows[i]
 
     return product_tiles
 
@@ -239,19 +278,26 @@ def products(*static: Any) -> Any:
 # ---- mixes from products ------------------------------------------------------------------------
 
 
-def sum_of_products(splits: int, size: int) -> Any:
+def sum_of_products(shares: int, size: int, together: int = 1) -> Any:
     """A macro: `totals` of a token are `mul` of one mix, `s`, and what divides by the norm.
 
-    The shares of the columns are added in order, wherever this is called.
+    The shares of the columns are added in order, wherever this is called; `together` of them first.
     """
 
     @T.macro
     def summed(mul, squares, token, mix, eps, totals):
-        totals[0] = mul[0, token, mix]
-        totals[1] = squares[0, token]
-        for i in T.unroll(splits - 1):
-            totals[0] = T.ieee_add(totals[0], mul[i + 1, token, mix])
-            totals[1] = T.ieee_add(totals[1], squares[i + 1, token])
+        part = T.alloc_local((2,), T.float32)
+        for t in T.unroll(2):
+            totals[t] = T.float32(-0.0)  # to which anything can be added without a trace
+        for i in T.unroll(-(-shares // together)):
+            part[0] = mul[i * together, token, mix]
+            part[1] = squares[i * together, token]
+            for j in T.unroll(together - 1):
+                if i * together + j + 1 < shares:
+                    part[0] = T.ieee_add(part[0], mul[i * together + j + 1, token, mix])
+                    part[1] = T.ieee_add(part[1], squares[i * together + j + 1, token])
+            for t in T.unroll(2):
+                totals[t] = T.ieee_add(totals[t], part[t])
         totals[2] = T.rsqrt(T.ieee_fmaf(totals[1], T.float32(1 / size), eps))
 
     return summed
