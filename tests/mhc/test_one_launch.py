@@ -1,4 +1,4 @@
-"""All before a sublayer in one launch: the bits of the chain, whichever block does what and when."""
+"""All before a sublayer in one launch: the bits of the chain, whichever block does what, when."""
 
 from __future__ import annotations
 
@@ -127,8 +127,9 @@ def test_plans_fit_and_multiply_as_the_projection_does(arch: str) -> None:
         assert plan.depth % plan.unit == 0
         assert plan.stages >= 2
         column = 2 * one_launch.TILE + 4 * count
+        groups = -(-projection.count_spans(m * 7168) // 10)
         held = (plan.stages * column + 4 * width) * plan.depth
-        held += 4 * (1 + plan.tokens * m * (m + 1))
+        held += 4 * (1 + plan.tokens * (m * (m + 1) + groups * (count + 1)))
         assert held <= device.smem_per_block
         assert plan.resident * (held + 1024) <= device.smem_per_sm
 

@@ -63,6 +63,11 @@ class Shares(NamedTuple):
     spans: int
 
 
+def count_spans(size: int) -> int:
+    """Sums of a token's columns, where all is one launch."""
+    return -(-size // SPAN)
+
+
 def in_one_launch(rows: int, size: int) -> bool:
     """Whether all that comes before a sublayer is one launch.
 
@@ -80,7 +85,7 @@ def count_splits(rows: int, size: int, device: torch.device) -> Shares:
         return Shares(1, 1)
     tiles = max(1, -(-rows // (MOST_ROWS if rows > MOST_ROWS else FEW_ROWS)))
     if in_one_launch(rows, size):
-        count = -(-size // SPAN)
+        count = count_spans(size)
         splits = _fewest_splits(tiles, count, _num_sms(device))
         return Shares(splits, -(-count // splits))
     return Shares(_fewest_splits(tiles, -(-size // DEPTH), _num_sms(device)), 1)
@@ -183,9 +188,9 @@ def spans_of(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     """
     rows = rows_of(residual)
     num_rows, size = rows.shape
-    count = -(-size // SPAN)
+    count = count_spans(size)
     mul = fn.new_empty((count, num_rows, stored_columns(fn.shape[0])))
-    squares = fn.new_empty((count, num_rows))
+    squares = fn.new_empty((count, num_rows, 1))
     return rows, weights_of(fn), mul, squares, count_splits(num_rows, size, rows.device).spans
 
 

@@ -24,21 +24,21 @@ from tile_kernels.mhc.kernels.projection import (
     UNIT,
     cut_weights,
     fetch_step,
+    inverse_norm,
     multiply_step,
     product_plan,
     step_plan,
-    sum_of_products,
 )
 from tile_kernels.mhc.kernels.sinkhorn import lanes_of, sinkhorn
 from tile_kernels.mhc.projection import CHUNK as TILE
-from tile_kernels.mhc.projection import MOST_ROWS, SPAN, padded, stored_columns
+from tile_kernels.mhc.projection import MOST_ROWS, SPAN, count_spans, padded, stored_columns
 from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP, is_last_block
 from tile_kernels.runtime.launch import kernel
 
 THREADS = 2 * TILE
 RESIDENT = 2  # blocks of a multiprocessor, where they fit
-RESERVED = 1024  # bytes of shared memory: the driver's, of each block, and for mixes
+RESERVED = 1024  # bytes of shared memory of a block that are the driver's
 TOKENS = 2  # of an item that reads, at most
 LAG = 2  # chunks whose products are drawn before one is read
 AT_ONCE = 2  # turns of a row whose loads are under way together
@@ -79,13 +79,15 @@ def plan(
     rows = MOST_ROWS + 1
     alone = product_plan(mixes, padded(mixes), streams * hidden, rows, 1, together, device)
     unit = min(alone.depth, UNIT)  # the same, for the same bits
+    tokens = TOKENS if TOKENS * mixes <= THREADS else 1
+    groups = -(-count_spans(streams * hidden) // together)
+    of_mixes = 4 * (1 + tokens * (groups * (mixes + 1) + streams * (streams + 1)))
     for resident in (RESIDENT, 1):
-        room = min(device.smem_per_block, device.smem_per_sm // resident - RESERVED) - RESERVED
+        room = min(device.smem_per_block, device.smem_per_sm // resident - RESERVED) - of_mixes
         depth, stages = step_plan(mixes, padded(mixes), TILE, room, UNIT)
         if depth >= unit:
             break
     stages = min(stages, SPAN // depth + 1)
-    tokens = TOKENS if TOKENS * mixes <= THREADS else 1
     vector = access(columns_of(hidden), 2, alignment)
     return Plan(
         streams, hidden, vector, unit, depth, stages, tokens, together, near, saving, resident,
@@ -96,6 +98,19 @@ def plan(
 def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     row = 16 * Plan(*static).vector
     return tuple(sorted({32, row})), tuple(sorted({32, 64, row}))
+
+
+def sum_of_group(spans: int, together: int) -> Any:
+    """A macro: the sum of the `together` spans of a group, in order."""
+
+    @T.macro
+    def added(values, group, token, mix, total):
+        total[0] = values[group * together, token, mix]
+        for i in T.unroll(together - 1):
+            if group * together + i + 1 < spans:
+                total[0] = T.ieee_add(total[0], values[group * together + i + 1, token, mix])
+
+    return added
 
 
 @kernel(
@@ -113,17 +128,19 @@ def pre_in_one(*static: Any) -> Any:
     plan = Plan(*static)
     streams, hidden, depth, stages = plan.streams, plan.hidden, plan.depth, plan.stages
     size, count = streams * hidden, streams * (streams + 2)
-    width, spans, steps = padded(count), -(-size // SPAN), SPAN // depth
+    width, spans, steps = padded(count), count_spans(size), SPAN // depth
+    groups = -(-spans // plan.together)
+    sums_of_token = groups * (count + 1)  # of the mixes and of the squares
     stored = stored_columns(count)
     reads = TILE // plan.tokens  # items of a chunk that read
     items = spans + reads
     unit, lanes, columns = plan.unit, lanes_of(streams), columns_of(hidden)
     units = hidden // columns
-    turns = -(-units // THREADS)
+    pieces = -(-units // (AT_ONCE * THREADS))  # of a token
     fetch = fetch_step(count, size, TILE, depth)
     cut = cut_weights(count, width, depth, depth, THREADS)
     multiply = multiply_step(width, TILE, depth, unit)
-    summed = sum_of_products(spans, size, plan.together)
+    add_first = sum_of_group(spans, plan.together)
     placed = place_mix(streams, plan.saving)
     load = load_columns(columns, plan.vector)
     store = store_columns(columns, plan.vector)
@@ -139,6 +156,15 @@ def pre_in_one(*static: Any) -> Any:
             drawn[0] = following
         T.sync_threads()
         return drawn[0]
+
+    @T.macro
+    def load_turns(residual, token, piece, raw):
+        """The columns of a thread in some turns of a row, the loads together."""
+        for now in tuple(range(AT_ONCE)):
+            at = (piece * AT_ONCE + now) * THREADS + T.get_thread_binding()
+            if at < units:
+                for i in T.unroll(streams):
+                    load(residual, token, i, at * columns, raw[now], i)
 
     @T.macro
     def publish(counters, place):
@@ -163,7 +189,7 @@ def pre_in_one(*static: Any) -> Any:
         fn: T.Tensor[(count, size), T.float32],
         residual: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
         mul: T.Tensor[(spans, num_tokens, stored), T.float32],
-        squares: T.Tensor[(spans, num_tokens), T.float32],
+        squares: T.Tensor[(spans, num_tokens, 1), T.float32],
         scale: T.Tensor[(3,), T.float32],
         base: T.Tensor[(count,), T.float32],
         post: T.Tensor[(num_tokens, streams), T.float32],
@@ -195,6 +221,8 @@ def pre_in_one(*static: Any) -> Any:
             sums = T.alloc_fragment((TILE, width), T.float32)
             squared = T.alloc_fragment((TILE, unit), T.float32)
             of_rows = T.alloc_fragment((TILE,), T.float32)
+            of_groups = T.alloc_shared((plan.tokens, groups, count + 1), T.float32)
+            part = T.alloc_local((1,), T.float32)
             totals = T.alloc_local((3,), T.float32)
             weights = T.alloc_local((streams,), T.float32)
             raw = [T.alloc_local((streams, columns), T.bfloat16) for _ in range(AT_ONCE)]
@@ -246,51 +274,66 @@ def pre_in_one(*static: Any) -> Any:
                                 mul[span, step * TILE + i, j] = sums[i, j]
                         for i in T.Parallel(TILE):
                             if step * TILE + i < num_tokens:
-                                squares[span, step * TILE + i] = of_rows[i]
+                                squares[span, step * TILE + i, 0] = of_rows[i]
                         publish(counters, first + COUNTERS + step)
                 else:
                     start = (step - LAG) * TILE + reading * plan.tokens
                     if step >= LAG and start < num_tokens:
+                        here = T.alloc_var(T.int32)
+                        here = T.min(plan.tokens, num_tokens - start)  # tokens
+                        load_turns(residual, start, 0, raw)
                         await_count(counters, first + COUNTERS + step - LAG, spans)
-                        slot = tx // count
-                        if tx < plan.tokens * count and start + slot < num_tokens:
-                            summed(mul, squares, start + slot, tx % count, rms_eps, totals)
+                        for turn in T.unroll(-(-plan.tokens * sums_of_token // THREADS)):
+                            slot = (turn * THREADS + tx) // sums_of_token
+                            group = (turn * THREADS + tx) % sums_of_token // (count + 1)
+                            mix = (turn * THREADS + tx) % (count + 1)
+                            if slot < here:
+                                if mix < count:
+                                    add_first(mul, group, start + slot, mix, part)
+                                else:
+                                    add_first(squares, group, start + slot, 0, part)
+                                of_groups[slot, group, mix] = part[0]
+                        T.sync_threads()
+                        if tx // count < here:
+                            slot = tx // count
+                            mix = tx % count
+                            totals[0] = of_groups[slot, 0, mix]
+                            totals[1] = of_groups[slot, 0, count]
+                            for i in T.unroll(groups - 1):
+                                totals[0] = T.ieee_add(totals[0], of_groups[slot, i + 1, mix])
+                                totals[1] = T.ieee_add(totals[1], of_groups[slot, i + 1, count])
+                            totals[2] = inverse_norm(totals[1], size, rms_eps)
                             placed(
-                                totals, start + slot, tx % count, True, (pre_eps, post_mult),
+                                totals, start + slot, mix, True, (pre_eps, post_mult),
                                 (scale, base), post, saved, pre, logits, slot,
                             )  # fmt: skip
                         T.sync_threads()
-                        for t in T.serial(T.min(plan.tokens, num_tokens - start)):
+                        for piece in T.serial(here * pieces):
                             for i in T.unroll(streams):
-                                weights[i] = pre[t, i]
-                            for turn in T.serial(-(-turns // AT_ONCE)):
-                                for now in tuple(range(AT_ONCE)):
-                                    at = (turn * AT_ONCE + now) * THREADS + tx
-                                    if at < units:
-                                        for i in T.unroll(streams):
-                                            load(residual, start + t, i, at * columns, raw[now], i)
-                                for now in tuple(range(AT_ONCE)):
-                                    at = (turn * AT_ONCE + now) * THREADS + tx
-                                    if at < units:
-                                        read(weights, raw[now], total)
-                                        store(total, out, start + t, 0, at * columns)
+                                weights[i] = pre[piece // pieces, i]
+                            for now in tuple(range(AT_ONCE)):
+                                at = (piece % pieces * AT_ONCE + now) * THREADS + tx
+                                if at < units:
+                                    read(weights, raw[now], total)
+                                    store(total, out, start + piece // pieces, 0, at * columns)
+                            if piece + 1 < here * pieces:
+                                load_turns(
+                                    residual,
+                                    start + (piece + 1) // pieces,
+                                    (piece + 1) % pieces,
+                                    raw,
+                                )
                         if tx >= THREADS - WARP:  # which have less to read, if not all the same
                             for turn in T.serial(-(-plan.tokens * lanes // WARP)):
                                 place = turn * (WARP // lanes) + tx % WARP // lanes
                                 row = tx % lanes
-                                here = T.alloc_var(T.bool)
-                                here = (
-                                    row < streams
-                                    and place < plan.tokens
-                                    and start + place < num_tokens
-                                )
                                 for c in T.unroll(streams):
                                     matrix[c] = T.float32(0)
-                                if here:
+                                if row < streams and place < here:
                                     for c in T.unroll(streams):
                                         matrix[c] = logits[place, row, c]
                                 normalized(matrix, row, repeat, sinkhorn_eps)
-                                if here:
+                                if row < streams and place < here:
                                     for c in T.unroll(streams):
                                         comb[start + place, row, c] = matrix[c]
                 item = told(drawn, following)

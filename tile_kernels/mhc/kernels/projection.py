@@ -278,27 +278,26 @@ def products(*static: Any) -> Any:
 # ---- mixes from products ------------------------------------------------------------------------
 
 
-def sum_of_products(shares: int, size: int, together: int = 1) -> Any:
+@T.macro
+def inverse_norm(square, size, eps):
+    """What divides by the norm of a token."""
+    return T.rsqrt(T.ieee_fmaf(square, T.float32(1 / size), eps))
+
+
+def sum_of_products(splits: int, size: int) -> Any:
     """A macro: `totals` of a token are `mul` of one mix, `s`, and what divides by the norm.
 
-    The shares of the columns are added in order, wherever this is called; `together` of them first.
+    The shares of the columns are added in order, wherever this is called.
     """
 
     @T.macro
     def summed(mul, squares, token, mix, eps, totals):
-        part = T.alloc_local((2,), T.float32)
-        for t in T.unroll(2):
-            totals[t] = T.float32(-0.0)  # to which anything can be added without a trace
-        for i in T.unroll(-(-shares // together)):
-            part[0] = mul[i * together, token, mix]
-            part[1] = squares[i * together, token]
-            for j in T.unroll(together - 1):
-                if i * together + j + 1 < shares:
-                    part[0] = T.ieee_add(part[0], mul[i * together + j + 1, token, mix])
-                    part[1] = T.ieee_add(part[1], squares[i * together + j + 1, token])
-            for t in T.unroll(2):
-                totals[t] = T.ieee_add(totals[t], part[t])
-        totals[2] = T.rsqrt(T.ieee_fmaf(totals[1], T.float32(1 / size), eps))
+        totals[0] = mul[0, token, mix]
+        totals[1] = squares[0, token]
+        for i in T.unroll(splits - 1):
+            totals[0] = T.ieee_add(totals[0], mul[i + 1, token, mix])
+            totals[1] = T.ieee_add(totals[1], squares[i + 1, token])
+        totals[2] = inverse_norm(totals[1], size, eps)
 
     return summed
 
