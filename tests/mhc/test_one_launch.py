@@ -116,6 +116,16 @@ def test_it_is_one(function: Any) -> None:
     assert [request.kernel.name for request in requests] == ["pre_in_one"]
 
 
+def test_which_sizes_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The projection alone has the sums of spans for the same sizes, and for no others."""
+    device = torch.device("cpu")
+    monkeypatch.setattr(projection, "ONE_LAUNCH_ROWS", 1024)
+    assert projection.count_splits(4096, 28672, device) == (6, 10)
+    for rows in (1023, 2**24 + 1):
+        assert not projection.in_one_launch(rows, 28672)
+        assert projection.count_splits(rows, 28672, device).spans == 1
+
+
 @pytest.mark.parametrize("arch", DESCRIBED)
 def test_plans_fit_and_multiply_as_the_projection_does(arch: str) -> None:
     device = DESCRIBED[arch]

@@ -27,7 +27,8 @@ SPAN, CHUNK = (
     512,
     128,
 )  # columns that are summed by themselves, and tokens of an item, where all is one launch
-ONE_LAUNCH_ROWS = 2**62  # tokens from which on it is: not measured yet
+ONE_LAUNCH_ROWS = 2**62  # tokens from which on it is: none, until that has been measured
+MOST_ONE_LAUNCH_ROWS = 2**24  # its items are counted in 32 bits
 
 _MODULE = "tile_kernels.mhc.kernels.projection"
 _PRODUCTS = Kernel(_MODULE, "products")
@@ -73,7 +74,8 @@ def in_one_launch(rows: int, size: int) -> bool:
 
     The projection alone then has the same sums: for the same sizes, the same bits.
     """
-    return isinstance(rows, int) and isinstance(size, int) and rows >= ONE_LAUNCH_ROWS
+    known = isinstance(rows, int) and isinstance(size, int)
+    return known and ONE_LAUNCH_ROWS <= rows <= MOST_ONE_LAUNCH_ROWS
 
 
 def count_splits(rows: int, size: int, device: torch.device) -> Shares:
