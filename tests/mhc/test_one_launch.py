@@ -145,9 +145,10 @@ def test_plans_fit_and_multiply_as_the_projection_does(arch: str) -> None:
 
 
 @needs_nvcc
-def test_compiles_without_spills() -> None:
+@pytest.mark.parametrize(("m", "h"), [(4, 7168), (8, 1288)])
+def test_compiles_without_spills(m: int, h: int) -> None:
     device = DESCRIBED["sm_90a"]
-    static = one_launch.plan(4, 7168, 16, 10, True, True, device)
+    static = one_launch.plan(m, h, 16, 10, True, True, device)
     source = sources.cuda_source(one_launch.pre_in_one, static, "sm_90a")
     for function in sources.compile_source(source, "sm_90a"):
         assert function.spill_bytes == 0

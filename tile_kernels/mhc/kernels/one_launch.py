@@ -82,7 +82,7 @@ def plan(
     tokens = TOKENS if TOKENS * mixes <= THREADS else 1
     groups = -(-count_spans(streams * hidden) // together)
     of_mixes = 4 * (1 + tokens * (groups * (mixes + 1) + streams * (streams + 1)))
-    for resident in (RESIDENT, 1):
+    for resident in (RESIDENT, 1) if streams <= 4 else (1,):  # which take many registers
         room = min(device.smem_per_block, device.smem_per_sm // resident - RESERVED) - of_mixes
         depth, stages = step_plan(mixes, padded(mixes), TILE, room, UNIT)
         if depth >= unit:
