@@ -1,6 +1,7 @@
 """Write the generated tables of the documents: `python docs/tables.py [--check]`.
 
-The README's operators come from the registry, the benchmark page's numbers from the results files.
+The README's operators come from the registry, the numbers of the benchmark page and of a layer with
+streams from the results files.
 """
 
 import inspect
@@ -40,12 +41,32 @@ def benchmarks() -> list[str]:
         goal = "-" if r.goal_us is None else f"{r.goal_us}"
         met = " (missed)" if r.goal_us and r.device_us and r.device_us > r.goal_us else ""
         share = f"{100 * (r.copy_fraction or 0):.1f} %"
-        times = f"{r.host_us} | {r.oracle_us} | {r.oracle_compiled_us or '-'}"
+        times = f"{r.host_us} | {r.oracle_us or '-'} | {r.oracle_compiled_us or '-'}"
         lines.append(f"| `{r.case}` | {r.device_us} | {goal}{met} | {share} | {times} |")
     return lines
 
 
+def layer() -> list[str]:
+    """One row per size: a layer with streams beside the plain one."""
+    path = RESULTS / "mhc.layer.json"
+    if not path.exists():
+        return ["Not measured yet: `python -m benchmarks.mhc_layer`."]
+    times = {r.case.removeprefix("mhc.layer."): r.device_us for r in benchmark.load(path).results}
+    lines = [
+        "| tokens, streams, columns | plain, us | streams, us | plain in training | streams |",
+        "|---|---|---|---|---|",
+    ]
+    kinds = [
+        f"{name}.{kind}" for kind in ("inference", "training") for name in ("plain", "streams")
+    ]
+    for size in dict.fromkeys(case.split(".")[0] for case in times):
+        row = " | ".join(str(times[f"{size}.{kind}"]) for kind in kinds)
+        lines.append(f"| {size.replace('x', ', ')} | {row} |")
+    return lines
+
+
 TABLES = {"operators": (ROOT / "README.md", operators)}
+TABLES["layer"] = (ROOT / "docs" / "mhc.md", layer)
 TABLES["benchmarks"] = (ROOT / "docs" / "benchmarks.md", benchmarks)
 
 

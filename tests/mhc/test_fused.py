@@ -13,6 +13,7 @@ from tile_kernels import mhc
 from tile_kernels.mhc.kernels import projection as kernels
 from tile_kernels.mhc.projection import MOST_MIXES, count_shares, count_splits, gradient_columns
 from tile_kernels.runtime.device import DESCRIBED
+from tile_kernels.runtime.launch import recording
 from tile_kernels.torch import mhc_projection as oracles
 from tile_kernels.torch.mhc import mhc_pre_norm_fn_ref
 
@@ -43,17 +44,79 @@ def sublayer(n: int, m: int, h: int, device: str) -> tuple[Tensor, ...]:
         [(n, 4, h) for n in (1, 512, 8192) for h in (1280, 2560, 7168)] + [(300, 7, 1288)],
     ),
 )
-def test_big_fuse_is_the_chain(backend: str, device: str, n: int, m: int, h: int) -> None:
+def test_the_fused_operators_are_the_chain(
+    backend: str, device: str, n: int, m: int, h: int
+) -> None:
     residual, fn, scale, base = sublayer(n, m, h, device)
+    numbers = 1e-6, 1e-6, 1e-6, 1.0, 10
     with tile_kernels.backend(backend):
-        post, comb, read = mhc.mhc_pre_big_fuse(
-            residual, fn, scale, base, 1e-6, 1e-6, 1e-6, 1.0, 10
-        )
-        mixes = mhc.mhc_norm_fn_fwd(residual, fn, 1e-6)[0]
+        post, comb, read = mhc.mhc_pre_big_fuse(residual, fn, scale, base, *numbers)
+        trained = mhc.mhc_pre_fwd(residual, fn, scale, base, *numbers)
+        mixes, mul, s = mhc.mhc_norm_fn_fwd(residual, fn, 1e-6)
         pre, post_alone, logits = mhc.mhc_pre_split_mixes(mixes, scale, base, m, 1.0, 1e-6)
-        assert torch.equal(post, post_alone)
-        assert torch.equal(comb, mhc.sinkhorn_normalize(logits, 10, 1e-6))
-        assert torch.equal(read, mhc.mhc_pre_apply_mix(residual, pre))
+        comb_alone = mhc.sinkhorn_normalize(logits, 10, 1e-6)
+        read_alone = mhc.mhc_pre_apply_mix(residual, pre)
+    chain = read_alone, post_alone, comb_alone, pre, mixes, mul, s, logits
+    for one, other in zip((read, post, comb), chain):
+        assert torch.equal(one, other)
+    for one, other in zip(trained, chain):
+        assert torch.equal(one, other)
+
+
+def chain_with_gradients(
+    residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By the single operators, to which autograd adds up the gradient of the residual."""
+    mixes = mhc.mhc_norm_fn_fwd(residual, fn, 1e-6)[0]
+    pre, post, logits = mhc.mhc_pre_split_mixes(mixes, scale, base, residual.shape[-2], 2.0, 0.01)
+    return mhc.mhc_pre_apply_mix(residual, pre), post, mhc.sinkhorn_normalize(logits, 10, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "n", "m", "h"),
+    grounds([(5, 4, 72), (2, 3, 64)], [(1, 4, 1280), (4096, 4, 7168), (300, 7, 1288)]),
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_the_fused_operator(
+    backend: str, device: str, n: int, m: int, h: int, compiled: bool
+) -> None:
+    """Those of the parameters to the bit; two parts of the residual's are added before rounding."""
+
+    def fused(*given: Tensor) -> tuple[Tensor, ...]:
+        return mhc.mhc_pre_fwd(*given, 1e-6, 0.01, 1e-6, 2.0, 10)[:3]
+
+    if compiled:
+        torch._dynamo.reset()
+        fused = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    inputs = [tensor.requires_grad_() for tensor in sublayer(n, m, h, device)]
+    with tile_kernels.backend(backend):
+        results = fused(*inputs)
+        grads = [torch.randn_like(result) for result in results]
+        found = torch.autograd.grad(results, inputs, grads)
+        expected = torch.autograd.grad(chain_with_gradients(*inputs), inputs, grads)
+    torch.testing.assert_close(found[0], expected[0], rtol=2**-6, atol=2**-6)
+    for one, other in zip(found[1:], expected[1:]):
+        assert torch.equal(one, other)
+
+
+def test_what_is_kept_has_no_gradient() -> None:
+    inputs = [tensor.requires_grad_() for tensor in sublayer(3, 2, 24, "cpu")]
+    results = mhc.mhc_pre_fwd(*inputs, 1e-6, 0.01, 1e-6, 2.0, 10)
+    assert [result.requires_grad for result in results] == [True] * 3 + [False] * 5
+
+
+@pytest.mark.parametrize(
+    ("function", "launches"),
+    [(mhc.mhc_norm_fn_fwd, 2), (mhc.mhc_pre_big_fuse, 2), (mhc.mhc_pre_fwd, 2)],
+)
+def test_launches(function: Any, launches: int) -> None:
+    """As documented: of the projection, of all before a sublayer, and of that in training."""
+    arguments = [tensor.to("meta") for tensor in sublayer(4096, 4, 64, "cpu")]
+    numbers = 1e-6, 1e-6, 1e-6, 1.0, 10
+    given = (*arguments[:2], 1e-6) if function is mhc.mhc_norm_fn_fwd else (*arguments, *numbers)
+    with recording() as requests:
+        function(*given)
+    assert len(requests) == launches
 
 
 @pytest.mark.parametrize(
@@ -154,7 +217,14 @@ def test_what_is_shared_does_not_depend_on_the_budget() -> None:
         assert (count_splits(4096, 28672, device), count_shares(4096, 5120, 128, device)) == before
     finally:
         tile_kernels.set_num_sms(num_sms)
-    assert before == (8, (6, 11))
+    assert before == ((6, 1), (6, 11))
+
+
+@pytest.mark.parametrize(
+    ("rows", "splits"), [(1, 112), (192, 38), (193, 56), (4096, 6), (16384, 3), (2**20, 1)]
+)
+def test_blocks_fill_the_device(rows: int, splits: int) -> None:
+    assert count_splits(rows, 28672, torch.device("cpu")) == (splits, 1)
 
 
 @pytest.mark.parametrize("arch", DESCRIBED)
@@ -163,9 +233,11 @@ def test_shared_memory_suffices(arch: str) -> None:
     device = DESCRIBED[arch]
     for padded in range(16, MOST_MIXES + 1, 16):
         for rows in (10, 4096):
-            plan = kernels.product_plan(padded, 28672, rows, 8, device)
-            stage = (plan.tile + 2 * padded) * plan.depth * kernels.BF16
-            assert plan.stages * stage <= device.smem_per_block
+            plan = kernels.product_plan(padded, padded, 28672, rows, 8, 1, device)
+            stage = plan.tile * kernels.BF16 + padded * kernels.FP32
+            parts = 2 * padded * kernels.BF16
+            assert plan.stages >= 2
+            assert (plan.stages * stage + parts) * plan.depth <= device.smem_per_block
         for accumulate in (False, True):
             stages = kernels.gradient_plan(padded, padded, 28672, 1, accumulate, device).stages
             width = gradient_columns(padded)

@@ -30,6 +30,7 @@ from tile_kernels.modeling.mhc import (
     mhc_pre,
     ops,
 )
+from tile_kernels.runtime import emulation
 from tile_kernels.testing.numeric import assert_equal, calc_diff
 from tile_kernels.torch import mhc as refs
 from tile_kernels.torch.mhc_projection import tf32
@@ -532,6 +533,16 @@ def test_inference_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
         mhc_pre(*inputs[:place], *leaves(inputs[place]), *inputs[place + 1 :])
     mhc_pre(*inputs, norm_weight=torch.ones(128, requires_grad=True))
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_launches_before_and_after_a_sublayer(trained: bool) -> None:
+    inputs = layer_inputs(5)[:4]
+    with tile_kernels.backend("emulate"), emulation.reports() as launches:
+        layer_input, mixes = mhc_pre(*(leaves(*inputs) if trained else inputs))
+        assert len(launches) == 2
+        mhc_post(layer_input, inputs[0], *mixes)
+        assert len(launches) == 3
 
 
 def test_only_what_needs_a_gradient_gets_one() -> None:

@@ -1,7 +1,7 @@
 """Manifold-constrained hyper-connections (mHC): a residual of several streams, mixed per token."""
 
 from tile_kernels.mhc.expand import expand_to_mhc, expand_to_mhc_bwd
-from tile_kernels.mhc.fused import mhc_multilayer_recompute, mhc_pre_big_fuse
+from tile_kernels.mhc.fused import mhc_multilayer_recompute, mhc_pre_big_fuse, mhc_pre_fwd
 from tile_kernels.mhc.mixes import (
     mhc_head_compute_mix,
     mhc_head_compute_mix_bwd,
@@ -27,6 +27,7 @@ __all__ = [
     "mhc_pre_apply_mix",
     "mhc_pre_apply_mix_bwd",
     "mhc_pre_big_fuse",
+    "mhc_pre_fwd",
     "mhc_pre_split_mixes",
     "mhc_pre_split_mixes_bwd",
     "sinkhorn_normalize",

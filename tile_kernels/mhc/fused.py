@@ -1,4 +1,4 @@
-"""Several steps of a sublayer at once: for inference, and to compute residuals again."""
+"""Several steps of a sublayer at once: what comes before it, and residuals computed again."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ import torch
 from torch import Tensor
 
 from tile_kernels.mhc import shapes
-from tile_kernels.mhc.cases.fused import MHC_MULTILAYER_RECOMPUTE, MHC_PRE_BIG_FUSE
-from tile_kernels.mhc.mixes import check_parameter
-from tile_kernels.mhc.projection import check_inputs, project
-from tile_kernels.mhc.sinkhorn import check_steps, is_near
-from tile_kernels.runtime import checks
+from tile_kernels.mhc.cases.fused import MHC_MULTILAYER_RECOMPUTE, MHC_PRE_BIG_FUSE, MHC_PRE_FWD
+from tile_kernels.mhc.mixes import check_parameter, mhc_pre_split_mixes_bwd
+from tile_kernels.mhc.projection import (
+    CHUNK,
+    check_inputs,
+    in_one_launch,
+    mhc_norm_fn_bwd,
+    project,
+    spans_of,
+)
+from tile_kernels.mhc.read import mhc_pre_apply_mix_bwd
+from tile_kernels.mhc.sinkhorn import check_steps, is_near, sinkhorn_normalize_bwd
+from tile_kernels.runtime import checks, tickets
 from tile_kernels.runtime.cases import Cost, tensors_in
 from tile_kernels.runtime.launch import Kernel, nonempty
-from tile_kernels.runtime.op import op
+from tile_kernels.runtime.op import gradient, op
 from tile_kernels.torch import mhc as oracles
 from tile_kernels.torch.mhc_projection import mhc_norm_fn_fwd
 
@@ -25,6 +33,9 @@ LAYERS = 10  # of a launch
 
 _READ = Kernel("tile_kernels.mhc.kernels.fused", "read_from_products")
 _RECOMPUTE = Kernel("tile_kernels.mhc.kernels.fused", "recompute")
+_ONE = Kernel("tile_kernels.mhc.kernels.one_launch", "pre_in_one")
+
+Pre = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 # ---- from the residual to the input of a sublayer -----------------------------------------------
@@ -55,7 +66,7 @@ def _check_big_fuse(
     checks.integer("n_splits", n_splits, 1)
 
 
-def _oracle_big_fuse(
+def _check_pre(
     residual: Tensor,
     fn: Tensor,
     mhc_scale: Tensor,
@@ -65,14 +76,39 @@ def _oracle_big_fuse(
     mhc_sinkhorn_eps: float,
     mhc_post_mult_value: float,
     sinkhorn_repeat: int,
-    n_splits: int = 16,  # noqa: ARG001
-) -> tuple[Tensor, Tensor, Tensor]:
-    mixes = mhc_norm_fn_fwd(residual, fn, rms_eps)[0]
-    pre, post, comb = oracles.mhc_pre_split_mixes(
+) -> None:
+    _check_big_fuse(
+        residual, fn, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps,
+        mhc_post_mult_value, sinkhorn_repeat,
+    )  # fmt: skip
+
+
+def _oracle_pre(
+    residual: Tensor,
+    fn: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    rms_eps: float,
+    mhc_pre_eps: float,
+    mhc_sinkhorn_eps: float,
+    mhc_post_mult_value: float,
+    sinkhorn_repeat: int,
+) -> Pre:
+    mixes, mul, s = mhc_norm_fn_fwd(residual, fn, rms_eps)
+    pre, post, logits = oracles.mhc_pre_split_mixes(
         mixes, mhc_scale, mhc_base, residual.shape[-2], mhc_post_mult_value, mhc_pre_eps
     )
-    comb = oracles.sinkhorn_normalize(comb, sinkhorn_repeat, mhc_sinkhorn_eps)
-    return post, comb, oracles.mhc_pre_apply_mix(residual, pre)
+    comb = oracles.sinkhorn_normalize(logits, sinkhorn_repeat, mhc_sinkhorn_eps)
+    return oracles.mhc_pre_apply_mix(residual, pre), post, comb, pre, mixes, mul, s, logits
+
+
+def _oracle_big_fuse(
+    *given: Any,
+    n_splits: int = 16,  # noqa: ARG001
+    **named: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    layer_input, post, comb, *_ = _oracle_pre(*given[:9], **named)
+    return post, comb, layer_input
 
 
 def _cost_big_fuse(residual: Tensor, fn: Tensor, **_: Any) -> Cost:
@@ -85,6 +121,62 @@ def _cost_big_fuse(residual: Tensor, fn: Tensor, **_: Any) -> Cost:
         + 4 * tokens * m * (m + 1),
         2 * residual.numel() * (fn.shape[0] + 2),
     )
+
+
+def _cost_pre(residual: Tensor, fn: Tensor, **_: Any) -> Cost:
+    m = residual.shape[-2]
+    tokens = residual.numel() // fn.shape[1]
+    least = _cost_big_fuse(residual, fn)
+    return Cost(least.bytes + 4 * tokens * (2 * fn.shape[0] + 1 + m * (m + 1)), least.flops)
+
+
+def _launch_pre(
+    residual: Tensor,
+    fn: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    rms_eps: float,
+    mhc_pre_eps: float,
+    mhc_sinkhorn_eps: float,
+    mhc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    saved: tuple[Tensor, ...] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Layer input, `post` and `comb`; into `saved`, if given, what the gradients need."""
+    *leading, m, h = residual.shape
+    post = fn.new_empty((*leading, m, 1))
+    comb = fn.new_empty((*leading, m, m))
+    out = residual.new_empty((*leading, h))
+    if nonempty(residual):
+        rows, to = shapes.rows(residual, m, h), shapes.rows(out, 1, h)
+        aligned, near = shapes.common_alignment(rows, to), is_near(mhc_sinkhorn_eps)
+        kept: Sequence[Tensor | None] = (None,) * 5
+        if saved is not None:
+            pre, mixes, products, norms, logits = saved
+            kept = (
+                shapes.rows(mixes, m * (m + 2)), shapes.rows(products, m * (m + 2)),
+                norms.view(-1), shapes.rows(pre, m), shapes.rows(logits, m, m),
+            )  # fmt: skip
+        common = (
+            mhc_scale, mhc_base, shapes.rows(post, m), shapes.rows(comb, m, m), to, *kept,
+        )  # fmt: skip
+        numbers = (
+            float(rms_eps), float(mhc_pre_eps), float(mhc_sinkhorn_eps),
+            float(mhc_post_mult_value), sinkhorn_repeat,
+        )  # fmt: skip
+        if in_one_launch(rows.shape[0], m * h):
+            x, weights, mul, squares, together = spans_of(residual, fn)
+            counters, first = tickets.take(fn.device, 2 + -(-rows.shape[0] // CHUNK))
+            _ONE.launch(
+                (m, h, aligned, together, near, saved is not None), x, weights, x.view(rows.shape),
+                mul, squares, *common, counters, first, *numbers,
+            )  # fmt: skip
+        else:
+            mul, squares = project(residual, fn)
+            splits, num_tokens, padded = mul.shape
+            problem = (m, h, num_tokens, aligned, padded, splits, near, saved is not None)
+            _READ.launch(problem, rows, mul, squares, *common, *numbers)
+    return out, post, comb
 
 
 @op(check=_check_big_fuse, oracle=_oracle_big_fuse, cost=_cost_big_fuse, cases=MHC_PRE_BIG_FUSE)
@@ -115,7 +207,7 @@ def mhc_pre_big_fuse(
     | returns `layer_input` | `[..., h]` | bfloat16 |
 
     Bit for bit `mhc_norm_fn_fwd`, `mhc_pre_split_mixes`, `sinkhorn_normalize` and
-    `mhc_pre_apply_mix` in turn, in three launches. Use those where a gradient is wanted.
+    `mhc_pre_apply_mix` in turn, in two launches. `mhc_pre_fwd` is the same with gradients.
 
     Raises `TypeError` or `ValueError` with the argument's name.
 
@@ -125,24 +217,98 @@ def mhc_pre_big_fuse(
     >>> post.item(), round(comb.item(), 4), read[0, 0].item()
     (1.0, 1.0, 0.5)
     """
-    *leading, m, h = residual.shape
-    post = fn.new_empty((*leading, m, 1))
-    comb = fn.new_empty((*leading, m, m))
-    out = residual.new_empty((*leading, h))
-    if nonempty(residual):
-        mul, squares = project(residual, fn)
-        splits, num_tokens, padded = mul.shape
-        rows, to = shapes.rows(residual, m, h), shapes.rows(out, 1, h)
-        problem = (
-            m, h, num_tokens, shapes.common_alignment(rows, to), padded, splits,
-            is_near(mhc_sinkhorn_eps),
-        )  # fmt: skip
-        _READ.launch(
-            problem, rows, mul, squares, mhc_scale, mhc_base, shapes.rows(post, m),
-            shapes.rows(comb, m, m), to, float(rms_eps), float(mhc_pre_eps),
-            float(mhc_sinkhorn_eps), float(mhc_post_mult_value), sinkhorn_repeat,
-        )  # fmt: skip
+    out, post, comb = _launch_pre(
+        residual, fn, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps,
+        mhc_post_mult_value, sinkhorn_repeat, None,
+    )  # fmt: skip
     return post, comb, out
+
+
+@op(check=_check_pre, oracle=_oracle_pre, cost=_cost_pre, cases=MHC_PRE_FWD)
+def mhc_pre_fwd(
+    residual: Tensor,
+    fn: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    rms_eps: float,
+    mhc_pre_eps: float,
+    mhc_sinkhorn_eps: float,
+    mhc_post_mult_value: float,
+    sinkhorn_repeat: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """All that comes before a sublayer in training: `mhc_pre_big_fuse` that keeps what it made.
+
+    | argument | shape | dtype |
+    |---|---|---|
+    | arguments | those of `mhc_pre_big_fuse`, without `n_splits` | |
+    | returns `layer_input` | `[..., h]` | bfloat16 |
+    | returns `post_mix`, `comb_mix` | `[..., m, 1]` and `[..., m, m]` | float32 |
+    | returns `pre_mix` | `[..., m, 1]` | float32 |
+    | returns `mixes`, `mul` | `[..., m * (m + 2)]`, of `mhc_norm_fn_fwd` | float32 |
+    | returns `s` | `[...]`, of `mhc_norm_fn_fwd` | float32 |
+    | returns `logits` | `[..., m, m]`, `comb` of `mhc_pre_split_mixes` | float32 |
+
+    Bit for bit the four operators in turn, in two launches. Differentiable in the four tensors,
+    through `layer_input`, `post_mix` and `comb_mix`, by the gradients of those four.
+
+    Raises `TypeError` or `ValueError` with the argument's name.
+
+    >>> residual, fn = torch.ones(1, 1, 8).bfloat16(), torch.zeros(3, 8)
+    >>> scale, base = torch.ones(3), torch.tensor([0.0, 0.0, 5.0])
+    >>> read, post, comb, pre, *saved = mhc_pre_fwd(
+    ...     residual, fn, scale, base, 1e-6, 0.0, 1e-6, 2.0, 3
+    ... )
+    >>> read[0, 0].item(), pre.item(), [tuple(kept.shape) for kept in saved]
+    (0.5, 0.5, [(1, 3), (1, 3), (1,), (1, 1, 1)])
+    """
+    *leading, m, _ = residual.shape
+    mixes, mul = (fn.new_empty((*leading, m * (m + 2))) for _ in range(2))
+    pre, s, logits = (fn.new_empty((*leading, *last)) for last in ((m, 1), (), (m, m)))
+    saved = pre, mixes, mul, s, logits
+    out, post, comb = _launch_pre(
+        residual, fn, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps,
+        mhc_post_mult_value, sinkhorn_repeat, saved,
+    )  # fmt: skip
+    return out, post, comb, *saved
+
+
+def pre_gradients(
+    saved: Sequence[Tensor],
+    grads: tuple[Tensor, Tensor, Tensor],
+    total: Tensor | None,
+    numbers: tuple[float, float, float, int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `mhc_pre_fwd` from those of layer input, `post` and `comb`.
+
+    `saved` are its four tensors and the last five of its results; `total`, a gradient of the
+    residual, is added to in place. `numbers` are `rms_eps`, `mhc_sinkhorn_eps`,
+    `mhc_post_mult_value` and `sinkhorn_repeat`.
+    """
+    residual, fn, scale, base, pre, mixes, mul, s, logits = saved
+    rms_eps, sinkhorn_eps, post_mult, repeat = numbers
+    total, of_pre = mhc_pre_apply_mix_bwd(grads[0], residual, pre, total)
+    of_logits = sinkhorn_normalize_bwd(grads[2], logits, repeat, sinkhorn_eps)
+    of_mixes, of_scale, of_base = mhc_pre_split_mixes_bwd(
+        of_pre, grads[1], of_logits, mixes, scale, base, post_mult
+    )
+    total, of_fn = mhc_norm_fn_bwd(of_mixes, residual, fn, mul, s, rms_eps, total)
+    return total, of_fn, of_scale, of_base
+
+
+def _save_pre(ctx: Any, inputs: tuple[Any, ...], output: Pre) -> None:
+    ctx.save_for_backward(*inputs[:4], *output[3:])
+    ctx.numbers = inputs[4], *inputs[6:]
+    ctx.mark_non_differentiable(*output[3:])
+
+
+def _backward_pre(
+    ctx: Any, of_input: Tensor, of_post: Tensor, of_comb: Tensor, *_: Any
+) -> tuple[Any, ...]:
+    grads = of_input, of_post, of_comb
+    return *pre_gradients(ctx.saved_tensors, grads, None, ctx.numbers), *(None,) * 5
+
+
+gradient(mhc_pre_fwd, _backward_pre, setup_context=_save_pre)
 
 
 # ---- layers again -------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +19,18 @@ from tile_kernels.torch import mhc_projection as oracles
 
 MOST_MIXES = 128
 VECTOR = 8  # bfloat16 of 16 bytes
-DEPTH, MOST_ROWS, FEW_ROWS = 128, 256, 64  # of a step and a tile; the weights are read per tile
+DEPTH, MOST_ROWS, FEW_ROWS = 128, 192, 64  # of a step and a tile; the weights are read per tile
 GRADIENT_ROWS = 64  # of a tile in the backward pass
 LEAST_STEPS = 2  # of a block, so that copies run ahead
+MOST_WAVES = 3  # blocks of a multiprocessor, one after the other
+SPAN, CHUNK = (
+    512,
+    128,
+)  # columns that are summed by themselves, and tokens of an item, where all is one launch
+ONE_LAUNCH_ROWS = 2**62  # tokens from which on it is: none, until that has been measured
+MOST_ONE_LAUNCH_ROWS = 2**24  # its items are counted in 32 bits
 
 _MODULE = "tile_kernels.mhc.kernels.projection"
-_SPLIT = Kernel(_MODULE, "split_weights")
 _PRODUCTS = Kernel(_MODULE, "products")
 _MIXES = Kernel(_MODULE, "mixes_of_products")
 _MIX_GRADIENTS = Kernel(_MODULE, "mix_gradients")
@@ -33,6 +40,11 @@ _GRADIENTS = Kernel(_MODULE, "product_gradients")
 def padded(mixes: int) -> int:
     """Rows of the weights for the matrix units: a multiple of 16, the others zero."""
     return -(-mixes // 16) * 16
+
+
+def stored_columns(mixes: int) -> int:
+    """Columns of the sums of spans: a multiple of 8, as matrix units give them to a thread."""
+    return -(-mixes // 8) * 8
 
 
 def _num_sms(device: torch.device) -> int:
@@ -45,18 +57,47 @@ def gradient_columns(padded: int) -> int:
     return 128 if padded <= 48 else 64
 
 
-def count_splits(rows: int, size: int, device: torch.device) -> int:
+class Shares(NamedTuple):
+    """How the columns of a token are summed: in `splits` parts of `spans` sums each."""
+
+    splits: int
+    spans: int
+
+
+def count_spans(size: int) -> int:
+    """Sums of a token's columns, where all is one launch."""
+    return -(-size // SPAN)
+
+
+def in_one_launch(rows: int, size: int) -> bool:
+    """Whether all that comes before a sublayer is one launch.
+
+    The projection alone then has the same sums: for the same sizes, the same bits.
+    """
+    known = isinstance(rows, int) and isinstance(size, int)
+    return known and ONE_LAUNCH_ROWS <= rows <= MOST_ONE_LAUNCH_ROWS
+
+
+def count_splits(rows: int, size: int, device: torch.device) -> Shares:
     """Blocks that share the columns of a tile of rows, enough to fill the device.
 
-    One, for a number of rows that is not known yet: nobody sees the difference in shapes.
+    One, for sizes that are not known yet: nobody sees the difference in shapes.
     """
-    if isinstance(rows, torch.SymInt):
-        return 1
-    tiles = -(-rows // (MOST_ROWS if rows > MOST_ROWS else FEW_ROWS))
-    steps = -(-size // DEPTH)
-    most = max(1, min(_num_sms(device) // max(1, tiles), steps // LEAST_STEPS))
-    # Rather some blocks fewer, if all have the same to do.
-    return next((n for n in range(most, most // 2, -1) if steps % n == 0), most)
+    if isinstance(rows, torch.SymInt) or isinstance(size, torch.SymInt):
+        return Shares(1, 1)
+    tiles = max(1, -(-rows // (MOST_ROWS if rows > MOST_ROWS else FEW_ROWS)))
+    if in_one_launch(rows, size):
+        count = count_spans(size)
+        splits = _fewest_splits(tiles, count, _num_sms(device))
+        return Shares(splits, -(-count // splits))
+    return Shares(_fewest_splits(tiles, -(-size // DEPTH), _num_sms(device)), 1)
+
+
+@functools.cache
+def _fewest_splits(tiles: int, steps: int, num_sms: int) -> int:
+    """How many blocks share `steps` steps, so that one multiprocessor has as few as possible."""
+    most = max(1, min(MOST_WAVES * num_sms // tiles, steps // LEAST_STEPS))
+    return min(range(1, most + 1), key=lambda n: (-(-tiles * n // num_sms) * -(-steps // n), n))
 
 
 def count_shares(rows: int, size: int, columns: int, device: torch.device) -> tuple[int, int]:
@@ -69,19 +110,15 @@ def count_shares(rows: int, size: int, columns: int, device: torch.device) -> tu
     return shares, -(-tiles // shares)
 
 
-def _rows(residual: Tensor) -> Tensor:
+def rows_of(residual: Tensor) -> Tensor:
     """`[tokens, m * h]`, at a multiple of 16 bytes."""
     rows = residual.reshape(-1, residual.shape[-2] * residual.shape[-1])
     return rows if alignment(rows) == 16 else rows.clone()
 
 
-def _in_two(fn: Tensor) -> Tensor:
-    """The weights, rounded to TF32, as the sum of two bfloat16: `[2, padded, size]`."""
-    mixes, size = fn.shape
-    parts = fn.new_empty((2, padded(mixes), size), dtype=torch.bfloat16)
-    vector = min(VECTOR, alignment(fn) // 4 * (2 if alignment(fn) == 16 else 1))
-    _SPLIT.launch((mixes, padded(mixes), size, vector), fn, parts)
-    return parts
+def weights_of(fn: Tensor) -> Tensor:
+    """The weights, at a multiple of 16 bytes."""
+    return fn if alignment(fn) == 16 else fn.clone()
 
 
 # ---- checks -------------------------------------------------------------------------------------
@@ -134,17 +171,29 @@ def _check_bwd(
 
 def project(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
     """Launch the products: `mul` and `s` by share of the columns, for kernels that add them up."""
-    rows = _rows(residual)
+    rows = rows_of(residual)
     num_rows, size = rows.shape
-    splits = count_splits(num_rows, size, rows.device)
+    splits, spans = count_splits(num_rows, size, rows.device)
     width = padded(fn.shape[0])
-    parts = _in_two(fn)
     mul = fn.new_empty((splits, num_rows, width))
     squares = fn.new_empty((splits, num_rows))
     _PRODUCTS.launch(
-        (width, size, num_rows, splits), rows, parts.view(2 * width, size), mul, squares
+        (fn.shape[0], width, size, num_rows, splits, spans), rows, weights_of(fn), mul, squares
     )
     return mul, squares
+
+
+def spans_of(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """Streams and weights for a kernel, room for the sums of spans, and how many are added first.
+
+    In that order `project` adds them.
+    """
+    rows = rows_of(residual)
+    num_rows, size = rows.shape
+    count = count_spans(size)
+    mul = fn.new_empty((count, num_rows, stored_columns(fn.shape[0])))
+    squares = fn.new_empty((count, num_rows, 1))
+    return rows, weights_of(fn), mul, squares, count_splits(num_rows, size, rows.device).spans
 
 
 def _cost_fwd(residual: Tensor, fn: Tensor, eps: float) -> Cost:  # noqa: ARG001
@@ -212,7 +261,7 @@ def _launch_bwd(
 ) -> Tensor:
     if not nonempty(residual):
         return torch.zeros_like(fn)
-    rows = _rows(residual)
+    rows = rows_of(residual)
     num_rows, size = rows.shape
     mixes, width = fn.shape[0], padded(fn.shape[0])
     shares, tiles = count_shares(num_rows, size, gradient_columns(width), rows.device)
@@ -228,7 +277,7 @@ def _launch_bwd(
     placed = grad_rows if alignment(grad_rows) == 16 else grad_rows.clone()
     _GRADIENTS.launch(
         (mixes, width, size, shares, accumulate),
-        rows, _in_two(fn).view(2 * width, size), parts, of_squares, placed, grad_fn, tiles,
+        rows, weights_of(fn)[None], parts, of_squares, placed, grad_fn, tiles,
     )  # fmt: skip
     if placed is not grad_rows:
         grad_rows.copy_(placed)

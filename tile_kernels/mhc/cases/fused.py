@@ -107,6 +107,34 @@ MHC_PRE_BIG_FUSE = StreamCases(
 )
 
 
+MHC_PRE_FWD = StreamCases(
+    small=[
+        *(sample for sample in MHC_PRE_BIG_FUSE.small if not sample.label.startswith("7x")),
+        *(Sample(f"7x{m}x72", _big_fuse(7, m, 72)) for m in (3, 4, 8)),
+    ],
+    large=MHC_PRE_BIG_FUSE.large,
+    benchmarks=[Benchmark("4096x4x7168", _big_fuse(4096, 4, 7168, scale=1e-4))],
+    vectors=[
+        Vector(
+            "weights of zero",
+            MHC_PRE_BIG_FUSE.vectors[0].arguments,
+            # s = 4 * 30; no product, so mixes of zero and logits that are the base
+            lambda: (
+                torch.tensor([1.25, 2.5, 3.75, 5.0] * 2)[None].to(BF16),
+                *MHC_PRE_BIG_FUSE.vectors[0].expected()[:2],
+                torch.tensor([[[0.75], [0.5]]]),
+                torch.zeros(1, 8),
+                torch.zeros(1, 8),
+                torch.tensor([120.0]),
+                torch.tensor([[[0.0, 1.0986123], [0.0, 0.0]]]),
+            ),
+        )
+    ],
+    rejects=[reject for reject in MHC_PRE_BIG_FUSE.rejects if reject.argument != "n_splits"],
+    compare=_compare,
+)
+
+
 def _recompute(reads: int, writes: int, *shape: int, shift: bool = False) -> Build:
     """`shape` is the residual's."""
     *lead, m, h = shape

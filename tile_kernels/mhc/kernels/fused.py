@@ -38,7 +38,10 @@ from tile_kernels.runtime.launch import kernel
 
 
 class ReadPlan(NamedTuple):
-    """`padded` columns and `splits` shares of the products; `near` as in `sinkhorn`."""
+    """`padded` columns and `splits` shares of the products; `near` as in `sinkhorn`.
+
+    `saving`: what gradients need is written too.
+    """
 
     streams: int
     hidden: int
@@ -49,6 +52,7 @@ class ReadPlan(NamedTuple):
     padded: int
     splits: int
     near: bool
+    saving: bool
 
 
 def read_plan(
@@ -59,6 +63,7 @@ def read_plan(
     padded: int,
     splits: int,
     near: bool,
+    saving: bool,
     device: Device,
 ) -> ReadPlan:
     """A block per token, which computes its mixes; a part of one, if there are few."""
@@ -67,12 +72,52 @@ def read_plan(
     else:
         (threads, steps), parts = whole_row(hidden), 1
     vector = access(columns_of(hidden), 2, alignment)
-    return ReadPlan(streams, hidden, vector, threads, steps, parts, padded, splits, near)
+    return ReadPlan(streams, hidden, vector, threads, steps, parts, padded, splits, near, saving)
 
 
 def read_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     row = 16 * ReadPlan(*static).vector
     return tuple(sorted({32, row})), tuple(sorted({32, row}))
+
+
+def place_mix(streams: int, saving: bool) -> Any:
+    """A macro: a mix, from its sum and that of the squares, scaled and where it belongs.
+
+    `pre` and `logits` are shared, in row `slot`; the rest is written if `mine`.
+    """
+    kind = kind_of(streams, head=False)
+
+    @T.macro
+    def placed(totals, token, mix, mine, numbers, given, results, saved, pre, logits, slot):
+        pre_eps, post_mult = numbers
+        scale, base = given
+        saved_mixes, saved_mul, saved_squares, saved_pre, saved_logits = saved
+        z = T.alloc_var(T.float32, init=T.ieee_mul(totals[0], totals[2]))
+        if saving:
+            if mine:
+                saved_mixes[token, mix] = z
+                saved_mul[token, mix] = totals[0]
+                if mix == 0:
+                    saved_squares[token] = totals[1]
+        z = scaled_mix(z, scale[kind(mix)], base[mix])
+        origin = (mix - 2 * streams) // streams
+        target = (mix - 2 * streams) % streams
+        if mix < streams:
+            z = T.ieee_add(sigmoid(z), pre_eps)
+            pre[slot, mix] = z
+            if saving:
+                if mine:
+                    saved_pre[token, mix] = z
+        elif mix < 2 * streams:
+            if mine:
+                results[token, mix - streams] = T.ieee_mul(sigmoid(z), post_mult)
+        else:
+            logits[slot, origin, target] = z
+            if saving:
+                if mine:
+                    saved_logits[token, origin, target] = z
+
+    return placed
 
 
 @kernel(
@@ -93,7 +138,7 @@ def read_from_products(*static: Any) -> Any:
     store = store_columns(columns, plan.vector)
     read = read_streams(streams, columns)
     normalized = sinkhorn(streams, plan.near)
-    kind = kind_of(streams, head=False)
+    placed = place_mix(streams, plan.saving)
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -106,6 +151,11 @@ def read_from_products(*static: Any) -> Any:
         post: T.Tensor[(num_tokens, streams), T.float32],
         comb: T.Tensor[(num_tokens, streams, streams), T.float32],
         out: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
+        saved_mixes: T.Tensor[(num_tokens, count), T.float32],
+        saved_mul: T.Tensor[(num_tokens, count), T.float32],
+        saved_squares: T.Tensor[(num_tokens,), T.float32],
+        saved_pre: T.Tensor[(num_tokens, streams), T.float32],
+        saved_logits: T.Tensor[(num_tokens, streams, streams), T.float32],
         rms_eps: T.float32,
         pre_eps: T.float32,
         sinkhorn_eps: T.float32,
@@ -122,24 +172,20 @@ def read_from_products(*static: Any) -> Any:
             raw = T.alloc_local((streams, columns), T.bfloat16)
             total = T.alloc_local((columns,), T.float32)
             matrix = T.alloc_local((streams,), T.float32)
-            pre = T.alloc_shared((streams,), T.float32)
-            logits = T.alloc_shared((streams, streams), T.float32)
+            pre = T.alloc_shared((1, streams), T.float32)
+            logits = T.alloc_shared((1, streams, streams), T.float32)
+            saved = (saved_mixes, saved_mul, saved_squares, saved_pre, saved_logits)
             for turn in T.unroll(-(-count // threads)):
                 mix = turn * threads + tx
                 if mix < count:
                     summed(mul, squares, token, mix, rms_eps, totals)
-                    z = T.alloc_var(T.float32)
-                    z = scaled_mix(T.ieee_mul(totals[0], totals[2]), scale[kind(mix)], base[mix])
-                    if mix < streams:
-                        pre[mix] = T.ieee_add(sigmoid(z), pre_eps)
-                    elif mix < 2 * streams:
-                        if part == 0:
-                            post[token, mix - streams] = T.ieee_mul(sigmoid(z), post_mult)
-                    else:
-                        logits[(mix - 2 * streams) // streams, (mix - 2 * streams) % streams] = z
+                    placed(
+                        totals, token, mix, part == 0, (pre_eps, post_mult), (scale, base), post,
+                        saved, pre, logits, 0,
+                    )  # fmt: skip
             T.sync_threads()
             for i in T.unroll(streams):
-                weights[i] = pre[i]
+                weights[i] = pre[0, i]
             for s in T.serial(plan.steps):
                 first = ((part * plan.steps + s) * threads + tx) * columns
                 if first < hidden:
@@ -152,7 +198,7 @@ def read_from_products(*static: Any) -> Any:
                 for c in T.unroll(streams):
                     matrix[c] = T.float32(0)
                     if row < streams:
-                        matrix[c] = logits[row, c]
+                        matrix[c] = logits[0, row, c]
                 normalized(matrix, row, repeat, sinkhorn_eps)
                 if tx < streams:
                     for c in T.unroll(streams):

@@ -10,12 +10,15 @@ import math
 from typing import Any, NamedTuple
 
 from tilelang import language as T
+from tilelang.layout import make_swizzled_layout
 
 from tile_kernels.mhc.projection import (
     DEPTH,
     FEW_ROWS,
     GRADIENT_ROWS,
     MOST_ROWS,
+    SPAN,
+    VECTOR,
     gradient_columns,
 )
 from tile_kernels.runtime.device import Device
@@ -23,13 +26,12 @@ from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
 MOST_STAGES = 4
-BF16 = 2  # bytes
+BF16, FP32 = 2, 4  # bytes
+WEIGHTS = 4  # float32 of 16 bytes
+UNIT = 64  # columns that are multiplied at once
 
 
 # ---- weights as two parts -----------------------------------------------------------------------
-
-SPLIT_THREADS = 256
-MIX_THREADS = 128
 
 
 @T.macro
@@ -53,58 +55,37 @@ def in_two(value, high, low, place):
         low[place] = T.bfloat16(0)
 
 
-class SplitPlan(NamedTuple):
-    mixes: int
-    padded: int
-    size: int
-    vector: int
+def cut_weights(mixes: int, padded: int, columns: int, size: int, threads: int) -> Any:
+    """A macro: `columns` of the weights to `parts`, first one part of all, then the other.
 
+    They are those of `source[slot]` from `column` on, of `size`; what is beyond is zero, and so are
+    rows of padding.
+    """
+    accesses = columns // WEIGHTS  # of a row
 
-def split_plan(mixes: int, padded: int, size: int, vector: int, device: Device) -> SplitPlan:
-    return SplitPlan(mixes, padded, size, vector)
+    @T.macro
+    def cut(source, slot, column, parts):
+        weights = T.alloc_local((WEIGHTS,), T.float32)
+        high = T.alloc_local((WEIGHTS,), T.bfloat16)
+        low = T.alloc_local((WEIGHTS,), T.bfloat16)
+        for turn in T.unroll(-(-padded * accesses // threads)):
+            place = turn * threads + T.get_thread_binding()
+            row = place // accesses
+            first = place % accesses * WEIGHTS
+            if place < padded * accesses:
+                for e in T.vectorized(WEIGHTS):
+                    weights[e] = T.float32(0)
+                if row < mixes and column + first < size:
+                    for e in T.vectorized(WEIGHTS):
+                        weights[e] = source[slot, row, column + first + e]
+                for e in T.unroll(WEIGHTS):
+                    in_two(weights[e], high, low, e)
+                for e in T.vectorized(WEIGHTS):
+                    parts[row, first + e] = high[e]
+                for e in T.vectorized(WEIGHTS):
+                    parts[padded + row, first + e] = low[e]
 
-
-def split_access_bits(*static: Any) -> tuple[int, int]:
-    vector = SplitPlan(*static).vector
-    return min(128, 32 * vector), 16 * vector
-
-
-@kernel(
-    plan=split_plan,
-    access_bits=split_access_bits,
-    pass_configs=EXPLICIT_GUARDS,
-)
-def split_weights(mixes: int, padded: int, size: int, vector: int) -> Any:
-    """The two parts of each weight, rounded to TF32; rows of padding are zero."""
-
-    @T.prim_func
-    def split_rows(
-        fn: T.Tensor[(mixes, size), T.float32],
-        parts: T.Tensor[(2, padded, size), T.bfloat16],
-    ):
-        with T.Kernel(-(-size // (SPLIT_THREADS * vector)), padded, threads=SPLIT_THREADS) as (
-            block,
-            row,
-        ):
-            first = (block * SPLIT_THREADS + T.get_thread_binding()) * vector
-            values = T.alloc_local((vector,), T.float32)
-            high = T.alloc_local((vector,), T.bfloat16)
-            low = T.alloc_local((vector,), T.bfloat16)
-            if first < size:
-                if row < mixes:
-                    for e in T.vectorized(vector):
-                        values[e] = fn[row, first + e]
-                else:
-                    for e in T.unroll(vector):
-                        values[e] = T.float32(0)
-                for e in T.unroll(vector):
-                    in_two(values[e], high, low, e)
-                for e in T.vectorized(vector):
-                    parts[0, row, first + e] = high[e]
-                for e in T.vectorized(vector):
-                    parts[1, row, first + e] = low[e]
-
-    return split_rows
+    return cut
 
 
 # ---- products -----------------------------------------------------------------------------------
@@ -113,79 +94,194 @@ def split_weights(mixes: int, padded: int, size: int, vector: int) -> Any:
 class ProductPlan(NamedTuple):
     """A block has `steps` steps of `depth` columns of its `tile` rows, which `splits` blocks share.
 
-    `fenced`: matrix units read shared memory by a way of their own (Hopper's), which must be told.
+    `span` steps are summed by themselves. `fenced`: matrix units read shared memory by a way of
+    their own (Hopper's), which must be told.
     """
 
+    mixes: int
     padded: int
     size: int
     tile: int
     splits: int
     depth: int
     steps: int
+    span: int
     stages: int
     fenced: bool
 
 
-def product_plan(padded: int, size: int, rows: int, splits: int, device: Device) -> ProductPlan:
-    """Deep steps, for long runs of memory, where two of them fit."""
+def product_plan(
+    mixes: int, padded: int, size: int, rows: int, splits: int, spans: int, device: Device
+) -> ProductPlan:
+    """Deep steps, for long runs of memory, where two of them fit; then as many as there is room."""
     tile = MOST_ROWS if rows > MOST_ROWS else FEW_ROWS
-    column = (tile + 2 * padded) * BF16
-    room = device.smem_per_block - 4096
-    depth = DEPTH if 2 * DEPTH * column <= room else DEPTH // 2
+    depth, stages = step_plan(mixes, padded, tile, device.smem_per_block)
     steps = math.ceil(math.ceil(size / depth) / splits)
-    stages = max(1, min(MOST_STAGES, room // (depth * column), steps))
+    span = steps if spans == 1 else SPAN // depth
+    steps = math.ceil(steps / span) * span
+    stages = min(stages, steps + 1)
     fenced = device.arch == "sm_90a"
-    return ProductPlan(padded, size, tile, splits, depth, steps, stages, fenced)
+    return ProductPlan(mixes, padded, size, tile, splits, depth, steps, span, stages, fenced)
 
 
-@kernel(plan=product_plan, access_bits=lambda *_: ((), (32, 64)))
+def step_plan(mixes: int, padded: int, tile: int, room: int, most: int = DEPTH) -> tuple[int, int]:
+    """Depth and stages that fit into `room` bytes beside the parts of a step's weights."""
+    column = BF16 * tile + FP32 * mixes  # bytes of a stage
+    return next(
+        (depth, min(MOST_STAGES, left // column))
+        for depth in (most, most // 2, most // 4)
+        if (left := room // depth - 2 * BF16 * padded) >= 2 * column
+    )
+
+
+def fetch_step(mixes: int, size: int, tile: int, depth: int) -> Any:
+    """A macro: start the copies of a step to `slot`, streams and weights, as one group.
+
+    Of `x` the rows from `row` on; zeros where there are none, and beyond the last column.
+    """
+    threads = 2 * tile
+    of_row, of_weights = depth // VECTOR, depth // WEIGHTS  # accesses
+
+    @T.macro
+    def fetch(x, fn, of_x, of_fn, row, rows, column, slot):
+        tx = T.get_thread_binding()
+        for turn in T.unroll(tile * of_row // threads):
+            line = turn * (threads // of_row) + tx // of_row
+            inside = tx % of_row * VECTOR
+            T.ptx_cp_async(
+                T.access_ptr(of_x[slot, line, inside], "w", VECTOR),
+                T.access_ptr(x[row + line, column + inside], "r", VECTOR),
+                VECTOR, row + line < rows and column + inside < size,
+            )  # fmt: skip
+        for turn in T.unroll(-(-mixes * of_weights // threads)):
+            line = (turn * threads + tx) // of_weights
+            inside = (turn * threads + tx) % of_weights * WEIGHTS
+            if line < mixes:
+                T.ptx_cp_async(
+                    T.access_ptr(of_fn[slot, line, inside], "w", WEIGHTS),
+                    T.access_ptr(fn[line, column + inside], "r", WEIGHTS),
+                    WEIGHTS, column + inside < size,
+                )  # fmt: skip
+        T.ptx_commit_group()
+
+    return fetch
+
+
+def multiply_step(padded: int, tile: int, depth: int, unit: int) -> Any:
+    """A macro: products and squares of a step, `unit` columns at a time, whatever its depth.
+
+    A warp has whole rows of them in registers, for both.
+    """
+
+    @T.macro
+    def multiply(of_x, slot, parts, held, sums, squared):
+        for first in tuple(range(0, depth, unit)):
+            columns = slice(first, first + unit)
+            T.copy(of_x[slot, :, columns], held)
+            for part in (0, padded):
+                T.gemm(
+                    held, parts[part : part + padded, columns], sums, transpose_B=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                )  # fmt: skip
+            for i, j in T.Parallel(tile, unit):
+                squared[i, j] = T.fma(
+                    T.cast(held[i, j], T.float32), T.cast(held[i, j], T.float32), squared[i, j]
+                )
+
+    return multiply
+
+
+@kernel(
+    plan=product_plan,
+    access_bits=lambda *_: ((), (32, 64)),
+    # All barriers are written out.
+    pass_configs={**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True},
+)
 def products(*static: Any) -> Any:
-    """`mul` and `s` of a share of the columns, for each share: the products and the squares."""
-    padded, size, tile, splits, depth, steps, stages, fenced = ProductPlan(*static)
+    """`mul` and `s` of a share of the columns, for each share: the products and the squares.
+
+    Streams and weights are copied some steps ahead; the weights of a step are cut in two when they
+    have arrived.
+    """
+    mixes, padded, size, tile, splits, depth, steps, span, stages, fenced = ProductPlan(*static)
     rows = T.dynamic("rows")
+    unit = min(depth, UNIT)
+    fetch = fetch_step(mixes, size, tile, depth)
+    cut = cut_weights(mixes, padded, depth, depth, 2 * tile)
+    multiply = multiply_step(padded, tile, depth, unit)
 
     @T.prim_func
     def product_tiles(
         x: T.Tensor[(rows, size), T.bfloat16],
-        parts: T.Tensor[(2 * padded, size), T.bfloat16],
+        fn: T.Tensor[(mixes, size), T.float32],
         mul: T.Tensor[(splits, rows, padded), T.float32],
         squares: T.Tensor[(splits, rows), T.float32],
     ):
         with T.Kernel(T.ceildiv(rows, tile), splits, threads=2 * tile) as (block, split):
-            of_x = T.alloc_shared((tile, depth), T.bfloat16)
-            of_parts = T.alloc_shared((2 * padded, depth), T.bfloat16)
+            of_x = T.alloc_shared((stages, tile, depth), T.bfloat16)
+            of_fn = T.alloc_shared((stages, mixes, depth), T.float32)
+            parts = T.alloc_shared((2 * padded, depth), T.bfloat16)
+            held = T.alloc_fragment((tile, unit), T.bfloat16)
             sums = T.alloc_fragment((tile, padded), T.float32)
-            squared = T.alloc_fragment((tile, depth), T.float32)
+            squared = T.alloc_fragment((tile, unit), T.float32)
             of_rows = T.alloc_fragment((tile,), T.float32)
+            total = T.alloc_fragment((tile, padded), T.float32)
+            total_of_rows = T.alloc_fragment((tile,), T.float32)
+            T.annotate_layout({of_x: make_swizzled_layout(of_x)})
+            start = split * steps * depth
             T.clear(sums)
             T.clear(squared)
-            for step in T.Pipelined(steps, num_stages=stages):
-                column = (split * steps + step) * depth
-                T.copy(x[block * tile, column], of_x, disable_tma=True)
-                T.copy(parts[0, column], of_parts, disable_tma=True)
+            T.fill(total, T.float32(-0.0))  # to which anything can be added without a trace
+            T.fill(total_of_rows, T.float32(-0.0))
+            for ahead in T.serial(stages - 1):
+                fetch(x, fn, of_x, of_fn, block * tile, rows, start + ahead * depth, ahead)
+            for step in T.serial(steps):
+                T.ptx_wait_group(stages - 2)
+                T.sync_threads()  # the step is here for all, and all are done with the one before
+                ahead = step + stages - 1
+                if ahead < steps:
+                    fetch(
+                        x,
+                        fn,
+                        of_x,
+                        of_fn,
+                        block * tile,
+                        rows,
+                        start + ahead * depth,
+                        ahead % stages,
+                    )
+                else:
+                    T.ptx_commit_group()
+                cut(of_fn, step % stages, 0, parts)
                 if fenced:
                     T.fence_proxy_async()
-                for part in (0, padded):
-                    T.gemm(
-                        of_x, of_parts[part : part + padded, 0:depth], sums, transpose_B=True,
-                        policy=T.GemmWarpPolicy.FullRow,
-                    )  # fmt: skip
-                for i, j in T.Parallel(tile, depth):
-                    squared[i, j] = T.fma(
-                        T.cast(of_x[i, j], T.float32), T.cast(of_x[i, j], T.float32), squared[i, j]
-                    )
-            T.reduce_sum(squared, of_rows, dim=1)
+                T.sync_threads()
+                multiply(of_x, step % stages, parts, held, sums, squared)
+                if (step + 1) % span == 0:
+                    T.reduce_sum(squared, of_rows, dim=1)
+                    for i, j in T.Parallel(tile, padded):
+                        total[i, j] = total[i, j] + sums[i, j]
+                    for i in T.Parallel(tile):
+                        total_of_rows[i] = total_of_rows[i] + of_rows[i]
+                    T.clear(sums)
+                    T.clear(squared)
             for i, j in T.Parallel(tile, padded):
                 if block * tile + i < rows:
-                    mul[split, block * tile + i, j] = sums[i, j]
+                    mul[split, block * tile + i, j] = total[i, j]
             for i in T.Parallel(tile):
                 if block * tile + i < rows:
-                    squares[split, block * tile + i] = of_rows[i]
+                    squares[split, block * tile + i] = total_of_rows[i]
 
     return product_tiles
 
 
 # ---- mixes from products ------------------------------------------------------------------------
+
+
+@T.macro
+def inverse_norm(square, size, eps):
+    """What divides by the norm of a token."""
+    return T.rsqrt(T.ieee_fmaf(square, T.float32(1 / size), eps))
 
 
 def sum_of_products(splits: int, size: int) -> Any:
@@ -201,9 +297,12 @@ def sum_of_products(splits: int, size: int) -> Any:
         for i in T.unroll(splits - 1):
             totals[0] = T.ieee_add(totals[0], mul[i + 1, token, mix])
             totals[1] = T.ieee_add(totals[1], squares[i + 1, token])
-        totals[2] = T.rsqrt(T.ieee_fmaf(totals[1], T.float32(1 / size), eps))
+        totals[2] = inverse_norm(totals[1], size, eps)
 
     return summed
+
+
+MIX_THREADS = 128
 
 
 class MixPlan(NamedTuple):
@@ -349,6 +448,7 @@ def product_gradients(
     """The gradients of streams and weights from one reading of the streams."""
     rows = T.dynamic("rows")
     height, width = GRADIENT_ROWS, gradient_columns(padded)
+    cut = cut_weights(mixes, padded, width, size, 128)
     copies = 5 if accumulate else 4  # for a tile
 
     @T.macro
@@ -373,7 +473,7 @@ def product_gradients(
     @T.prim_func
     def gradient_tiles(
         x: T.Tensor[(rows, size), T.bfloat16],
-        weights: T.Tensor[(2 * padded, size), T.bfloat16],
+        fn: T.Tensor[(1, mixes, size), T.float32],
         parts: T.Tensor[(2, rows, padded), T.bfloat16],
         of_squares: T.Tensor[(rows,), T.float32],
         grad_x: T.Tensor[(rows, size), T.bfloat16],
@@ -392,7 +492,7 @@ def product_gradients(
             sources = (x, parts, of_squares, grad_x)
             places = (of_x, high, low, squared, old)
             T.clear(sums)
-            T.copy(weights[0, chunk * width], of_weights, disable_tma=True)
+            cut(fn, 0, chunk * width, of_weights)
             for ahead in T.serial(stages - 1):
                 fetch(sources, places, chunk, split * tiles, ahead, tiles)
             for tile in T.serial(tiles):

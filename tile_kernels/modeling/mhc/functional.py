@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels import mhc
+from tile_kernels.mhc.fused import pre_gradients
 from tile_kernels.modeling.mhc.main_grad import in_float32
 from tile_kernels.modeling.mhc.once import differentiable_once
 from tile_kernels.modeling.mhc.ops.norm_fn import merged
@@ -53,13 +54,11 @@ class Read(NamedTuple):
 def _steps(
     residual: Tensor, fn: Tensor, scale: Tensor, base: Tensor, settings: Settings
 ) -> tuple[Tensor, ...]:
-    """The operators in order, with what their gradients need."""
-    mixes, mul, s = mhc.mhc_norm_fn_fwd(residual, fn, settings.norm_eps)
-    pre, post, logits = mhc.mhc_pre_split_mixes(
-        mixes, scale, base, residual.shape[-2], settings.post_mult_value, settings.pre_eps
-    )
-    comb = mhc.sinkhorn_normalize(logits, settings.sinkhorn_repeat, settings.sinkhorn_eps)
-    return mhc.mhc_pre_apply_mix(residual, pre), pre, post, comb, mixes, mul, s, logits
+    """Layer input, `post`, `comb` and `pre`, and what else the gradients need."""
+    return mhc.mhc_pre_fwd(
+        residual, fn, scale, base, settings.norm_eps, settings.pre_eps, settings.sinkhorn_eps,
+        settings.post_mult_value, settings.sinkhorn_repeat,
+    )  # fmt: skip
 
 
 class _Pre(torch.autograd.Function):
@@ -75,38 +74,35 @@ class _Pre(torch.autograd.Function):
         settings: Settings,
         made: Made | None,
     ) -> tuple[Tensor, ...]:
-        """Layer input, `pre`, `post`, `comb`, and the residual again if it is to be carried."""
-        layer_input, pre, post, comb, *kept = _steps(residual, fn, scale, base, settings)
+        """Layer input, `post`, `comb`, `pre`, and the residual again if it is to be carried."""
+        layer_input, post, comb, pre, *kept = _steps(residual, fn, scale, base, settings)
         ctx.save_for_backward(residual, fn, scale, base, pre, *kept)
         ctx.settings, ctx.made = settings, made
         ctx.mark_non_differentiable(pre)
         ctx.set_materialize_grads(False)
-        results = layer_input, pre, post, comb
+        results = layer_input, post, comb, pre
         return results if made is None else (*results, residual)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """In reverse; what came back to the carried residual is what the others add to."""
-        residual, fn, scale, base, pre, mixes, mul, s, logits = ctx.saved_tensors
-        settings = ctx.settings
+        saved, settings = ctx.saved_tensors, ctx.settings
+        residual, pre, logits = saved[0], saved[4], saved[8]
         of_input = _or_zeros(grads[0], residual, residual.shape[:-2] + residual.shape[-1:])
-        of_post = _or_zeros(grads[2], pre, pre.shape)
-        of_comb = _or_zeros(grads[3], logits, logits.shape)
+        of_post = _or_zeros(grads[1], pre, pre.shape)
+        of_comb = _or_zeros(grads[2], logits, logits.shape)
         total = grads[4] if ctx.made is not None else None
         if total is not None and total is not ctx.made.gradient:  # others may hold it: not ours
             total = total.clone(memory_format=torch.contiguous_format)
-        total, of_pre = mhc.mhc_pre_apply_mix_bwd(of_input, residual, pre, total)
-        of_logits = mhc.sinkhorn_normalize_bwd(
-            of_comb, logits, settings.sinkhorn_repeat, settings.sinkhorn_eps
-        )
-        of_mixes, of_scale, of_base = mhc.mhc_pre_split_mixes_bwd(
-            of_pre, of_post, of_logits, mixes, scale, base, settings.post_mult_value
-        )
-        total, of_fn = mhc.mhc_norm_fn_bwd(of_mixes, residual, fn, mul, s, settings.norm_eps, total)
+        numbers = (
+            settings.norm_eps, settings.sinkhorn_eps, settings.post_mult_value,
+            settings.sinkhorn_repeat,
+        )  # fmt: skip
+        of_inputs = pre_gradients(saved, (of_input, of_post, of_comb), total, numbers)
         if ctx.made is not None:
             ctx.made.gradient = None
-        return total, of_fn, of_scale, of_base, None, None
+        return *of_inputs, None, None
 
 
 def _or_zeros(grad: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -135,10 +131,10 @@ def read(
         )  # fmt: skip
         return Read(layer_input, None, post, comb, None)
     if not trained or torch.compiler.is_compiling():  # no graph can follow who holds a gradient
-        layer_input, pre, post, comb, *_ = _steps(residual, fn, scale, base, settings)
+        layer_input, post, comb, pre, *_ = _steps(residual, fn, scale, base, settings)
         return Read(layer_input, pre, post, comb, None)
     made = Made() if carry and residual.requires_grad else None
-    layer_input, pre, post, comb, *same = _Pre.apply(residual, fn, scale, base, settings, made)
+    layer_input, post, comb, pre, *same = _Pre.apply(residual, fn, scale, base, settings, made)
     carried = None if made is None else CarriedResidual(same[0], made)
     return Read(layer_input, pre, post, comb, carried)
 
