@@ -9,6 +9,7 @@ values take the same road, all equal ones too, and nothing depends on the order 
 All barriers are written out, in the kernels that use these macros too.
 """
 
+import math
 from typing import Any
 
 from tilelang import language as T
@@ -16,11 +17,18 @@ from tilelang import language as T
 from tile_kernels.runtime.kernels.common import WARP
 
 NO_TYPED_SYNC = {"tl.disable_thread_storage_sync": True}
-VECTOR = 4  # entries of 4 bytes that a thread moves at once
 KEY_BITS = 32
 BIN_BITS = 9
 BINS = 1 << BIN_BITS  # of a count by key; also the room for one
 FOUND = 3  # numbers that a thread tells the others: the bin, keys above it, keys in it
+
+
+def list_entries(least: int, threads: int) -> int:
+    """Entries of a list for each thread, for `least` of all: an even number, so that several are
+    read at once, and no multiple of eight, so that neighbours read from different banks."""
+    entries = -(-least // threads)
+    entries += entries % 2
+    return entries if entries % 8 else entries + 2
 
 
 def key_of(value: Any) -> Any:
@@ -160,16 +168,16 @@ def keep_best(topk: int, capacity: int, threads: int, key: Any) -> Any:
     after.
     """
     entries = capacity // threads
+    vector = math.gcd(4, entries)
     prefix = prefix_over_block(threads)
     find = least_of_best(entries, threads)
 
     @T.macro
     def load(source, which, place):
-        for c in T.unroll(entries // VECTOR):
-            for e in T.vectorized(VECTOR):
-                place[c * VECTOR + e] = source[
-                    which, T.get_thread_binding() * entries + c * VECTOR + e
-                ]
+        first = T.get_thread_binding() * entries
+        for c in T.unroll(entries // vector):
+            for e in T.vectorized(vector):
+                place[c * vector + e] = source[which, first + c * vector + e]
 
     @T.macro
     def keep(words, ids, which, count, low, bins, found, sums):

@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
 
 def plan(source: str, heads: int, depth: int, out_dtype: str, role: str, device: Device) -> Plan:
-    tile = tile_plan(source, role == MARKED, heads, depth, MOST_QUERIES, device)
+    tile, _ = tile_plan(source, role == MARKED, heads, depth, MOST_QUERIES, device)
     return Plan(*tile, out_dtype, role)
 
 

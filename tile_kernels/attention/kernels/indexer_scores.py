@@ -127,8 +127,9 @@ def tile_plan(
     device: Device,
     held: Callable[[int], int] = lambda _: 0,
     shared: int = 0,
-) -> Tile:
-    """The largest tile that fits beside `held(keys)` bytes for each query and `shared` for all.
+) -> tuple[Tile, int]:
+    """The largest tile that fits beside `held(keys)` bytes for each query and `shared` for all,
+    and the bytes that are left.
 
     `exact`: in bfloat16, whatever the exponents of e2m1.
     """
@@ -145,8 +146,9 @@ def tile_plan(
                 for stages in numbers:
                     fewer = queries >> halved
                     tile = Tile(source, unit, heads, padded, depth, keys, fewer, stages, fenced)
-                    if tile.bytes() + fewer * held(keys) + shared + SPARE <= room:
-                        return tile
+                    left = room - tile.bytes() - fewer * held(keys) - shared - SPARE
+                    if left >= 0:
+                        return tile, left
     less = ", or topk smaller," if shared else ""
     raise ValueError(
         f"q must have fewer heads or channels{less} for {device.name}, got {heads} heads of {depth}"

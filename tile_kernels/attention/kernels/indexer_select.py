@@ -13,10 +13,10 @@ from tile_kernels.attention.kernels.indexer_list import (
     BINS,
     FOUND,
     NO_TYPED_SYNC,
-    VECTOR,
     bit,
     keep_best,
     key_of,
+    list_entries,
 )
 from tile_kernels.attention.kernels.indexer_logits import MARKED, MARKING
 from tile_kernels.attention.kernels.indexer_scores import (
@@ -35,6 +35,9 @@ from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
 MOST_QUERIES = 4  # a warp each, also of the smallest block
+ENTRY_BYTES = 8
+SPARE_TILES = 4  # of keys that a list has room for beside those it must: it fills up less often
+MOST_OWN = 18  # entries of a list for each thread, if there is more room
 
 
 class Plan(NamedTuple):
@@ -59,16 +62,19 @@ class Plan(NamedTuple):
 def plan(
     source: str, heads: int, depth: int, topk: int, partial: bool, role: str, device: Device
 ) -> Plan:
-    def capacity(keys: int) -> int:
-        """Of a list: the best, two tiles, and what makes it the same number for all threads."""
-        quantum = 2 * keys * VECTOR
-        return -(-(topk + 2 * keys) // quantum) * quantum
+    def least(keys: int) -> int:
+        """Entries of a list for each thread: for the best, two tiles, and some more."""
+        return list_entries(topk + (2 + SPARE_TILES) * keys, 2 * keys)
 
-    tile = tile_plan(
+    tile, left = tile_plan(
         source, role == MARKED, heads, depth, MOST_QUERIES, device,
-        held=lambda keys: 8 * capacity(keys), shared=4 * BINS,
+        held=lambda keys: ENTRY_BYTES * 2 * keys * least(keys), shared=4 * BINS,
     )  # fmt: skip
-    return Plan(*tile, topk, capacity(tile.keys), partial, role)
+    entries = least(tile.keys)
+    most = entries + left // (ENTRY_BYTES * tile.threads * tile.queries)
+    while (more := list_entries((entries + 1) * tile.threads, tile.threads)) <= min(most, MOST_OWN):
+        entries = more
+    return Plan(*tile, topk, entries * tile.threads, partial, role)
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:

@@ -16,11 +16,11 @@ from tile_kernels.attention.kernels.indexer_list import (
     BINS,
     FOUND,
     NO_TYPED_SYNC,
-    VECTOR,
     bit,
     keep_best,
     key_of_bits,
     least_of_best,
+    list_entries,
     number_of,
     sort_entries,
 )
@@ -34,12 +34,13 @@ UNIT = 4  # logits one after the other that a thread has
 UNITS = 2  # of a thread in a tile
 OWN = UNIT * UNITS
 TILE = THREADS * OWN
-SPARE_LIST = 2048  # entries of a list beside the best and a tile: less means that it fills up more
+SPARE_LIST = 1024  # entries of a list beside the best and a tile: with fewer it fills up more often
+MOST_OWN = 14  # entries of a list for each thread that leave registers for two blocks
 SAMPLED_UNITS = 2  # of a thread
 SAMPLE = THREADS * UNIT * SAMPLED_UNITS
 NEAR = 4  # threads whose units of the sample are one after the other
-# The bound of a sample leaves half as many again as asked for, and some more: fewer than asked for
-# are then rare, also for small `topk`, and where neighbours resemble each other.
+# The bound of a sample leaves a quarter more than asked for, and some more: fewer than asked for is
+# then an event of four standard deviations, also for small `topk`, if neighbours are independent.
 SPARE_RANK = 24
 BITS = {"float32": 32, "bfloat16": 16, "uint32": 32}
 KEYS = "uint32"
@@ -60,8 +61,7 @@ class Plan(NamedTuple):
 def plan(
     topk: int, dtype: str, vector: int, with_start: bool, by_value: bool, device: Device
 ) -> Plan:
-    quantum = THREADS * VECTOR
-    capacity = -(-(topk + TILE + SPARE_LIST) // quantum) * quantum
+    capacity = THREADS * list_entries(topk + TILE + SPARE_LIST, THREADS)
     return Plan(topk, dtype, vector, with_start, by_value, capacity)
 
 
@@ -119,7 +119,7 @@ def best_of_rows(
                 if unit * UNIT + e >= begin:
                     own[u * UNIT + e] = key(word(values[u * UNIT + e]))
         rank = T.alloc_var(T.int32, init=topk * SAMPLE // (stop - begin))
-        rank = rank + rank // 2 + SPARE_RANK
+        rank = rank + rank // 4 + SPARE_RANK
         return least_of_sample(own, rank, T.uint32(1), bins, found, sums) - T.uint32(1)
 
     @T.prim_func
@@ -132,7 +132,7 @@ def best_of_rows(
     ):
         with T.Kernel(rows, threads=THREADS) as row:
             T.assume(stride % vector == 0)
-            T.annotate_min_blocks_per_sm(2)
+            T.annotate_min_blocks_per_sm(2 if capacity <= MOST_OWN * THREADS else 1)
             tx = T.get_thread_binding()
             lane = tx % WARP
             words = T.alloc_shared((1, capacity), T.uint32)
