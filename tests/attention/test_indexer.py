@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tile_kernels.attention import (
     indexer_topk,
 )
 from tile_kernels.attention.cases.indexer import arguments
+from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.torch import formats
 from tile_kernels.torch import indexer as oracles
 
@@ -97,6 +99,50 @@ def test_other_matrix_units(arch: str, source: str) -> None:
         assert torch.equal(indexer_logits(**given), oracles.indexer_logits(**given))
         chosen = indexer_select(**given, topk=20)
     assert torch.equal(chosen, oracles.indexer_select(**given, topk=20))
+
+
+NO_LIMIT = 4096
+LIMITS = [  # as in docs/indexer.md: arch, format, channels, heads, largest topk, logits too
+    ("sm_80", "bfloat16", 256, 128, 3200, True),
+    ("sm_80", "float8_e4m3fn", 256, 128, 3200, True),
+    ("sm_80", "e2m1", 256, 128, NO_LIMIT, True),
+    *((arch, *limit) for arch in ("sm_89", "sm_120a") for limit in (
+        ("bfloat16", 128, 64, NO_LIMIT, True), ("bfloat16", 128, 128, 3200, True),
+        ("bfloat16", 256, 8, 2944, True), ("bfloat16", 256, 16, 2432, True),
+        ("bfloat16", 256, 32, 1408, True), ("bfloat16", 256, 64, 0, True),
+        ("bfloat16", 256, 128, 0, False), ("float8_e4m3fn", 256, 64, NO_LIMIT, True),
+        ("float8_e4m3fn", 256, 128, 3200, True), ("e2m1", 128, 128, NO_LIMIT, True),
+        ("e2m1", 256, 32, NO_LIMIT, True), ("e2m1", 256, 64, 3456, True),
+        ("e2m1", 256, 128, 0, False),
+    )),
+    *((arch, source, 256, 128, NO_LIMIT, True) for arch in ("sm_90a", "sm_100a")
+      for source in ("bfloat16", "float8_e4m3fn", "e2m1")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "source", "depth", "heads", "most", "logits"), LIMITS)
+def test_limits_are_as_documented(
+    arch: str, source: str, depth: int, heads: int, most: int, logits: bool
+) -> None:
+    """Plans are made up to the limit, and refused above it with a reason."""
+    from tile_kernels.attention.kernels import indexer_logits as of_logits
+    from tile_kernels.attention.kernels import indexer_select as of_selection
+
+    device = DESCRIBED[arch]
+    roles = ("marking", "marked") if source == "e2m1" else ("all",)
+
+    def select(topk: int) -> None:
+        for role in roles:
+            of_selection.plan(source, heads, depth, topk, False, role, device)
+
+    if most:
+        select(most)
+    if most < NO_LIMIT:
+        with pytest.raises(ValueError, match="fewer heads or channels, or topk smaller"):
+            select(most + 1)
+    with contextlib.nullcontext() if logits else pytest.raises(ValueError, match="fewer heads"):
+        for role in roles:
+            of_logits.plan(source, heads, depth, "float32", role, device)
 
 
 # ---- the choice ---------------------------------------------------------------------------------

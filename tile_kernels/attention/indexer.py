@@ -26,6 +26,7 @@ SOURCES = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "float8_e4m3fn", tor
 KEYS = 128  # of a tile; shares of the keys are multiples of it
 _MOST_SHARE = 32 * KEYS
 _BLOCKS_PER_SM = 4
+_MARK_BLOCKS_PER_SM = 8  # that look for what is marked
 _LEAST_TILES = 4  # of keys for a list
 
 _SCORES = Kernel("tile_kernels.attention.kernels.indexer_logits", "score_tiles")
@@ -124,6 +125,14 @@ def share_of_keys(num_queries: int, num_keys: int, device: torch.device) -> int:
     return KEYS * max(1, min(_MOST_SHARE // KEYS, -(-tiles // shares)))
 
 
+def queries_of_block(num_queries: int, shares: int, device: torch.device) -> int:
+    """Queries whose marks a block looks at: many, so that none marked takes no time."""
+    if isinstance(num_queries, torch.SymInt) or isinstance(shares, torch.SymInt):
+        return 1
+    sms = config.get_device_num_sms(device if device.type == "cuda" else None)
+    return max(1, num_queries * shares // (_MARK_BLOCKS_PER_SM * sms))
+
+
 def shares_to_select(num_queries: int, num_keys: int, device: torch.device) -> tuple[int, int]:
     """Keys of a block that selects, and how many blocks share the keys.
 
@@ -197,13 +206,14 @@ def _logits(
         source, heads = SOURCES[q.dtype], q.shape[1]
         depth = q.shape[2] * (2 if source == "e2m1" else 1)
         share = share_of_keys(num_queries, num_keys, q.device)
-        marks = None
-        if source == "e2m1":
-            marks = end.new_empty((num_queries, -(-num_keys // share)))
+        shares = -(-num_keys // share)
+        marks = end.new_empty((num_queries, shares)) if source == "e2m1" else None
+        together = queries_of_block(num_queries, shares, q.device)
         for role in ("all",) if marks is None else ("marking", "marked"):
             _SCORES.launch(
                 (source, heads, depth, dtype_name(out), role),
                 rows_of(q), q_sf, rows_of(k), k_sf, weights, start, end, marks, out, share,
+                together,
             )  # fmt: skip
     return out
 
@@ -319,6 +329,7 @@ def _select(
         depth = q.shape[2] * (2 if source == "e2m1" else 1)
         share, shares = shares_to_select(num_queries, k.shape[0], q.device)
         marks = end.new_empty((num_queries, shares)) if source == "e2m1" else None
+        together = queries_of_block(num_queries, shares, q.device)
         names = out.view(num_queries, 1, topk)
         keys = None
         if shares > 1:
@@ -328,6 +339,7 @@ def _select(
             _BEST_KEYS.launch(
                 (source, heads, depth, topk, keys is not None, role),
                 rows_of(q), q_sf, rows_of(k), k_sf, weights, start, end, marks, names, keys, share,
+                together,
             )  # fmt: skip
         if keys is not None:
             merge(keys.view(num_queries, -1), names.view(num_queries, -1), out)

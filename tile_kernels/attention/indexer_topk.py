@@ -95,8 +95,8 @@ def indexer_topk(
     Of equal logits the smaller index is taken; the two zeros are equal, and NaN is -inf. An entry
     that is -inf is one like any other, after all larger ones. Indices come in ascending order, with
     `sorted` by descending logits (equal ones by index); where a query has fewer than `k` keys, -1
-    fills the rest. Ranges are cut to `0..S`. Deterministic; a row is read once, and no values make
-    a difference to the result's exactness.
+    fills the rest. Ranges are cut to `0..S`. Deterministic; a row is read once, or twice where a
+    sample of it misleads, and no values make a difference to the result's exactness.
 
     Raises `TypeError` or `ValueError` with the argument's name.
 

@@ -34,6 +34,9 @@ def _values(kind: str, rows: int, columns: int, device: torch.device) -> torch.T
         return x.sort(dim=1).values
     if kind == "descending":
         return x.sort(dim=1, descending=True).values
+    if kind == "periodic":  # all of a sample at equal distances may be large
+        large = torch.arange(columns, device=device) % max(columns // 256, 1) < 16
+        return x + 10 * large
     if kind == "special":
         values = torch.tensor([_NAN, -_NAN, _INF, -_INF, 0.0, -0.0, 1e-40, 3e38], device=device)
         return values[torch.randint(len(values), x.shape, device=device)]
@@ -110,6 +113,7 @@ INDEXER_TOPK = Cases(
           for kind in KINDS),
         # Lists that fill up: 20000 entries and more.
         *(Sample(f"long.{kind}.1x20000.1500", _rows(1, 20000, 1500, kind)) for kind in KINDS[:6]),
+        Sample("long.periodic.1x16384.1500", _rows(1, 16384, 1500, "periodic")),
         Sample("long.2x9000.4096", _rows(2, 9000, 4096, "ties", by_value=True)),
         Sample("all of them.3x64.64", _rows(3, 64, 64, "ties")),
         Sample("more than there are.3x64.100", _rows(3, 64, 100, "special", by_value=True)),
@@ -126,6 +130,7 @@ INDEXER_TOPK = Cases(
     ],
     large=[
         *(Sample(f"{kind}.64x65536.2048", _rows(64, 65536, 2048, kind)) for kind in ("", *KINDS)),
+        Sample("periodic.64x65536.2048", _rows(64, 65536, 2048, "periodic")),
         Sample("sorted.64x65536.2048", _rows(64, 65536, 2048, "ties", by_value=True)),
         Sample("causal.1000x5000.512", _rows(1000, 5000, 512, end="causal", start="some")),
         Sample("bfloat16.100x30001.1024", _rows(100, 30001, 1024, "ties", torch.bfloat16)),
@@ -136,6 +141,7 @@ INDEXER_TOPK = Cases(
         Benchmark("4096x65536.2048", _rows(4096, 65536, 2048), goal_us=1000.0),
         Benchmark("sorted.4096x65536.2048", _rows(4096, 65536, 2048, by_value=True)),
         Benchmark("ascending.1024x65536.2048", _rows(1024, 65536, 2048, "ascending")),
+        Benchmark("periodic.1024x65536.2048", _rows(1024, 65536, 2048, "periodic")),
         Benchmark("64x65536.512", _rows(64, 65536, 512)),
     ],
     vectors=[

@@ -9,6 +9,7 @@ values take the same road, all equal ones too, and nothing depends on the order 
 All barriers are written out, in the kernels that use these macros too.
 """
 
+import math
 from typing import Any
 
 from tilelang import language as T
@@ -16,145 +17,218 @@ from tilelang import language as T
 from tile_kernels.runtime.kernels.common import WARP
 
 NO_TYPED_SYNC = {"tl.disable_thread_storage_sync": True}
-VECTOR = 4  # entries of 4 bytes that a thread moves at once
 KEY_BITS = 32
-COUNTERS = 3 * KEY_BITS // 2  # for three numbers of two bits
+BIN_BITS = 9
+BINS = 1 << BIN_BITS  # of a count by key; also the room for one
+FOUND = 3  # numbers that a thread tells the others: the bin, keys above it, keys in it
+
+
+def list_entries(least: int, threads: int) -> int:
+    """Entries of a list for each thread, for `least` of all: an even number, so that several are
+    read at once, and no multiple of eight, so that neighbours read from different banks."""
+    entries = -(-least // threads)
+    entries += entries % 2
+    return entries if entries % 8 else entries + 2
+
+
+def key_of(value: Any) -> Any:
+    """float32 as an integer in the order of numbers, above 0; NaN as -inf, one zero of two.
+
+    An expression without variables, which would tie the keys of a thread to each other.
+    """
+    number = T.ieee_add(T.max(value, -T.infinity(T.float32)), T.float32(0))
+    bits = T.reinterpret(number, T.int32)
+    return T.reinterpret(bits ^ ((bits >> 31) | T.int32(-(2**31))), T.uint32)
+
+
+def key_of_bits(word: Any) -> Any:
+    """The key of a float32 that is given as a word."""
+    return key_of(T.reinterpret(word, T.float32))
 
 
 @T.macro
-def key_of(value):
-    """float32 as an integer in the order of numbers, above 0; NaN as -inf, one zero of two."""
-    bits = T.alloc_var(T.uint32, init=T.reinterpret(value, T.uint32))
-    if (bits & T.uint32(0x7FFFFFFF)) > T.uint32(0x7F800000):
-        bits = T.uint32(0xFF800000)
-    if bits == T.uint32(0x80000000):
-        bits = T.uint32(0)
-    flip = T.alloc_var(T.uint32, init=T.uint32(0x80000000))
+def number_of(key):
+    """The float32 of a key; of one below that of -inf, -inf."""
+    bits = T.alloc_var(T.uint32, init=T.max(key, T.uint32(0x007FFFFF)))
+    flip = T.alloc_var(T.uint32, init=T.uint32(0xFFFFFFFF))
     if bits >= T.uint32(0x80000000):
-        flip = T.uint32(0xFFFFFFFF)
-    return bits ^ flip
+        flip = T.uint32(0x80000000)
+    return T.reinterpret(bits ^ flip, T.float32)
+
+
+def bit(number: Any) -> Any:
+    """Of a word, the one of this number, counted on from word to word."""
+    return T.shift_left(T.uint32(1), T.cast(number % 32, T.uint32))
 
 
 def prefix_over_block(threads: int) -> Any:
     """A macro: the sum of `value` over all threads before this one, and over all, into `out`.
 
     `sums` is shared, one for each warp. Contains one barrier; another must come before the next
-    call.
+    call with these sums.
     """
     warps = threads // WARP
 
     @T.macro
     def prefix(value, sums, out):
-        tx = T.get_thread_binding()
+        lane = T.get_thread_binding() % WARP
+        warp = T.get_thread_binding() // WARP
         running = T.alloc_var(T.int32, init=value)
         other = T.alloc_var(T.int32)
         for d in T.unroll(5):
             other = T.shfl_up(running, T.shift_left(1, d))
-            if tx % WARP >= T.shift_left(1, d):
+            if lane >= T.shift_left(1, d):
                 running = running + other
-        if tx % WARP == WARP - 1:
-            sums[tx // WARP] = running
+        if lane == WARP - 1:
+            sums[warp] = running
         T.sync_threads()
-        out[0] = running - value
-        out[1] = 0
-        for w in T.unroll(warps):
-            if w < tx // WARP:
-                out[0] = out[0] + sums[w]
-            out[1] = out[1] + sums[w]
+        other = 0
+        if lane < warps:
+            other = sums[lane]
+        out[1] = T.warp_reduce_sum(other)
+        if lane >= warp:
+            other = 0
+        out[0] = T.warp_reduce_sum(other) + running - value
 
     return prefix
 
 
-def keep_best(topk: int, capacity: int, threads: int) -> Any:
-    """A macro: keep the `topk` best of `count` entries of a list, which has more; the new bound.
+def least_of_best(entries: int, threads: int) -> Any:
+    """A macro: the largest number that `rank` of a block's keys are not below, or a smaller one
+    with no key between.
 
-    `keys` and `ids` are shared, `[lists, capacity]`; `counters` is shared, `COUNTERS` of them. The
-    bound may be less than the least key that stays: then an equal one can come later, and go again.
-    Whoever calls has a barrier before and after.
+    A thread has `entries` keys, in `own`, 0 for none; all keys are at least `low`, which is above
+    0, and there are `rank` of them. Keys are counted in bins of equal width, from `low` to the
+    largest; then those in the bin with the number, in narrower ones, until all keys of a bin are
+    among the best, or it holds one number. `bins` are shared and 0 before and after, `found` and
+    `sums` are shared. Whoever calls has a barrier before.
     """
-    own_entries = capacity // threads
+    per = BINS // threads
+    warps = threads // WARP
     prefix = prefix_over_block(threads)
-    # The entries of a warp that reach a number, for as many numbers as fit, are one integer.
-    bits = (own_entries * WARP).bit_length()
-    rounds = ((1, 2, 3),) if 3 * bits < 32 else ((1, 2), (3,))
 
     @T.macro
-    def keep(keys, ids, which, count, counters, sums):
+    def find(own, rank, low, bins, found, sums):
         tx = T.get_thread_binding()
-        own = T.alloc_local((own_entries,), T.uint32)
-        own_ids = T.alloc_local((own_entries,), T.int32)
+        counts = T.alloc_local((per,), T.int32)
         before = T.alloc_local((2,), T.int32)
-        bound = T.alloc_var(T.uint32, init=T.uint32(0))
-        trial = T.alloc_var(T.uint32)
+        least = T.alloc_var(T.uint32, init=low)
+        last = T.alloc_var(T.uint32, init=T.uint32(0))  # the largest distance from `least`
+        need = T.alloc_var(T.int32, init=rank)
+        shift = T.alloc_var(T.int32)
         mine = T.alloc_var(T.int32)
-        if tx < COUNTERS:
-            counters[tx] = 0
-        for c in T.unroll(own_entries // VECTOR):
-            for e in T.vectorized(VECTOR):
-                own[c * VECTOR + e] = keys[which, tx * own_entries + c * VECTOR + e]
-        for j in T.unroll(own_entries):
-            if tx * own_entries + j >= count:
-                own[j] = T.uint32(0)
+        for j in T.unroll(entries):
+            last = T.max(last, own[j])
+        last = T.warp_reduce_max(last)
+        if tx % WARP == 0:
+            sums[tx // WARP] = T.reinterpret(last, T.int32)
         T.sync_threads()
-        # The least key that stays is the largest number that `topk` keys are not below. Two bits at
-        # a time, until one number has just as many.
-        found = T.alloc_var(T.bool, init=T.bool(False))
-        for step in T.serial(KEY_BITS // 2):
-            if not found:  # the same for all threads
-                lowest = T.alloc_var(T.uint32)
-                lowest = T.shift_left(T.uint32(1), T.cast(KEY_BITS - 2 - 2 * step, T.uint32))
-                for digits in rounds:
-                    mine = 0
-                    for digit in digits:
-                        trial = bound + lowest * T.uint32(digit)
-                        for j in T.unroll(own_entries):
-                            if own[j] >= trial:
-                                mine = mine + (1 << (bits * (digit - digits[0])))
-                    mine = T.warp_reduce_sum(mine)
-                    if tx % WARP < len(digits):
-                        T.atomic_add(
-                            counters[3 * step + digits[0] - 1 + tx % WARP],
-                            (mine >> (bits * (tx % WARP))) & ((1 << bits) - 1),
-                        )
+        last = T.uint32(0)
+        if tx % WARP < warps:
+            last = T.reinterpret(sums[tx % WARP], T.uint32)
+        last = T.warp_reduce_max(last) - least
+        shift = KEY_BITS - BIN_BITS - T.call_extern(T.int32, "__clz", T.reinterpret(last, T.int32))
+        shift = T.max(shift, 0)
+        done = T.alloc_var(T.bool, init=T.bool(False))
+        for _ in T.serial(-(-KEY_BITS // BIN_BITS)):
+            if not done:  # the same for all threads
+                for j in T.unroll(entries):
+                    if own[j] - least <= last:
+                        place = T.cast((own[j] - least) >> T.cast(shift, T.uint32), T.int32)
+                        T.atomic_add(bins[place], 1)
                 T.sync_threads()
-                base = T.alloc_var(T.uint32, init=bound)
-                for digit in (1, 2, 3):
-                    if counters[3 * step + digit - 1] >= topk:
-                        bound = base + lowest * T.uint32(digit)
-                        found = counters[3 * step + digit - 1] == topk
-                if found:
-                    bound = bound - T.uint32(1)
+                mine = 0
+                for i in T.unroll(per):  # the highest bins first
+                    counts[i] = bins[BINS - 1 - (tx * per + i)]
+                    bins[BINS - 1 - (tx * per + i)] = 0
+                    mine = mine + counts[i]
+                prefix(mine, sums, before)
+                for i in T.unroll(per):
+                    if before[0] < need and before[0] + counts[i] >= need:
+                        found[0] = BINS - 1 - (tx * per + i)
+                        found[1] = before[0]
+                        found[2] = counts[i]
+                    before[0] = before[0] + counts[i]
+                T.sync_threads()
+                least = least + (T.cast(found[0], T.uint32) << T.cast(shift, T.uint32))
+                last = (T.uint32(1) << T.cast(shift, T.uint32)) - T.uint32(1)
+                need = need - found[1]
+                done = found[2] == need or shift == 0
+                shift = T.max(shift - BIN_BITS, 0)
+        return least
+
+    return find
+
+
+def keep_best(topk: int, capacity: int, threads: int, key: Any) -> Any:
+    """A macro: keep the `topk` best of `count` entries of a list, which has more; the new bound.
+
+    `words` and `ids` are shared, `[lists, capacity]`; `key(word)` is the key of a word, and `low`
+    not above any of them. For the rest see `least_of_best`. Whoever calls has a barrier before and
+    after.
+    """
+    entries = capacity // threads
+    vector = math.gcd(4, entries)
+    prefix = prefix_over_block(threads)
+    find = least_of_best(entries, threads)
+
+    @T.macro
+    def load(source, which, place):
+        first = T.get_thread_binding() * entries
+        for c in T.unroll(entries // vector):
+            for e in T.vectorized(vector):
+                place[c * vector + e] = source[which, first + c * vector + e]
+
+    @T.macro
+    def keep(words, ids, which, count, low, bins, found, sums):
+        tx = T.get_thread_binding()
+        own = T.alloc_local((entries,), T.uint32)
+        own_ids = T.alloc_local((entries,), T.int32)
+        before = T.alloc_local((2,), T.int32)
+        bound = T.alloc_var(T.uint32)
+        mine = T.alloc_var(T.int32)
+        stays = T.alloc_local((-(-entries // 32),), T.uint32)  # a bit for each entry
+        load(words, which, own)
+        for j in T.unroll(entries):
+            if tx * entries + j < count:
+                own[j] = key(own[j])
+            else:
+                own[j] = T.uint32(0)
+        bound = find(own, topk, T.max(low, T.uint32(1)), bins, found, sums)
         mine = 0
-        for j in T.unroll(own_entries):
+        for j in T.unroll(entries):
             if own[j] > bound:
                 mine = mine + 1
             elif own[j] == bound:
                 mine = mine + 65536
-        for c in T.unroll(own_entries // VECTOR):
-            for e in T.vectorized(VECTOR):
-                own_ids[c * VECTOR + e] = ids[which, tx * own_entries + c * VECTOR + e]
         prefix(mine, sums, before)
-        above = T.alloc_var(T.int32, init=before[0] % 65536)
         equal = T.alloc_var(T.int32, init=before[0] // 65536)
         room = T.alloc_var(T.int32, init=topk - before[1] % 65536)  # for equal ones
-        for j in T.unroll(own_entries):
-            if own[j] > bound:
-                keys[which, above + T.min(equal, room)] = own[j]
-                ids[which, above + T.min(equal, room)] = own_ids[j]
-                above = above + 1
-            elif own[j] == bound:
-                if equal < room:
-                    keys[which, above + equal] = own[j]
-                    ids[which, above + equal] = own_ids[j]
+        place = T.alloc_var(T.int32, init=before[0] % 65536 + T.min(equal, room))
+        for w in T.unroll(-(-entries // 32)):
+            stays[w] = T.uint32(0)
+        for j in T.unroll(entries):
+            if own[j] > bound or (own[j] == bound and equal < room):
+                stays[j // 32] = stays[j // 32] | bit(j)
+            if own[j] == bound:
                 equal = equal + 1
+        load(words, which, own)
+        load(ids, which, own_ids)
+        T.sync_threads()
+        for j in T.unroll(entries):
+            if (stays[j // 32] & bit(j)) != T.uint32(0):
+                words[which, place] = own[j]
+                ids[which, place] = own_ids[j]
+                place = place + 1
         return bound
 
     return keep
 
 
-def sort_entries(topk: int, threads: int) -> Any:
+def sort_entries(topk: int, threads: int, key: Any) -> Any:
     """A macro: the first `count` entries of a list by key, the largest first, then by index.
 
+    `key(word)` is the key of a word; the list has keys instead afterwards.
     A bitonic network over the next power of two; whoever calls has a barrier before and after.
     """
     steps = (topk - 1).bit_length()
@@ -166,7 +240,9 @@ def sort_entries(topk: int, threads: int) -> Any:
         tx = T.get_thread_binding()
         for c in T.serial(-(-size // threads)):
             place = c * threads + tx
-            if place >= count and place < size:
+            if place < count:
+                keys[which, place] = key(keys[which, place])
+            elif place < size:
                 keys[which, place] = T.uint32(0)
                 ids[which, place] = -1
         T.sync_threads()

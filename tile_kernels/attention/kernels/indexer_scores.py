@@ -4,7 +4,8 @@
 
 A block holds the rows (query, head) of its queries and streams over tiles of keys. Keys are the
 rows of the product and (query, head) its columns, so that a thread and its three neighbours hold
-all heads of a key: they are weighted and summed in registers.
+all heads of a key: they are weighted and summed in registers. While the matrix units multiply a
+tile, threads expand the next one and put away the scores of the one before.
 
 The matrix units multiply e4m3 or bfloat16. Packed e2m1 is expanded on the way into shared memory:
 to e4m3 where all groups of each row are within `2**11` of its largest one, the row's own power of
@@ -12,6 +13,7 @@ two apart, which is exact; to bfloat16 otherwise. A launch in e4m3 marks the blo
 do exactly, and a second one in bfloat16 does those alone.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from tilelang import language as T
@@ -21,6 +23,7 @@ from tile_kernels.runtime.device import Device
 GROUP = 32  # values of packed e2m1 that share an exponent
 MOST_COLUMNS = 128  # of the product: heads of all queries of a block
 STAGES = (4, 2)  # tiles of keys, the one in use and those under way
+SPARE = 1280  # bytes of shared memory that are lost to alignment, and few others
 BF16, E4M3, E2M1 = "bfloat16", "float8_e4m3fn", "e2m1"
 SIZE = {BF16: 2, E4M3: 1}
 # e2m1's magnitudes 0, .5, 1, 1.5 and 2, 3, 4, 6 as bytes of e4m3; a power of two more adds 8 each.
@@ -62,7 +65,7 @@ class Tile(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """Groups of a tile of keys for each thread, at most 4: their exponents fill a word."""
+        """Groups of a tile of keys for each thread."""
         return -(-self.keys * self.groups // self.threads)
 
     @property
@@ -76,23 +79,57 @@ class Tile(NamedTuple):
         return (self.depth // 8, "uint32") if self.source == E2M1 else (self.depth, self.source)
 
     @property
+    def packed(self) -> bool:
+        """Whether tiles come by way of registers: e2m1, a group for each thread."""
+        return self.source == E2M1
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a tile is expanded while the one before is multiplied: where that goes on by
+        itself."""
+        return self.expanded and self.fenced
+
+    @property
     def slots(self) -> int:
-        """Tiles that the matrix units may read from: all stages, or the one that is expanded."""
-        return 1 if self.expanded else self.stages
+        """Tiles that the matrix units may read from: all stages, or the expanded ones."""
+        return 1 + self.ahead if self.expanded else self.stages
+
+    @property
+    def factor_slots(self) -> int:
+        """Tiles whose keys have factors at a time; some are fetched one tile earlier."""
+        return self.stages * (1 + self.ahead)
+
+    @property
+    def raw(self) -> tuple[int, int, int]:
+        """The shape of tiles that wait for their expansion in shared memory."""
+        waiting = self.expanded and not self.packed
+        return (self.stages, self.keys, self.depth) if waiting else (1, 1, 1)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of an SM that registers are shared by: one where a tile fills many of them."""
+        return 1 if self.packed and (self.unit == BF16 or self.rounds > 2) else 2
 
     def bytes(self) -> int:
         """Shared memory that it takes."""
         rows = self.columns + self.slots * self.keys
-        raw = self.stages * self.keys * self.depth // (2 if self.source == E2M1 else 1)
-        raw = raw if self.expanded else 0
-        scales = 4 * (self.columns + self.stages * self.keys + self.queries * self.keys)
-        return rows * self.depth * SIZE[self.unit] + raw + scales
+        raw = self.raw[0] * self.raw[1] * self.raw[2]  # e4m3
+        scales = 2 * self.columns + self.factor_slots * self.keys + 2 * self.queries * self.keys
+        return rows * self.depth * SIZE[self.unit] + raw + 4 * scales
 
 
 def tile_plan(
-    source: str, exact: bool, heads: int, depth: int, held: int, most_queries: int, device: Device
-) -> Tile:
-    """The largest tile that fits; `held` bytes for each query are used otherwise.
+    source: str,
+    exact: bool,
+    heads: int,
+    depth: int,
+    most_queries: int,
+    device: Device,
+    held: Callable[[int], int] = lambda _: 0,
+    shared: int = 0,
+) -> tuple[Tile, int]:
+    """The largest tile that fits beside `held(keys)` bytes for each query and `shared` for all,
+    and the bytes that are left.
 
     `exact`: in bfloat16, whatever the exponents of e2m1.
     """
@@ -109,9 +146,10 @@ def tile_plan(
                 for stages in numbers:
                     fewer = queries >> halved
                     tile = Tile(source, unit, heads, padded, depth, keys, fewer, stages, fenced)
-                    if tile.bytes() + fewer * held + 2048 <= room:
-                        return tile
-    less = ", or topk smaller," if held else ""
+                    left = room - tile.bytes() - fewer * held(keys) - shared - SPARE
+                    if left >= 0:
+                        return tile, left
+    less = ", or topk smaller," if shared else ""
     raise ValueError(
         f"q must have fewer heads or channels{less} for {device.name}, got {heads} heads of {depth}"
     )
@@ -129,22 +167,38 @@ def published(tile: Tile) -> Any:
     return publish
 
 
-def dot(tile: Tile) -> Any:
-    """A macro: the products of a slot's keys with all columns, relu, weights, sum over heads."""
+def product(tile: Tile) -> Any:
+    """Macros: `start` multiplies a slot's keys with all columns; `finish` weights and adds heads.
+
+    With e4m3 the weights are half of what they are (see `load_queries`).
+    On Hopper the matrix units are at work from one to the other; elsewhere `start` waits for them.
+    """
+    registers = tile.keys * tile.columns // tile.threads
+    gemm = T.wgmma_gemm if tile.fenced else T.gemm
 
     @T.macro
-    def dotted(of_keys, slot, of_queries, products, by_head, weights, sums):
-        T.gemm(
+    def start(of_keys, slot, of_queries, products):
+        gemm(
             of_keys[slot, :, :], of_queries[0, :, :], products, transpose_B=True, clear_accum=True,
             policy=T.GemmWarpPolicy.FullRow,
         )  # fmt: skip
+
+    @T.macro
+    def finish(products, by_head, weights, sums):
+        if tile.fenced:
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(products, num_regs=registers)
         for i, j in T.Parallel(tile.keys, tile.columns):
-            # relu as the larger of two integers: NaN, which is positive here, stays.
-            positive = T.max(T.reinterpret(products[i, j], T.int32), 0)
-            products[i, j] = T.reinterpret(positive, T.float32) * weights[j]
+            if tile.unit == E4M3:
+                # Twice relu, by a unit that has nothing else to do; finite here, and NaN stays.
+                products[i, j] = (products[i, j] + T.abs(products[i, j])) * weights[j]
+            else:
+                # relu as the larger of two integers: NaN, which is positive here, stays.
+                positive = T.max(T.reinterpret(products[i, j], T.int32), 0)
+                products[i, j] = T.reinterpret(positive, T.float32) * weights[j]
         T.reduce_sum(by_head, sums, dim=2, batch=2 * tile.queries)
 
-    return dotted
+    return start, finish
 
 
 def scores_of(tile: Tile) -> Any:
@@ -154,35 +208,104 @@ def scores_of(tile: Tile) -> Any:
     def scaled(sums, factors, number, of_scores):
         for i, t in T.Parallel(tile.keys, tile.queries):
             if tile.source == BF16:
-                of_scores[t, i] = sums[i, t]
-            elif tile.source == E4M3:
-                of_scores[t, i] = sums[i, t] * factors[number % tile.stages, i]
+                of_scores[number % 2, t, i] = sums[i, t]
             else:
-                of_scores[t, i] = sums[i, t] * factors[0, i]
+                of_scores[number % 2, t, i] = sums[i, t] * factors[number % tile.factor_slots, i]
 
     return scaled
+
+
+# ---- ranges -------------------------------------------------------------------------------------
+
+
+def query_ranges(tile: Tile) -> Any:
+    """Macros: `load` the ranges of a block's queries to shared memory, cut to the keys that there
+    are; `span`, the tiles of the block's share that some query has keys in, from one to another."""
+
+    @T.macro
+    def load(start, end, first, tokens, num_keys, bounds):
+        tx = T.get_thread_binding()
+        if tx < tile.queries:
+            bounds[0, tx] = 0
+            bounds[1, tx] = 0
+            if first + tx < tokens:
+                bounds[0, tx] = T.max(start[first + tx], 0)
+                bounds[1, tx] = T.min(end[first + tx], num_keys)
+
+    @T.macro
+    def span(bounds, num_keys, share, tiles, between):
+        least = T.alloc_var(T.int32, init=num_keys)
+        most = T.alloc_var(T.int32, init=0)
+        for t in T.serial(tile.queries):
+            if bounds[0, t] < bounds[1, t]:
+                least = T.min(least, bounds[0, t])
+                most = T.max(most, bounds[1, t])
+        between[0] = T.max(share * tiles, least // tile.keys)
+        between[1] = T.min((share + 1) * tiles, T.ceildiv(most, tile.keys))
+
+    return load, span
+
+
+def marked_queries(tile: Tile) -> Any:
+    """Macros about what a launch before could not do exactly: whether queries of a block are
+    `marked` for its share of the keys, and whether `some` of many are, by way of shared `flag`."""
+
+    @T.macro
+    def some(marks, first, count, tokens, share, flag):
+        tx = T.get_thread_binding()
+        if tx == 0:
+            flag[0] = 0
+        T.sync_threads()
+        for i in T.serial(T.ceildiv(count, tile.threads)):
+            if i * tile.threads + tx < count and first + i * tile.threads + tx < tokens:
+                if marks[first + i * tile.threads + tx, share] != 0:
+                    flag[0] = 1
+        T.sync_threads()
+        return flag[0] != 0
+
+    @T.macro
+    def marked(marks, first, tokens, share):
+        found = T.alloc_var(T.int32, init=0)
+        for t in T.serial(tile.queries):
+            if first + t < tokens:
+                found = T.max(found, marks[first + t, share])
+        return found != 0
+
+    return some, marked
 
 
 # ---- packed e2m1 --------------------------------------------------------------------------------
 
 
 def expansion(tile: Tile) -> Any:
-    """A macro: the 32 codes of a group into a row of `place`, and the row's own factor.
+    """A macro: the 32 codes of a group, `words` from `at` on, into a row of `place[slot]`, and the
+    row's own factor.
 
     The groups of a row are in neighbouring lanes; all lanes come, those of no row with codes 0.
     `wide[0]`, shared, becomes 1 where e4m3 cannot hold all groups of the row.
     """
 
     @T.macro
-    def to_e4m3(words, exponent, place, row, rows, group, factors, wide):
-        data = T.alloc_local((GROUP,), T.float8_e4m3fn)
-        octets = T.view(data, (GROUP // 4,), T.uint32)
+    def bytes_of(word, low, high, octets, at):
+        """Eight codes as bytes: magnitudes from a table, by three bits each, and signs."""
+        evens = T.alloc_var(T.uint32, init=word << T.uint32(4))  # their signs where bytes have them
+        for half in (0, 1):
+            codes = word >> T.uint32(16 * half)
+            four = T.call_extern(T.uint32, "__byte_perm", low, high, codes)
+            order = T.uint32(0x5140 + 0x2222 * half)
+            signs = T.call_extern(T.uint32, "__byte_perm", evens, word, order)
+            octets[at + half] = four | (signs & T.uint32(0x80808080))
+
+    @T.macro
+    def to_e4m3(words, at, exponent, place, slot, row, rows, group, factors, factor_slot, wide):
+        data = T.alloc_local((16,), T.float8_e4m3fn)
+        octets = T.view(data, (4,), T.uint32)
         most = T.alloc_var(T.int32, init=0)
         shift = T.alloc_var(T.int32, init=0)
         low = T.alloc_var(T.uint32, init=T.uint32(0))
         high = T.alloc_var(T.uint32, init=T.uint32(0))
-        codes = T.alloc_var(T.uint32)
-        some = ((words[0] | words[1] | words[2] | words[3]) & T.uint32(0x77777777)) != T.uint32(0)
+        codes = words[at] | words[at + 1] | words[at + 2] | words[at + 3]
+        some = (codes & T.uint32(0x77777777)) != T.uint32(0)
         if some and exponent < 255:
             most = exponent
         for d in T.unroll((tile.groups - 1).bit_length()):
@@ -197,48 +320,34 @@ def expansion(tile: Tile) -> Any:
                 shift = DOWN
             low = T.uint32(LOW) + T.cast(shift, T.uint32) * T.uint32(LOW_STEP)
             high = T.uint32(HIGH) + T.cast(shift, T.uint32) * T.uint32(HIGH_STEP)
-        for c in T.unroll(GROUP // 4):
-            codes = (words[c // 2] >> T.uint32(c % 2 * 16)) & T.uint32(0xFFFF)
-            magnitudes = T.call_extern(T.uint32, "__byte_perm", low, high, codes & T.uint32(0x7777))
-            signs = T.call_extern(
-                T.uint32, "__byte_perm", codes, codes >> T.uint32(4), T.uint32(0x5140)
-            )
-            octets[c] = magnitudes | ((signs & T.uint32(0x08080808)) << T.uint32(4))
-        if row < rows:
-            for c in T.unroll(GROUP // 16):
+        for c in T.unroll(GROUP // 16):
+            for half in T.unroll(2):
+                bytes_of(words[at + c * 2 + half], low, high, octets, half * 2)
+            if row < rows:
                 for e in T.vectorized(16):
-                    place[0, row, group * GROUP + c * 16 + e] = data[c * 16 + e]
+                    place[slot, row, group * GROUP + c * 16 + e] = data[e]
         if row < rows and group == 0:
             scale = T.reinterpret(T.cast(most, T.uint32) << T.uint32(23), T.float32)
-            factors[0, row] = scale * T.float32(2.0**-UP)
+            factors[factor_slot, row] = scale * T.float32(2.0**-UP)
 
     @T.macro
-    def to_bfloat16(words, exponent, place, row, rows, group, factors, wide):
-        codes = T.alloc_local((4,), T.float8_e4m3fn)
-        octets = T.view(codes, (1,), T.uint32)
+    def to_bfloat16(words, at, exponent, place, slot, row, rows, group, factors, factor_slot, wide):
+        codes = T.alloc_local((8,), T.float8_e4m3fn)
+        octets = T.view(codes, (2,), T.uint32)
         data = T.alloc_local((8,), T.bfloat16)
-        four = T.alloc_var(T.uint32)
         scale = T.alloc_var(T.float32)
         scale = T.reinterpret(T.cast(exponent, T.uint32) << T.uint32(23), T.float32)
         if exponent == 255:
             scale = T.reinterpret(T.uint32(0x7FFFFFFF), T.float32)
         for c in T.unroll(GROUP // 8):
-            for half in T.unroll(2):
-                four = (words[c] >> T.uint32(half * 16)) & T.uint32(0xFFFF)
-                magnitudes = T.call_extern(
-                    T.uint32, "__byte_perm", T.uint32(LOW), T.uint32(HIGH), four & T.uint32(0x7777)
-                )
-                signs = T.call_extern(
-                    T.uint32, "__byte_perm", four, four >> T.uint32(4), T.uint32(0x5140)
-                )
-                octets[0] = magnitudes | ((signs & T.uint32(0x08080808)) << T.uint32(4))
-                for e in T.unroll(4):
-                    data[half * 4 + e] = T.cast(T.cast(codes[e], T.float32) * scale, T.bfloat16)
+            bytes_of(words[at + c], T.uint32(LOW), T.uint32(HIGH), octets, 0)
+            for e in T.unroll(8):
+                data[e] = T.cast(T.cast(codes[e], T.float32) * scale, T.bfloat16)
             if row < rows:
                 for e in T.vectorized(8):
-                    place[0, row, group * GROUP + c * 8 + e] = data[e]
+                    place[slot, row, group * GROUP + c * 8 + e] = data[e]
         if row < rows and group == 0:
-            factors[0, row] = T.float32(1)
+            factors[factor_slot, row] = T.float32(1)
 
     return to_e4m3 if tile.unit == E4M3 else to_bfloat16
 
@@ -247,13 +356,19 @@ def expansion(tile: Tile) -> Any:
 
 
 def load_queries(tile: Tile) -> Any:
-    """A macro: rows (query, head) of the block into `of_queries`, and their weights.
+    """A macro: rows (query, head) of the block into `of_queries`, and their weights, or half of
+    them (see `product`).
 
-    Heads and queries beyond the last are zero. Has a barrier at its end.
+    Heads and queries beyond the last are zero. A barrier must come before weights are read.
     """
     expand = expansion(tile)
     publish = published(tile)
     threads, groups = tile.threads, tile.groups
+    of_relu = 0.5 if tile.unit == E4M3 else 1.0
+
+    def factor_of(factors: Any, column: Any) -> Any:
+        own = factors[0, column] if tile.packed else T.float32(1)
+        return own * T.float32(of_relu)
 
     @T.macro
     def load(q, q_sf, weights, first, tokens, of_queries, factors, of_weights, wide):
@@ -272,7 +387,9 @@ def load_queries(tile: Tile) -> Any:
                     for e in T.vectorized(4):
                         words[e] = q[token, head, group * 4 + e]
                     exponent = T.cast(q_sf[token, head, group], T.int32)
-                expand(words, exponent, of_queries, row, tile.columns, group, factors, wide)
+                expand(
+                    words, 0, exponent, of_queries, 0, row, tile.columns, group, factors, 0, wide
+                )
         elif tile.expanded:
             # Loaded first, then cast: in one step the load would not wait for the condition.
             loaded = T.alloc_fragment((tile.columns, tile.depth), tile.source)
@@ -291,13 +408,11 @@ def load_queries(tile: Tile) -> Any:
                     of_queries[0, i, j] = T.cast(0, tile.unit)
         publish()
         for j in T.Parallel(tile.columns):
+            of_weights[j] = T.float32(0)
             if first + j // tile.padded < tokens and j % tile.padded < tile.heads:
-                of_weights[j] = weights[first + j // tile.padded, j % tile.padded]
-            else:
-                of_weights[j] = T.float32(0)
-        if tile.source == E2M1:
-            for j in T.Parallel(tile.columns):
-                of_weights[j] = of_weights[j] * factors[0, j]
+                of_weights[j] = weights[first + j // tile.padded, j % tile.padded] * factor_of(
+                    factors, j
+                )
 
     return load
 
@@ -306,67 +421,102 @@ def load_queries(tile: Tile) -> Any:
 
 
 def stream_keys(tile: Tile) -> Any:
-    """Macros: `fetch` and `fetch_exponents` of a tile of keys; `arrive`, when it can be multiplied.
+    """Macros: `open_stream` of the tiles from `begin` to `last`; `arrive`, after which the tile
+    `number` can be multiplied; `forward`, while it is: fetches others and expands the next one.
 
-    Exponents, those of e2m1, are fetched one tile ahead, after the one before has arrived.
+    Tiles come by copies that go on behind, `stages` of them in a ring, or in packed form a tile
+    ahead in registers.
     """
     expand = expansion(tile)
     publish = published(tile)
     threads, groups = tile.threads, tile.groups
     copies = 2 if tile.source == E4M3 else 1
-    packed = tile.source == E2M1
+    reach = 2 if tile.packed else tile.stages  # tiles that are held, the one in use too
 
     @T.macro
-    def fetch(k, k_sf, number, last, of_keys, raw, factors):
+    def fetch_packed(k, k_sf, num_keys, number, last, words, exponents):
+        """A thread's groups of a tile, and their exponents."""
+        for c in T.unroll(tile.rounds):
+            exponents[c] = 0
+        for e in T.unroll(4 * tile.rounds):
+            words[e] = T.uint32(0)
+        if number < last:
+            for c in T.unroll(tile.rounds):
+                row = (c * threads + T.get_thread_binding()) // groups
+                group = T.get_thread_binding() % groups
+                if row < tile.keys and number * tile.keys + row < num_keys:
+                    for e in T.vectorized(4):
+                        words[c * 4 + e] = k[number * tile.keys + row, group * 4 + e]
+                    exponents[c] = T.cast(k_sf[number * tile.keys + row, group], T.int32)
+
+    @T.macro
+    def fetch_copies(k, k_sf, number, last, of_keys, raw, factors):
         if number < last:
             row = number * tile.keys
             slot = number % tile.stages
             if tile.expanded:
-                T.async_copy(k[row : row + tile.keys, 0 : tile.row[0]], raw[slot, :, :])
+                T.async_copy(k[row : row + tile.keys, 0 : tile.depth], raw[slot, :, :])
             else:
                 T.async_copy(k[row : row + tile.keys, 0 : tile.depth], of_keys[slot, :, :])
             if tile.source == E4M3:
-                T.async_copy(k_sf[row : row + tile.keys], factors[slot, :])
+                T.async_copy(k_sf[row : row + tile.keys], factors[number % tile.factor_slots, :])
         else:
             for _ in T.unroll(copies):
                 T.ptx_commit_group()
 
     @T.macro
-    def fetch_exponents(k_sf, num_keys, number, last, exponents):
-        """Of a thread's groups in a tile of e2m1, a byte each."""
-        if packed:
-            exponents[0] = T.uint32(0)
-            if number < last:
-                for c in T.unroll(tile.rounds):
-                    key = number * tile.keys + (c * threads + T.get_thread_binding()) // groups
-                    if key < num_keys:
-                        exponent = T.cast(k_sf[key, T.get_thread_binding() % groups], T.uint32)
-                        exponents[0] = exponents[0] | (exponent << T.uint32(8 * c))
+    def fetch(k, k_sf, num_keys, number, last, of_keys, raw, factors, words, exponents):
+        if tile.packed:
+            fetch_packed(k, k_sf, num_keys, number, last, words, exponents)
+        else:
+            fetch_copies(k, k_sf, number, last, of_keys, raw, factors)
 
     @T.macro
-    def arrive(number, of_keys, raw, factors, exponents, wide):
-        T.ptx_wait_group(copies * (tile.stages - 1))
-        publish()
-        if tile.expanded:
-            slot = number % tile.stages
-            if packed:
-                words = T.alloc_local((4,), T.uint32)
-                exponent = T.alloc_var(T.int32)
-                for c in T.unroll(tile.rounds, unroll_factor=1):
+    def expand_tile(number, last, of_keys, raw, factors, words, exponents, wide):
+        if number < last:
+            if tile.packed:
+                for c in T.unroll(tile.rounds):
                     row = (c * threads + T.get_thread_binding()) // groups
                     group = T.get_thread_binding() % groups
-                    for e in T.unroll(4):
-                        words[e] = T.uint32(0)
-                    if row < tile.keys:
-                        for e in T.vectorized(4):
-                            words[e] = raw[slot, row, group * 4 + e]
-                    exponent = T.cast(
-                        (exponents[0] >> T.cast(8 * c, T.uint32)) & T.uint32(255), T.int32
-                    )
-                    expand(words, exponent, of_keys, row, tile.keys, group, factors, wide)
+                    expand(
+                        words, c * 4, exponents[c], of_keys, number % tile.slots, row, tile.keys,
+                        group, factors, number % tile.factor_slots, wide,
+                    )  # fmt: skip
             else:
                 for i, j in T.Parallel(tile.keys, tile.depth):
-                    of_keys[0, i, j] = T.cast(raw[slot, i, j], tile.unit)
+                    of_keys[number % tile.slots, i, j] = T.cast(
+                        raw[number % tile.stages, i, j], tile.unit
+                    )
+
+    @T.macro
+    def landed():
+        """Whatever has been on its way longest is there."""
+        if not tile.packed:
+            T.ptx_wait_group(copies * (tile.stages - 2))
+        publish()
+
+    @T.macro
+    def open_stream(k, k_sf, num_keys, begin, last, of_keys, raw, factors, words, exponents, wide):
+        for i in T.unroll(reach - 1):
+            fetch(k, k_sf, num_keys, begin + i, last, of_keys, raw, factors, words, exponents)
+        if tile.ahead:
+            landed()
+            expand_tile(begin, last, of_keys, raw, factors, words, exponents, wide)
+            number = begin + reach - 1
+            fetch(k, k_sf, num_keys, number, last, of_keys, raw, factors, words, exponents)
+
+    @T.macro
+    def arrive(number, last, of_keys, raw, factors, words, exponents, wide):
+        landed()
+        if tile.expanded and not tile.ahead:
+            expand_tile(number, last, of_keys, raw, factors, words, exponents, wide)
             publish()
 
-    return fetch, fetch_exponents, arrive
+    @T.macro
+    def forward(k, k_sf, num_keys, number, last, of_keys, raw, factors, words, exponents, wide):
+        if tile.ahead:
+            expand_tile(number + 1, last, of_keys, raw, factors, words, exponents, wide)
+        following = number + reach - 1 + tile.ahead
+        fetch(k, k_sf, num_keys, following, last, of_keys, raw, factors, words, exponents)
+
+    return open_stream, arrive, forward

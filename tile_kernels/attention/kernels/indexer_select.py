@@ -10,18 +10,22 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.attention.kernels.indexer_list import (
-    COUNTERS,
+    BINS,
+    FOUND,
     NO_TYPED_SYNC,
-    VECTOR,
+    bit,
     keep_best,
     key_of,
+    list_entries,
 )
 from tile_kernels.attention.kernels.indexer_logits import MARKED, MARKING
 from tile_kernels.attention.kernels.indexer_scores import (
     E2M1,
     Tile,
-    dot,
     load_queries,
+    marked_queries,
+    product,
+    query_ranges,
     scores_of,
     stream_keys,
     tile_plan,
@@ -30,8 +34,10 @@ from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
-MOST_KEYS = 128  # of a tile
 MOST_QUERIES = 4  # a warp each, also of the smallest block
+ENTRY_BYTES = 8
+SPARE_TILES = 4  # of keys that a list has room for beside those it must: it fills up less often
+MOST_OWN = 18  # entries of a list for each thread, if there is more room
 
 
 class Plan(NamedTuple):
@@ -56,15 +62,23 @@ class Plan(NamedTuple):
 def plan(
     source: str, heads: int, depth: int, topk: int, partial: bool, role: str, device: Device
 ) -> Plan:
-    quantum = 2 * MOST_KEYS * VECTOR
-    capacity = -(-(topk + 2 * MOST_KEYS) // quantum) * quantum
-    exact = role == MARKED
-    tile = tile_plan(source, exact, heads, depth, 8 * capacity, MOST_QUERIES, device)
-    return Plan(*tile, topk, capacity, partial, role)
+    def least(keys: int) -> int:
+        """Entries of a list for each thread: for the best, two tiles, and some more."""
+        return list_entries(topk + (2 + SPARE_TILES) * keys, 2 * keys)
+
+    tile, left = tile_plan(
+        source, role == MARKED, heads, depth, MOST_QUERIES, device,
+        held=lambda keys: ENTRY_BYTES * 2 * keys * least(keys), shared=4 * BINS,
+    )  # fmt: skip
+    entries = least(tile.keys)
+    most = entries + left // (ENTRY_BYTES * tile.threads * tile.queries)
+    while (more := list_entries((entries + 1) * tile.threads, tile.threads)) <= min(most, MOST_OWN):
+        entries = more
+    return Plan(*tile, topk, entries * tile.threads, partial, role)
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
-    return (8, 32, 64, 128) if Plan(*static).source == E2M1 else (32, 64, 128), 32
+    return (8, 32, 128) if Plan(*static).source == E2M1 else (32, 128), 32
 
 
 @kernel(plan=plan, access_bits=access_bits, pass_configs={**NO_TYPED_SYNC, **EXPLICIT_GUARDS})
@@ -75,50 +89,65 @@ def best_keys(*static: Any) -> Any:
     """
     made = Plan(*static)
     tile, role = Tile(*static[: len(Tile._fields)]), made.role
-    heads, keys, queries, stages = tile.heads, tile.keys, tile.queries, tile.stages
+    heads, keys, queries = tile.heads, tile.keys, tile.queries
     topk, capacity = made.topk, made.capacity
-    packed = tile.source == E2M1
     width, element = tile.row
     tokens, num_keys, shares = T.dynamic("tokens num_keys shares")
     q_scales = (tokens, heads, tile.groups)
-    k_scales = (num_keys, tile.groups) if packed else (num_keys,)
+    k_scales = (num_keys, tile.groups) if tile.packed else (num_keys,)
     load = load_queries(tile)
-    fetch, fetch_exponents, arrive = stream_keys(tile)
-    dotted = dot(tile)
+    load_ranges, span = query_ranges(tile)
+    some_marked, marked = marked_queries(tile)
+    open_stream, arrive, forward = stream_keys(tile)
+    start_product, finish_product = product(tile)
     scaled = scores_of(tile)
-    keep = keep_best(topk, capacity, tile.threads)
+    keep = keep_best(topk, capacity, tile.threads, lambda word: word)
 
     @T.macro
     def append(of_scores, number, bounds, best, ids, counts, floors):
-        """What is above the bound of its query's list: a warp per query, keys in order."""
+        """What is above the bound of its query's list: a warp per query, keys in order.
+
+        Counts are those before a tile and after it, in turn: all threads look at them."""
         t = T.get_thread_binding() // WARP
         lane = T.get_thread_binding() % WARP
-        count = T.alloc_var(T.int32)
-        entry = T.alloc_var(T.uint32)
-        holders = T.alloc_var(T.uint32)
+        entries = T.alloc_local((keys // WARP,), T.uint32)
+        holders = T.alloc_local((keys // WARP,), T.uint32)  # a bit for each lane
         if t < queries:
-            count = counts[t]
+            count = T.alloc_var(T.int32, init=counts[(number + 1) % 2, t])
+            floor = T.alloc_var(T.uint32, init=floors[t])
             for c in T.unroll(keys // WARP):
                 key = number * keys + c * WARP + lane
-                entry = T.uint32(0)
+                entries[c] = T.uint32(0)
                 if key >= bounds[0, t] and key < bounds[1, t]:
-                    entry = key_of(of_scores[t, c * WARP + lane])
-                holders = T.cast(T.ballot(entry > floors[t]), T.uint32)
-                if entry > floors[t]:
-                    below = (T.uint32(1) << T.cast(lane, T.uint32)) - T.uint32(1)
-                    place = count + T.cast(T.popcount(holders & below), T.int32)
-                    best[t, place] = entry
-                    ids[t, place] = key
-                count = count + T.cast(T.popcount(holders), T.int32)
+                    entries[c] = key_of(of_scores[number % 2, t, c * WARP + lane])
+            for c in T.unroll(keys // WARP):
+                holders[c] = T.cast(T.ballot(entries[c] > floor), T.uint32)
+            for c in T.unroll(keys // WARP):
+                if entries[c] > floor:
+                    place = count + T.cast(T.popcount(holders[c] & (bit(lane) - 1)), T.int32)
+                    best[t, place] = entries[c]
+                    ids[t, place] = number * keys + c * WARP + lane
+                count = count + T.cast(T.popcount(holders[c]), T.int32)
             if lane == 0:
-                counts[t] = count
+                counts[number % 2, t] = count
+
+    @T.macro
+    def shorten(best, ids, t, turn, counts, floors, bins, found, of_warps):
+        """Keep the best of a list; a barrier at the end."""
+        count = T.alloc_var(T.int32, init=counts[turn, t])
+        floor = T.alloc_var(T.uint32)
+        floor = keep(best, ids, t, count, floors[t], bins, found, of_warps)
+        if T.get_thread_binding() == 0:
+            counts[turn, t] = topk
+            floors[t] = floor
+        T.sync_threads()
 
     @T.prim_func
     def best_of_queries(
         q: T.Tensor[(tokens, heads, width), element],
         q_sf: T.Tensor[q_scales, T.uint8],
         k: T.Tensor[(num_keys, width), element],
-        k_sf: T.Tensor[k_scales, T.uint8 if packed else T.float32],
+        k_sf: T.Tensor[k_scales, T.uint8 if tile.packed else T.float32],
         weights: T.Tensor[(tokens, heads), T.float32],
         start: T.Tensor[(tokens,), T.int32],
         end: T.Tensor[(tokens,), T.int32],
@@ -126,101 +155,110 @@ def best_keys(*static: Any) -> Any:
         out: T.Tensor[(tokens, shares, topk), T.int32],
         out_keys: T.Tensor[(tokens, shares, topk), T.uint32],
         share_keys: T.int32,
+        block_queries: T.int32,
     ):
+        turns = T.max(block_queries // queries, 1) if role == MARKED else 1
         with T.Kernel(
-            T.ceildiv(tokens, queries), T.ceildiv(num_keys, share_keys), threads=tile.threads
+            T.ceildiv(tokens, turns * queries),
+            T.ceildiv(num_keys, share_keys),
+            threads=tile.threads,
         ) as (block, share):
-            T.annotate_min_blocks_per_sm(1 if role == MARKED else 2)
+            T.annotate_min_blocks_per_sm(tile.blocks)
             tx = T.get_thread_binding()
             of_queries = T.alloc_shared((1, tile.columns, tile.depth), tile.unit)
             of_keys = T.alloc_shared((tile.slots, keys, tile.depth), tile.unit)
-            raw = T.alloc_shared((stages, keys, width if tile.expanded else 1), element)
+            raw = T.alloc_shared(tile.raw, element)
             q_factors = T.alloc_shared((1, tile.columns), T.float32)
-            k_factors = T.alloc_shared((stages, keys), T.float32)
+            of_weights = T.alloc_shared((tile.columns,), T.float32)
+            k_factors = T.alloc_shared((tile.factor_slots, keys), T.float32)
             bounds = T.alloc_shared((2, queries), T.int32)
-            of_scores = T.alloc_shared((queries, keys), T.float32)
+            of_scores = T.alloc_shared((2, queries, keys), T.float32)
             best = T.alloc_shared((queries, capacity), T.uint32)
             ids = T.alloc_shared((queries, capacity), T.int32)
-            counts = T.alloc_shared((queries,), T.int32)
+            counts = T.alloc_shared((2, queries), T.int32)
             floors = T.alloc_shared((queries,), T.uint32)
-            counters = T.alloc_shared((COUNTERS,), T.int32)
+            bins = T.alloc_shared((BINS,), T.int32)
+            found = T.alloc_shared((FOUND,), T.int32)
             of_warps = T.alloc_shared((tile.threads // WARP,), T.int32)
             wide = T.alloc_shared((1,), T.int32)
-            of_weights = T.alloc_fragment((tile.columns,), T.float32)
             products = T.alloc_fragment((keys, tile.columns), T.float32)
             by_head = T.reshape(products, (keys, queries, tile.padded))
             sums = T.alloc_fragment((keys, queries), T.float32)
-            exponents = T.alloc_local((1,), T.uint32)
-            least = T.alloc_var(T.int32, init=num_keys)
-            most = T.alloc_var(T.int32, init=0)
-            wanted = T.alloc_var(T.int32, init=1)
-            count = T.alloc_var(T.int32)
-            floor = T.alloc_var(T.uint32)
+            words = T.alloc_local((4 * tile.rounds,), T.uint32)
+            exponents = T.alloc_local((tile.rounds,), T.int32)
+            between = T.alloc_local((2,), T.int32)
+            wanted = T.alloc_var(T.bool, init=T.bool(True))
             first = T.alloc_var(T.int32)
-            first = (T.ceildiv(tokens, queries) - 1 - block) * queries
+            some = T.alloc_var(T.int32, init=turns)
             if role == MARKED:
-                wanted = 0
-                for t in T.serial(queries):
-                    if first + t < tokens:
-                        wanted = T.max(wanted, marks[first + t, share])
-            if wanted != 0:
-                if tx == 0:
-                    wide[0] = 0
-                if tx < queries:
-                    counts[tx] = 0
-                    floors[tx] = T.uint32(0)
-                    bounds[0, tx] = 0
-                    bounds[1, tx] = 0
-                    if first + tx < tokens:
-                        bounds[0, tx] = T.max(start[first + tx], 0)
-                        bounds[1, tx] = T.min(end[first + tx], num_keys)
-                T.sync_threads()
-                load(q, q_sf, weights, first, tokens, of_queries, q_factors, of_weights, wide)
-                for t in T.serial(queries):
-                    if bounds[0, t] < bounds[1, t]:
-                        least = T.min(least, bounds[0, t])
-                        most = T.max(most, bounds[1, t])
-                tiles = share_keys // keys
-                begin = T.alloc_var(T.int32, init=T.max(share * tiles, least // keys))
-                last = T.alloc_var(T.int32, init=T.min((share + 1) * tiles, T.ceildiv(most, keys)))
-                for i in T.serial(stages - 1):
-                    fetch(k, k_sf, begin + i, last, of_keys, raw, k_factors)
-                fetch_exponents(k_sf, num_keys, begin, last, exponents)
-                # Once more than there are tiles: then for the lists alone.
-                for number in T.serial(begin, last + 1):
-                    if number < last:
-                        fetch(k, k_sf, number + stages - 1, last, of_keys, raw, k_factors)
-                        arrive(number, of_keys, raw, k_factors, exponents, wide)
-                        fetch_exponents(k_sf, num_keys, number + 1, last, exponents)
-                    else:
-                        T.sync_threads()
-                    for t in T.serial(queries):
-                        count = counts[t]
-                        if count > T.if_then_else(number < last, capacity - keys, topk):
-                            floor = keep(best, ids, t, count, counters, of_warps)
-                            if tx == 0:
-                                counts[t] = topk
-                                floors[t] = floor
-                    if number < last:
-                        slot = number % tile.slots
-                        dotted(of_keys, slot, of_queries, products, by_head, of_weights, sums)
+                if not some_marked(
+                    marks, block * turns * queries, turns * queries, tokens, share, wide
+                ):
+                    some = 0
+            for turn in T.serial(some if role == MARKED else 1):
+                first = (block * turns + turn) * queries
+                if role != MARKED:
+                    first = (T.ceildiv(tokens, queries) - 1 - block) * queries
+                if role == MARKED:
+                    T.sync_threads()
+                    wanted = marked(marks, first, tokens, share)
+                if wanted:
+                    if tile.packed and tx == 0:
+                        wide[0] = 0
+                    if tx < queries:
+                        counts[0, tx] = 0
+                        counts[1, tx] = 0
+                        floors[tx] = T.uint32(0)
+                    for c in T.unroll(BINS // tile.threads):
+                        bins[c * tile.threads + tx] = 0
+                    load_ranges(start, end, first, tokens, num_keys, bounds)
+                    T.sync_threads()
+                    load(q, q_sf, weights, first, tokens, of_queries, q_factors, of_weights, wide)
+                    span(bounds, num_keys, share, share_keys // keys, between)
+                    begin = T.alloc_var(T.int32, init=between[0])
+                    last = T.alloc_var(T.int32, init=between[1])
+                    open_stream(
+                        k, k_sf, num_keys, begin, last, of_keys, raw, k_factors, words, exponents,
+                        wide,
+                    )  # fmt: skip
+                    for number in T.serial(begin, last):
+                        arrive(number, last, of_keys, raw, k_factors, words, exponents, wide)
+                        for t in T.serial(queries):  # with room for two tiles, the last ones too
+                            if counts[number % 2, t] > capacity - 2 * keys:
+                                shorten(
+                                    best, ids, t, number % 2, counts, floors, bins, found, of_warps,
+                                )  # fmt: skip
+                        start_product(of_keys, number % tile.slots, of_queries, products)
+                        forward(
+                            k, k_sf, num_keys, number, last, of_keys, raw, k_factors, words,
+                            exponents, wide,
+                        )  # fmt: skip
+                        if number > begin:
+                            append(of_scores, number - 1, bounds, best, ids, counts, floors)
+                        finish_product(products, by_head, of_weights, sums)
                         scaled(sums, k_factors, number, of_scores)
-                        T.sync_threads()
-                        append(of_scores, number, bounds, best, ids, counts, floors)
-                T.sync_threads()
-                for t in T.serial(queries):
-                    for c in T.serial(-(-topk // tile.threads)):
-                        place = c * tile.threads + tx
-                        if first + t < tokens and place < topk:
-                            out[first + t, share, place] = T.if_then_else(
-                                place < counts[t], ids[t, place], -1
-                            )
-                            if made.partial:
-                                out_keys[first + t, share, place] = T.if_then_else(
-                                    place < counts[t], best[t, place], T.uint32(0)
+                    T.sync_threads()
+                    if begin < last:
+                        append(of_scores, last - 1, bounds, best, ids, counts, floors)
+                    T.sync_threads()
+                    for t in T.serial(queries):
+                        if counts[(last - 1) % 2, t] > topk:
+                            shorten(
+                                best, ids, t, (last - 1) % 2, counts, floors, bins, found, of_warps,
+                            )  # fmt: skip
+                        for c in T.serial(-(-topk // tile.threads)):
+                            place = c * tile.threads + tx
+                            if first + t < tokens and place < topk:
+                                present = place < counts[(last - 1) % 2, t]
+                                out[first + t, share, place] = T.if_then_else(
+                                    present, ids[t, place], -1
                                 )
-                if role == MARKING:
-                    if tx < queries and first + tx < tokens:
-                        marks[first + tx, share] = wide[0]
+                                if made.partial:
+                                    out_keys[first + t, share, place] = T.if_then_else(
+                                        present, best[t, place], T.uint32(0)
+                                    )
+                    if role == MARKING:
+                        if tx < queries and first + tx < tokens:
+                            marks[first + tx, share] = wide[0]
 
     return best_of_queries

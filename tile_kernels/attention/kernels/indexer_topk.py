@@ -1,5 +1,9 @@
 """The best entries of each row of logits: a block per row, which reads the row once.
 
+A sample of the row, read ahead, tells which bound leaves somewhat more than the best. With that
+bound a row's list takes what is above it as it comes. A guess that was too high shows at the end,
+when too few entries were above it: then the row is read again without one.
+
 Instead of logits a row may have keys already (see `indexer_list`), 0 for what is absent, and then
 names, which are the result instead of places.
 """
@@ -9,12 +13,15 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.attention.kernels.indexer_list import (
-    COUNTERS,
+    BINS,
+    FOUND,
     NO_TYPED_SYNC,
-    VECTOR,
+    bit,
     keep_best,
-    key_of,
-    prefix_over_block,
+    key_of_bits,
+    least_of_best,
+    list_entries,
+    number_of,
     sort_entries,
 )
 from tile_kernels.runtime.device import Device
@@ -22,15 +29,26 @@ from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
 THREADS = 512
-OWN = 4  # logits of a thread in a tile
+WARPS = THREADS // WARP
+UNIT = 4  # logits one after the other that a thread has
+UNITS = 2  # of a thread in a tile
+OWN = UNIT * UNITS
 TILE = THREADS * OWN
+SPARE_LIST = 1024  # entries of a list beside the best and a tile: with fewer it fills up more often
+MOST_OWN = 14  # entries of a list for each thread that leave registers for two blocks
+SAMPLED_UNITS = 2  # of a thread
+SAMPLE = THREADS * UNIT * SAMPLED_UNITS
+NEAR = 4  # threads whose units of the sample are one after the other
+# The bound of a sample leaves a quarter more than asked for, and some more: fewer than asked for is
+# then an event of four standard deviations, also for small `topk`, if neighbours are independent.
+SPARE_RANK = 24
 BITS = {"float32": 32, "bfloat16": 16, "uint32": 32}
 KEYS = "uint32"
 
 
 class Plan(NamedTuple):
-    """`capacity`: entries of the list, with room for two tiles beside the best; `vector`: logits
-    that are read at once."""
+    """`capacity`: entries of the list, with room for a tile and more beside the best; `vector`:
+    logits that are read at once."""
 
     topk: int
     dtype: str
@@ -43,8 +61,7 @@ class Plan(NamedTuple):
 def plan(
     topk: int, dtype: str, vector: int, with_start: bool, by_value: bool, device: Device
 ) -> Plan:
-    quantum = THREADS * VECTOR
-    capacity = -(-(topk + 2 * TILE) // quantum) * quantum
+    capacity = THREADS * list_entries(topk + TILE + SPARE_LIST, THREADS)
     return Plan(topk, dtype, vector, with_start, by_value, capacity)
 
 
@@ -61,17 +78,49 @@ def best_of_rows(
     rows, columns = T.dynamic("rows columns")
     stride = T.dynamic("stride", "int64")
     named = dtype == KEYS
-    keep = keep_best(topk, capacity, THREADS)
-    prefix = prefix_over_block(THREADS)
-    sort = sort_entries(topk, THREADS)
+    key = (lambda word: word) if named else key_of_bits
+    keep = keep_best(topk, capacity, THREADS, key)
+    least_of_sample = least_of_best(SAMPLED_UNITS * UNIT, THREADS)
+    sort = sort_entries(topk, THREADS, key)
 
     @T.macro
-    def load(logits, row, group, stop, values):
-        """The logits of a thread in a tile; a vector that begins in range lies in the row."""
-        for c in T.unroll(OWN // vector):
-            if group * OWN + c * vector < stop:
+    def load(logits, row, unit, stop, values, at):
+        """A unit; a vector that begins in range lies in the row."""
+        for c in T.unroll(UNIT // vector):
+            if unit * UNIT + c * vector < stop:
                 for e in T.vectorized(vector):
-                    values[c * vector + e] = logits[row, group * OWN + c * vector + e]
+                    values[at + c * vector + e] = logits[row, unit * UNIT + c * vector + e]
+
+    @T.macro
+    def load_tile(logits, row, unit, stop, values):
+        """The units of a thread from `unit` on, each beside those of its warp."""
+        for u in T.unroll(UNITS):
+            load(logits, row, unit + u * WARP, stop, values, u * UNIT)
+
+    def word(value: Any) -> Any:
+        """What lists hold: the bits of a float32, or a key."""
+        return value if named else T.reinterpret(T.cast(value, T.float32), T.uint32)
+
+    @T.macro
+    def guess(logits, row, begin, stop, bins, found, sums):
+        """A bound that few more than `topk` entries are above, most likely."""
+        tx = T.get_thread_binding()
+        values = T.alloc_local((SAMPLED_UNITS * UNIT,), dtype)
+        own = T.alloc_local((SAMPLED_UNITS * UNIT,), T.uint32)
+        wanted = SAMPLE // (NEAR * UNIT)
+        present = (stop // UNIT - begin // UNIT) // NEAR
+        for u in T.unroll(SAMPLED_UNITS):
+            number = (u * THREADS + tx) // NEAR
+            chunk = number * (present // wanted) + number * (present % wanted) // wanted
+            unit = begin // UNIT + chunk * NEAR + tx % NEAR
+            load(logits, row, unit, stop, values, u * UNIT)
+            for e in T.unroll(UNIT):
+                own[u * UNIT + e] = T.uint32(0)
+                if unit * UNIT + e >= begin:
+                    own[u * UNIT + e] = key(word(values[u * UNIT + e]))
+        rank = T.alloc_var(T.int32, init=topk * SAMPLE // (stop - begin))
+        rank = rank + rank // 4 + SPARE_RANK
+        return least_of_sample(own, rank, T.uint32(1), bins, found, sums) - T.uint32(1)
 
     @T.prim_func
     def best_entries(
@@ -83,63 +132,125 @@ def best_of_rows(
     ):
         with T.Kernel(rows, threads=THREADS) as row:
             T.assume(stride % vector == 0)
-            T.annotate_min_blocks_per_sm(2)
+            T.annotate_min_blocks_per_sm(2 if capacity <= MOST_OWN * THREADS else 1)
             tx = T.get_thread_binding()
-            keys = T.alloc_shared((1, capacity), T.uint32)
+            lane = tx % WARP
+            words = T.alloc_shared((1, capacity), T.uint32)
             ids = T.alloc_shared((1, capacity), T.int32)
-            counters = T.alloc_shared((COUNTERS,), T.int32)
-            sums = T.alloc_shared((THREADS // WARP,), T.int32)
+            bins = T.alloc_shared((BINS,), T.int32)
+            found = T.alloc_shared((FOUND,), T.int32)
+            sums = T.alloc_shared((WARPS,), T.int32)
+            of_warps = T.alloc_shared((2, WARPS), T.int32)
             values = T.alloc_local((OWN,), dtype)
-            own = T.alloc_local((OWN,), T.uint32)
-            before = T.alloc_local((2,), T.int32)
+            coming = T.alloc_local((OWN,), dtype)
             begin = T.alloc_var(T.int32, init=0)
             stop = T.alloc_var(T.int32, init=columns)
             count = T.alloc_var(T.int32, init=0)
             bound = T.alloc_var(T.uint32, init=T.uint32(0))
-            mine = T.alloc_var(T.int32)
+            least = T.alloc_var(T.float32)  # the number above the bound
+            unit = T.alloc_var(T.int32)  # the thread's first one in a tile
+            passed = T.alloc_var(T.uint32)  # a bit for each logit of the thread
+            of_units = T.alloc_var(T.uint32)  # a byte for each unit: how many passed
+            before = T.alloc_var(T.uint32)
+            other = T.alloc_var(T.uint32)
+            at = T.alloc_var(T.int32)
+            of_warp = T.alloc_var(T.int32)
+            again = T.alloc_var(T.bool, init=T.bool(True))
             if not named:
                 stop = T.max(T.min(end[row], columns), 0)
             if with_start:
                 begin = T.min(T.max(start[row], 0), columns)
-            group = T.alloc_var(T.int32, init=begin // OWN + tx)  # of the thread's logits in a tile
-            tiles = T.alloc_var(T.int32, init=T.ceildiv(stop - begin // OWN * OWN, TILE))
-            load(logits, row, group, stop, values)
-            for tile in T.serial(tiles):
-                mine = 0
-                for e in T.unroll(OWN):
-                    own[e] = T.uint32(0)
-                    if group * OWN + e >= begin and group * OWN + e < stop:
-                        if named:
-                            own[e] = values[e]
-                        else:
-                            own[e] = key_of(T.cast(values[e], T.float32))
-                    if own[e] > bound:
-                        mine = mine + 1
-                load(logits, row, group + THREADS, stop, values)  # of the next tile
-                prefix(mine, sums, before)
-                for e in T.unroll(OWN):
-                    if own[e] > bound:
-                        keys[0, count + before[0]] = own[e]
-                        ids[0, count + before[0]] = group * OWN + e
-                        before[0] = before[0] + 1
-                count = count + before[1]
-                group = group + THREADS
+            for c in T.unroll(BINS // THREADS):
+                bins[c * THREADS + tx] = 0
+            tiles = T.alloc_var(T.int32, init=T.ceildiv(stop - begin // UNIT * UNIT, TILE))
+            if not named and stop - begin > capacity:  # keys may all be absent
                 T.sync_threads()
-                # Before the list cannot take another tile, and at the end.
-                if count > T.if_then_else(tile + 1 == tiles, topk, capacity - TILE):
-                    bound = keep(keys, ids, 0, count, counters, sums)
-                    count = topk
+                bound = guess(logits, row, begin, stop, bins, found, sums)
+            for _ in T.serial(2):
+                if again:  # the same for all threads
                     T.sync_threads()
+                    count = 0
+                    least = number_of(bound + T.uint32(1))
+                    unit = begin // UNIT + tx // WARP * WARP * UNITS + lane
+                    load_tile(logits, row, unit, stop, coming)
+                    for tile in T.serial(tiles):
+                        for e in T.unroll(OWN):
+                            values[e] = coming[e]
+                        load_tile(logits, row, unit + TILE // UNIT, stop, coming)
+                        passed = T.uint32(0)
+                        first = begin // UNIT * UNIT + tile * TILE
+                        if bound > T.uint32(0) and first >= begin and first + TILE <= stop:
+                            for e in T.unroll(OWN):
+                                if named:
+                                    if values[e] > bound:
+                                        passed = passed | bit(e)
+                                elif T.cast(values[e], T.float32) >= least:
+                                    passed = passed | bit(e)
+                        else:
+                            for e in T.unroll(OWN):
+                                position = (unit + e // UNIT * WARP) * UNIT + e % UNIT
+                                if position >= begin and position < stop:
+                                    if key(word(values[e])) > bound:
+                                        passed = passed | bit(e)
+                        of_units = T.uint32(0)
+                        for u in T.unroll(UNITS):
+                            some = (passed >> T.uint32(u * UNIT)) & T.uint32(2**UNIT - 1)
+                            of_units = of_units | (
+                                T.cast(T.popcount(some), T.uint32) << T.uint32(8 * u)
+                            )
+                        before = of_units
+                        for d in T.unroll(5):
+                            other = T.shfl_up(before, T.shift_left(1, d))
+                            if lane >= T.shift_left(1, d):
+                                before = before + other
+                        other = T.shfl_sync(before, WARP - 1)
+                        before = before - of_units
+                        of_warp = 0
+                        for u in T.unroll(UNITS):
+                            of_warp = of_warp + T.cast(
+                                (other >> T.uint32(8 * u)) & T.uint32(255), T.int32
+                            )
+                        if lane == 0:
+                            of_warps[tile % 2, tx // WARP] = of_warp
+                        T.sync_threads()
+                        of_warp = 0
+                        if lane < WARPS:
+                            of_warp = of_warps[tile % 2, lane]
+                        at = count
+                        count = count + T.warp_reduce_sum(of_warp)
+                        if lane >= tx // WARP:
+                            of_warp = 0
+                        at = at + T.warp_reduce_sum(of_warp)
+                        for u in T.unroll(UNITS):
+                            to = T.alloc_var(T.int32)
+                            to = at + T.cast((before >> T.uint32(8 * u)) & T.uint32(255), T.int32)
+                            for e in T.unroll(UNIT):
+                                if (passed & bit(u * UNIT + e)) != T.uint32(0):
+                                    words[0, to] = word(values[u * UNIT + e])
+                                    ids[0, to] = (unit + u * WARP) * UNIT + e
+                                    to = to + 1
+                            at = at + T.cast((other >> T.uint32(8 * u)) & T.uint32(255), T.int32)
+                        unit = unit + TILE // UNIT
+                        # Before the list cannot take another tile, and at the end.
+                        if count > T.if_then_else(tile + 1 == tiles, topk, capacity - TILE):
+                            T.sync_threads()
+                            bound = keep(words, ids, 0, count, bound, bins, found, sums)
+                            least = number_of(bound + T.uint32(1))
+                            count = topk
+                            T.sync_threads()
+                    again = count < topk and bound > T.uint32(0)
+                    bound = T.uint32(0)
+            T.sync_threads()
             if by_value:
-                sort(keys, ids, 0, count)
+                sort(words, ids, 0, count)
             for c in T.serial(-(-topk // THREADS)):
-                place = c * THREADS + tx
-                if place < topk:
+                position = c * THREADS + tx
+                if position < topk:
                     chosen = T.alloc_var(T.int32, init=-1)
-                    if place < count:
-                        chosen = ids[0, place]
+                    if position < count:
+                        chosen = ids[0, position]
                         if named:
                             chosen = names[row, chosen]
-                    out[row, place] = chosen
+                    out[row, position] = chosen
 
     return best_entries
