@@ -24,7 +24,7 @@ def test_several_counters_lie_together() -> None:
     assert tickets.take(torch.device("cpu"), 5)[0].tolist() == [0] * 5
     pool = tickets._Pool(torch.device("cpu"))
     assert [pool.new(count) for count in (3, 1, 2)] == [0, 3, 4]
-    with pytest.raises(RuntimeError, match="have 6 of .* counters already: record fewer calls"):
+    with pytest.raises(RuntimeError, match=r"have 6 of .* counters already: record fewer calls"):
         pool.new(pool.counters.numel() - 5)
     assert pool.new(pool.counters.numel() - 6) == 6
 
