@@ -3,8 +3,8 @@
 The work is a list of items, which blocks draw in order: the products of some columns of a chunk of
 tokens, then, some chunks later, what is made of them and the reading of a few of those tokens,
 whose streams should still lie in the L2 cache. A block does its items in the order in which it drew
-them. Those with products wait for nothing, the others only for products that were drawn before them:
-so the first item that is not done is never held up, and all come to an end, however many blocks the
+them. Those with products wait for nothing, the others only for products that were drawn before: so
+the first item that is not done is never held up, and all come to an end, however many blocks the
 device has room for.
 """
 
