@@ -141,6 +141,12 @@ def read_from_products(*static: Any) -> Any:
     placed = place_mix(streams, plan.saving)
     num_tokens = T.dynamic("num_tokens")
 
+    @T.macro
+    def load_streams(residual, token, first, raw):
+        if first < hidden:
+            for i in T.unroll(streams):
+                load(residual, token, i, first, raw, i)
+
     @T.prim_func
     def read_tokens(
         residual: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
@@ -175,6 +181,8 @@ def read_from_products(*static: Any) -> Any:
             pre = T.alloc_shared((1, streams), T.float32)
             logits = T.alloc_shared((1, streams, streams), T.float32)
             saved = (saved_mixes, saved_mul, saved_squares, saved_pre, saved_logits)
+            # The first loads, while the mixes are made.
+            load_streams(residual, token, (part * plan.steps * threads + tx) * columns, raw)
             for turn in T.unroll(-(-count // threads)):
                 mix = turn * threads + tx
                 if mix < count:
@@ -189,10 +197,10 @@ def read_from_products(*static: Any) -> Any:
             for s in T.serial(plan.steps):
                 first = ((part * plan.steps + s) * threads + tx) * columns
                 if first < hidden:
-                    for i in T.unroll(streams):
-                        load(residual, token, i, first, raw, i)
                     read(weights, raw, total)
                     store(total, out, token, 0, first)
+                if s + 1 < plan.steps:
+                    load_streams(residual, token, first + threads * columns, raw)
             if part == 0 and tx < WARP:
                 row = tx % lanes
                 for c in T.unroll(streams):

@@ -2,9 +2,10 @@
 
 The work is a list of items, which blocks draw in order: the products of some columns of a chunk of
 tokens, then, some chunks later, what is made of them and the reading of a few of those tokens,
-whose streams should still lie in the L2 cache. An item waits only for items that were drawn before
-it, by blocks that run; those with products wait for nothing. So all come to an end, however many
-blocks the device has room for.
+whose streams should still lie in the L2 cache. A block does its items in the order in which it drew
+them. Those with products wait for nothing, the others only for products that were drawn before: so
+the first item that is not done is never held up, and all come to an end, however many blocks the
+device has room for.
 """
 
 from typing import Any, NamedTuple
@@ -317,12 +318,8 @@ def pre_in_one(*static: Any) -> Any:
                                     read(weights, raw[now], total)
                                     store(total, out, start + piece // pieces, 0, at * columns)
                             if piece + 1 < here * pieces:
-                                load_turns(
-                                    residual,
-                                    start + (piece + 1) // pieces,
-                                    (piece + 1) % pieces,
-                                    raw,
-                                )
+                                following_token = start + (piece + 1) // pieces
+                                load_turns(residual, following_token, (piece + 1) % pieces, raw)
                         if tx >= THREADS - WARP:  # which have less to read, if not all the same
                             for turn in T.serial(-(-plan.tokens * lanes // WARP)):
                                 place = turn * (WARP // lanes) + tx % WARP // lanes
