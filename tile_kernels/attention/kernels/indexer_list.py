@@ -20,6 +20,7 @@ NO_TYPED_SYNC = {"tl.disable_thread_storage_sync": True}
 KEY_BITS = 32
 BIN_BITS = 9
 BINS = 1 << BIN_BITS  # of a count by key; also the room for one
+LOWEST = 0x007FFFFF  # the key of -inf
 FOUND = 3  # numbers that a thread tells the others: the bin, keys above it, keys in it
 
 
@@ -49,7 +50,7 @@ def key_of_bits(word: Any) -> Any:
 @T.macro
 def number_of(key):
     """The float32 of a key; of one below that of -inf, -inf."""
-    bits = T.alloc_var(T.uint32, init=T.max(key, T.uint32(0x007FFFFF)))
+    bits = T.alloc_var(T.uint32, init=T.max(key, T.uint32(LOWEST)))
     flip = T.alloc_var(T.uint32, init=T.uint32(0xFFFFFFFF))
     if bits >= T.uint32(0x80000000):
         flip = T.uint32(0x80000000)

@@ -15,6 +15,7 @@ from tilelang import language as T
 from tile_kernels.attention.kernels.indexer_list import (
     BINS,
     FOUND,
+    LOWEST,
     NO_TYPED_SYNC,
     bit,
     keep_best,
@@ -103,7 +104,8 @@ def best_of_rows(
 
     @T.macro
     def guess(logits, row, begin, stop, bins, found, sums):
-        """A bound that few more than `topk` entries are above, most likely."""
+        """A bound that few more than `topk` entries are above, most likely; none below -inf, which
+        NaN is too: numbers are compared with it."""
         tx = T.get_thread_binding()
         values = T.alloc_local((SAMPLED_UNITS * UNIT,), dtype)
         own = T.alloc_local((SAMPLED_UNITS * UNIT,), T.uint32)
@@ -120,7 +122,9 @@ def best_of_rows(
                     own[u * UNIT + e] = key(word(values[u * UNIT + e]))
         rank = T.alloc_var(T.int32, init=topk * SAMPLE // (stop - begin))
         rank = rank + rank // 4 + SPARE_RANK
-        return least_of_sample(own, rank, T.uint32(1), bins, found, sums) - T.uint32(1)
+        least = T.alloc_var(T.uint32)
+        least = least_of_sample(own, rank, T.uint32(1), bins, found, sums)
+        return T.if_then_else(least > T.uint32(LOWEST), least - T.uint32(1), T.uint32(0))
 
     @T.prim_func
     def best_entries(
