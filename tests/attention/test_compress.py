@@ -293,8 +293,9 @@ def test_state_is_made_and_reset() -> None:
     assert state.lengths.tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match="prefill: kv_b and z_b must be given not here"):
         state.prefill(*(torch.zeros(1, 8) for _ in range(4)))
-    with pytest.raises(TypeError, match="dtype must be bfloat16 or float32"):
-        attention.KVCompressorState.empty(1, 1, 1, dtype=torch.float16)
+    for dtype in (torch.float16, None):
+        with pytest.raises(TypeError, match="dtype must be bfloat16 or float32"):
+            attention.KVCompressorState.empty(1, 1, 1, dtype=dtype)  # type: ignore[arg-type]
 
 
 def test_a_slot_that_comes_twice_is_found_in_the_checked_mode() -> None:

@@ -55,7 +55,7 @@ class KVCompressorState(tuple[Tensor, Tensor]):
             ("num_sequences", num_sequences), ("window", window), ("channels", channels)
         ):  # fmt: skip
             checks.integer(name, value, 0 if name == "num_sequences" else 1)
-        check_dtype("dtype", dtype)
+        check_dtype("dtype", dtype, or_none=False)
         series = 2 if overlap else 1
         shape = (num_sequences, series * window, 2 * series, channels)
         kept = torch.zeros(shape, dtype=dtype, device=device)

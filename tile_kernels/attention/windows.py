@@ -81,9 +81,9 @@ def check_windows(cu_seqlens: Tensor | None, num_windows: int | None) -> None:
             raise ValueError("num_windows is for sequences: it needs cu_seqlens")
 
 
-def check_dtype(name: str, dtype: torch.dtype | None) -> None:
+def check_dtype(name: str, dtype: torch.dtype | None, or_none: bool = True) -> None:
     """The dtype of entries, or None for a default."""
-    if dtype is not None and dtype not in DTYPES:
+    if dtype not in DTYPES and not (dtype is None and or_none):
         raise TypeError(f"{name} must be bfloat16 or float32, got {dtype}")
 
 
