@@ -102,6 +102,70 @@ def best_of_rows(
         """What lists hold: the bits of a float32, or a key."""
         return value if named else T.reinterpret(T.cast(value, T.float32), T.uint32)
 
+    def part(of_units: Any, unit: Any) -> Any:
+        """The byte of a unit."""
+        return T.cast((of_units >> T.cast(8 * unit, T.uint32)) & T.uint32(255), T.int32)
+
+    @T.macro
+    def mark(values, unit, begin, stop, bound, least, inner, passed):
+        """The bits of what is above the bound: numbers from `least` on in an `inner` tile."""
+        passed[0] = T.uint32(0)
+        if bound > T.uint32(0) and inner:
+            for e in T.unroll(OWN):
+                if named:
+                    if values[e] > bound:
+                        passed[0] = passed[0] | bit(e)
+                elif T.cast(values[e], T.float32) >= least:
+                    passed[0] = passed[0] | bit(e)
+        else:
+            for e in T.unroll(OWN):
+                place = (unit + e // UNIT * WARP) * UNIT + e % UNIT
+                if place >= begin and place < stop:
+                    if key(word(values[e])) > bound:
+                        passed[0] = passed[0] | bit(e)
+
+    @T.macro
+    def enter(values, unit, passed, turn, of_warps, words, ids, count):
+        """Append what passed, in the order of places: warps, units, lanes. Has a barrier."""
+        lane = T.get_thread_binding() % WARP
+        warp = T.get_thread_binding() // WARP
+        own = T.alloc_var(T.uint32, init=T.uint32(0))  # a byte for each unit: how many passed
+        before = T.alloc_var(T.uint32)  # of the lanes before
+        other = T.alloc_var(T.uint32)
+        of_warp = T.alloc_var(T.int32, init=0)
+        for u in T.unroll(UNITS):
+            some = (passed[0] >> T.uint32(u * UNIT)) & T.uint32(2**UNIT - 1)
+            own = own | (T.cast(T.popcount(some), T.uint32) << T.uint32(8 * u))
+        before = own
+        for d in T.unroll(5):
+            other = T.shfl_up(before, T.shift_left(1, d))
+            if lane >= T.shift_left(1, d):
+                before = before + other
+        other = T.shfl_sync(before, WARP - 1)
+        before = before - own
+        for u in T.unroll(UNITS):
+            of_warp = of_warp + part(other, u)
+        if lane == 0:
+            of_warps[turn, warp] = of_warp
+        T.sync_threads()
+        of_warp = 0
+        if lane < WARPS:
+            of_warp = of_warps[turn, lane]
+        at = T.alloc_var(T.int32, init=count[0])
+        count[0] = count[0] + T.warp_reduce_sum(of_warp)
+        if lane >= warp:
+            of_warp = 0
+        at = at + T.warp_reduce_sum(of_warp)
+        for u in T.unroll(UNITS):
+            to = T.alloc_var(T.int32)
+            to = at + part(before, u)
+            for e in T.unroll(UNIT):
+                if (passed[0] & bit(u * UNIT + e)) != T.uint32(0):
+                    words[0, to] = word(values[u * UNIT + e])
+                    ids[0, to] = (unit + u * WARP) * UNIT + e
+                    to = to + 1
+            at = at + part(other, u)
+
     @T.macro
     def guess(logits, row, begin, stop, bins, found, sums):
         """A bound that few more than `topk` entries are above, most likely; none below -inf, which
@@ -149,16 +213,11 @@ def best_of_rows(
             coming = T.alloc_local((OWN,), dtype)
             begin = T.alloc_var(T.int32, init=0)
             stop = T.alloc_var(T.int32, init=columns)
-            count = T.alloc_var(T.int32, init=0)
+            count = T.alloc_local((1,), T.int32)
+            passed = T.alloc_local((1,), T.uint32)  # a bit for each logit of the thread
             bound = T.alloc_var(T.uint32, init=T.uint32(0))
             least = T.alloc_var(T.float32)  # the number above the bound
             unit = T.alloc_var(T.int32)  # the thread's first one in a tile
-            passed = T.alloc_var(T.uint32)  # a bit for each logit of the thread
-            of_units = T.alloc_var(T.uint32)  # a byte for each unit: how many passed
-            before = T.alloc_var(T.uint32)
-            other = T.alloc_var(T.uint32)
-            at = T.alloc_var(T.int32)
-            of_warp = T.alloc_var(T.int32)
             again = T.alloc_var(T.bool, init=T.bool(True))
             if not named:
                 stop = T.max(T.min(end[row], columns), 0)
@@ -166,14 +225,15 @@ def best_of_rows(
                 begin = T.min(T.max(start[row], 0), columns)
             for c in T.unroll(BINS // THREADS):
                 bins[c * THREADS + tx] = 0
-            tiles = T.alloc_var(T.int32, init=T.ceildiv(stop - begin // UNIT * UNIT, TILE))
+            first = begin // UNIT * UNIT
+            tiles = T.alloc_var(T.int32, init=T.ceildiv(stop - first, TILE))
             if not named and stop - begin > capacity:  # keys may all be absent
                 T.sync_threads()
                 bound = guess(logits, row, begin, stop, bins, found, sums)
             for _ in T.serial(2):
                 if again:  # the same for all threads
                     T.sync_threads()
-                    count = 0
+                    count[0] = 0
                     least = number_of(bound + T.uint32(1))
                     unit = begin // UNIT + tx // WARP * WARP * UNITS + lane
                     load_tile(logits, row, unit, stop, coming)
@@ -181,77 +241,27 @@ def best_of_rows(
                         for e in T.unroll(OWN):
                             values[e] = coming[e]
                         load_tile(logits, row, unit + TILE // UNIT, stop, coming)
-                        passed = T.uint32(0)
-                        first = begin // UNIT * UNIT + tile * TILE
-                        if bound > T.uint32(0) and first >= begin and first + TILE <= stop:
-                            for e in T.unroll(OWN):
-                                if named:
-                                    if values[e] > bound:
-                                        passed = passed | bit(e)
-                                elif T.cast(values[e], T.float32) >= least:
-                                    passed = passed | bit(e)
-                        else:
-                            for e in T.unroll(OWN):
-                                position = (unit + e // UNIT * WARP) * UNIT + e % UNIT
-                                if position >= begin and position < stop:
-                                    if key(word(values[e])) > bound:
-                                        passed = passed | bit(e)
-                        of_units = T.uint32(0)
-                        for u in T.unroll(UNITS):
-                            some = (passed >> T.uint32(u * UNIT)) & T.uint32(2**UNIT - 1)
-                            of_units = of_units | (
-                                T.cast(T.popcount(some), T.uint32) << T.uint32(8 * u)
-                            )
-                        before = of_units
-                        for d in T.unroll(5):
-                            other = T.shfl_up(before, T.shift_left(1, d))
-                            if lane >= T.shift_left(1, d):
-                                before = before + other
-                        other = T.shfl_sync(before, WARP - 1)
-                        before = before - of_units
-                        of_warp = 0
-                        for u in T.unroll(UNITS):
-                            of_warp = of_warp + T.cast(
-                                (other >> T.uint32(8 * u)) & T.uint32(255), T.int32
-                            )
-                        if lane == 0:
-                            of_warps[tile % 2, tx // WARP] = of_warp
-                        T.sync_threads()
-                        of_warp = 0
-                        if lane < WARPS:
-                            of_warp = of_warps[tile % 2, lane]
-                        at = count
-                        count = count + T.warp_reduce_sum(of_warp)
-                        if lane >= tx // WARP:
-                            of_warp = 0
-                        at = at + T.warp_reduce_sum(of_warp)
-                        for u in T.unroll(UNITS):
-                            to = T.alloc_var(T.int32)
-                            to = at + T.cast((before >> T.uint32(8 * u)) & T.uint32(255), T.int32)
-                            for e in T.unroll(UNIT):
-                                if (passed & bit(u * UNIT + e)) != T.uint32(0):
-                                    words[0, to] = word(values[u * UNIT + e])
-                                    ids[0, to] = (unit + u * WARP) * UNIT + e
-                                    to = to + 1
-                            at = at + T.cast((other >> T.uint32(8 * u)) & T.uint32(255), T.int32)
+                        inner = first + tile * TILE >= begin and first + (tile + 1) * TILE <= stop
+                        mark(values, unit, begin, stop, bound, least, inner, passed)
+                        enter(values, unit, passed, tile % 2, of_warps, words, ids, count)
                         unit = unit + TILE // UNIT
                         # Before the list cannot take another tile, and at the end.
-                        if count > T.if_then_else(tile + 1 == tiles, topk, capacity - TILE):
+                        if count[0] > T.if_then_else(tile + 1 == tiles, topk, capacity - TILE):
                             T.sync_threads()
-                            bound = keep(words, ids, 0, count, bound, bins, found, sums)
+                            bound = keep(words, ids, 0, count[0], bound, bins, found, sums)
                             least = number_of(bound + T.uint32(1))
-                            count = topk
+                            count[0] = topk
                             T.sync_threads()
-                    again = count < topk and bound > T.uint32(0)
+                    again = count[0] < topk and bound > T.uint32(0)
                     bound = T.uint32(0)
             T.sync_threads()
             if by_value:
-                sort(words, ids, 0, count)
+                sort(words, ids, 0, count[0])
             for c in T.serial(-(-topk // THREADS)):
                 position = c * THREADS + tx
                 if position < topk:
                     chosen = T.alloc_var(T.int32, init=-1)
-                    if position < count:
+                    if position < count[0]:
                         chosen = ids[0, position]
                         if named:
                             chosen = names[row, chosen]
