@@ -66,23 +66,6 @@ def _check_big_fuse(
     checks.integer("n_splits", n_splits, 1)
 
 
-def _check_pre(
-    residual: Tensor,
-    fn: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    rms_eps: float,
-    mhc_pre_eps: float,
-    mhc_sinkhorn_eps: float,
-    mhc_post_mult_value: float,
-    sinkhorn_repeat: int,
-) -> None:
-    _check_big_fuse(
-        residual, fn, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps,
-        mhc_post_mult_value, sinkhorn_repeat,
-    )  # fmt: skip
-
-
 def _oracle_pre(
     residual: Tensor,
     fn: Tensor,
@@ -224,7 +207,7 @@ def mhc_pre_big_fuse(
     return post, comb, out
 
 
-@op(check=_check_pre, oracle=_oracle_pre, cost=_cost_pre, cases=MHC_PRE_FWD)
+@op(check=_check_big_fuse, oracle=_oracle_pre, cost=_cost_pre, cases=MHC_PRE_FWD)
 def mhc_pre_fwd(
     residual: Tensor,
     fn: Tensor,

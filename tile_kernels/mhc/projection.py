@@ -23,10 +23,8 @@ DEPTH, MOST_ROWS, FEW_ROWS = 128, 192, 64  # of a step and a tile; the weights a
 GRADIENT_ROWS = 64  # of a tile in the backward pass
 LEAST_STEPS = 2  # of a block, so that copies run ahead
 MOST_WAVES = 3  # blocks of a multiprocessor, one after the other
-SPAN, CHUNK = (
-    512,
-    128,
-)  # columns that are summed by themselves, and tokens of an item, where all is one launch
+# Where all is one launch: columns that are summed by themselves, and tokens of an item.
+SPAN, CHUNK = 512, 128
 ONE_LAUNCH_ROWS = 2**62  # tokens from which on it is: none, until that has been measured
 MOST_ONE_LAUNCH_ROWS = 2**24  # its items are counted in 32 bits
 
