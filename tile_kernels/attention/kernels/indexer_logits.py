@@ -13,6 +13,7 @@ from tile_kernels.attention.kernels.indexer_scores import (
     product,
     query_ranges,
     scores_of,
+    shared_memory,
     stream_keys,
     tile_plan,
 )
@@ -102,14 +103,9 @@ def score_tiles(*static: Any) -> Any:
         ) as (block, share):
             T.annotate_min_blocks_per_sm(tile.blocks)
             tx = T.get_thread_binding()
-            of_queries = T.alloc_shared((1, tile.columns, tile.depth), tile.unit)
-            of_keys = T.alloc_shared((tile.slots, keys, tile.depth), tile.unit)
-            raw = T.alloc_shared(tile.raw, element)
-            q_factors = T.alloc_shared((1, tile.columns), T.float32)
-            of_weights = T.alloc_shared((tile.columns,), T.float32)
-            k_factors = T.alloc_shared((tile.factor_slots, keys), T.float32)
-            bounds = T.alloc_shared((2, queries), T.int32)
-            of_scores = T.alloc_shared((2, queries, keys), T.float32)
+            of_queries, of_keys, raw, q_factors, of_weights, k_factors, bounds, of_scores = (
+                shared_memory(tile)
+            )
             wide = T.alloc_shared((1,), T.int32)
             products = T.alloc_fragment((keys, tile.columns), T.float32)
             by_head = T.reshape(products, (keys, queries, tile.padded))

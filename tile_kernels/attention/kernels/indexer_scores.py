@@ -155,6 +155,20 @@ def tile_plan(
     )
 
 
+def shared_memory(tile: Tile) -> tuple[Any, ...]:
+    """In a kernel: what a block holds of queries and keys, and the scores of two tiles."""
+    return (
+        T.alloc_shared((1, tile.columns, tile.depth), tile.unit),  # queries
+        T.alloc_shared((tile.slots, tile.keys, tile.depth), tile.unit),  # keys
+        T.alloc_shared(tile.raw, tile.row[1]),  # keys before they are expanded
+        T.alloc_shared((1, tile.columns), T.float32),  # factors of queries
+        T.alloc_shared((tile.columns,), T.float32),  # weights
+        T.alloc_shared((tile.factor_slots, tile.keys), T.float32),  # factors of keys
+        T.alloc_shared((2, tile.queries), T.int32),  # ranges
+        T.alloc_shared((2, tile.queries, tile.keys), T.float32),  # scores
+    )
+
+
 def published(tile: Tile) -> Any:
     """A macro: a barrier, after which the matrix units see what was written to shared memory."""
 
