@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from tile_kernels.runtime.road import repeated
+
 # Kernels count along a dimension in 32 bits, tiles past its end included. Offsets have 64.
 MOST_SIZE = 2**31 - 2**16
 
@@ -72,12 +74,16 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 def apart(written: Named, read: Named = ()) -> None:
     """Contiguous tensors that are written share memory with no other, written or read."""
+    repeated(_apart, tuple(written), tuple(read))
+
+
+def _apart(written: Named, read: Named) -> tuple[()]:
     spans = []
     for is_written, tensors in ((True, written), (False, read)):
         for name, tensor in tensors:
             start, count = tensor.storage_offset(), tensor.numel()
             if not (isinstance(start, int) and isinstance(count, int)):
-                return  # symbolic under torch.compile; then the real call looks
+                return ()  # symbolic under torch.compile; then the real call looks
             if count:
                 size, storage = tensor.element_size(), tensor.untyped_storage()._cdata
                 spans.append((storage, start * size, (start + count) * size, is_written, name))
@@ -94,6 +100,7 @@ def apart(written: Named, read: Named = ()) -> None:
                 raise ValueError(f"{one} must not share memory with {other}")
         if end > reach[is_written]:
             reach[is_written], last[is_written] = end, name
+    return ()
 
 
 def integer(

@@ -27,12 +27,13 @@ import torch
 from tile_kernels import config
 from tile_kernels.runtime import emulation, logs
 from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.road import road
 
 Handle = Callable[..., Any]
 Widths = int | tuple[int, ...]
 _MOST_PLANNED = 4096
 # torch.cuda.current_device() without its check for initialisation: a CUDA tensor exists already.
-_current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 # Set for every kernel. Warp specialisation only pays for TMA-fed matrix products; lowering vector
 # accesses to PTX keeps nvcc 13.0 from splitting 16-byte stores.
@@ -111,32 +112,23 @@ class Request:
     problem: tuple[Any, ...]
 
 
-class _Road(threading.local):
-    """Per thread: where launches go. None: the hardware. A list: only recorded there."""
-
-    recorded: list[Request] | None = None
-
-
-_road = _Road()
-
-
 @contextlib.contextmanager
 def recording() -> Iterator[list[Request]]:
     """Record launches instead of making them: shape inference, warm-up, looking at sources."""
-    outer = _road.recorded
+    outer = road.recorded
     requests: list[Request] = []
-    _road.recorded = requests
+    road.recorded = requests
     try:
         yield requests
     finally:
-        _road.recorded = outer
+        road.recorded = outer
         if outer is not None:
             outer.extend(requests)
 
 
 def is_recording() -> bool:
     """Whether launches of this thread are only recorded; tensors may have no memory then."""
-    return _road.recorded is not None
+    return road.recorded is not None
 
 
 def alignment(x: torch.Tensor, most: int = 16) -> int:
@@ -198,21 +190,26 @@ class Kernel:
         The first argument is a tensor; its device is where the kernel runs, on that device's
         current stream, whichever device is current.
         """
-        if _road.recorded is not None:
-            _road.recorded.append(Request(self, problem))
+        if road.recorded is not None:
+            road.recorded.append(Request(self, problem))
+            return
+        if road.watch is not None:
+            road.watch.launch(self, problem, arguments)
             return
         index = arguments[0].get_device()
-        if index < 0:
-            emulation.run(self, problem, arguments)
-            return
-        handle = self._planned.get((problem, index, config.generation)) or self._plan(
-            problem, index
-        )
-        if index == _current_cuda_device():
+        handle = self.bound(problem, index)
+        if index < 0 or index == current_cuda_device():
             handle(*arguments)
         else:
             with torch.cuda.device(index):
                 handle(*arguments)
+
+    def bound(self, problem: tuple[Any, ...], index: int) -> Handle:
+        """What runs the kernel for `problem`: on a CUDA device, or emulated on the CPU (-1)."""
+        if index < 0:
+            return lambda *arguments: emulation.run(self, problem, arguments)
+        handle = self._planned.get((problem, index, config.generation))
+        return handle or self._plan(problem, index)
 
     def _plan(self, problem: tuple[Any, ...], index: int) -> Handle:
         """Plan for a CUDA device and remember the handle for this very problem."""

@@ -44,6 +44,7 @@ from tile_kernels.runtime import backends, logs
 from tile_kernels.runtime.cases import Cases, Cost
 from tile_kernels.runtime.launch import recording
 from tile_kernels.runtime.outputs import check_output
+from tile_kernels.runtime.replay import remembering
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -195,6 +196,7 @@ def face(
         declared = get(function)
         signature = inspect.signature(public, eval_str=True)
 
+        @remembering
         @functools.wraps(public)
         def outer(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():
@@ -450,9 +452,10 @@ def _public_function(road: _Road, body: Callable[..., Any]) -> Callable[..., Any
         return road.run(device, args, kwargs)
 
     if not road.outputs:
-        return functools.wraps(body)(function)
+        return remembering(functools.wraps(body)(function))
     least = len(road.functional.parameters)
 
+    @remembering
     @functools.wraps(body)
     def function_or_into(*args: Any, **kwargs: Any) -> Any:
         if len(args) > least or any(key in kwargs for key in road.outputs):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.runtime.launch import is_recording
+from tile_kernels.runtime.road import repeated
 
 _MOST = 1 << 20
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)  # noqa: ARG005
@@ -50,6 +51,10 @@ def take(device: torch.device, count: int = 1) -> tuple[Tensor, int]:
 
     A stream keeps those of each power of two that it has asked for.
     """
+    return repeated(_take, device, count)
+
+
+def _take(device: torch.device, count: int) -> tuple[Tensor, int]:
     if is_recording() or device.type == "cpu":  # emulated: over before the call returns
         return torch.zeros(count, dtype=torch.int32, device=device), 0
     index = device.index
