@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--output", type=Path, default=Path("benchmarks/results"), metavar="FOLDER")
     added.add_argument("--load", type=Path, metavar="FOLDER", help="show saved results instead")
     added.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    added.add_argument("--no-oracle", action="store_true", help="on a GPU: leave the oracles out")
     added = command("warmup", warmup, "compile kernels ahead of time into TileLang's disk cache")
     added.add_argument("op", nargs="?", help="an operator; default: the benchmark shapes of all")
     added.add_argument(
@@ -297,7 +298,8 @@ def _measure(options: argparse.Namespace) -> Any:
         print("no GPU here: measuring the host's share of a call and the oracles on the CPU")
     cases = sum(len(op.cases.benchmarks) for op in selected)
     with terminal.progress_bar(cases, "measuring") as advance:
-        return benchmark.run(selected, compile_oracle=not options.no_compile, on_case=advance)
+        oracles = {"oracle": not options.no_oracle, "compile_oracle": not options.no_compile}
+        return benchmark.run(selected, **oracles, on_case=advance)
 
 
 def _show(report: Any) -> None:

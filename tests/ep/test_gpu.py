@@ -15,7 +15,8 @@ from tests.ep.helpers import Case, make_buffer
 from tests.ep.processes import run_processes
 from tile_kernels.ep import ElasticBuffer, LocalGroup, run_ranks
 from tile_kernels.ep.journey import staged_sum
-from tile_kernels.ep.rows import placed
+from tile_kernels.ep.plan import plan_leg
+from tile_kernels.ep.rows import pack, placed
 from tile_kernels.testing.numeric import assert_equal
 from tile_kernels.testing.timing import copy_bandwidth, time_device
 
@@ -355,17 +356,17 @@ def test_bandwidth(what: str) -> None:
     """The steps that move rows, at nine tenths of what a copy of the same bytes takes."""
     num_tokens, hidden, num_topk, num_peers = 8192, 7168, 8, 8
     generator = torch.Generator().manual_seed(0)
-    peers = torch.rand(num_tokens, 64, generator=generator).argsort(1)[:, :num_topk] % num_peers
+    experts = torch.rand(num_tokens, 64, generator=generator).argsort(1)[:, :num_topk]
+    rows = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16, device="cuda")
     if what == "pack":  # whole rows, with ids and weights, to the peers of each token
-        from tile_kernels.ep.plan import plan_leg
-
-        leg = plan_leg(peers.cuda(), num_peers)
+        leg = plan_leg((experts % num_peers).cuda(), num_peers)
         places, num_rows = leg.items, sum(leg.send_counts)
-        rows = torch.zeros(num_tokens, 2 * hidden + 112, dtype=torch.uint8, device="cuda")
-    else:
-        places = torch.randperm(num_tokens * num_topk, generator=generator).int().cuda()
-        places, num_rows = places.view(num_tokens, num_topk), num_tokens * num_topk
-        rows = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16, device="cuda")
+        ids = experts.cuda()
+        rows = pack([rows, ids.float(), ids[:, :1], ids])
+    else:  # an expert's rows side by side, in the order of tokens
+        order = experts.flatten().argsort(stable=True)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
+        places, num_rows = places.view(num_tokens, num_topk).int().cuda(), order.numel()
     moved = rows.nbytes + num_rows * rows[0].nbytes + places.nbytes
     if what == "reduce":
         values = torch.zeros(num_rows, hidden, dtype=torch.bfloat16, device="cuda")

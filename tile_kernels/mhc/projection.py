@@ -28,6 +28,10 @@ SPAN, CHUNK = 512, 128
 ONE_LAUNCH_ROWS = 2**62  # tokens from which on it is: none, until that has been measured
 MOST_ONE_LAUNCH_ROWS = 2**24  # its items are counted in 32 bits
 
+# Rows that one block sums in the backward pass, in tiles: matrix units cut off what they add to a
+# sum instead of rounding it, so that over a hundred thousand rows the third digit would be wrong.
+MOST_TILES = 8192 // GRADIENT_ROWS
+
 _MODULE = "tile_kernels.mhc.kernels.projection"
 _PRODUCTS = Kernel(_MODULE, "products")
 _MIXES = Kernel(_MODULE, "mixes_of_products")
@@ -105,6 +109,8 @@ def count_shares(rows: int, size: int, columns: int, device: torch.device) -> tu
     tiles = -(-rows // GRADIENT_ROWS)
     chunks = -(-size // columns)
     shares = max(1, min(2 * _num_sms(device) // chunks, tiles))
+    if tiles > shares * MOST_TILES:
+        shares = 1 << (-(-tiles // MOST_TILES) - 1).bit_length()
     return shares, -(-tiles // shares)
 
 

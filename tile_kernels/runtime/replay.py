@@ -58,6 +58,7 @@ _COVERED = frozenset(
         ),
         torch.sym_min,  # of sizes
         torch.sym_max,
+        torch.device,
     }
 )  # fmt: skip
 _ALLOCATING = frozenset(
@@ -70,6 +71,7 @@ _ALLOCATING = frozenset(
 _empty_strided_cuda: Callable[..., Tensor] | None = getattr(
     getattr(torch._C._dynamo, "guards", None), "_empty_strided_cuda", None
 )
+_VIEWING = frozenset({Tensor.contiguous, Tensor.view, Tensor.reshape})
 _INLINE = frozenset({bool, int, str, type(None), type(...)})
 _BOUND = (
     float, enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -134,6 +136,9 @@ class Watch(TorchFunctionMode):
             words = [self._word(each) for each in args]
             words += [f"{key}={self._word(each)}" for key, each in kwargs.items()]
             call = f"{self._bind(func)}({', '.join(words)})"
+        if func in _VIEWING and _is_same(result, args[0]):
+            self._name(result, self._word(args[0]))
+            return
         if result is None or (isinstance(result, Tensor) and id(result) in self.names):
             self.lines.append(call)  # in place
             return
@@ -194,6 +199,16 @@ class Watch(TorchFunctionMode):
         scope = dict(self.scope)
         exec(f"def replayed({self.parameters}):\n{body}", scope)  # noqa: S102 - written here
         return scope["replayed"]
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether a view is the tensor itself, for all that a kernel can tell."""
+    return one is other or (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype is other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
 
 
 def watched(

@@ -101,10 +101,14 @@ def _cpu() -> str:
 def run(
     ops: Sequence[Op],
     *,
+    oracle: bool = True,
     compile_oracle: bool = True,
     on_case: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Measure every benchmark case of `ops` on this machine; `on_case` is told each name."""
+    """Measure every benchmark case of `ops` on this machine; `on_case` is told each name.
+
+    On a GPU also their oracles, and those under `torch.compile`, unless that is not wanted.
+    """
     # Host times come first: once the profiler has run, launches stay slower in this process.
     host = {op.name: timing.time_host(_host_call(op), calls=400) for op in ops}
     bandwidth = timing.copy_bandwidth() if torch.cuda.is_available() else None
@@ -112,12 +116,13 @@ def run(
     for op in ops:
         for case in op.cases.benchmarks:
             on_case(f"{op.name}.{case.label}")
-            results.append(_measure(op, case, host[op.name], bandwidth, compile_oracle))
+            beside = (oracle, oracle and compile_oracle)
+            results.append(_measure(op, case, host[op.name], bandwidth, *beside))
     return Report(machine(), bandwidth and round(bandwidth, 1), results)
 
 
 def _measure(
-    op: Op, case: Benchmark, host: float, bandwidth: float | None, compile_oracle: bool
+    op: Op, case: Benchmark, host: float, bandwidth: float | None, eager: bool, compiled: bool
 ) -> Result:
     arguments = case.build("cuda" if bandwidth else "cpu")
     must_move = op.cost(**arguments).bytes
@@ -128,8 +133,8 @@ def _measure(
             name, must_move, None, None, case.goal_us, _us(host), _us(oracle), None, None, "host"
         )
     device = timing.time_device(lambda: op.function(**arguments))
-    oracle_us = timing.time_device(lambda: op.oracle(**arguments), repeats=5).us
-    compiled = _compiled_time(op, arguments) if compile_oracle and case.goal_us else None
+    oracle_us = timing.time_device(lambda: op.oracle(**arguments), repeats=5).us if eager else None
+    compiled_us = _compiled_time(op, arguments) if compiled and case.goal_us else None
     return Result(
         case=name,
         bytes=must_move,
@@ -137,8 +142,8 @@ def _measure(
         device_min_us=_us(device.min_us),
         goal_us=case.goal_us,
         host_us=_us(host),
-        oracle_us=_us(oracle_us),
-        oracle_compiled_us=compiled,
+        oracle_us=oracle_us and _us(oracle_us),
+        oracle_compiled_us=compiled_us,
         copy_fraction=round(must_move / device.us / 1e3 / bandwidth, 4),
         method=device.method,
     )

@@ -170,7 +170,9 @@ class LocalEngine(Engine):
 def run_ranks(num_ranks: int, body: Callable[[LocalGroup], Result]) -> list[Result]:
     """Run `body(group)` once for each rank, each in a thread, and return what they returned.
 
-    If one raises, the others stop waiting for it and its error is raised here.
+    If one raises, the others stop waiting for it and its error is raised here. Gradients are worked
+    out in the rank's own thread: PyTorch's one thread for each GPU would wait in the backward pass
+    of one rank for another's, which comes after it.
 
     >>> run_ranks(3, lambda group: group.rank * 10)
     [0, 10, 20]
@@ -181,7 +183,8 @@ def run_ranks(num_ranks: int, body: Callable[[LocalGroup], Result]) -> list[Resu
 
     def run(rank: int) -> None:
         try:
-            results[rank] = body(LocalGroup(rank, world))
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = body(LocalGroup(rank, world))
         except BaseException as error:  # raised again below
             errors[rank] = error
             world.fail()
