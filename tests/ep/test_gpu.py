@@ -83,8 +83,8 @@ def test_gradients_as_on_the_cpu() -> None:
 
     def rank(group: Any, device: str) -> list[torch.Tensor]:
         buffer, me = make_buffer(group, case), group.rank
-        x = case.payloads[me][0].to(device).requires_grad_()
-        weights = case.topk_weights[me].to(device).requires_grad_()
+        x = case.payloads[me][0].clone().to(device).requires_grad_()
+        weights = case.topk_weights[me].clone().to(device).requires_grad_()
         rows, _, row_weights, handle, _ = buffer.dispatch(
             x, case.topk_idx[me].to(device), weights, num_experts=12, do_expand=True
         )

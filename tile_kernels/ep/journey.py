@@ -103,11 +103,15 @@ def explore(
     fields = [Field(torch.int64, 1), Field(torch.int64, topk_idx.shape[1])]
     rows = _send(fabric.legs[0], leg, pack([*payloads, sources[:, None] + 1, topk_idx + 1]))
     legs, order = [leg], None
+    if not leg.is_static:  # what arrived is read on the host, which could wait for ever
+        fabric.world.settle()
     if fabric.topology.is_hybrid:
         _, ids = unpack(rows, fields, start)
         second = _forwarding_leg(fabric, ids - 1, num_experts, leg.is_static)
         rows = _send(fabric.legs[1], second, rows)
         legs.append(second)
+        if not leg.is_static:
+            fabric.world.settle()
     found, ids = unpack(rows, fields, start)
     found, ids = found.flatten() - 1, ids - 1
     if leg.is_static:

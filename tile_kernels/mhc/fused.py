@@ -12,17 +12,10 @@ from torch import Tensor
 from tile_kernels.mhc import shapes
 from tile_kernels.mhc.cases.fused import MHC_MULTILAYER_RECOMPUTE, MHC_PRE_BIG_FUSE, MHC_PRE_FWD
 from tile_kernels.mhc.mixes import check_parameter, mhc_pre_split_mixes_bwd
-from tile_kernels.mhc.projection import (
-    CHUNK,
-    check_inputs,
-    in_one_launch,
-    mhc_norm_fn_bwd,
-    project,
-    spans_of,
-)
+from tile_kernels.mhc.projection import check_inputs, mhc_norm_fn_bwd, project
 from tile_kernels.mhc.read import mhc_pre_apply_mix_bwd
 from tile_kernels.mhc.sinkhorn import check_steps, is_near, sinkhorn_normalize_bwd
-from tile_kernels.runtime import checks, tickets
+from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost, tensors_in
 from tile_kernels.runtime.launch import Kernel, nonempty
 from tile_kernels.runtime.op import gradient, op
@@ -33,7 +26,6 @@ LAYERS = 10  # of a launch
 
 _READ = Kernel("tile_kernels.mhc.kernels.fused", "read_from_products")
 _RECOMPUTE = Kernel("tile_kernels.mhc.kernels.fused", "recompute")
-_ONE = Kernel("tile_kernels.mhc.kernels.one_launch", "pre_in_one")
 
 Pre = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -140,25 +132,14 @@ def _launch_pre(
                 shapes.rows(mixes, m * (m + 2)), shapes.rows(products, m * (m + 2)),
                 norms.view(-1), shapes.rows(pre, m), shapes.rows(logits, m, m),
             )  # fmt: skip
-        common = (
-            mhc_scale, mhc_base, shapes.rows(post, m), shapes.rows(comb, m, m), to, *kept,
-        )  # fmt: skip
-        numbers = (
-            float(rms_eps), float(mhc_pre_eps), float(mhc_sinkhorn_eps),
+        mul, squares = project(residual, fn)
+        splits, num_tokens, padded = mul.shape
+        _READ.launch(
+            (m, h, num_tokens, aligned, padded, splits, near, saved is not None),
+            rows, mul, squares, mhc_scale, mhc_base, shapes.rows(post, m), shapes.rows(comb, m, m),
+            to, *kept, float(rms_eps), float(mhc_pre_eps), float(mhc_sinkhorn_eps),
             float(mhc_post_mult_value), sinkhorn_repeat,
         )  # fmt: skip
-        if in_one_launch(rows.shape[0], m * h):
-            x, weights, mul, squares, together = spans_of(residual, fn)
-            counters, first = tickets.take(fn.device, 2 + -(-rows.shape[0] // CHUNK))
-            _ONE.launch(
-                (m, h, aligned, together, near, saved is not None), x, weights, x.view(rows.shape),
-                mul, squares, *common, counters, first, *numbers,
-            )  # fmt: skip
-        else:
-            mul, squares = project(residual, fn)
-            splits, num_tokens, padded = mul.shape
-            problem = (m, h, num_tokens, aligned, padded, splits, near, saved is not None)
-            _READ.launch(problem, rows, mul, squares, *common, *numbers)
     return out, post, comb
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +22,8 @@ VECTOR = 8  # bfloat16 of 16 bytes
 DEPTH, MOST_ROWS, FEW_ROWS = 128, 192, 64  # of a step and a tile; the weights are read per tile
 GRADIENT_ROWS = 64  # of a tile in the backward pass
 LEAST_STEPS = 2  # of a block, so that copies run ahead
-MOST_WAVES = 3  # blocks of a multiprocessor, one after the other
-# Where all is one launch: columns that are summed by themselves, and tokens of an item.
-SPAN, CHUNK = 512, 128
-ONE_LAUNCH_ROWS = 2**62  # tokens from which on it is: none, until that has been measured
-MOST_ONE_LAUNCH_ROWS = 2**24  # its items are counted in 32 bits
-
-# Rows that one block sums in the backward pass, in tiles: matrix units cut off what they add to a
-# sum instead of rounding it, so that over a hundred thousand rows the third digit would be wrong.
-MOST_TILES = 8192 // GRADIENT_ROWS
+MOST_WAVES = 3  # blocks in one place, one after the other
+BLOCKS_PER_SM = 1  # at once
 
 _MODULE = "tile_kernels.mhc.kernels.projection"
 _PRODUCTS = Kernel(_MODULE, "products")
@@ -44,11 +37,6 @@ def padded(mixes: int) -> int:
     return -(-mixes // 16) * 16
 
 
-def stored_columns(mixes: int) -> int:
-    """Columns of the sums of spans: a multiple of 8, as matrix units give them to a thread."""
-    return -(-mixes // 8) * 8
-
-
 def _num_sms(device: torch.device) -> int:
     """Of the device itself: what is summed in which order must not depend on the SM budget."""
     return config.get_device_num_sms(device if device.type == "cuda" else None)
@@ -59,47 +47,22 @@ def gradient_columns(padded: int) -> int:
     return 128 if padded <= 48 else 64
 
 
-class Shares(NamedTuple):
-    """How the columns of a token are summed: in `splits` parts of `spans` sums each."""
-
-    splits: int
-    spans: int
-
-
-def count_spans(size: int) -> int:
-    """Sums of a token's columns, where all is one launch."""
-    return -(-size // SPAN)
-
-
-def in_one_launch(rows: int, size: int) -> bool:
-    """Whether all that comes before a sublayer is one launch.
-
-    The projection alone then has the same sums: for the same sizes, the same bits.
-    """
-    known = isinstance(rows, int) and isinstance(size, int)
-    return known and ONE_LAUNCH_ROWS <= rows <= MOST_ONE_LAUNCH_ROWS
-
-
-def count_splits(rows: int, size: int, device: torch.device) -> Shares:
+def count_splits(rows: int, size: int, device: torch.device) -> int:
     """Blocks that share the columns of a tile of rows, enough to fill the device.
 
     One, for sizes that are not known yet: nobody sees the difference in shapes.
     """
     if isinstance(rows, torch.SymInt) or isinstance(size, torch.SymInt):
-        return Shares(1, 1)
+        return 1
     tiles = max(1, -(-rows // (MOST_ROWS if rows > MOST_ROWS else FEW_ROWS)))
-    if in_one_launch(rows, size):
-        count = count_spans(size)
-        splits = _fewest_splits(tiles, count, _num_sms(device))
-        return Shares(splits, -(-count // splits))
-    return Shares(_fewest_splits(tiles, -(-size // DEPTH), _num_sms(device)), 1)
+    return _fewest_splits(tiles, -(-size // DEPTH), BLOCKS_PER_SM * _num_sms(device))
 
 
 @functools.cache
-def _fewest_splits(tiles: int, steps: int, num_sms: int) -> int:
-    """How many blocks share `steps` steps, so that one multiprocessor has as few as possible."""
-    most = max(1, min(MOST_WAVES * num_sms // tiles, steps // LEAST_STEPS))
-    return min(range(1, most + 1), key=lambda n: (-(-tiles * n // num_sms) * -(-steps // n), n))
+def _fewest_splits(tiles: int, steps: int, at_once: int) -> int:
+    """How many blocks share `steps` steps, so that those in one place have as few as possible."""
+    most = max(1, min(MOST_WAVES * at_once // tiles, steps // LEAST_STEPS))
+    return min(range(1, most + 1), key=lambda n: (-(-tiles * n // at_once) * -(-steps // n), n))
 
 
 def count_shares(rows: int, size: int, columns: int, device: torch.device) -> tuple[int, int]:
@@ -109,8 +72,6 @@ def count_shares(rows: int, size: int, columns: int, device: torch.device) -> tu
     tiles = -(-rows // GRADIENT_ROWS)
     chunks = -(-size // columns)
     shares = max(1, min(2 * _num_sms(device) // chunks, tiles))
-    if tiles > shares * MOST_TILES:
-        shares = 1 << (-(-tiles // MOST_TILES) - 1).bit_length()
     return shares, -(-tiles // shares)
 
 
@@ -177,27 +138,13 @@ def project(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
     """Launch the products: `mul` and `s` by share of the columns, for kernels that add them up."""
     rows = rows_of(residual)
     num_rows, size = rows.shape
-    splits, spans = count_splits(num_rows, size, rows.device)
+    splits = count_splits(num_rows, size, rows.device)
     width = padded(fn.shape[0])
     mul = fn.new_empty((splits, num_rows, width))
     squares = fn.new_empty((splits, num_rows))
-    _PRODUCTS.launch(
-        (fn.shape[0], width, size, num_rows, splits, spans), rows, weights_of(fn), mul, squares
-    )
+    problem = (fn.shape[0], width, size, num_rows, splits)
+    _PRODUCTS.launch(problem, rows, weights_of(fn), mul, squares)
     return mul, squares
-
-
-def spans_of(residual: Tensor, fn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """Streams and weights for a kernel, room for the sums of spans, and how many are added first.
-
-    In that order `project` adds them.
-    """
-    rows = rows_of(residual)
-    num_rows, size = rows.shape
-    count = count_spans(size)
-    mul = fn.new_empty((count, num_rows, stored_columns(fn.shape[0])))
-    squares = fn.new_empty((count, num_rows, 1))
-    return rows, weights_of(fn), mul, squares, count_splits(num_rows, size, rows.device).spans
 
 
 def _cost_fwd(residual: Tensor, fn: Tensor, eps: float) -> Cost:  # noqa: ARG001

@@ -198,8 +198,9 @@ INDEXER_LOGITS = Cases(
         Vector(source, _worked(source), lambda: torch.tensor(_LOGITS)) for source in _SOURCES
     ],
     rejects=[*OPERAND_REJECTS, Reject("out_dtype", "float16", changed(out_dtype=torch.float16))],
-    # Matrix units add e4m3 products in fewer bits than float32 has.
-    compare=close_results(rtol=2e-3, atol=5e-3, rtol_bfloat16=2**-7),
+    # Matrix units add e4m3 products in fewer bits than float32 has: on an H200 up to 1.1 % of the
+    # root mean square off in a million logits, for a width of 256.
+    compare=close_results(rtol=2e-3, atol=1.5e-2, rtol_bfloat16=2**-7),
 )  # fmt: skip
 
 

@@ -101,6 +101,7 @@ INDEXER_LOGITS_BWD = Cases(
         Reject("indices", "past the end", with_value("indices", 70)),
         Reject("indices", "negative", with_value("indices", -2)),
     ],
-    # A product near zero counts or does not, by its sign.
-    compare=close_results(rtol=1e-3, atol=1e-3, strays=1e-4),
+    # A product near zero counts or does not, by its sign: one that flips moves all channels of a
+    # key, 128 of the 384,000 elements that a sample has.
+    compare=close_results(rtol=1e-3, atol=1e-3, strays=1e-3),
 )

@@ -6,6 +6,7 @@ of the matrix units and without widening the streams. Where two TF32 numbers mee
 of the streams, the product of the two rests is left out: 2**-18 of the whole.
 """
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -13,11 +14,11 @@ from tilelang import language as T
 from tilelang.layout import make_swizzled_layout
 
 from tile_kernels.mhc.projection import (
+    BLOCKS_PER_SM,
     DEPTH,
     FEW_ROWS,
     GRADIENT_ROWS,
     MOST_ROWS,
-    SPAN,
     VECTOR,
     gradient_columns,
 )
@@ -94,8 +95,7 @@ def cut_weights(mixes: int, padded: int, columns: int, size: int, threads: int) 
 class ProductPlan(NamedTuple):
     """A block has `steps` steps of `depth` columns of its `tile` rows, which `splits` blocks share.
 
-    `span` steps are summed by themselves. `fenced`: matrix units read shared memory by a way of
-    their own (Hopper's), which must be told.
+    `fenced`: matrix units read shared memory by a way of their own (Hopper's), which must be told.
     """
 
     mixes: int
@@ -105,33 +105,27 @@ class ProductPlan(NamedTuple):
     splits: int
     depth: int
     steps: int
-    span: int
     stages: int
     fenced: bool
 
 
 def product_plan(
-    mixes: int, padded: int, size: int, rows: int, splits: int, spans: int, device: Device
+    mixes: int, padded: int, size: int, rows: int, splits: int, device: Device
 ) -> ProductPlan:
     """Deep steps, for long runs of memory, where two of them fit; then as many as there is room."""
     tile = MOST_ROWS if rows > MOST_ROWS else FEW_ROWS
-    depth, stages = step_plan(mixes, padded, tile, device.smem_per_block)
-    steps = math.ceil(math.ceil(size / depth) / splits)
-    span = steps if spans == 1 else SPAN // depth
-    steps = math.ceil(steps / span) * span
-    stages = min(stages, steps + 1)
-    fenced = device.arch == "sm_90a"
-    return ProductPlan(mixes, padded, size, tile, splits, depth, steps, span, stages, fenced)
-
-
-def step_plan(mixes: int, padded: int, tile: int, room: int, most: int = DEPTH) -> tuple[int, int]:
-    """Depth and stages that fit into `room` bytes beside the parts of a step's weights."""
+    room = device.smem_per_block
+    rooms = (room // BLOCKS_PER_SM - 1024, room) if BLOCKS_PER_SM > 1 else (room,)
     column = BF16 * tile + FP32 * mixes  # bytes of a stage
-    return next(
+    depth, stages = next(
         (depth, min(MOST_STAGES, left // column))
-        for depth in (most, most // 2, most // 4)
+        for room, depth in itertools.product(rooms, (DEPTH, DEPTH // 2, DEPTH // 4))
         if (left := room // depth - 2 * BF16 * padded) >= 2 * column
     )
+    steps = math.ceil(math.ceil(size / depth) / splits)
+    stages = min(stages, steps + 1)
+    fenced = device.arch == "sm_90a"
+    return ProductPlan(mixes, padded, size, tile, splits, depth, steps, stages, fenced)
 
 
 def fetch_step(mixes: int, size: int, tile: int, depth: int) -> Any:
@@ -203,7 +197,7 @@ def products(*static: Any) -> Any:
     Streams and weights are copied some steps ahead; the weights of a step are cut in two when they
     have arrived.
     """
-    mixes, padded, size, tile, splits, depth, steps, span, stages, fenced = ProductPlan(*static)
+    mixes, padded, size, tile, splits, depth, steps, stages, fenced = ProductPlan(*static)
     rows = T.dynamic("rows")
     unit = min(depth, UNIT)
     fetch = fetch_step(mixes, size, tile, depth)
@@ -225,14 +219,10 @@ def products(*static: Any) -> Any:
             sums = T.alloc_fragment((tile, padded), T.float32)
             squared = T.alloc_fragment((tile, unit), T.float32)
             of_rows = T.alloc_fragment((tile,), T.float32)
-            total = T.alloc_fragment((tile, padded), T.float32)
-            total_of_rows = T.alloc_fragment((tile,), T.float32)
             T.annotate_layout({of_x: make_swizzled_layout(of_x)})
             start = split * steps * depth
             T.clear(sums)
             T.clear(squared)
-            T.fill(total, T.float32(-0.0))  # to which anything can be added without a trace
-            T.fill(total_of_rows, T.float32(-0.0))
             for ahead in T.serial(stages - 1):
                 fetch(x, fn, of_x, of_fn, block * tile, rows, start + ahead * depth, ahead)
             for step in T.serial(steps):
@@ -240,16 +230,8 @@ def products(*static: Any) -> Any:
                 T.sync_threads()  # the step is here for all, and all are done with the one before
                 ahead = step + stages - 1
                 if ahead < steps:
-                    fetch(
-                        x,
-                        fn,
-                        of_x,
-                        of_fn,
-                        block * tile,
-                        rows,
-                        start + ahead * depth,
-                        ahead % stages,
-                    )
+                    column = start + ahead * depth
+                    fetch(x, fn, of_x, of_fn, block * tile, rows, column, ahead % stages)
                 else:
                     T.ptx_commit_group()
                 cut(of_fn, step % stages, 0, parts)
@@ -257,20 +239,13 @@ def products(*static: Any) -> Any:
                     T.fence_proxy_async()
                 T.sync_threads()
                 multiply(of_x, step % stages, parts, held, sums, squared)
-                if (step + 1) % span == 0:
-                    T.reduce_sum(squared, of_rows, dim=1)
-                    for i, j in T.Parallel(tile, padded):
-                        total[i, j] = total[i, j] + sums[i, j]
-                    for i in T.Parallel(tile):
-                        total_of_rows[i] = total_of_rows[i] + of_rows[i]
-                    T.clear(sums)
-                    T.clear(squared)
+            T.reduce_sum(squared, of_rows, dim=1)
             for i, j in T.Parallel(tile, padded):
                 if block * tile + i < rows:
-                    mul[split, block * tile + i, j] = total[i, j]
+                    mul[split, block * tile + i, j] = sums[i, j]
             for i in T.Parallel(tile):
                 if block * tile + i < rows:
-                    squares[split, block * tile + i] = total_of_rows[i]
+                    squares[split, block * tile + i] = of_rows[i]
 
     return product_tiles
 
@@ -354,6 +329,9 @@ def mixes_of_products(mixes: int, padded: int, size: int, splits: int) -> Any:
 
 GRADIENT_WARPS = 4
 GRADIENT_STAGES = 3
+# That matrix units sum by themselves. They cut off what they add to a sum instead of rounding it:
+# over a hundred thousand rows the third digit would be wrong.
+GRADIENT_TILES = 16
 
 
 class MixGradientPlan(NamedTuple):
@@ -489,9 +467,11 @@ def product_gradients(
             squared = T.alloc_shared((stages, height), T.float32)
             new_x = T.alloc_fragment((height, width), T.float32)
             sums = T.alloc_fragment((width, padded), T.float32)
+            total = T.alloc_fragment((width, padded), T.float32)
             sources = (x, parts, of_squares, grad_x)
             places = (of_x, high, low, squared, old)
             T.clear(sums)
+            T.clear(total)
             cut(fn, 0, chunk * width, of_weights)
             for ahead in T.serial(stages - 1):
                 fetch(sources, places, chunk, split * tiles, ahead, tiles)
@@ -518,8 +498,12 @@ def product_gradients(
                 columns = slice(chunk * width, (chunk + 1) * width)
                 T.copy(of_x[slot, :, :], grad_x[row : row + height, columns], disable_tma=True)
                 T.sync_threads()
+                if tile % GRADIENT_TILES == GRADIENT_TILES - 1 or tile == tiles - 1:
+                    for i, j in T.Parallel(width, padded):
+                        total[i, j] = total[i, j] + sums[i, j]
+                    T.clear(sums)
             for i, j in T.Parallel(width, padded):
                 if chunk * width + i < size and j < mixes:
-                    grad_fn[split, j, chunk * width + i] = sums[i, j]
+                    grad_fn[split, j, chunk * width + i] = total[i, j]
 
     return gradient_tiles
