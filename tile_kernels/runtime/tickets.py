@@ -10,6 +10,7 @@ that may run at the same time need different counters:
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from tile_kernels.runtime.launch import is_recording
 from tile_kernels.runtime.road import repeated
 
-_MOST = 1 << 20
+_MOST = 1 << 16
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)  # noqa: ARG005
 
 
@@ -27,18 +28,16 @@ class _Pool:
 
     def __init__(self, device: torch.device) -> None:
         self.counters = torch.zeros(_MOST, dtype=torch.int32, device=device)
-        self.of_stream: dict[tuple[int, int], int] = {}
-        self.used = 0
+        self.of_stream: dict[int, int] = {}
+        self.unused = itertools.count()  # `next` of a C iterator: safe among threads
 
-    def new(self, count: int) -> int:
-        """The first of `count` counters that nobody has; the caller holds the lock."""
-        ticket = self.used
-        if ticket + count > _MOST:
+    def new(self) -> int:
+        ticket = next(self.unused)
+        if ticket >= _MOST:
             raise RuntimeError(
-                f"streams and recorded launches have {ticket} of {_MOST} counters already: record "
-                "fewer calls of operators that sum over blocks (group_count, aux_fi) in CUDA graphs"
+                f"{_MOST} streams and recorded launches have a counter already: record fewer calls "
+                "of group_count and aux_fi in CUDA graphs"
             )
-        self.used += count
         return ticket
 
 
@@ -46,29 +45,23 @@ _pools: dict[int, _Pool] = {}
 _lock = threading.Lock()
 
 
-def take(device: torch.device, count: int = 1) -> tuple[Tensor, int]:
-    """Counters for one launch on `device`: the tensor that holds them, and the first one's place.
-
-    A stream keeps those of each power of two that it has asked for.
-    """
-    return repeated(_take, device, count)
+def take(device: torch.device) -> tuple[Tensor, int]:
+    """A counter for one launch on `device`: the tensor that holds it, and its place in there."""
+    return repeated(_take, device)
 
 
-def _take(device: torch.device, count: int) -> tuple[Tensor, int]:
+def _take(device: torch.device) -> tuple[Tensor, int]:
     if is_recording() or device.type == "cpu":  # emulated: over before the call returns
-        return torch.zeros(count, dtype=torch.int32, device=device), 0
+        return torch.zeros(1, dtype=torch.int32, device=device), 0
     index = device.index
     pool = _pools.get(index) or _pool(device)
     if _is_capturing(device):
-        with _lock:
-            return pool.counters, pool.new(count)
-    key = _current_stream(index), count if count == 1 else 1 << (count - 1).bit_length()
-    ticket = pool.of_stream.get(key)
+        return pool.counters, pool.new()
+    stream = _current_stream(index)
+    ticket = pool.of_stream.get(stream)
     if ticket is None:
         with _lock:
-            if key not in pool.of_stream:
-                pool.of_stream[key] = pool.new(key[1])
-            ticket = pool.of_stream[key]
+            ticket = pool.of_stream.setdefault(stream, pool.new())
     return pool.counters, ticket
 
 
