@@ -17,6 +17,7 @@ from tile_kernels.attention import (
     indexer_topk,
 )
 from tile_kernels.attention.cases.indexer import arguments
+from tile_kernels.attention.indexer import KEYS, share_of_keys
 from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.torch import formats
 from tile_kernels.torch import indexer as oracles
@@ -146,6 +147,14 @@ def test_limits_are_as_documented(
 
 
 # ---- the choice ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_queries", [1, 4096])
+@pytest.mark.parametrize("num_keys", [1, 65536, 2**28, 2**31 - 2**16])
+def test_blocks_fit_a_grid(num_queries: int, num_keys: int) -> None:
+    share = share_of_keys(num_queries, num_keys, torch.device("cpu"))
+    assert share % KEYS == 0
+    assert -(-num_keys // share) <= 65535
 
 
 def test_chosen_values_are_those_of_torch() -> None:

@@ -25,6 +25,7 @@ OUT_DTYPES = (torch.float32, torch.bfloat16)
 SOURCES = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "float8_e4m3fn", torch.int8: "e2m1"}
 KEYS = 128  # of a tile; shares of the keys are multiples of it
 _MOST_SHARE = 32 * KEYS
+_MOST_BLOCKS = 65535  # along a side of a grid
 _BLOCKS_PER_SM = 4
 _MARK_BLOCKS_PER_SM = 8  # that look for what is marked
 _LEAST_TILES = 4  # of keys for a list
@@ -122,7 +123,8 @@ def share_of_keys(num_queries: int, num_keys: int, device: torch.device) -> int:
     sms = config.get_device_num_sms(device if device.type == "cuda" else None)
     shares = -(-_BLOCKS_PER_SM * sms * 2 // max(1, num_queries))
     tiles = -(-num_keys // KEYS)
-    return KEYS * max(1, min(_MOST_SHARE // KEYS, -(-tiles // shares)))
+    most = max(_MOST_SHARE // KEYS, -(-tiles // _MOST_BLOCKS))
+    return KEYS * max(1, min(most, -(-tiles // shares)))
 
 
 def queries_of_block(num_queries: int, shares: int, device: torch.device) -> int:
