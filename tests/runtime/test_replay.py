@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import threading
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -86,6 +89,10 @@ def why_not(function: Any, *args: Any) -> str:
 OUTSIDE = torch.ones(3)
 
 
+def half() -> tuple[float]:
+    return (0.5,)
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -96,11 +103,30 @@ OUTSIDE = torch.ones(3)
         (lambda x: OUTSIDE if x.dim() else x, "a tensor comes from elsewhere"),
         (lambda x: {"x": x}, "a dict is part of it"),
         (lambda x: (x, object()), "a object is part of it"),
-        (lambda x: x + (repeated(lambda: (3,))[0] + 1), "a counter is not used as it is"),
+        (lambda x: x + (repeated(lambda: (3,))[0] + 1), "a value of the host is not used as it is"),
+        (
+            lambda x: x if repeated(lambda: (3,))[0] else -x,
+            "a value of the host is not used as it is",
+        ),
+        (lambda x: x + repeated(half)[0], "half gives a float"),
     ],
 )
 def test_what_cannot_be_known_before(function: Any, why: str) -> None:
     assert why_not(function, torch.zeros(3)) == why
+
+
+def test_a_tensor_that_was_not_given() -> None:
+    memory = torch.zeros(4)
+    why = why_not(lambda x, y: x._base.add_(y), memory[:2].view(2), memory)
+    assert why == "__get__ gives a tensor it was not given"
+
+
+def test_where_nothing_can_be_watched() -> None:
+    """Writes in place would be lost without a word."""
+    with torch._C.DisableTorchFunction():
+        assert (
+            why_not(lambda x: x.zero_(), torch.ones(3)) == "torch functions cannot be watched here"
+        )
 
 
 def test_one_tensor_given_twice() -> None:
@@ -144,6 +170,40 @@ def test_views_slices_tuples_and_writing_in_place() -> None:
     assert str(rest[1]) == "-0.0"
 
 
+class Pair(NamedTuple):
+    data: Tensor
+    scale: Any
+
+
+def test_named_tuples() -> None:
+    replayed = replay_of(lambda pair: Pair(pair.data + 1, pair), Pair(torch.zeros(2), 3))
+    found = replayed(torch.ones(2))
+    assert isinstance(found, Pair)
+    assert isinstance(found.scale, Pair)
+    assert (found.data.tolist(), found.scale.data.tolist()) == ([2.0, 2.0], [1.0, 1.0])
+    assert found.scale.scale == 3
+
+
+def test_memory_is_free_after_its_last_use() -> None:
+    """Neither the watch nor a replay keeps what the call itself has let go."""
+    alive: list[Any] = []
+
+    def function(x: Tensor) -> Tensor:
+        half = x / 2
+        alive.append(weakref.ref(half))
+        third = half / 3
+        del half
+        repeated(lambda: alive.append([each() is not None for each in alive]) or ())
+        return third + 1
+
+    replay_of(function, torch.ones(2))
+    assert alive[1] == [False]
+
+    chain = replay_of(lambda x: (x / 2) / 3 + 1, torch.ones(2))
+    names = [line.argval for line in dis.get_instructions(chain) if line.opname == "DELETE_FAST"]
+    assert names == ["v0", "v1"]
+
+
 def test_state_of_the_host_is_asked_again() -> None:
     states = iter([(10,), (20,)])
     replayed = replay_of(lambda x: x + repeated(lambda: next(states))[0], torch.zeros(1))
@@ -179,6 +239,8 @@ LOOKS: dict[str, tuple[Any, Any]] = {
     "nesting": ((1, (2,)), (1, 2)),
     "list": ((1,), [1]),
     "none": (None, 0),
+    "named": (Pair(1, 2), (1, 2)),
+    "sign of another zero": (np.float64(0.0), np.float64(-0.0)),
 }
 
 
@@ -202,6 +264,8 @@ def test_no_look_at_what_autograd_or_pytorch_must_see() -> None:
     negative = torch.zeros(3, dtype=torch.complex64).conj().imag
     assert negative.is_neg()
     for value in (
+        object(),
+        torch.zeros(3, dtype=torch.complex64).conj(),
         negative,
         torch.zeros(3).to_sparse(),
         torch.zeros(3, dtype=torch.int8).as_subclass(Sub),

@@ -18,18 +18,22 @@ from __future__ import annotations
 
 import enum
 import functools
+import re
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunction
+from torch._C import DisableTorchFunction, _get_function_stack_at
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
+from torch._C import _len_torch_function_stack as function_modes
 from torch._C._functorch import peek_interpreter_stack as functorch_transform
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
 from tile_kernels import config
 from tile_kernels.runtime import backends, logs
@@ -78,8 +82,32 @@ _BOUND = (
 )  # fmt: skip
 
 
+_SCALARS = (bool, int, float, str, type(None), type(...), *_BOUND)
+_TWICE = "a tensor is given twice"
+_CHANGED = "a value of the host is not used as it is"
+
+
 class _Value(int):
     """An integer that a replayed call gives anew, known by its identity."""
+
+    watch: Watch
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    """The method of `int`, whose result a replay could not know."""
+
+    def method(self: _Value, *args: Any) -> Any:
+        self.watch._refuse(_CHANGED)
+        return getattr(int, name)(self, *args)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift", "and", "or", "xor"):
+    for _side in ("", "r"):
+        setattr(_Value, f"__{_side}{_name}__", _refusing(f"__{_side}{_name}__"))
+for _name in ("bool", "neg", "lt", "le", "gt", "ge"):
+    setattr(_Value, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
 class Watch(TorchFunctionMode):
@@ -87,13 +115,15 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
-        self.names = {id(tensor): f"t{i}" for i, tensor in enumerate(tensors)}
-        self.parameters = ", ".join(self.names.values())
-        self.held: list[Any] = list(tensors)  # so that identities stay theirs
+        self.names: dict[int, str] = {}
+        self.held: list[Any] = []
         self.lines: list[str] = []
         self.scope: dict[str, Any] = {}
-        self.unused: set[int] = set()
-        self.why = "" if len(self.names) == len(tensors) else "a tensor is given twice"
+        self.sees = False
+        for i, tensor in enumerate(tensors):
+            self._name(tensor, f"t{i}")
+        self.parameters = ", ".join(self.names.values())
+        self.why = "" if len(self.names) == len(tensors) else _TWICE
 
     # ---- what is seen ----
 
@@ -101,6 +131,7 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.sees = True
         result = func(*args, **kwargs)
         if func not in _COVERED and not self.why:
             self._step(func, args, kwargs, result)
@@ -110,7 +141,7 @@ class Watch(TorchFunctionMode):
         """Make a launch, and write it down."""
         with DisableTorchFunction():
             bound = kernel.bound(problem, arguments[0].get_device())
-            bound(*arguments)
+            bound(*(int(each) if isinstance(each, _Value) else each for each in arguments))
             self.lines.append(f"{self._bind(bound)}({', '.join(map(self._word, arguments))})")
 
     def called(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -119,12 +150,12 @@ class Watch(TorchFunctionMode):
         with DisableTorchFunction():
             words = ", ".join(map(self._word, args))
             self.lines.append(f"{name} = {self._bind(function)}({words})")
-            found = function(*args)
-            values = tuple(_Value(each) if type(each) is int else each for each in found)
+            values = tuple(_Value(each) if type(each) is int else each for each in function(*args))
             for i, value in enumerate(values):
-                self._name(value, f"{name}[{i}]")
-                if isinstance(value, _Value):
-                    self.unused.add(id(value))
+                if isinstance(value, (Tensor, _Value)):
+                    self._name(value, f"{name}[{i}]")
+                else:
+                    self._refuse(f"{function.__name__} gives a {type(value).__name__}")
         return values
 
     def _step(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -139,8 +170,10 @@ class Watch(TorchFunctionMode):
         if func in _VIEWING and _is_same(result, args[0]):
             self._name(result, self._word(args[0]))
             return
-        if result is None or (isinstance(result, Tensor) and id(result) in self.names):
+        if result is None or id(result) in self.names:
             self.lines.append(call)  # in place
+            if result is not None and not any(result is x for x in (*args, *kwargs.values())):
+                self._refuse(f"{getattr(func, '__name__', func)} gives a tensor it was not given")
             return
         self.lines.append(f"{name} = {call}")
         if isinstance(result, Tensor):
@@ -157,8 +190,14 @@ class Watch(TorchFunctionMode):
         self.why = self.why or why
 
     def _name(self, value: Any, name: str) -> None:
-        self.held.append(value)
-        self.names[id(value)] = name
+        """Know a value by its identity, for as long as it lives."""
+        key = id(value)
+        self.names[key] = name
+        if isinstance(value, _Value):
+            value.watch = self
+            self.held.append(value)
+        else:
+            self.held.append(weakref.ref(value, lambda _: self.names.pop(key, None)))
 
     def _bind(self, value: Any) -> str:
         name = f"c{len(self.scope)}"
@@ -168,7 +207,6 @@ class Watch(TorchFunctionMode):
     def _word(self, value: Any) -> str:
         """A value as source."""
         if isinstance(value, (Tensor, _Value)):
-            self.unused.discard(id(value))
             if id(value) not in self.names:
                 self._refuse("a tensor comes from elsewhere")
             return self.names.get(id(value), "")
@@ -190,14 +228,17 @@ class Watch(TorchFunctionMode):
     def replay(self, result: Any) -> Replay | None:
         """What was written down, with the call's result, as a function; None if it cannot be."""
         with DisableTorchFunction():
-            returned = self._word(result)
-        if self.unused:
-            self._refuse("a counter is not used as it is")
+            lines = [*self.lines, f"return {self._word(result)}"]
+        if not self.sees:
+            self._refuse("torch functions cannot be watched here")
         if self.why:
             return None
-        body = "".join(f"    {line}\n" for line in [*self.lines, f"return {returned}"])
+        last = {name: i for i, line in enumerate(lines) for name in re.findall(r"\bv\d+\b", line)}
+        for name, i in last.items():
+            if i < len(lines) - 1:  # its memory is free from there on, as in the call itself
+                lines[i] += f"; del {name}"
         scope = dict(self.scope)
-        exec(f"def replayed({self.parameters}):\n{body}", scope)  # noqa: S102 - written here
+        exec(f"def replayed({self.parameters}):\n    " + "\n    ".join(lines), scope)  # noqa: S102
         return scope["replayed"]
 
 
@@ -216,9 +257,10 @@ def watched(
 ) -> tuple[Any, Replay | None, str]:
     """Call a function whose arguments hold `tensors`: its result, its replay, or why not."""
     watch = Watch(tensors)
-    road.watch = watch
     try:
+        road.watch = watch
         with watch:
+            tensors[0].dim()  # seen, unless torch functions are switched off
             result = function(*args, **kwargs)
     finally:
         road.watch = None
@@ -240,22 +282,29 @@ def look(values: Iterable[Any], seen: list[Any], tensors: list[Tensor]) -> bool:
             if (
                 value.layout is not torch.strided
                 or value.is_neg()
+                or value.is_conj()
                 or (value.requires_grad and torch.is_grad_enabled())
             ):
                 return False
             tensors.append(value)
             seen += (value.shape, value.stride(), value.dtype, value.get_device())
             seen.append(value.data_ptr() & _ADDRESS_BITS)
-        elif kind is tuple or kind is list:
+        elif isinstance(value, (tuple, list)):
             seen += (kind, len(value))
             if not look(value, seen, tensors):
                 return False
-        elif isinstance(value, Tensor):
-            return False
-        else:
+        elif isinstance(value, _SCALARS):
             seen.append(kind)  # 1 and True are equal, and so are the two zeros
-            seen.append(value if value or kind is not float else str(value))
+            seen.append(str(value) if isinstance(value, float) and not value else value)
+        else:
+            return False
     return True
+
+
+def _other_modes() -> bool:
+    """Whether someone else wants to see torch functions; the default device does not."""
+    modes = map(_get_function_stack_at, range(function_modes()))
+    return not all(isinstance(mode, DeviceContext) for mode in modes)
 
 
 def remembering(function: F) -> F:
@@ -275,6 +324,7 @@ def remembering(function: F) -> F:
             or forward_ad._current_level >= 0
             or dispatch_modes()
             or functorch_transform()
+            or (function_modes() and _other_modes())
         ):
             return function(*args, **kwargs)
         seen: list[Any] = [config.generation, *kwargs]
@@ -292,7 +342,10 @@ def remembering(function: F) -> F:
         except TypeError:  # unhashable: the checks will say
             return function(*args, **kwargs)
         if replay is not None:
-            return replay(*tensors)
+            try:
+                return replay(*tensors)
+            except (TypeError, ValueError):  # before any launch; the long way says it better
+                return function(*args, **kwargs)
         if key in known:
             return function(*args, **kwargs)
         if key not in met:
@@ -302,7 +355,9 @@ def remembering(function: F) -> F:
             result = function(*args, **kwargs)
             met.add(key)
             return result
-        result, known[key], _ = watched(function, args, kwargs, tensors)
+        result, replay, why = watched(function, args, kwargs, tensors)
+        if why != _TWICE:  # which says nothing of other calls
+            known[key] = replay
         return result
 
     return call  # type: ignore[return-value]
