@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
@@ -118,24 +119,41 @@ def test_causal() -> None:
     assert not torch.allclose(one[:, 7:], two[:, 7:])
 
 
+def gradients(model: TinyV4, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    train.loss_of(model, ids.to(next(model.parameters()).device)).backward()
+    named = model.named_parameters()
+    return {name: p.grad.cpu().clone() for name, p in named if p.grad is not None}
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return ((one - other).norm() / one.norm().clamp(min=1e-6)).item()
+
+
 @pytest.mark.gpu
 def test_gradients_on_cuda_are_those_on_cpu() -> None:
-    """One batch, kernels against oracles."""
+    """One batch, kernels against oracles.
+
+    Where streams are nearly equal, the gradient of what mixes them is a difference that rounding
+    decides: as far off as a change of the parameters by a millionth makes it is near enough.
+    """
     torch.manual_seed(0)
     model = TinyV4(Config(20, hidden=64, layers=1, engram_layers=(0,), fp8=False))
     ids = torch.randint(1, 20, (4, 33))
-    grads = []
-    for device in ("cpu", "cuda"):
-        model.to(device)
-        model.zero_grad()
-        train.loss_of(model, ids.to(device)).backward()
-        grads.append(
-            {
-                name: p.grad.cpu().clone()
-                for name, p in model.named_parameters()
-                if p.grad is not None
-            }
-        )
-    for name, grad in grads[0].items():
-        error = (grad - grads[1][name]).norm() / grad.norm().clamp(min=1e-6)
-        assert error < 5e-2, name
+    expected, noise = gradients(model, ids), {}
+    parameters = copy.deepcopy(model.state_dict())
+    for _ in range(4):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 1e-6 * torch.randn_like(parameter))
+        for name, grad in gradients(model, ids).items():
+            noise[name] = max(noise.get(name, 0.0), distance(expected[name], grad))
+        model.load_state_dict(parameters)
+    found = gradients(model.cuda(), ids)
+    assert found.keys() == expected.keys()
+    far = {
+        name: (error, noise[name])
+        for name, grad in expected.items()
+        if (error := distance(grad, found[name])) > max(5e-2, 2 * noise[name])
+    }
+    assert not far

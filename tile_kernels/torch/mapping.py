@@ -79,12 +79,11 @@ def finish_mapping(
     flat: Tensor, topk_idx: Tensor, num_experts: int, synchronise: bool, overflow: Tensor | None
 ) -> Mapping:
     """The 8-tuple from the flat result; if asked, with a look at the counts from the host."""
-    *parts, dropped = split_mapping(flat, topk_idx.shape, num_experts)
+    a, b, c, d, e, f, g, dropped = split_mapping(flat, topk_idx.shape, num_experts)
     counts: list[int] = []
     if overflow is not None:
         overflow.copy_(dropped)
     if synchronise and not flat.is_meta:  # without values the buffers keep their full size
-        counts = parts[6].tolist()
-        parts[:3] = [part[: sum(counts)] for part in parts[:3]]
-    a, b, c, d, e, f, g = parts
+        counts = g.tolist()
+        a, b, c = (part[: sum(counts)] for part in (a, b, c))
     return a, b, c, d, e, f, g, counts

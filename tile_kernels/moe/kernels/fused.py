@@ -46,9 +46,10 @@ def split(vectors: int, num_tokens: int, device: Device) -> Split:
     return min(cuts, key=lambda cut: (cut.parts, cut.parts * cut.lanes * cut.steps, cut.lanes))
 
 
-def spread(vectors: int, num_tokens: int, device: Device) -> Split:
-    """As few steps as possible: a row is written in one stroke, which memory takes best."""
-    if num_tokens < 2 * device.num_sms:
+def spread(vectors: int, num_tokens: int, num_positions: int, device: Device) -> Split:
+    """As few steps as possible, where a token is written often: each row in one stroke, which
+    memory takes best. Where it is mostly read, as `split` has it: more loads on their way."""
+    if num_tokens < 2 * device.num_sms or num_positions < WRITTEN_OFTEN * num_tokens:
         return split(vectors, num_tokens, device)
     steps = min(-(-vectors // EXPAND_LANES), MOST_STEPS)
     lanes = min(-(-vectors // (steps * WARP)) * WARP, EXPAND_LANES)
@@ -58,6 +59,7 @@ def spread(vectors: int, num_tokens: int, device: Device) -> Split:
 # ---- expand -------------------------------------------------------------------------------------
 
 EXPAND_LANES = 1024
+WRITTEN_OFTEN = 4  # positions of a token
 EXPAND_THREADS = 512  # about; also what makes finding the uncovered positions quick
 # Blocks that fill what no slot names, a power of two: enough to write at the memory's speed, few
 # enough that each may read all slots. By the number of positions.
@@ -105,7 +107,7 @@ def expand_plan(
     vector = math.gcd(ACCESS_BYTES // width, hidden, max(alignment // width, 1))
     scan = math.gcd(4, num_topk, max(slots_alignment // 4, 1))
     run = max(n for n in range(scan, SLOTS_IN_FLIGHT + 1, scan) if num_topk % n == 0)
-    cut = spread(hidden // vector, num_tokens, device)
+    cut = spread(hidden // vector, num_tokens, num_positions, device)
     rows = 1 if num_tokens < 2 * device.num_sms else max(1, EXPAND_THREADS // cut.lanes)
     fills = FEW_FILLS if num_positions < MANY_POSITIONS else MOST_FILLS
     return ExpandPlan(

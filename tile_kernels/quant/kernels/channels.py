@@ -249,12 +249,17 @@ def cast_columns(*static: Any) -> Any:
                     tokens[r] = -1
                     if first_row + r < rows:
                         tokens[r] = pos_to_token[first_row + r]
-            for r in T.unroll(held):  # of at least one row, the host sees to that
-                token = tokens[r] if plan.gathered else first_row + r
-                load_row(x, token, first, 0, kept, r)
-                if scaled:
-                    group_of_row = T.min(first // SCALE_COLUMNS, sf_columns - 1)
-                    row_scales[r] = x_sf[existing(token), group_of_row]
+            if scaled:
+                # Always true, but no load is moved out of it and down to its use: an eighth faster.
+                if x_rows > 0:
+                    for r in T.unroll(held):
+                        token = tokens[r] if plan.gathered else first_row + r
+                        load_row(x, token, first, 0, kept, r)
+                        group_of_row = T.min(first // SCALE_COLUMNS, sf_columns - 1)
+                        row_scales[r] = x_sf[existing(token), group_of_row]
+            else:
+                for r in T.unroll(held):  # of at least one row, the host sees to that
+                    load_row(x, tokens[r] if plan.gathered else first_row + r, first, 0, kept, r)
             for r in T.unroll(held):
                 token = tokens[r] if plan.gathered else first_row + r
                 blank_row(token, kept, r)
