@@ -47,18 +47,19 @@ def split(vectors: int, num_tokens: int, device: Device) -> Split:
 
 
 def spread(vectors: int, num_tokens: int, num_positions: int, device: Device) -> Split:
-    """As few steps as possible, where a token is written often: each row in one stroke, which
-    memory takes best. Where it is mostly read, as `split` has it: more loads on their way."""
-    if num_tokens < 2 * device.num_sms or num_positions < WRITTEN_OFTEN * num_tokens:
+    """As few steps as possible. In wide blocks, where a token is written often: a whole row in one
+    stroke is what memory takes best; in narrower ones, where it is mostly read."""
+    if num_tokens < 2 * device.num_sms:
         return split(vectors, num_tokens, device)
-    steps = min(-(-vectors // EXPAND_LANES), MOST_STEPS)
-    lanes = min(-(-vectors // (steps * WARP)) * WARP, EXPAND_LANES)
+    most = WIDE_LANES if num_positions >= WRITTEN_OFTEN * num_tokens else EXPAND_LANES
+    steps = min(-(-vectors // most), MOST_STEPS)
+    lanes = min(-(-vectors // (steps * WARP)) * WARP, most)
     return Split(lanes, steps, -(-vectors // (lanes * steps)))
 
 
 # ---- expand -------------------------------------------------------------------------------------
 
-EXPAND_LANES = 1024
+EXPAND_LANES, WIDE_LANES = 512, 1024
 WRITTEN_OFTEN = 4  # positions of a token
 EXPAND_THREADS = 512  # about; also what makes finding the uncovered positions quick
 # Blocks that fill what no slot names, a power of two: enough to write at the memory's speed, few
