@@ -22,8 +22,7 @@ VECTOR = 8  # bfloat16 of 16 bytes
 DEPTH, MOST_ROWS, FEW_ROWS = 128, 192, 64  # of a step and a tile; the weights are read per tile
 GRADIENT_ROWS = 64  # of a tile in the backward pass
 LEAST_STEPS = 2  # of a block, so that copies run ahead
-MOST_WAVES = 3  # blocks in one place, one after the other
-BLOCKS_PER_SM = 1  # at once
+MOST_WAVES = 3  # blocks of a multiprocessor, one after the other
 
 _MODULE = "tile_kernels.mhc.kernels.projection"
 _PRODUCTS = Kernel(_MODULE, "products")
@@ -55,14 +54,14 @@ def count_splits(rows: int, size: int, device: torch.device) -> int:
     if isinstance(rows, torch.SymInt) or isinstance(size, torch.SymInt):
         return 1
     tiles = max(1, -(-rows // (MOST_ROWS if rows > MOST_ROWS else FEW_ROWS)))
-    return _fewest_splits(tiles, -(-size // DEPTH), BLOCKS_PER_SM * _num_sms(device))
+    return _fewest_splits(tiles, -(-size // DEPTH), _num_sms(device))
 
 
 @functools.cache
-def _fewest_splits(tiles: int, steps: int, at_once: int) -> int:
-    """How many blocks share `steps` steps, so that those in one place have as few as possible."""
-    most = max(1, min(MOST_WAVES * at_once // tiles, steps // LEAST_STEPS))
-    return min(range(1, most + 1), key=lambda n: (-(-tiles * n // at_once) * -(-steps // n), n))
+def _fewest_splits(tiles: int, steps: int, num_sms: int) -> int:
+    """How many blocks share `steps` steps, so that one multiprocessor has as few as possible."""
+    most = max(1, min(MOST_WAVES * num_sms // tiles, steps // LEAST_STEPS))
+    return min(range(1, most + 1), key=lambda n: (-(-tiles * n // num_sms) * -(-steps // n), n))
 
 
 def count_shares(rows: int, size: int, columns: int, device: torch.device) -> tuple[int, int]:

@@ -6,7 +6,6 @@ of the matrix units and without widening the streams. Where two TF32 numbers mee
 of the streams, the product of the two rests is left out: 2**-18 of the whole.
 """
 
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from tilelang import language as T
 from tilelang.layout import make_swizzled_layout
 
 from tile_kernels.mhc.projection import (
-    BLOCKS_PER_SM,
     DEPTH,
     FEW_ROWS,
     GRADIENT_ROWS,
@@ -114,13 +112,11 @@ def product_plan(
 ) -> ProductPlan:
     """Deep steps, for long runs of memory, where two of them fit; then as many as there is room."""
     tile = MOST_ROWS if rows > MOST_ROWS else FEW_ROWS
-    room = device.smem_per_block
-    rooms = (room // BLOCKS_PER_SM - 1024, room) if BLOCKS_PER_SM > 1 else (room,)
     column = BF16 * tile + FP32 * mixes  # bytes of a stage
     depth, stages = next(
         (depth, min(MOST_STAGES, left // column))
-        for room, depth in itertools.product(rooms, (DEPTH, DEPTH // 2, DEPTH // 4))
-        if (left := room // depth - 2 * BF16 * padded) >= 2 * column
+        for depth in (DEPTH, DEPTH // 2, DEPTH // 4)
+        if (left := device.smem_per_block // depth - 2 * BF16 * padded) >= 2 * column
     )
     steps = math.ceil(math.ceil(size / depth) / splits)
     stages = min(stages, steps + 1)

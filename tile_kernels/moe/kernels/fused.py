@@ -47,14 +47,13 @@ def split(vectors: int, num_tokens: int, device: Device) -> Split:
 
 
 def spread(vectors: int, num_tokens: int, num_positions: int, device: Device) -> Split:
-    """As few steps as possible. In wide blocks, where a token is written often: a whole row in one
-    stroke is what memory takes best; in narrower ones, where it is mostly read."""
-    if num_tokens < 2 * device.num_sms:
-        return split(vectors, num_tokens, device)
+    """A thread for each vector, if a block has as many: more of them where a token is written
+    often, for a whole row in one stroke is what memory takes best. Else `split`."""
+    lanes = -(-vectors // WARP) * WARP
     most = WIDE_LANES if num_positions >= WRITTEN_OFTEN * num_tokens else EXPAND_LANES
-    steps = min(-(-vectors // most), MOST_STEPS)
-    lanes = min(-(-vectors // (steps * WARP)) * WARP, most)
-    return Split(lanes, steps, -(-vectors // (lanes * steps)))
+    if num_tokens < 2 * device.num_sms or lanes > most:
+        return split(vectors, num_tokens, device)
+    return Split(lanes, 1, 1)
 
 
 # ---- expand -------------------------------------------------------------------------------------
