@@ -10,6 +10,7 @@ import torch
 
 import tile_kernels
 from tile_kernels.attention import (
+    indexer,
     indexer_logits,
     indexer_logits_bwd,
     indexer_ranges,
@@ -93,20 +94,36 @@ def test_packed_operands_are_what_they_decode_to(exponents: str) -> None:
 @pytest.mark.parametrize(
     ("arch", "source"), [("sm_80", "e4m3"), ("sm_80", "e2m1"), ("sm_89", "e4m3")]
 )
-def test_other_matrix_units(arch: str, source: str) -> None:
+@pytest.mark.parametrize("tokens", [5, 66])
+def test_other_matrix_units(arch: str, source: str, tokens: int) -> None:
     """Without wgmma; and without e4m3 on sm_80, where it is expanded to bfloat16."""
-    given = arguments(5, 70, 4, 32, source, "causal", exact=True)(torch.device("cpu"))
+    given = arguments(tokens, 70, 4, 32, source, "causal", exact=True)(torch.device("cpu"))
     with tile_kernels.backend("emulate", arch=arch):
         assert torch.equal(indexer_logits(**given), oracles.indexer_logits(**given))
         chosen = indexer_select(**given, topk=20)
     assert torch.equal(chosen, oracles.indexer_select(**given, topk=20))
 
 
+@pytest.mark.parametrize("exponents", ["near", "far", "special"])
+def test_keys_expanded_before_change_no_bit(
+    exponents: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(5, 300, 4, 128, "e2m1", "causal", exponents)(torch.device("cpu"))
+    results = []
+    for many in (5, 6):
+        monkeypatch.setattr(indexer, "_MANY_QUERIES", many)
+        with tile_kernels.backend("emulate", mode="fast"):
+            results.append((indexer_logits(**given), indexer_select(**given, topk=20)))
+    (logits, chosen), (others, other_chosen) = results
+    assert torch.equal(logits.view(torch.int32), others.view(torch.int32))
+    assert torch.equal(chosen, other_chosen)
+
+
 NO_LIMIT = 4096
 LIMITS = [  # as in docs/indexer.md: arch, format, channels, heads, largest topk, logits too
     ("sm_80", "bfloat16", 256, 128, 3200, True),
     ("sm_80", "float8_e4m3fn", 256, 128, 3200, True),
-    ("sm_80", "e2m1", 256, 128, NO_LIMIT, True),
+    ("sm_80", "e2m1", 256, 128, 3200, True),
     *((arch, *limit) for arch in ("sm_89", "sm_120a") for limit in (
         ("bfloat16", 128, 64, NO_LIMIT, True), ("bfloat16", 128, 128, 3200, True),
         ("bfloat16", 256, 8, 2944, True), ("bfloat16", 256, 16, 2432, True),
@@ -130,11 +147,13 @@ def test_limits_are_as_documented(
     from tile_kernels.attention.kernels import indexer_select as of_selection
 
     device = DESCRIBED[arch]
-    roles = ("marking", "marked") if source == "e2m1" else ("all",)
+    keys_and_roles = [(source, "all")]
+    if source == "e2m1":
+        keys_and_roles = [(source, "marking"), ("float8_e4m3fn", "marking"), (source, "marked")]
 
     def select(topk: int) -> None:
-        for role in roles:
-            of_selection.plan(source, heads, depth, topk, False, role, device)
+        for of_keys, role in keys_and_roles:
+            of_selection.plan(source, of_keys, heads, depth, topk, False, role, device)
 
     if most:
         select(most)
@@ -142,8 +161,8 @@ def test_limits_are_as_documented(
         with pytest.raises(ValueError, match="fewer heads or channels, or topk smaller"):
             select(most + 1)
     with contextlib.nullcontext() if logits else pytest.raises(ValueError, match="fewer heads"):
-        for role in roles:
-            of_logits.plan(source, heads, depth, "float32", role, device)
+        for of_keys, role in keys_and_roles:
+            of_logits.plan(source, of_keys, heads, depth, "float32", role, device)
 
 
 # ---- the choice ---------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,9 @@ _MOST_BLOCKS = 65535  # along a side of a grid
 _BLOCKS_PER_SM = 4
 _MARK_BLOCKS_PER_SM = 8  # that look for what is marked
 _LEAST_TILES = 4  # of keys for a list
+_MANY_QUERIES = 64  # that are worth expanding keys once before
 
+_EXPAND_KEYS = Kernel("tile_kernels.attention.kernels.indexer_expand", "expand_keys")
 _SCORES = Kernel("tile_kernels.attention.kernels.indexer_logits", "score_tiles")
 _BEST_KEYS = Kernel("tile_kernels.attention.kernels.indexer_select", "best_keys")
 
@@ -135,6 +137,33 @@ def queries_of_block(num_queries: int, shares: int, device: torch.device) -> int
     return max(1, num_queries * shares // (_MARK_BLOCKS_PER_SM * sms))
 
 
+class Launch(NamedTuple):
+    """The blocks that a launch does, and the keys that it reads: their format, data, scales, and,
+    where they were expanded before, the marks of those that e4m3 cannot hold."""
+
+    role: str
+    of_keys: str
+    k: Tensor
+    k_sf: Tensor | None
+    k_marks: Tensor | None
+
+
+def launches(q: Tensor, k: Tensor, k_sf: Tensor | None) -> tuple[Launch, ...]:
+    """One launch; for e2m1 one in e4m3, and one in bfloat16 for what that cannot do exactly."""
+    source, keys = SOURCES[q.dtype], rows_of(k)
+    if source != "e2m1":
+        return (Launch("all", source, keys, k_sf, None),)
+    first, second = (Launch(role, source, keys, k_sf, None) for role in ("marking", "marked"))
+    if not isinstance(q.shape[0], torch.SymInt) and q.shape[0] >= _MANY_QUERIES:
+        num_keys, depth = k.shape[0], 2 * k.shape[1]
+        data = k.new_empty((1, num_keys, depth), dtype=torch.float8_e4m3fn)
+        factors = k.new_empty((1, num_keys), dtype=torch.float32)
+        marks = k.new_empty((-(-num_keys // KEYS), 1), dtype=torch.int32)
+        _EXPAND_KEYS.launch((depth,), keys, k_sf, data, factors, marks)
+        first = Launch("marking", "float8_e4m3fn", data[0], factors[0], marks)
+    return first, second
+
+
 def shares_to_select(num_queries: int, num_keys: int, device: torch.device) -> tuple[int, int]:
     """Keys of a block that selects, and how many blocks share the keys.
 
@@ -211,11 +240,10 @@ def _logits(
         shares = -(-num_keys // share)
         marks = end.new_empty((num_queries, shares)) if source == "e2m1" else None
         together = queries_of_block(num_queries, shares, q.device)
-        for role in ("all",) if marks is None else ("marking", "marked"):
+        for role, of_keys, *keys in launches(q, k, k_sf):
             _SCORES.launch(
-                (source, heads, depth, dtype_name(out), role),
-                rows_of(q), q_sf, rows_of(k), k_sf, weights, start, end, marks, out, share,
-                together,
+                (source, of_keys, heads, depth, dtype_name(out), role),
+                rows_of(q), q_sf, *keys, weights, start, end, marks, out, share, together,
             )  # fmt: skip
     return out
 
@@ -333,18 +361,17 @@ def _select(
         marks = end.new_empty((num_queries, shares)) if source == "e2m1" else None
         together = queries_of_block(num_queries, shares, q.device)
         names = out.view(num_queries, 1, topk)
-        keys = None
+        scores = None
         if shares > 1:
             names = end.new_empty((num_queries, shares, topk))
-            keys = torch.empty_like(names, dtype=torch.uint32)
-        for role in ("all",) if marks is None else ("marking", "marked"):
+            scores = torch.empty_like(names, dtype=torch.uint32)
+        for role, of_keys, *keys in launches(q, k, k_sf):
             _BEST_KEYS.launch(
-                (source, heads, depth, topk, keys is not None, role),
-                rows_of(q), q_sf, rows_of(k), k_sf, weights, start, end, marks, names, keys, share,
-                together,
+                (source, of_keys, heads, depth, topk, scores is not None, role),
+                rows_of(q), q_sf, *keys, weights, start, end, marks, names, scores, share, together,
             )  # fmt: skip
-        if keys is not None:
-            merge(keys.view(num_queries, -1), names.view(num_queries, -1), out)
+        if scores is not None:
+            merge(scores.view(num_queries, -1), names.view(num_queries, -1), out)
     return out
 
 

@@ -1,18 +1,48 @@
 """Device macros of the compression: a window's softmax, over the threads that share it."""
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tilelang import language as T
 
 from tile_kernels.attention.geometry import Geometry
-from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, near_reciprocal
+from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.kernels.common import (
+    EXPLICIT_GUARDS,
+    await_stages,
+    close_stage,
+    free_stage,
+    near_reciprocal,
+    stage,
+)
 
 LOG2E = 1.4426950408889634
+# For kernels that use `exp2_flushed`. PyTorch's and CUDA's `exp2f` spends four instructions on
+# results below 2**-126, which are as good as the zero that the special function unit makes of them.
+PRELUDE = """
+#ifdef __CUDACC__
+__device__ __forceinline__ float exp2_flushed(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#else
+inline float exp2_flushed(float x) {
+  float y = exp2f(x);
+  return y < 0x1p-126f ? 0.0f : y;
+}
+#endif
+"""
 # Every barrier is written out: threads share memory only where windows span groups of them.
 PASS_CONFIGS = {**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True}
 
 P = TypeVar("P", bound=tuple[Any, ...])
+
+
+def exp2_flushed(x: Any) -> Any:
+    """`2**x`, and 0 where that is below 2**-126; of kernels with `PRELUDE`."""
+    return T.call_extern(T.float32, "exp2_flushed", x)
 
 
 def bits_of(dtype: str) -> int:
@@ -62,8 +92,11 @@ def each_series(geo: Geometry, move: Any) -> Any:
     return moved
 
 
-def row_loader(geo: Geometry, dtype: str) -> Any:
-    """A macro: a thread's rows to registers, as `each_series` does; zeros where there are none."""
+def row_loader(geo: Geometry, dtype: str, ahead: bool = False) -> Any:
+    """A macro: a thread's rows to registers, as `each_series` does; zeros where there are none.
+
+    `ahead`: from shared memory, where they were copied before (see `row_stager`).
+    """
 
     @T.macro
     def load(source, first, item, channel, at, held):
@@ -74,9 +107,70 @@ def row_loader(geo: Geometry, dtype: str) -> Any:
             for r in T.unroll(geo.items):
                 if geo.exact or item + r < geo.window:
                     for v in T.vectorized(geo.vector):
-                        held[(at + r) * geo.vector + v] = source[first + item + r, channel + v]
+                        if ahead:
+                            held[(at + r) * geo.vector + v] = source[
+                                at + r, T.get_thread_binding(), v
+                            ]
+                        else:
+                            held[(at + r) * geo.vector + v] = source[first + item + r, channel + v]
 
     return each_series(geo, load)
+
+
+def row_stager(geo: Geometry) -> Any:
+    """A macro: start copies of a thread's rows to its places in shared memory, as `each_series`."""
+
+    @T.macro
+    def start(source, first, item, channel, at, places):
+        if first >= 0:
+            for r in T.unroll(geo.items):
+                if geo.exact or item + r < geo.window:
+                    stage(
+                        places[at + r, T.get_thread_binding(), 0],
+                        source[first + item + r, channel],
+                        geo.vector,
+                    )
+
+    return each_series(geo, start)
+
+
+def rows_ahead(geo: Geometry, dtype: str, ragged: bool) -> Any:
+    """Macros: `begin` with copies of a thread's rows of its first window; `turn`, the rows of a
+    window to registers and copies of those of the next one.
+
+    `first` and `coming` are where these two windows and the ones before them begin.
+    """
+    found, load, start = window_rows(geo, ragged), row_loader(geo, dtype, True), row_stager(geo)
+
+    @T.macro
+    def begin(
+        window, num_windows, places, kv_a, z_a, kv_b, z_b, group, channel, kv_places, z_places,
+        coming,
+    ):  # fmt: skip
+        found(places, window, num_windows, coming)
+        if channel < geo.channels:
+            start(kv_a, z_a, kv_b, z_b, coming, group * geo.items, channel, kv_places, z_places)
+        close_stage()
+
+    @T.macro
+    def turn(
+        following, num_windows, places, kv_a, z_a, kv_b, z_b, group, channel, kv_places, z_places,
+        first, coming, kv, z,
+    ):  # fmt: skip
+        for s in T.unroll(2):
+            first[s] = coming[s]
+        await_stages(0)
+        if channel < geo.channels:
+            load(
+                kv_places, z_places, kv_places, z_places, first, group * geo.items, channel, kv, z
+            )
+        free_stage()
+        begin(
+            following, num_windows, places, kv_a, z_a, kv_b, z_b, group, channel, kv_places,
+            z_places, coming,
+        )  # fmt: skip
+
+    return begin, turn
 
 
 def thread_place(geo: Geometry, across: Any) -> tuple[Any, Any, Any, Any]:
@@ -87,15 +181,20 @@ def thread_place(geo: Geometry, across: Any) -> tuple[Any, Any, Any, Any]:
     return lane, group, tx // (geo.lanes * geo.groups), across * geo.width + lane * geo.vector
 
 
-def shared_memory(geo: Geometry) -> tuple[Any, Any, Any]:
-    """In a kernel: room for biases, for the sums of groups and for those of windows."""
+def _shared_shapes(geo: Geometry) -> tuple[tuple[int, ...], ...]:
     staged = (geo.series, geo.groups * geo.items, geo.parts, geo.lanes * geo.part)
     exchange = (1, 1, 1) if geo.groups == 1 else (3, geo.groups, geo.slots * geo.width)
-    return (
-        T.alloc_shared(staged if geo.chunks == 1 else (1, 1, 1, 1), T.float32),
-        T.alloc_shared(exchange, T.float32),
-        T.alloc_shared((3, exchange[2]), T.float32),
-    )
+    return staged if geo.chunks == 1 else (1, 1, 1, 1), exchange, (3, exchange[2])
+
+
+def shared_bytes(geo: Geometry) -> int:
+    """What `shared_memory` takes."""
+    return sum(4 * math.prod(shape) for shape in _shared_shapes(geo))
+
+
+def shared_memory(geo: Geometry) -> tuple[Any, ...]:
+    """In a kernel: room for biases, for the sums of groups and for those of windows."""
+    return tuple(T.alloc_shared(shape, T.float32) for shape in _shared_shapes(geo))
 
 
 def registers(geo: Geometry, dtype: str) -> tuple[Any, ...]:
@@ -108,7 +207,27 @@ def registers(geo: Geometry, dtype: str) -> tuple[Any, ...]:
         T.alloc_local((geo.vector,), T.float32),  # sums
         T.alloc_local((geo.vector,), T.float32),  # weighted sums
         T.alloc_local((2,), T.int32),  # the first rows of the window and of the one before it
+        T.alloc_local((2,), T.int32),  # the same of the next window
     )
+
+
+# ---- copies of the next window's rows -----------------------------------------------------------
+
+
+def can_copy_ahead(
+    geo: Geometry, dtype: str, blocks: int, device: Device, others: int = 0
+) -> bool:
+    """Whether `blocks` of a multiprocessor have room for rows of one more window each, beside
+    `others` bytes, and threads have 16 bytes of a row."""
+    rows = 2 * geo.rows * geo.threads * 16
+    room = device.smem_per_sm // blocks - 1024 - shared_bytes(geo) - others
+    return geo.chunks == 1 and geo.vector * bits_of(dtype) == 128 and rows <= room
+
+
+def places_ahead(geo: Geometry, dtype: str, ahead: bool) -> tuple[Any, Any]:
+    """In a kernel: room for values and scores of one window."""
+    shape = (geo.rows, geo.threads, geo.vector) if ahead else (1, 1, 1)
+    return T.alloc_shared(shape, dtype), T.alloc_shared(shape, dtype)
 
 
 def bias_stage(geo: Geometry) -> Any:
@@ -135,6 +254,16 @@ def bias_stage(geo: Geometry) -> Any:
     return staged
 
 
+def where_here(geo: Geometry, s: int, first: Any, item: Any, value: Any, other: Any) -> Any:
+    """`value` where series `s` has a row at `item` of the window.
+
+    Only windows that take chunks are asked for where there is none.
+    """
+    if not geo.exact:
+        value = T.Select(item < geo.window, value, other)
+    return value if s == 0 and geo.chunks == 1 else T.Select(first[s] >= 0, value, other)
+
+
 def part_scores(geo: Geometry) -> Any:
     """A macro: the scores of a thread's rows for one part of its channels, -inf without a row.
 
@@ -155,7 +284,7 @@ def part_scores(geo: Geometry) -> Any:
     @T.macro
     def scored(first, item, lane, channel, q, z, bias_a, bias_b, biases, scores):
         read = T.alloc_local((geo.part,), T.float32)
-        for s in T.unroll(geo.series):
+        for s in range(geo.series):
             for r in T.unroll(geo.items):
                 if s == 0:
                     bias_of(bias_a, biases, 0, item + r, q, lane, channel, read)
@@ -163,15 +292,15 @@ def part_scores(geo: Geometry) -> Any:
                     bias_of(bias_b, biases, 1, item + r, q, lane, channel, read)
                 for e in T.unroll(geo.part):
                     at = s * geo.items + r
-                    scores[at * geo.part + e] = T.Select(
-                        first[s] >= 0 and (geo.exact or item + r < geo.window),
+                    scores[at * geo.part + e] = where_here(
+                        geo, s, first, item + r,
                         T.ieee_fmaf(
                             T.cast(z[at * geo.vector + q * geo.part + e], T.float32),
                             T.float32(LOG2E),
                             read[e],
                         ),
                         -T.infinity(T.float32),
-                    )
+                    )  # fmt: skip
 
     return scored
 
@@ -199,12 +328,12 @@ def part_sums(geo: Geometry) -> Any:
             tops[at] = top
             top = above(top)
             if geo.chunks > 1:
-                factor = T.alloc_var(T.float32, init=T.exp2(T.ieee_sub(before, top)))
+                factor = T.alloc_var(T.float32, init=exp2_flushed(T.ieee_sub(before, top)))
                 totals[at] = T.ieee_mul(totals[at], factor)
                 sums[at] = T.ieee_mul(sums[at], factor)
             for i in T.unroll(geo.rows):
                 term = T.alloc_var(
-                    T.float32, init=T.exp2(T.ieee_sub(scores[i * geo.part + e], top))
+                    T.float32, init=exp2_flushed(T.ieee_sub(scores[i * geo.part + e], top))
                 )
                 scores[i * geo.part + e] = term
                 totals[at] = T.ieee_add(totals[at], term)
@@ -223,6 +352,23 @@ def quotients(total, total_inverse, entry):
         entry[0] = T.float32(0)
 
 
+def part_quotients(geo: Geometry) -> Any:
+    """A macro: of one part of the channels, `totals` become their inverses and `sums` entries."""
+
+    @T.macro
+    def divided(q, totals, sums):
+        inverse = T.alloc_local((1,), T.float32)
+        entry = T.alloc_local((1,), T.float32)
+        for e in T.unroll(geo.part):
+            at = q * geo.part + e
+            entry[0] = sums[at]
+            quotients(totals[at], inverse, entry)
+            totals[at] = inverse[0]
+            sums[at] = entry[0]
+
+    return divided
+
+
 def over_groups(geo: Geometry) -> Any:
     """A macro: from the sums of groups to a window's own, by way of shared memory.
 
@@ -230,16 +376,12 @@ def over_groups(geo: Geometry) -> Any:
     taken in their order. All threads of a block call it: it is a barrier.
     """
     positions = geo.slots * geo.parts * geo.lanes * geo.part
+    divided = part_quotients(geo)
 
     @T.macro
     def alone(slot, group, lane, tops, totals, sums, of_groups, of_window):
-        inverse = T.alloc_local((1,), T.float32)
-        entry = T.alloc_local((1,), T.float32)
-        for v in T.unroll(geo.vector):
-            entry[0] = sums[v]
-            quotients(totals[v], inverse, entry)
-            totals[v] = inverse[0]
-            sums[v] = entry[0]
+        for q in T.unroll(geo.parts):
+            divided(q, totals, sums)
 
     @T.macro
     def together(slot, group, lane, tops, totals, sums, of_groups, of_window):
@@ -268,7 +410,7 @@ def over_groups(geo: Geometry) -> Any:
                 entry[0] = T.float32(0)
                 for g in T.unroll(geo.groups):
                     factor = T.alloc_var(
-                        T.float32, init=T.exp2(T.ieee_sub(of_groups[0, g, at], top))
+                        T.float32, init=exp2_flushed(T.ieee_sub(of_groups[0, g, at], top))
                     )
                     total = T.ieee_fmaf(factor, of_groups[1, g, at], total)
                     entry[0] = T.ieee_fmaf(factor, of_groups[2, g, at], entry[0])

@@ -8,15 +8,19 @@ from tilelang import language as T
 from tile_kernels.attention.geometry import BLOCKS_PER_SM, Geometry, geometry
 from tile_kernels.attention.kernels.common import (
     PASS_CONFIGS,
+    PRELUDE,
     as_given,
     assume_multiples,
     bias_stage,
     bits_of,
+    can_copy_ahead,
     over_groups,
     part_scores,
     part_sums,
+    places_ahead,
     registers,
     row_loader,
+    rows_ahead,
     shared_memory,
     thread_place,
     window_rows,
@@ -33,6 +37,7 @@ class Plan(NamedTuple):
     dtype: str
     out_dtype: str
     vector: int
+    ahead: bool  # copy the rows of the next window while one is computed
     workers: int  # blocks that share the windows
 
     @property
@@ -52,9 +57,10 @@ def plan(
     device: Device,
 ) -> Plan:
     """As many blocks as can run at a time: each walks over windows with its biases at hand."""
-    across = geometry(channels, window, series, vector).blocks_across
-    workers = max(1, BLOCKS_PER_SM * device.num_sms // across)
-    return Plan(channels, window, series, ragged, dtype, out_dtype, vector, workers)
+    geo = geometry(channels, window, series, vector)
+    workers = max(1, BLOCKS_PER_SM * device.num_sms // geo.blocks_across)
+    ahead = can_copy_ahead(geo, dtype, BLOCKS_PER_SM, device)
+    return Plan(channels, window, series, ragged, dtype, out_dtype, vector, ahead, workers)
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
@@ -64,10 +70,20 @@ def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
     return tuple(sorted(loads)), min(128, p.vector * bits_of(p.out_dtype))
 
 
-def thread_sums(geo: Geometry, dtype: str) -> Any:
+@T.macro
+def clear_sums(geo, tops, totals, sums):
+    """Before the first row."""
+    for v in T.unroll(geo.vector):
+        tops[v] = -T.infinity(T.float32)
+        totals[v] = T.float32(0)
+        sums[v] = T.float32(0)
+
+
+def thread_sums(geo: Geometry, dtype: str, loaded: bool) -> Any:
     """A macro: the maxima, sums and weighted sums of a thread's rows of one window.
 
-    `kv`, `z` are the registers for rows; all loads go out before the first is used.
+    `kv`, `z` are the registers for rows, which are `loaded`, or all loads go out before the first
+    is used.
     """
     load = row_loader(geo, dtype)
     scored, folded = part_scores(geo), part_sums(geo)
@@ -77,14 +93,12 @@ def thread_sums(geo: Geometry, dtype: str) -> Any:
         kv_a, z_a, bias_a, kv_b, z_b, bias_b, biases, first, group, lane, channel,
         kv, z, scores, tops, totals, sums,
     ):  # fmt: skip
-        for v in T.unroll(geo.vector):
-            tops[v] = -T.infinity(T.float32)
-            totals[v] = T.float32(0)
-            sums[v] = T.float32(0)
+        clear_sums(geo, tops, totals, sums)
         if first[0] >= 0 and channel < geo.channels:
             for chunk in T.serial(geo.chunks):
                 item = T.alloc_var(T.int32, init=(chunk * geo.groups + group) * geo.items)
-                load(kv_a, z_a, kv_b, z_b, first, item, channel, kv, z)
+                if not loaded:
+                    load(kv_a, z_a, kv_b, z_b, first, item, channel, kv, z)
                 for q in T.unroll(geo.parts):
                     scored(first, item, lane, channel, q, z, bias_a, bias_b, biases, scores)
                     folded(q, kv, scores, tops, totals, sums)
@@ -99,7 +113,8 @@ def window_walk(p: Plan, finish: Any) -> Any:
     """
     geo, dtype = p.geometry, p.dtype
     found, staged = window_rows(geo, p.ragged), bias_stage(geo)
-    summed, joined = thread_sums(geo, dtype), over_groups(geo)
+    summed, joined = thread_sums(geo, dtype, p.ahead), over_groups(geo)
+    begin_rows, turn_rows = rows_ahead(geo, dtype, p.ragged)
 
     @T.macro
     def walked(
@@ -107,16 +122,28 @@ def window_walk(p: Plan, finish: Any) -> Any:
     ):  # fmt: skip
         lane, group, slot, channel = thread_place(geo, across)
         biases, of_groups, of_window = shared_memory(geo)
-        kv, z, scores, tops, totals, sums, first = registers(geo, dtype)
+        kv, z, scores, tops, totals, sums, first, coming = registers(geo, dtype)
+        kv_places, z_places = places_ahead(geo, dtype, p.ahead)
+        workers = T.min(T.ceildiv(num_windows, geo.slots), p.workers)
+        if p.ahead:
+            begin_rows(
+                block * geo.slots + slot, num_windows, places, kv_a, z_a, kv_b, z_b, group, channel,
+                kv_places, z_places, coming,
+            )  # fmt: skip
         if geo.chunks == 1:
             staged(bias_a, 0, slot, group, lane, channel, biases)
             if geo.series == 2:
                 staged(bias_b, 1, slot, group, lane, channel, biases)
             T.sync_threads()
-        workers = T.min(T.ceildiv(num_windows, geo.slots), p.workers)
         for step in T.serial(T.ceildiv(num_windows, geo.slots * workers)):
             window = T.alloc_var(T.int32, init=(step * workers + block) * geo.slots + slot)
-            found(places, window, num_windows, first)
+            if p.ahead:
+                turn_rows(
+                    window + workers * geo.slots, num_windows, places, kv_a, z_a, kv_b, z_b, group,
+                    channel, kv_places, z_places, first, coming, kv, z,
+                )  # fmt: skip
+            else:
+                found(places, window, num_windows, first)
             summed(
                 kv_a, z_a, bias_a, kv_b, z_b, bias_b, biases, first, group, lane, channel,
                 kv, z, scores, tops, totals, sums,
@@ -163,6 +190,7 @@ def compress(*static: Any) -> Any:
             T.min(T.ceildiv(num_windows, geo.slots), p.workers),
             geo.blocks_across,
             threads=geo.threads,
+            prelude=PRELUDE,
         ) as (block, across):
             T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
             assume_multiples(p.vector, rows[: 2 * p.series])

@@ -11,21 +11,29 @@ from tile_kernels.attention.geometry import (
 )
 from tile_kernels.attention.kernels.common import (
     PASS_CONFIGS,
+    PRELUDE,
     above,
-    as_given,
     assume_multiples,
     bias_stage,
     bits_of,
+    can_copy_ahead,
     each_series,
+    exp2_flushed,
     over_groups,
+    part_quotients,
     part_scores,
+    part_sums,
+    places_ahead,
     registers,
     row_loader,
+    rows_ahead,
     shared_memory,
     thread_place,
+    where_here,
     window_rows,
 )
-from tile_kernels.attention.kernels.compress import thread_sums
+from tile_kernels.attention.kernels.compress import clear_sums, thread_sums
+from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.launch import kernel
 
 SPLITS = 4  # blocks that share the rows after a sequence's last window
@@ -43,11 +51,28 @@ class Plan(NamedTuple):
     dtype: str
     out_dtype: str
     vector: int
+    ahead: bool  # copy the rows of the next window while one is computed
 
     @property
     def geometry(self) -> Geometry:
         """How threads share windows."""
         return gradient_geometry(self.channels, self.window, self.series, self.vector)
+
+
+def plan(
+    channels: int,
+    window: int,
+    series: int,
+    ragged: bool,
+    dtype: str,
+    out_dtype: str,
+    vector: int,
+    device: Device,
+) -> Plan:
+    geo = gradient_geometry(channels, window, series, vector)
+    own = 4 * geo.rows * geo.vector * geo.threads
+    ahead = can_copy_ahead(geo, dtype, gradient_blocks_per_sm(geo), device, own)
+    return Plan(channels, window, series, ragged, dtype, out_dtype, vector, ahead)
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -58,11 +83,12 @@ def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(sorted(loads)), tuple(sorted({vector, part}))
 
 
-def row_gradients(geo: Geometry, dtype: str) -> Any:
+def row_gradients(geo: Geometry, dtype: str, terms: bool) -> Any:
     """A macro: values and scores of a thread's rows become their gradients, in place.
 
     Of a value it is `p g`, of a score `p g (value - entry)`, with `p` the row's weight and `g` the
-    gradient of the entry. `seen` takes the part's scores and returns the gradients of scores.
+    gradient of the entry. `seen` takes the part's scores, or the `terms` of the sum that came of
+    them, and returns the gradients of scores.
     """
 
     @T.macro
@@ -70,20 +96,21 @@ def row_gradients(geo: Geometry, dtype: str) -> Any:
         for e in T.unroll(geo.part):
             at = q * geo.part + e
             top = T.alloc_var(T.float32, init=above(tops[at]))
-            for s in T.unroll(geo.series):
+            for s in range(geo.series):
                 for r in T.unroll(geo.items):
                     i = s * geo.items + r
-                    here = first[s] >= 0 and (geo.exact or item + r < geo.window)
-                    term = T.exp2(T.ieee_sub(seen[i * geo.part + e], top))
+                    term = T.alloc_var(T.float32, init=seen[i * geo.part + e])
+                    if not terms:
+                        term = exp2_flushed(T.ieee_sub(term, top))
                     of_value = T.alloc_var(
                         T.float32, init=T.ieee_mul(T.ieee_mul(term, inverses[at]), grad[at])
                     )
-                    of_value = T.Select(here, of_value, T.float32(0))
+                    of_value = where_here(geo, s, first, item + r, of_value, T.float32(0))
                     value = T.cast(kv[i * geo.vector + at], T.float32)
                     of_score = T.alloc_var(
                         T.float32, init=T.ieee_mul(of_value, T.ieee_sub(value, entries[at]))
                     )
-                    of_score = T.Select(here, of_score, T.float32(0))
+                    of_score = where_here(geo, s, first, item + r, of_score, T.float32(0))
                     kv[i * geo.vector + at] = T.cast(of_value, dtype)
                     z[i * geo.vector + at] = T.cast(of_score, dtype)
                     seen[i * geo.part + e] = of_score
@@ -186,7 +213,7 @@ def bias_gradients(geo: Geometry) -> Any:
     return added, -(-positions // (LANES * SPLITS))
 
 
-@kernel(plan=as_given(Plan), access_bits=access_bits, pass_configs=PASS_CONFIGS)
+@kernel(plan=plan, access_bits=access_bits, pass_configs=PASS_CONFIGS)
 def gradients(*static: Any) -> Any:
     """The first kernel walks over windows, as the forward one does; each block has its own sums of
     bias gradients. The second adds those up, and zeroes the rows that no window takes.
@@ -195,8 +222,11 @@ def gradients(*static: Any) -> Any:
     geo, dtype, series = p.geometry, p.dtype, p.series
     found, staged = window_rows(geo, p.ragged), bias_stage(geo)
     load, store = row_loader(geo, dtype), row_storer(geo)
-    summed, joined = thread_sums(geo, dtype), over_groups(geo)
-    scored, derived, zeroed = part_scores(geo), row_gradients(geo, dtype), zero_rows(p)
+    summed, joined = thread_sums(geo, dtype, p.ahead), over_groups(geo)
+    begin_rows, turn_rows = rows_ahead(geo, dtype, p.ragged)
+    whole = geo.groups == 1 and geo.chunks == 1  # windows of one thread: nothing is computed twice
+    scored, folded, divided = part_scores(geo), part_sums(geo), part_quotients(geo)
+    derived, zeroed = row_gradients(geo, dtype, whole), zero_rows(p)
     added, adding = bias_gradients(geo)
     kept = geo.chunks == 1  # rows stay in registers, sums of bias gradients in shared memory
     tokens, num_windows, num_bounds, num_parts = T.dynamic(
@@ -207,6 +237,15 @@ def gradients(*static: Any) -> Any:
     of_rows = T.dynamic("of_kv_a_row of_z_a_row of_kv_b_row of_z_b_row", "int64")
     of_bias_rows = T.dynamic("of_bias_a_row of_bias_b_row", "int64")
     shape, biases_shape = (tokens, p.channels), (p.window, p.channels)
+
+    @T.macro
+    def read_gradient(grad_out, window, num_windows, channel, read):
+        """That of a window's entry; zeros where there is none."""
+        for v in T.unroll(geo.vector):
+            read[v] = T.cast(T.float32(0), p.out_dtype)
+        if window < num_windows and channel < p.channels:
+            for v in T.vectorized(geo.vector):
+                read[v] = grad_out[window, channel + v]
 
     @T.macro
     def add_to_own(q, seen, own):
@@ -289,7 +328,9 @@ def gradients(*static: Any) -> Any:
         grad_bias_b: T.StridedTensor[biases_shape, (of_bias_rows[1], 1), T.float32],
         partial: T.Tensor[(num_parts, series, p.window, p.channels), T.float32],
     ):
-        with T.Kernel(num_parts, geo.blocks_across, threads=geo.threads) as (block, across):
+        with T.Kernel(
+            num_parts, geo.blocks_across, threads=geo.threads, prelude=PRELUDE
+        ) as (block, across):
             T.annotate_min_blocks_per_sm(gradient_blocks_per_sm(geo))
             assume_multiples(p.vector, rows[: 2 * series] + of_rows[: 2 * series])
             assume_multiples(geo.part, bias_rows[:series])
@@ -299,9 +340,16 @@ def gradients(*static: Any) -> Any:
             own = T.alloc_shared(
                 (geo.rows * geo.parts, geo.threads * geo.part) if kept else (1, 1), T.float32
             )
-            kv, z, scores, tops, totals, sums, first = registers(geo, dtype)
+            kv, z, scores, tops, totals, sums, first, coming = registers(geo, dtype)
+            kv_places, z_places = places_ahead(geo, dtype, p.ahead)
             read = T.alloc_local((geo.vector,), p.out_dtype)
             grad = T.alloc_local((geo.vector,), T.float32)
+            if p.ahead:
+                begin_rows(
+                    block * geo.slots + slot, num_windows, places, kv_a, z_a, kv_b, z_b, group,
+                    channel, kv_places, z_places, coming,
+                )  # fmt: skip
+                read_gradient(grad_out, block * geo.slots + slot, num_windows, channel, read)
             if kept:
                 for i in T.unroll(geo.rows * geo.parts):
                     for e in T.vectorized(geo.part):
@@ -312,27 +360,38 @@ def gradients(*static: Any) -> Any:
                 T.sync_threads()
             for step in T.serial(T.ceildiv(num_windows, geo.slots * num_parts)):
                 window = T.alloc_var(T.int32, init=(step * num_parts + block) * geo.slots + slot)
-                found(places, window, num_windows, first)
-                for v in T.unroll(geo.vector):
-                    read[v] = T.cast(T.float32(0), p.out_dtype)
-                if window < num_windows and channel < p.channels:
-                    for v in T.vectorized(geo.vector):
-                        read[v] = grad_out[window, channel + v]
-                summed(
-                    kv_a, z_a, bias_a, kv_b, z_b, bias_b, biases, first, group, lane, channel,
-                    kv, z, scores, tops, totals, sums,
-                )  # fmt: skip
-                joined(slot, group, lane, tops, totals, sums, of_groups, of_window)
+                following = T.alloc_var(T.int32, init=window + num_parts * geo.slots)
+                if p.ahead:
+                    turn_rows(
+                        following, num_windows, places, kv_a, z_a, kv_b, z_b, group, channel,
+                        kv_places, z_places, first, coming, kv, z,
+                    )  # fmt: skip
+                else:
+                    found(places, window, num_windows, first)
+                    read_gradient(grad_out, window, num_windows, channel, read)
+                if whole:
+                    clear_sums(geo, tops, totals, sums)
+                else:
+                    summed(
+                        kv_a, z_a, bias_a, kv_b, z_b, bias_b, biases, first, group, lane, channel,
+                        kv, z, scores, tops, totals, sums,
+                    )  # fmt: skip
+                    joined(slot, group, lane, tops, totals, sums, of_groups, of_window)
                 for v in T.unroll(geo.vector):
                     grad[v] = T.cast(read[v], T.float32)
+                if p.ahead:
+                    read_gradient(grad_out, following, num_windows, channel, read)
                 # Long windows start their sums also where there is no window.
                 if (first[0] >= 0 or (not kept and step == 0)) and channel < p.channels:
                     for chunk in T.serial(geo.chunks):
                         item = T.alloc_var(T.int32, init=(chunk * geo.groups + group) * geo.items)
-                        if not kept:
+                        if not kept or (whole and not p.ahead):
                             load(kv_a, z_a, kv_b, z_b, first, item, channel, kv, z)
                         for q in T.unroll(geo.parts):
                             scored(first, item, lane, channel, q, z, bias_a, bias_b, biases, scores)
+                            if whole:
+                                folded(q, kv, scores, tops, totals, sums)
+                                divided(q, totals, sums)
                             derived(first, item, q, kv, z, grad, tops, totals, sums, scores)
                             if kept:
                                 add_to_own(q, scores, own)

@@ -96,20 +96,20 @@ def prefix_over_block(threads: int) -> Any:
 
 def least_of_best(entries: int, threads: int) -> Any:
     """A macro: the largest number that `rank` of a block's keys are not below, or a smaller one
-    with no key between.
+    with no key between, or with at most `spare` keys from it on beside those of the rank.
 
     A thread has `entries` keys, in `own`, 0 for none; all keys are at least `low`, which is above
     0, and there are `rank` of them. Keys are counted in bins of equal width, from `low` to the
     largest; then those in the bin with the number, in narrower ones, until all keys of a bin are
-    among the best, or it holds one number. `bins` are shared and 0 before and after, `found` and
-    `sums` are shared. Whoever calls has a barrier before.
+    among the best, or nearly all, or it holds one number. `bins` are shared and 0 before and after,
+    `found` and `sums` are shared. Whoever calls has a barrier before.
     """
     per = BINS // threads
     warps = threads // WARP
     prefix = prefix_over_block(threads)
 
     @T.macro
-    def find(own, rank, low, bins, found, sums):
+    def find(own, rank, spare, low, bins, found, sums):
         tx = T.get_thread_binding()
         counts = T.alloc_local((per,), T.int32)
         before = T.alloc_local((2,), T.int32)
@@ -154,7 +154,7 @@ def least_of_best(entries: int, threads: int) -> Any:
                 least = least + (T.cast(found[0], T.uint32) << T.cast(shift, T.uint32))
                 last = (T.uint32(1) << T.cast(shift, T.uint32)) - T.uint32(1)
                 need = need - found[1]
-                done = found[2] == need or shift == 0
+                done = found[2] <= need + spare or shift == 0
                 shift = T.max(shift - BIN_BITS, 0)
         return least
 
@@ -162,7 +162,8 @@ def least_of_best(entries: int, threads: int) -> Any:
 
 
 def keep_best(topk: int, capacity: int, threads: int, key: Any) -> Any:
-    """A macro: keep the `topk` best of `count` entries of a list, which has more; the new bound.
+    """A macro: keep the `topk` best of `count` entries of a list, which has more, and at most
+    `spare` others; the new bound, into `kept[0]` how many there are.
 
     `words` and `ids` are shared, `[lists, capacity]`; `key(word)` is the key of a word, and `low`
     not above any of them. For the rest see `least_of_best`. Whoever calls has a barrier before and
@@ -181,7 +182,7 @@ def keep_best(topk: int, capacity: int, threads: int, key: Any) -> Any:
                 place[c * vector + e] = source[which, first + c * vector + e]
 
     @T.macro
-    def keep(words, ids, which, count, low, bins, found, sums):
+    def keep(words, ids, which, count, spare, low, bins, found, sums, kept):
         tx = T.get_thread_binding()
         own = T.alloc_local((entries,), T.uint32)
         own_ids = T.alloc_local((entries,), T.int32)
@@ -195,7 +196,7 @@ def keep_best(topk: int, capacity: int, threads: int, key: Any) -> Any:
                 own[j] = key(own[j])
             else:
                 own[j] = T.uint32(0)
-        bound = find(own, topk, T.max(low, T.uint32(1)), bins, found, sums)
+        bound = find(own, topk, spare, T.max(low, T.uint32(1)), bins, found, sums)
         mine = 0
         for j in T.unroll(entries):
             if own[j] > bound:
@@ -204,7 +205,8 @@ def keep_best(topk: int, capacity: int, threads: int, key: Any) -> Any:
                 mine = mine + 65536
         prefix(mine, sums, before)
         equal = T.alloc_var(T.int32, init=before[0] // 65536)
-        room = T.alloc_var(T.int32, init=topk - before[1] % 65536)  # for equal ones
+        room = T.alloc_var(T.int32, init=topk + spare - before[1] % 65536)  # for equal ones
+        kept[0] = before[1] % 65536 + T.min(before[1] // 65536, room)
         place = T.alloc_var(T.int32, init=before[0] % 65536 + T.min(equal, room))
         for w in T.unroll(-(-entries // 32)):
             stays[w] = T.uint32(0)

@@ -9,7 +9,7 @@ from tile_kernels.attention.kernels.indexer_scores import (
     E2M1,
     Tile,
     load_queries,
-    marked_queries,
+    marks_of,
     product,
     query_ranges,
     scores_of,
@@ -31,6 +31,7 @@ class Plan(NamedTuple):
     `marking` those that are not; those that are `marked`."""
 
     source: str
+    of_keys: str
     unit: str
     heads: int
     padded: int
@@ -43,8 +44,10 @@ class Plan(NamedTuple):
     role: str
 
 
-def plan(source: str, heads: int, depth: int, out_dtype: str, role: str, device: Device) -> Plan:
-    tile, _ = tile_plan(source, role == MARKED, heads, depth, MOST_QUERIES, device)
+def plan(
+    source: str, of_keys: str, heads: int, depth: int, out_dtype: str, role: str, device: Device
+) -> Plan:
+    tile, _ = tile_plan(source, of_keys, role == MARKED, heads, depth, MOST_QUERIES, device)
     return Plan(*tile, out_dtype, role)
 
 
@@ -60,13 +63,13 @@ def score_tiles(*static: Any) -> Any:
     made = Plan(*static)
     tile, role = Tile(*static[: len(Tile._fields)]), made.role
     heads, keys, queries = tile.heads, tile.keys, tile.queries
-    width, element = tile.row
-    tokens, num_keys, shares = T.dynamic("tokens num_keys shares")
+    (width, element), (k_width, k_element) = tile.row(tile.source), tile.row(tile.of_keys)
+    tokens, num_keys, shares, marked_tiles = T.dynamic("tokens num_keys shares marked_tiles")
     q_scales = (tokens, heads, tile.groups)
     k_scales = (num_keys, tile.groups) if tile.packed else (num_keys,)
     load = load_queries(tile)
     load_ranges, span = query_ranges(tile)
-    some_marked, marked = marked_queries(tile)
+    some_marked, marked, begin_marks = marks_of(tile)
     open_stream, arrive, forward = stream_keys(tile)
     start_product, finish_product = product(tile)
     scaled = scores_of(tile)
@@ -85,8 +88,9 @@ def score_tiles(*static: Any) -> Any:
     def score_blocks(
         q: T.Tensor[(tokens, heads, width), element],
         q_sf: T.Tensor[q_scales, T.uint8],
-        k: T.Tensor[(num_keys, width), element],
+        k: T.Tensor[(num_keys, k_width), k_element],
         k_sf: T.Tensor[k_scales, T.uint8 if tile.packed else T.float32],
+        k_marks: T.Tensor[(marked_tiles, 1), T.int32],
         weights: T.Tensor[(tokens, heads), T.float32],
         start: T.Tensor[(tokens,), T.int32],
         end: T.Tensor[(tokens,), T.int32],
@@ -126,8 +130,7 @@ def score_tiles(*static: Any) -> Any:
                     T.sync_threads()
                     wanted = marked(marks, first, tokens, share)
                 if wanted:
-                    if tile.packed and tx == 0:
-                        wide[0] = 0
+                    begin_marks(k_marks, num_keys, share, share_keys, wide)
                     load_ranges(start, end, first, tokens, num_keys, bounds)
                     T.sync_threads()
                     load(q, q_sf, weights, first, tokens, of_queries, q_factors, of_weights, wide)

@@ -10,7 +10,8 @@ tile, threads expand the next one and put away the scores of the one before.
 The matrix units multiply e4m3 or bfloat16. Packed e2m1 is expanded on the way into shared memory:
 to e4m3 where all groups of each row are within `2**11` of its largest one, the row's own power of
 two apart, which is exact; to bfloat16 otherwise. A launch in e4m3 marks the blocks that it cannot
-do exactly, and a second one in bfloat16 does those alone.
+do exactly, and a second one in bfloat16 does those alone. For many queries keys are expanded to
+e4m3 in memory before (see `indexer_expand`), once instead of for each block.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from tilelang import language as T
 
 from tile_kernels.runtime.device import Device
 
+MARKED_KEYS = 128  # that have one mark, if they were expanded before
 GROUP = 32  # values of packed e2m1 that share an exponent
 MOST_COLUMNS = 128  # of the product: heads of all queries of a block
 STAGES = (4, 2)  # tiles of keys, the one in use and those under way
@@ -34,11 +36,12 @@ UP, DOWN = 6, -5  # 6 * 2**6 is not above e4m3's largest number, 0.5 * 2**-5 is 
 class Tile(NamedTuple):
     """What a block holds: `queries` of `padded` heads each, `stages` tiles of `keys` keys.
 
-    `source` is the format of q and k, `unit` what the matrix units take. `fenced`: they read shared
-    memory by a way of their own (Hopper's), which must be told.
+    `source` and `of_keys` are the formats of q and k, `unit` what the matrix units take. `fenced`:
+    they read shared memory by a way of their own (Hopper's), which must be told.
     """
 
     source: str
+    of_keys: str
     unit: str
     heads: int
     padded: int
@@ -71,17 +74,16 @@ class Tile(NamedTuple):
     @property
     def expanded(self) -> bool:
         """Whether tiles change their format between memory and the matrix units."""
-        return self.source != self.unit
+        return self.of_keys != self.unit
 
-    @property
-    def row(self) -> tuple[int, str]:
+    def row(self, source: str) -> tuple[int, str]:
         """A row of q or k in memory: its elements, eight codes of e2m1 in one, and their dtype."""
-        return (self.depth // 8, "uint32") if self.source == E2M1 else (self.depth, self.source)
+        return (self.depth // 8, "uint32") if source == E2M1 else (self.depth, source)
 
     @property
     def packed(self) -> bool:
         """Whether tiles come by way of registers: e2m1, a group for each thread."""
-        return self.source == E2M1
+        return self.of_keys == E2M1
 
     @property
     def ahead(self) -> bool:
@@ -120,6 +122,7 @@ class Tile(NamedTuple):
 
 def tile_plan(
     source: str,
+    of_keys: str,
     exact: bool,
     heads: int,
     depth: int,
@@ -138,14 +141,16 @@ def tile_plan(
     padded = max(8, 1 << (heads - 1).bit_length())
     queries = max(1, min(MOST_COLUMNS // padded, most_queries))
     fenced = device.arch == "sm_90a"
-    numbers = STAGES[1:] if source != unit else STAGES
+    numbers = STAGES[1:] if of_keys != unit else STAGES
     # Rather two blocks of an SM than large ones: one multiplies while the other sums over heads.
     for room in (device.smem_per_sm // 2 - 1024, device.smem_per_block):
         for keys in (128, 64):
             for halved in range(queries.bit_length()):
                 for stages in numbers:
                     fewer = queries >> halved
-                    tile = Tile(source, unit, heads, padded, depth, keys, fewer, stages, fenced)
+                    tile = Tile(
+                        source, of_keys, unit, heads, padded, depth, keys, fewer, stages, fenced
+                    )
                     left = room - tile.bytes() - fewer * held(keys) - shared - SPARE
                     if left >= 0:
                         return tile, left
@@ -160,7 +165,7 @@ def shared_memory(tile: Tile) -> tuple[Any, ...]:
     return (
         T.alloc_shared((1, tile.columns, tile.depth), tile.unit),  # queries
         T.alloc_shared((tile.slots, tile.keys, tile.depth), tile.unit),  # keys
-        T.alloc_shared(tile.raw, tile.row[1]),  # keys before they are expanded
+        T.alloc_shared(tile.raw, tile.row(tile.of_keys)[1]),  # keys before they are expanded
         T.alloc_shared((1, tile.columns), T.float32),  # factors of queries
         T.alloc_shared((tile.columns,), T.float32),  # weights
         T.alloc_shared((tile.factor_slots, tile.keys), T.float32),  # factors of keys
@@ -221,7 +226,7 @@ def scores_of(tile: Tile) -> Any:
     @T.macro
     def scaled(sums, factors, number, of_scores):
         for i, t in T.Parallel(tile.keys, tile.queries):
-            if tile.source == BF16:
+            if tile.of_keys == BF16:
                 of_scores[number % 2, t, i] = sums[i, t]
             else:
                 of_scores[number % 2, t, i] = sums[i, t] * factors[number % tile.factor_slots, i]
@@ -260,9 +265,10 @@ def query_ranges(tile: Tile) -> Any:
     return load, span
 
 
-def marked_queries(tile: Tile) -> Any:
-    """Macros about what a launch before could not do exactly: whether queries of a block are
-    `marked` for its share of the keys, and whether `some` of many are, by way of shared `flag`."""
+def marks_of(tile: Tile) -> Any:
+    """Macros about what is not done exactly: whether queries of a block are `marked` for its share
+    of the keys, and whether `some` of many are, by way of shared `flag`; `begin` a block's own
+    mark, with those that its keys have by tiles of 128, if they were expanded before."""
 
     @T.macro
     def some(marks, first, count, tokens, share, flag):
@@ -285,13 +291,21 @@ def marked_queries(tile: Tile) -> Any:
                 found = T.max(found, marks[first + t, share])
         return found != 0
 
-    return some, marked
+    @T.macro
+    def begin(k_marks, num_keys, share, share_keys, wide):
+        if tile.source == E2M1 and not tile.packed:
+            count = share_keys // MARKED_KEYS
+            some(k_marks, share * count, count, T.ceildiv(num_keys, MARKED_KEYS), 0, wide)
+        elif tile.packed and T.get_thread_binding() == 0:
+            wide[0] = 0
+
+    return some, marked, begin
 
 
 # ---- packed e2m1 --------------------------------------------------------------------------------
 
 
-def expansion(tile: Tile) -> Any:
+def expansion(unit: str, groups: int) -> Any:
     """A macro: the 32 codes of a group, `words` from `at` on, into a row of `place[slot]`, and the
     row's own factor.
 
@@ -322,7 +336,7 @@ def expansion(tile: Tile) -> Any:
         some = (codes & T.uint32(0x77777777)) != T.uint32(0)
         if some and exponent < 255:
             most = exponent
-        for d in T.unroll((tile.groups - 1).bit_length()):
+        for d in T.unroll((groups - 1).bit_length()):
             most = T.max(most, T.shfl_xor(most, T.shift_left(1, d)))
         if exponent == 255:
             low = T.uint32(0x7F7F7F7F)
@@ -363,7 +377,7 @@ def expansion(tile: Tile) -> Any:
         if row < rows and group == 0:
             factors[factor_slot, row] = T.float32(1)
 
-    return to_e4m3 if tile.unit == E4M3 else to_bfloat16
+    return to_e4m3 if unit == E4M3 else to_bfloat16
 
 
 # ---- queries ------------------------------------------------------------------------------------
@@ -375,13 +389,13 @@ def load_queries(tile: Tile) -> Any:
 
     Heads and queries beyond the last are zero. A barrier must come before weights are read.
     """
-    expand = expansion(tile)
+    expand = expansion(tile.unit, tile.groups)
     publish = published(tile)
     threads, groups = tile.threads, tile.groups
     of_relu = 0.5 if tile.unit == E4M3 else 1.0
 
     def factor_of(factors: Any, column: Any) -> Any:
-        own = factors[0, column] if tile.packed else T.float32(1)
+        own = factors[0, column] if tile.source == E2M1 else T.float32(1)
         return own * T.float32(of_relu)
 
     @T.macro
@@ -404,7 +418,7 @@ def load_queries(tile: Tile) -> Any:
                 expand(
                     words, 0, exponent, of_queries, 0, row, tile.columns, group, factors, 0, wide
                 )
-        elif tile.expanded:
+        elif tile.source != tile.unit:
             # Loaded first, then cast: in one step the load would not wait for the condition.
             loaded = T.alloc_fragment((tile.columns, tile.depth), tile.source)
             for i, j in T.Parallel(tile.columns, tile.depth):
@@ -441,10 +455,10 @@ def stream_keys(tile: Tile) -> Any:
     Tiles come by copies that go on behind, `stages` of them in a ring, or in packed form a tile
     ahead in registers.
     """
-    expand = expansion(tile)
+    expand = expansion(tile.unit, tile.groups)
     publish = published(tile)
     threads, groups = tile.threads, tile.groups
-    copies = 2 if tile.source == E4M3 else 1
+    copies = 2 if tile.of_keys == E4M3 else 1
     reach = 2 if tile.packed else tile.stages  # tiles that are held, the one in use too
 
     @T.macro
@@ -472,7 +486,7 @@ def stream_keys(tile: Tile) -> Any:
                 T.async_copy(k[row : row + tile.keys, 0 : tile.depth], raw[slot, :, :])
             else:
                 T.async_copy(k[row : row + tile.keys, 0 : tile.depth], of_keys[slot, :, :])
-            if tile.source == E4M3:
+            if tile.of_keys == E4M3:
                 T.async_copy(k_sf[row : row + tile.keys], factors[number % tile.factor_slots, :])
         else:
             for _ in T.unroll(copies):

@@ -23,7 +23,7 @@ from tile_kernels.attention.kernels.indexer_scores import (
     E2M1,
     Tile,
     load_queries,
-    marked_queries,
+    marks_of,
     product,
     query_ranges,
     scores_of,
@@ -35,9 +35,11 @@ from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
-MOST_QUERIES = 4  # a warp each, also of the smallest block
+MOST_QUERIES = 4
+OWN = 16  # keys of a warp, whose scores it has
 ENTRY_BYTES = 8
-SPARE_TILES = 4  # of keys that a list has room for beside those it must: it fills up less often
+SPARE = 64  # entries that a list may keep beside the best before the end, which is less work
+SPARE_TILES = 5  # of keys that a list has room for beside those it must: it fills up less often
 MOST_OWN = 18  # entries of a list for each thread, if there is more room
 
 
@@ -46,6 +48,7 @@ class Plan(NamedTuple):
     `indexer_logits`."""
 
     source: str
+    of_keys: str
     unit: str
     heads: int
     padded: int
@@ -61,14 +64,21 @@ class Plan(NamedTuple):
 
 
 def plan(
-    source: str, heads: int, depth: int, topk: int, partial: bool, role: str, device: Device
+    source: str,
+    of_keys: str,
+    heads: int,
+    depth: int,
+    topk: int,
+    partial: bool,
+    role: str,
+    device: Device,
 ) -> Plan:
     def least(keys: int) -> int:
-        """Entries of a list for each thread: for the best, two tiles, and some more."""
-        return list_entries(topk + (2 + SPARE_TILES) * keys, 2 * keys)
+        """Entries of a list for each thread: for the best, a tile, and some more."""
+        return list_entries(topk + (1 + SPARE_TILES) * keys, 2 * keys)
 
     tile, left = tile_plan(
-        source, role == MARKED, heads, depth, MOST_QUERIES, device,
+        source, of_keys, role == MARKED, heads, depth, MOST_QUERIES, device,
         held=lambda keys: ENTRY_BYTES * 2 * keys * least(keys), shared=4 * BINS,
     )  # fmt: skip
     entries = least(tile.keys)
@@ -92,54 +102,77 @@ def best_keys(*static: Any) -> Any:
     tile, role = Tile(*static[: len(Tile._fields)]), made.role
     heads, keys, queries = tile.heads, tile.keys, tile.queries
     topk, capacity = made.topk, made.capacity
-    width, element = tile.row
-    tokens, num_keys, shares = T.dynamic("tokens num_keys shares")
+    warps, rounds = tile.threads // WARP, -(-OWN * queries // WARP)
+    (width, element), (k_width, k_element) = tile.row(tile.source), tile.row(tile.of_keys)
+    tokens, num_keys, shares, marked_tiles = T.dynamic("tokens num_keys shares marked_tiles")
     q_scales = (tokens, heads, tile.groups)
     k_scales = (num_keys, tile.groups) if tile.packed else (num_keys,)
     load = load_queries(tile)
     load_ranges, span = query_ranges(tile)
-    some_marked, marked = marked_queries(tile)
+    some_marked, marked, begin_marks = marks_of(tile)
     open_stream, arrive, forward = stream_keys(tile)
     start_product, finish_product = product(tile)
     scaled = scores_of(tile)
     keep = keep_best(topk, capacity, tile.threads, lambda word: word)
 
     @T.macro
-    def append(of_scores, number, bounds, best, ids, counts, floors):
-        """What is above the bound of its query's list: a warp per query, keys in order.
-
-        Counts are those before a tile and after it, in turn: all threads look at them."""
-        t = T.get_thread_binding() // WARP
+    def offer(of_scores, number, bounds, floors, offered, places, passed):
+        """Scores of a warp's keys that are above the bound of their query's list, 0 for others:
+        one for each lane and round, their places among the warp's, and how many there are."""
+        warp = T.get_thread_binding() // WARP
         lane = T.get_thread_binding() % WARP
-        entries = T.alloc_local((keys // WARP,), T.uint32)
-        holders = T.alloc_local((keys // WARP,), T.uint32)  # a bit for each lane
-        if t < queries:
-            count = T.alloc_var(T.int32, init=counts[(number + 1) % 2, t])
-            floor = T.alloc_var(T.uint32, init=floors[t])
-            for c in T.unroll(keys // WARP):
-                key = number * keys + c * WARP + lane
-                entries[c] = T.uint32(0)
-                if key >= bounds[0, t] and key < bounds[1, t]:
-                    entries[c] = key_of(of_scores[number % 2, t, c * WARP + lane])
-            for c in T.unroll(keys // WARP):
-                holders[c] = T.cast(T.ballot(entries[c] > floor), T.uint32)
-            for c in T.unroll(keys // WARP):
-                if entries[c] > floor:
-                    place = count + T.cast(T.popcount(holders[c] & (bit(lane) - 1)), T.int32)
-                    best[t, place] = entries[c]
-                    ids[t, place] = number * keys + c * WARP + lane
-                count = count + T.cast(T.popcount(holders[c]), T.int32)
-            if lane == 0:
-                counts[number % 2, t] = count
+        holders = T.alloc_var(T.uint32)  # a bit for each key
+        for c in T.unroll(rounds):
+            t = c * (WARP // OWN) + lane // OWN
+            key = number * keys + warp * OWN + lane % OWN
+            offered[c] = T.uint32(0)
+            if t < queries and key >= bounds[0, t] and key < bounds[1, t]:
+                offered[c] = key_of(of_scores[number % 2, t, warp * OWN + lane % OWN])
+                if offered[c] <= floors[t]:
+                    offered[c] = T.uint32(0)
+            holders = T.cast(T.ballot(offered[c] > T.uint32(0)), T.uint32)
+            holders = (holders >> T.cast(lane // OWN * OWN, T.uint32)) & T.uint32(2**OWN - 1)
+            places[c] = T.cast(T.popcount(holders & (bit(lane % OWN) - 1)), T.int32)
+            if t < queries and lane % OWN == 0:
+                passed[number % 2, t, warp] = T.cast(T.popcount(holders), T.int32)
 
     @T.macro
-    def shorten(best, ids, t, turn, counts, floors, bins, found, of_warps):
-        """Keep the best of a list; a barrier at the end."""
+    def enter(number, offered, places, passed, best, ids, counts):
+        """Append what was offered to the lists, keys in order.
+
+        Counts are those before a tile and after it, in turn: all threads look at them."""
+        warp = T.get_thread_binding() // WARP
+        lane = T.get_thread_binding() % WARP
+        of_warps = T.alloc_local((warps,), T.int32)
+        count = T.alloc_var(T.int32)
+        place = T.alloc_var(T.int32)
+        for c in T.unroll(rounds):
+            t = c * (WARP // OWN) + lane // OWN
+            if t < queries:
+                for w in T.unroll(warps // 4):
+                    for e in T.vectorized(4):
+                        of_warps[w * 4 + e] = passed[number % 2, t, w * 4 + e]
+                count = counts[(number + 1) % 2, t]
+                place = count + places[c]
+                for w in T.unroll(warps):
+                    count = count + of_warps[w]
+                    if w < warp:
+                        place = place + of_warps[w]
+                if offered[c] > T.uint32(0):
+                    best[t, place] = offered[c]
+                    ids[t, place] = number * keys + warp * OWN + lane % OWN
+                if warp == 0 and lane % OWN == 0:
+                    counts[number % 2, t] = count
+
+    @T.macro
+    def shorten(best, ids, t, turn, spare, counts, floors, bins, found, of_warps):
+        """Keep the best of a list, and up to `spare` more; a barrier at the end."""
         count = T.alloc_var(T.int32, init=counts[turn, t])
         floor = T.alloc_var(T.uint32)
-        floor = keep(best, ids, t, count, floors[t], bins, found, of_warps)
+        kept = T.alloc_local((1,), T.int32)
+        floor = keep(best, ids, t, count, spare, floors[t], bins, found, of_warps, kept)
         if T.get_thread_binding() == 0:
-            counts[turn, t] = topk
+            counts[turn, t] = kept[0]
             floors[t] = floor
         T.sync_threads()
 
@@ -147,8 +180,9 @@ def best_keys(*static: Any) -> Any:
     def best_of_queries(
         q: T.Tensor[(tokens, heads, width), element],
         q_sf: T.Tensor[q_scales, T.uint8],
-        k: T.Tensor[(num_keys, width), element],
+        k: T.Tensor[(num_keys, k_width), k_element],
         k_sf: T.Tensor[k_scales, T.uint8 if tile.packed else T.float32],
+        k_marks: T.Tensor[(marked_tiles, 1), T.int32],
         weights: T.Tensor[(tokens, heads), T.float32],
         start: T.Tensor[(tokens,), T.int32],
         end: T.Tensor[(tokens,), T.int32],
@@ -172,6 +206,9 @@ def best_keys(*static: Any) -> Any:
             best = T.alloc_shared((queries, capacity), T.uint32)
             ids = T.alloc_shared((queries, capacity), T.int32)
             counts = T.alloc_shared((2, queries), T.int32)
+            passed = T.alloc_shared((2, queries, warps), T.int32)
+            offered = T.alloc_local((rounds,), T.uint32)
+            places = T.alloc_local((rounds,), T.int32)
             floors = T.alloc_shared((queries,), T.uint32)
             bins = T.alloc_shared((BINS,), T.int32)
             found = T.alloc_shared((FOUND,), T.int32)
@@ -199,14 +236,16 @@ def best_keys(*static: Any) -> Any:
                     T.sync_threads()
                     wanted = marked(marks, first, tokens, share)
                 if wanted:
-                    if tile.packed and tx == 0:
-                        wide[0] = 0
+                    begin_marks(k_marks, num_keys, share, share_keys, wide)
                     if tx < queries:
                         counts[0, tx] = 0
                         counts[1, tx] = 0
                         floors[tx] = T.uint32(0)
                     for c in T.unroll(BINS // tile.threads):
                         bins[c * tile.threads + tx] = 0
+                    for c in T.unroll(rounds):
+                        offered[c] = T.uint32(0)
+                        places[c] = 0
                     load_ranges(start, end, first, tokens, num_keys, bounds)
                     T.sync_threads()
                     load(q, q_sf, weights, first, tokens, of_queries, q_factors, of_weights, wide)
@@ -219,29 +258,38 @@ def best_keys(*static: Any) -> Any:
                     )  # fmt: skip
                     for number in T.serial(begin, last):
                         arrive(number, last, of_keys, raw, k_factors, words, exponents, wide)
-                        for t in T.serial(queries):  # with room for two tiles, the last ones too
-                            if counts[number % 2, t] > capacity - 2 * keys:
+                        for t in T.serial(queries):
+                            if counts[(number + 1) % 2, t] > capacity - keys:
                                 shorten(
-                                    best, ids, t, number % 2, counts, floors, bins, found, of_warps,
+                                    best, ids, t, (number + 1) % 2, SPARE, counts, floors, bins,
+                                    found, of_warps,
                                 )  # fmt: skip
                         start_product(of_keys, number % tile.slots, of_queries, products)
                         forward(
                             k, k_sf, num_keys, number, last, of_keys, raw, k_factors, words,
                             exponents, wide,
                         )  # fmt: skip
+                        if number > begin + 1:
+                            enter(number - 2, offered, places, passed, best, ids, counts)
                         if number > begin:
-                            append(of_scores, number - 1, bounds, best, ids, counts, floors)
+                            offer(of_scores, number - 1, bounds, floors, offered, places, passed)
                         finish_product(products, by_head, of_weights, sums)
                         scaled(sums, k_factors, number, of_scores)
-                    T.sync_threads()
-                    if begin < last:
-                        append(of_scores, last - 1, bounds, best, ids, counts, floors)
-                    T.sync_threads()
+                    for number in T.serial(last, last + 3):  # two tiles to enter, and the end
+                        T.sync_threads()
+                        for t in T.serial(queries):
+                            if counts[(number + 1) % 2, t] > T.if_then_else(
+                                number == last + 2, topk, capacity - keys
+                            ):
+                                shorten(
+                                    best, ids, t, (number + 1) % 2, 0, counts, floors, bins, found,
+                                    of_warps,
+                                )  # fmt: skip
+                        if number < last + 2 and number - 2 >= begin:
+                            enter(number - 2, offered, places, passed, best, ids, counts)
+                        if number == last and begin < last:
+                            offer(of_scores, last - 1, bounds, floors, offered, places, passed)
                     for t in T.serial(queries):
-                        if counts[(last - 1) % 2, t] > topk:
-                            shorten(
-                                best, ids, t, (last - 1) % 2, counts, floors, bins, found, of_warps,
-                            )  # fmt: skip
                         for c in T.serial(-(-topk // tile.threads)):
                             place = c * tile.threads + tx
                             if first + t < tokens and place < topk:

@@ -187,7 +187,7 @@ def best_of_rows(
         rank = T.alloc_var(T.int32, init=topk * SAMPLE // (stop - begin))
         rank = rank + rank // 4 + SPARE_RANK
         least = T.alloc_var(T.uint32)
-        least = least_of_sample(own, rank, T.uint32(1), bins, found, sums)
+        least = least_of_sample(own, rank, 0, T.uint32(1), bins, found, sums)
         return T.if_then_else(least > T.uint32(LOWEST), least - T.uint32(1), T.uint32(0))
 
     @T.prim_func
@@ -248,9 +248,10 @@ def best_of_rows(
                         # Before the list cannot take another tile, and at the end.
                         if count[0] > T.if_then_else(tile + 1 == tiles, topk, capacity - TILE):
                             T.sync_threads()
-                            bound = keep(words, ids, 0, count[0], bound, bins, found, sums)
+                            bound = keep(
+                                words, ids, 0, count[0], 0, bound, bins, found, sums, count
+                            )
                             least = number_of(bound + T.uint32(1))
-                            count[0] = topk
                             T.sync_threads()
                     again = count[0] < topk and bound > T.uint32(0)
                     bound = T.uint32(0)

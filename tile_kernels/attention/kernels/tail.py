@@ -5,7 +5,13 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.attention.geometry import BLOCKS_PER_SM, power_of_two
-from tile_kernels.attention.kernels.common import PASS_CONFIGS, as_given, assume_multiples, bits_of
+from tile_kernels.attention.kernels.common import (
+    PASS_CONFIGS,
+    PRELUDE,
+    as_given,
+    assume_multiples,
+    bits_of,
+)
 from tile_kernels.attention.kernels.compress import Plan as CompressPlan
 from tile_kernels.attention.kernels.compress import plan as compress_plan
 from tile_kernels.attention.kernels.compress import window_walk
@@ -113,15 +119,16 @@ class FusedPlan(NamedTuple):
     dtype: str
     vector: int
     rotated: int
+    ahead: bool
     workers: int
 
     @property
     def compress(self) -> CompressPlan:
         """The plan of the compression itself."""
-        *shape, rotated, workers = self
-        del rotated
-        channels, window, series, ragged, dtype, vector = shape
-        return CompressPlan(channels, window, series, ragged, dtype, "float32", vector, workers)
+        channels, window, series, ragged, dtype, vector, _, ahead, workers = self
+        return CompressPlan(
+            channels, window, series, ragged, dtype, "float32", vector, ahead, workers
+        )
 
 
 def fused_plan(
@@ -135,7 +142,9 @@ def fused_plan(
     device: Device,
 ) -> FusedPlan:
     inner = compress_plan(channels, window, series, ragged, dtype, "float32", vector, device)
-    return FusedPlan(channels, window, series, ragged, dtype, vector, rotated, inner.workers)
+    return FusedPlan(
+        channels, window, series, ragged, dtype, vector, rotated, inner.ahead, inner.workers
+    )
 
 
 def fused_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -180,7 +189,9 @@ def compress_tail(*static: Any) -> Any:
         eps: T.float32,
     ):
         with T.Kernel(
-            T.min(T.ceildiv(num_windows, geo.slots), p.workers), threads=geo.threads
+            T.min(T.ceildiv(num_windows, geo.slots), p.workers),
+            threads=geo.threads,
+            prelude=PRELUDE,
         ) as block:
             T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
             assume_multiples(p.vector, rows[: 2 * p.series])

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from .errors import EmulationError
 from .lowering import SharedBuffer
 
+_CUDA_ONLY = re.compile(r"^#ifdef __CUDACC__\n.*?(?=^#(?:else|endif)\b)", re.M | re.S)
 _MSVC_GUARD = re.compile(r"^#if defined\(_MSC_VER\).*?^#endif\n", re.S | re.M)
 _INCLUDE = re.compile(
     r"^#include <(tl_templates/|cooperative_groups|cuda\.h|math_constants|curand).*\n", re.M
@@ -46,7 +47,7 @@ def rewrite(
     | `split_shared` | True: every buffer whose size is known gets its own memory, so overruns show; False: TileLang's own placement, so hazards of reused memory show |
     """  # noqa: E501
     refuse_unsupported(source)
-    source = _INCLUDE.sub("", _MSVC_GUARD.sub("", source))
+    source = _for_cpu(source)
     starts = [(m.start(), m[1]) for m in _KERNEL.finditer(source)]
     if not starts:
         raise EmulationError("the generated source contains no kernel")
@@ -62,9 +63,14 @@ def rewrite(
     return f'#include "emu.h"\n{text}{exports}\n'
 
 
+def _for_cpu(source: str) -> str:
+    """The source without its includes, and without what stands under `#ifdef __CUDACC__`."""
+    return _CUDA_ONLY.sub("#ifdef __CUDACC__\n", _INCLUDE.sub("", _MSVC_GUARD.sub("", source)))
+
+
 def refuse_unsupported(source: str) -> None:
     """Raise a sentence for what is known not to work, before g++ says it in its own words."""
-    body = _INCLUDE.sub("", _MSVC_GUARD.sub("", source))
+    body = _for_cpu(source)
     for pattern, what in _UNSUPPORTED:
         m = pattern.search(body)
         if m:
