@@ -29,6 +29,7 @@ from examples.tiny_v4 import speed
 from examples.tiny_v4.model import Config, TinyV4
 from examples.tiny_v4.report import write_report
 from examples.tiny_v4.text import Text
+from tile_kernels.testing.benchmark import machine
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -227,6 +228,19 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(f"\n{result['sample']}\n", markup=False, highlight=False)
 
 
+def write_numbers(result: dict[str, Any], options: argparse.Namespace) -> Path:
+    """What was measured, with the machine and the options, as `run.json` beside the report."""
+    measured = ("losses", "test_loss", "unigram", "seconds", "tokens_per_second", "speeds")
+    numbers = {
+        "machine": machine(),
+        "options": {name: str(value) for name, value in vars(options).items()},
+        **{name: result[name] for name in measured},
+    }
+    path: Path = options.out / "run.json"
+    path.write_text(json.dumps(numbers, indent=1) + "\n")
+    return path
+
+
 def main(given: list[str] | None = None) -> None:
     """Train, show and write the report."""
     options = arguments(given)
@@ -235,6 +249,7 @@ def main(given: list[str] | None = None) -> None:
         torch.set_num_threads(1)  # tensors are too small for more
     result = train(options, console)
     show(result, console)
+    write_numbers(result, options)
     path = write_report(result, options.out / "report.html")
     console.print(f"report: {path}")
 

@@ -22,6 +22,7 @@ from tile_kernels.attention.cases.compress import (
     series,
 )
 from tile_kernels.attention.cases.tail import KV_COMPRESS_NORM_ROPE_CAST
+from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.torch import compress as oracles
 
 each_ground = pytest.mark.parametrize("ground", GROUNDS)
@@ -182,7 +183,7 @@ def test_blocks_walk_over_windows(
 ) -> None:
     given = arguments(num_tokens, channels, window, overlap=overlap)
     count = num_tokens // window
-    geo = windows.gradient_geometry(channels, window, 1 + overlap, 8)
+    geo = windows.geometry(channels, window, 1 + overlap, 8)
     parts = windows.count_parts(count, (channels, window, 1 + overlap, 8), torch.device("cpu"))
     assert count > 2 * parts * geo.slots, "several windows for each thread"
     grad = torch.randn(count, channels).bfloat16()
@@ -204,20 +205,40 @@ def test_blocks_walk_over_windows_to_cast(one_sm: None) -> None:
 
 def test_geometry_holds_what_a_block_can() -> None:
     """Shared memory fits the smallest supported GPU, threads a block, whatever the shape."""
-    from tile_kernels.attention.geometry import geometry, gradient_geometry
+    from tile_kernels.attention.geometry import geometry
 
-    for make in (geometry, gradient_geometry):
-        for window in (1, 2, 3, 4, 5, 8, 9, 31, 64, 65, 100, 128, 129, 1000):
-            for channels, vector in ((1, 1), (7, 1), (64, 8), (512, 8), (576, 4), (7168, 8)):
-                for count in (1, 2):
-                    geo = make(channels, window, count, vector)
-                    assert geo.groups * geo.items * geo.chunks >= window
-                    assert geo.threads <= 256
-                    assert geo.width * geo.blocks_across >= channels
-                    biases = count * geo.groups * geo.items * geo.width if geo.chunks == 1 else 1
-                    exchange = 3 * (geo.groups + 1) * geo.slots * geo.width * (geo.groups > 1)
-                    sums = geo.rows * geo.vector * geo.threads if make is gradient_geometry else 0
-                    assert 4 * (biases + exchange + sums) <= 99 << 10
+    for window in (1, 2, 3, 4, 5, 8, 9, 31, 64, 65, 100, 128, 129, 1000):
+        for channels, vector in ((1, 1), (7, 1), (64, 8), (512, 8), (576, 4), (7168, 8)):
+            for count in (1, 2):
+                geo = geometry(channels, window, count, vector)
+                assert geo.groups * geo.items * geo.chunks >= window
+                assert geo.threads <= 128
+                assert geo.width * geo.blocks_across >= channels
+                biases = count * geo.groups * geo.items * geo.width if geo.chunks == 1 else 1
+                exchange = 3 * (geo.groups + 1) * geo.slots * geo.width * (geo.groups > 1)
+                sums = geo.rows * geo.vector * geo.threads  # of the gradient
+                assert 4 * (biases + exchange + sums) <= 99 << 10
+
+
+@pytest.mark.parametrize("arch", DESCRIBED)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_copies_ahead_where_blocks_have_room(arch: str, gradient: bool) -> None:
+    from tile_kernels.attention.geometry import blocks_per_sm, geometry
+    from tile_kernels.attention.kernels.common import can_copy_ahead, shared_bytes
+
+    device, copied = DESCRIBED[arch], {}
+    for window, vector, dtype in ((4, 8, "bfloat16"), (128, 8, "bfloat16"), (4, 4, "bfloat16"),
+                                  (4, 4, "float32"), (1000, 8, "bfloat16")):  # fmt: skip
+        geo = geometry(512, window, 2 if window == 4 else 1, vector)
+        blocks, own = blocks_per_sm(geo, gradient), 32768 if gradient else 0
+        copied[window, vector, dtype] = can_copy_ahead(geo, dtype, blocks, device, own)
+        if copied[window, vector, dtype]:
+            rows = 2 * geo.rows * geo.threads * 16
+            assert blocks * (rows + shared_bytes(geo) + own + 1024) <= device.smem_per_sm
+    large = arch in ("sm_80", "sm_90a", "sm_100a")
+    assert copied[4, 8, "bfloat16"] == copied[4, 4, "float32"] == large
+    assert not copied[4, 4, "bfloat16"]
+    assert not copied[1000, 8, "bfloat16"]
 
 
 # ---- decoding -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
 import threading
@@ -52,6 +53,15 @@ def test_learns_and_reports(tmp_path: Path) -> None:
         "https://matplotlib.org", ""
     )  # names of formats, and who made the pictures
     assert len(result["sample"]) == 164
+
+
+def test_numbers_are_written_with_their_machine(tmp_path: Path) -> None:
+    options = train.arguments([*SMALL, "--out", str(tmp_path), "--steps", "2"])
+    result = train.train(options, QUIET)
+    numbers = json.loads(train.write_numbers(result, options).read_text())
+    assert numbers["losses"] == result["losses"]
+    assert {"device", "torch", "date"} <= numbers["machine"].keys()
+    assert numbers["options"]["rows"] == "2"
 
 
 def test_reproducible_by_seed(tmp_path: Path) -> None:

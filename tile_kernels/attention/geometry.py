@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-THREADS = 256
-BLOCKS_PER_SM = 2  # of the forward pass: what registers are enough for
+THREADS = 128
 HELD = 8  # rows of a window that a thread holds, values and scores, 16 bytes each
 MOST_GROUPS = 16
 MOST_LANES = 64  # 1 KiB of a row; what groups exchange fits the shared memory of small GPUs
@@ -71,9 +70,7 @@ class Geometry(NamedTuple):
         return -(-self.channels // self.width)
 
 
-def geometry(
-    channels: int, window: int, series: int, vector: int, threads: int = THREADS
-) -> Geometry:
+def geometry(channels: int, window: int, series: int, vector: int) -> Geometry:
     """Few groups, so that little is exchanged, then as many channels as there are threads left.
 
     Long windows are not so many that a block should have several at a time.
@@ -82,16 +79,16 @@ def geometry(
     groups = min(MOST_GROUPS, power_of_two(-(-window // most_items)))
     items = min(most_items, -(-window // groups))
     chunks = -(-window // (groups * items))
-    lanes = min(power_of_two(-(-channels // vector)), max(1, threads // groups), MOST_LANES)
-    slots = min(MOST_SLOTS, max(1, threads // (lanes * groups))) if chunks == 1 else 1
+    lanes = min(power_of_two(-(-channels // vector)), max(1, THREADS // groups), MOST_LANES)
+    slots = min(MOST_SLOTS, max(1, THREADS // (lanes * groups))) if chunks == 1 else 1
     return Geometry(channels, window, series, vector, groups, items, chunks, lanes, slots)
 
 
-def gradient_geometry(channels: int, window: int, series: int, vector: int) -> Geometry:
-    """The same for the backward pass, whose threads have more to hold: blocks are smaller."""
-    return geometry(channels, window, series, vector, THREADS // 2)
+def blocks_per_sm(geo: Geometry, gradient: bool = False) -> int:
+    """Blocks that share a multiprocessor's registers and shared memory.
 
-
-def gradient_blocks_per_sm(geo: Geometry) -> int:
-    """Blocks of the backward pass that share a multiprocessor's registers and shared memory."""
-    return 3 if geo.groups == 1 else 2
+    Few where the next window is copied meanwhile, which long windows are too large for.
+    """
+    if gradient:
+        return 2
+    return 4 if geo.chunks > 1 else 3 if geo.groups == 1 else 2

@@ -29,6 +29,7 @@ _MOST_BLOCKS = 65535  # along a side of a grid
 _BLOCKS_PER_SM = 4
 _MARK_BLOCKS_PER_SM = 8  # that look for what is marked
 _LEAST_TILES = 4  # of keys for a list
+MOST_SHORT = 1 << 16  # keys of a block that lists have by 16 bits
 _MANY_QUERIES = 64  # that are worth expanding keys once before
 
 _EXPAND_KEYS = Kernel("tile_kernels.attention.kernels.indexer_expand", "expand_keys")
@@ -365,9 +366,10 @@ def _select(
         if shares > 1:
             names = end.new_empty((num_queries, shares, topk))
             scores = torch.empty_like(names, dtype=torch.uint32)
+        short, partial = share <= MOST_SHORT, scores is not None
         for role, of_keys, *keys in launches(q, k, k_sf):
             _BEST_KEYS.launch(
-                (source, of_keys, heads, depth, topk, scores is not None, role),
+                (source, of_keys, heads, depth, topk, short, partial, role),
                 rows_of(q), q_sf, *keys, weights, start, end, marks, names, scores, share, together,
             )  # fmt: skip
         if scores is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels import config
-from tile_kernels.attention.geometry import gradient_blocks_per_sm, gradient_geometry
+from tile_kernels.attention.geometry import blocks_per_sm, geometry
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.launch import Kernel, alignment, row_alignment
 
@@ -182,9 +182,9 @@ def count_parts(num_windows: int, problem: tuple[int, int, int, int], device: to
     `problem` is channels, window, series and vector. As many as fit on the device, whatever the SM
     budget is, so that results do not depend on it.
     """
-    geo = gradient_geometry(*problem)
+    geo = geometry(*problem)
     sms = config.get_device_num_sms(device if device.type == "cuda" else None)
-    most = max(1, gradient_blocks_per_sm(geo) * sms // geo.blocks_across)
+    most = max(1, blocks_per_sm(geo, gradient=True) * sms // geo.blocks_across)
     return torch.sym_max(1, torch.sym_min(-(-num_windows // geo.slots), most))
 
 

@@ -161,9 +161,7 @@ def rows_ahead(geo: Geometry, dtype: str, ragged: bool) -> Any:
             first[s] = coming[s]
         await_stages(0)
         if channel < geo.channels:
-            load(
-                kv_places, z_places, kv_places, z_places, first, group * geo.items, channel, kv, z
-            )
+            load(kv_places, z_places, kv_places, z_places, first, group * geo.items, channel, kv, z)
         free_stage()
         begin(
             following, num_windows, places, kv_a, z_a, kv_b, z_b, group, channel, kv_places,
@@ -214,9 +212,7 @@ def registers(geo: Geometry, dtype: str) -> tuple[Any, ...]:
 # ---- copies of the next window's rows -----------------------------------------------------------
 
 
-def can_copy_ahead(
-    geo: Geometry, dtype: str, blocks: int, device: Device, others: int = 0
-) -> bool:
+def can_copy_ahead(geo: Geometry, dtype: str, blocks: int, device: Device, others: int = 0) -> bool:
     """Whether `blocks` of a multiprocessor have room for rows of one more window each, beside
     `others` bytes, and threads have 16 bytes of a row."""
     rows = 2 * geo.rows * geo.threads * 16

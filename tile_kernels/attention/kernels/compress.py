@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from tilelang import language as T
 
-from tile_kernels.attention.geometry import BLOCKS_PER_SM, Geometry, geometry
+from tile_kernels.attention.geometry import Geometry, blocks_per_sm, geometry
 from tile_kernels.attention.kernels.common import (
     PASS_CONFIGS,
     PRELUDE,
@@ -58,8 +58,8 @@ def plan(
 ) -> Plan:
     """As many blocks as can run at a time: each walks over windows with its biases at hand."""
     geo = geometry(channels, window, series, vector)
-    workers = max(1, BLOCKS_PER_SM * device.num_sms // geo.blocks_across)
-    ahead = can_copy_ahead(geo, dtype, BLOCKS_PER_SM, device)
+    workers = max(1, blocks_per_sm(geo) * device.num_sms // geo.blocks_across)
+    ahead = can_copy_ahead(geo, dtype, blocks_per_sm(geo), device)
     return Plan(channels, window, series, ragged, dtype, out_dtype, vector, ahead, workers)
 
 
@@ -192,7 +192,7 @@ def compress(*static: Any) -> Any:
             threads=geo.threads,
             prelude=PRELUDE,
         ) as (block, across):
-            T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
+            T.annotate_min_blocks_per_sm(blocks_per_sm(geo))
             assume_multiples(p.vector, rows[: 2 * p.series])
             assume_multiples(geo.part, bias_rows[: p.series])
             walked(block, across, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, places, out)

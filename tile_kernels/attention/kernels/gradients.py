@@ -4,11 +4,7 @@ from typing import Any, NamedTuple
 
 from tilelang import language as T
 
-from tile_kernels.attention.geometry import (
-    Geometry,
-    gradient_blocks_per_sm,
-    gradient_geometry,
-)
+from tile_kernels.attention.geometry import Geometry, blocks_per_sm, geometry
 from tile_kernels.attention.kernels.common import (
     PASS_CONFIGS,
     PRELUDE,
@@ -56,7 +52,7 @@ class Plan(NamedTuple):
     @property
     def geometry(self) -> Geometry:
         """How threads share windows."""
-        return gradient_geometry(self.channels, self.window, self.series, self.vector)
+        return geometry(self.channels, self.window, self.series, self.vector)
 
 
 def plan(
@@ -69,9 +65,9 @@ def plan(
     vector: int,
     device: Device,
 ) -> Plan:
-    geo = gradient_geometry(channels, window, series, vector)
+    geo = geometry(channels, window, series, vector)
     own = 4 * geo.rows * geo.vector * geo.threads
-    ahead = can_copy_ahead(geo, dtype, gradient_blocks_per_sm(geo), device, own)
+    ahead = can_copy_ahead(geo, dtype, blocks_per_sm(geo, gradient=True), device, own)
     return Plan(channels, window, series, ragged, dtype, out_dtype, vector, ahead)
 
 
@@ -328,10 +324,11 @@ def gradients(*static: Any) -> Any:
         grad_bias_b: T.StridedTensor[biases_shape, (of_bias_rows[1], 1), T.float32],
         partial: T.Tensor[(num_parts, series, p.window, p.channels), T.float32],
     ):
-        with T.Kernel(
-            num_parts, geo.blocks_across, threads=geo.threads, prelude=PRELUDE
-        ) as (block, across):
-            T.annotate_min_blocks_per_sm(gradient_blocks_per_sm(geo))
+        with T.Kernel(num_parts, geo.blocks_across, threads=geo.threads, prelude=PRELUDE) as (
+            block,
+            across,
+        ):
+            T.annotate_min_blocks_per_sm(blocks_per_sm(geo, gradient=True))
             assume_multiples(p.vector, rows[: 2 * series] + of_rows[: 2 * series])
             assume_multiples(geo.part, bias_rows[:series])
             tx = T.get_thread_binding()

@@ -1,4 +1,4 @@
-"""Keys in packed e2m1 as e4m3 in memory, each with a factor: once for all blocks that score them."""
+"""Keys in packed e2m1 as e4m3 in memory, each with a factor: once for all that score them."""
 
 from typing import Any
 

@@ -161,7 +161,7 @@ def least_of_best(entries: int, threads: int) -> Any:
     return find
 
 
-def keep_best(topk: int, capacity: int, threads: int, key: Any) -> Any:
+def keep_best(topk: int, capacity: int, threads: int, key: Any, id_dtype: str = "int32") -> Any:
     """A macro: keep the `topk` best of `count` entries of a list, which has more, and at most
     `spare` others; the new bound, into `kept[0]` how many there are.
 
@@ -185,7 +185,7 @@ def keep_best(topk: int, capacity: int, threads: int, key: Any) -> Any:
     def keep(words, ids, which, count, spare, low, bins, found, sums, kept):
         tx = T.get_thread_binding()
         own = T.alloc_local((entries,), T.uint32)
-        own_ids = T.alloc_local((entries,), T.int32)
+        own_ids = T.alloc_local((entries,), id_dtype)
         before = T.alloc_local((2,), T.int32)
         bound = T.alloc_var(T.uint32)
         mine = T.alloc_var(T.int32)

@@ -24,7 +24,7 @@ from tile_kernels.runtime.device import Device
 MARKED_KEYS = 128  # that have one mark, if they were expanded before
 GROUP = 32  # values of packed e2m1 that share an exponent
 MOST_COLUMNS = 128  # of the product: heads of all queries of a block
-STAGES = (4, 2)  # tiles of keys, the one in use and those under way
+STAGES = (4, 3, 2)  # tiles of keys, the one in use and those under way
 SPARE = 1280  # bytes of shared memory that are lost to alignment, and few others
 BF16, E4M3, E2M1 = "bfloat16", "float8_e4m3fn", "e2m1"
 SIZE = {BF16: 2, E4M3: 1}
@@ -116,7 +116,7 @@ class Tile(NamedTuple):
         """Shared memory that it takes."""
         rows = self.columns + self.slots * self.keys
         raw = self.raw[0] * self.raw[1] * self.raw[2]  # e4m3
-        scales = 2 * self.columns + self.factor_slots * self.keys + 2 * self.queries * self.keys
+        scales = self.columns + self.factor_slots * self.keys + 2 * self.queries * self.keys
         return rows * self.depth * SIZE[self.unit] + raw + 4 * scales
 
 
@@ -141,7 +141,7 @@ def tile_plan(
     padded = max(8, 1 << (heads - 1).bit_length())
     queries = max(1, min(MOST_COLUMNS // padded, most_queries))
     fenced = device.arch == "sm_90a"
-    numbers = STAGES[1:] if of_keys != unit else STAGES
+    numbers = STAGES[-1:] if of_keys != unit else STAGES
     # Rather two blocks of an SM than large ones: one multiplies while the other sums over heads.
     for room in (device.smem_per_sm // 2 - 1024, device.smem_per_block):
         for keys in (128, 64):
@@ -160,17 +160,20 @@ def tile_plan(
     )
 
 
-def shared_memory(tile: Tile) -> tuple[Any, ...]:
-    """In a kernel: what a block holds of queries and keys, and the scores of two tiles."""
+def shared_memory(tile: Tile, slots: int = 2) -> tuple[Any, ...]:
+    """In a kernel: what a block holds of queries and keys, and the scores of some tiles.
+
+    Factors of queries are where scores will be: they are done with before."""
+    of_scores = T.alloc_shared((slots, tile.queries, tile.keys), T.float32)
     return (
         T.alloc_shared((1, tile.columns, tile.depth), tile.unit),  # queries
         T.alloc_shared((tile.slots, tile.keys, tile.depth), tile.unit),  # keys
         T.alloc_shared(tile.raw, tile.row(tile.of_keys)[1]),  # keys before they are expanded
-        T.alloc_shared((1, tile.columns), T.float32),  # factors of queries
+        T.view(of_scores, (1, slots * tile.queries * tile.keys)),  # factors of queries
         T.alloc_shared((tile.columns,), T.float32),  # weights
         T.alloc_shared((tile.factor_slots, tile.keys), T.float32),  # factors of keys
         T.alloc_shared((2, tile.queries), T.int32),  # ranges
-        T.alloc_shared((2, tile.queries, tile.keys), T.float32),  # scores
+        of_scores,
     )
 
 
@@ -220,16 +223,17 @@ def product(tile: Tile) -> Any:
     return start, finish
 
 
-def scores_of(tile: Tile) -> Any:
+def scores_of(tile: Tile, slots: int = 2) -> Any:
     """A macro: sums over heads, with the factor of each key, to shared memory by query."""
 
     @T.macro
     def scaled(sums, factors, number, of_scores):
+        slot = number % tile.factor_slots
         for i, t in T.Parallel(tile.keys, tile.queries):
             if tile.of_keys == BF16:
-                of_scores[number % 2, t, i] = sums[i, t]
+                of_scores[number % slots, t, i] = sums[i, t]
             else:
-                of_scores[number % 2, t, i] = sums[i, t] * factors[number % tile.factor_slots, i]
+                of_scores[number % slots, t, i] = sums[i, t] * factors[slot, i]
 
     return scaled
 

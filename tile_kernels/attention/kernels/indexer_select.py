@@ -13,7 +13,6 @@ from tile_kernels.attention.kernels.indexer_list import (
     BINS,
     FOUND,
     NO_TYPED_SYNC,
-    bit,
     keep_best,
     key_of,
     list_entries,
@@ -36,16 +35,21 @@ from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
 MOST_QUERIES = 4
-OWN = 16  # keys of a warp, whose scores it has
-ENTRY_BYTES = 8
+SLOTS = 4  # tiles of scores: lists take two at a time, while others come
+ALL_BYTES = 0x01010101
 SPARE = 64  # entries that a list may keep beside the best before the end, which is less work
-SPARE_TILES = 5  # of keys that a list has room for beside those it must: it fills up less often
+SPARE_TILES = 4  # of keys that a list has room for beside those it must: it fills up less often
 MOST_OWN = 18  # entries of a list for each thread, if there is more room
 
 
+def sum_of_bytes(word: Any, factors: Any, start: Any) -> Any:
+    """`start`, and bytes of a word times those of `factors`; all below 128."""
+    return T.call_extern(T.int32, "__dp4a", word, factors, start)
+
+
 class Plan(NamedTuple):
-    """A tile's numbers; entries of a list; whether it is one of several; which blocks, as in
-    `indexer_logits`."""
+    """A tile's numbers; entries of a list; whether it has keys by 16 bits, from the block's first
+    on; whether it is one of several; which blocks, as in `indexer_logits`."""
 
     source: str
     of_keys: str
@@ -59,6 +63,7 @@ class Plan(NamedTuple):
     fenced: bool
     topk: int
     capacity: int
+    short: bool
     partial: bool
     role: str
 
@@ -69,23 +74,26 @@ def plan(
     heads: int,
     depth: int,
     topk: int,
+    short: bool,
     partial: bool,
     role: str,
     device: Device,
 ) -> Plan:
     def least(keys: int) -> int:
-        """Entries of a list for each thread: for the best, a tile, and some more."""
-        return list_entries(topk + (1 + SPARE_TILES) * keys, 2 * keys)
+        """Entries of a list for each thread: for the best, two tiles, and some more."""
+        return list_entries(topk + (2 + SPARE_TILES) * keys, 2 * keys)
 
+    entry = 4 + (2 if short else 4)  # bytes
     tile, left = tile_plan(
         source, of_keys, role == MARKED, heads, depth, MOST_QUERIES, device,
-        held=lambda keys: ENTRY_BYTES * 2 * keys * least(keys), shared=4 * BINS,
+        held=lambda keys: entry * 2 * keys * least(keys) + 4 * (SLOTS - 2) * keys,
+        shared=4 * BINS,
     )  # fmt: skip
     entries = least(tile.keys)
-    most = entries + left // (ENTRY_BYTES * tile.threads * tile.queries)
+    most = entries + left // (entry * tile.threads * tile.queries)
     while (more := list_entries((entries + 1) * tile.threads, tile.threads)) <= min(most, MOST_OWN):
         entries = more
-    return Plan(*tile, topk, entries * tile.threads, partial, role)
+    return Plan(*tile, topk, entries * tile.threads, short, partial, role)
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
@@ -102,7 +110,7 @@ def best_keys(*static: Any) -> Any:
     tile, role = Tile(*static[: len(Tile._fields)]), made.role
     heads, keys, queries = tile.heads, tile.keys, tile.queries
     topk, capacity = made.topk, made.capacity
-    warps, rounds = tile.threads // WARP, -(-OWN * queries // WARP)
+    warps, lanes = tile.threads // WARP, WARP // queries  # of a query
     (width, element), (k_width, k_element) = tile.row(tile.source), tile.row(tile.of_keys)
     tokens, num_keys, shares, marked_tiles = T.dynamic("tokens num_keys shares marked_tiles")
     q_scales = (tokens, heads, tile.groups)
@@ -112,57 +120,80 @@ def best_keys(*static: Any) -> Any:
     some_marked, marked, begin_marks = marks_of(tile)
     open_stream, arrive, forward = stream_keys(tile)
     start_product, finish_product = product(tile)
-    scaled = scores_of(tile)
-    keep = keep_best(topk, capacity, tile.threads, lambda word: word)
+    scaled = scores_of(tile, SLOTS)
+    ids_in = "uint16" if made.short else "int32"
+    keep = keep_best(topk, capacity, tile.threads, lambda word: word, ids_in)
 
     @T.macro
-    def offer(of_scores, number, bounds, floors, offered, places, passed):
-        """Scores of a warp's keys that are above the bound of their query's list, 0 for others:
-        one for each lane and round, their places among the warp's, and how many there are."""
+    def offer(of_scores, number, last, bounds, inner, floors, offered, place, passed):
+        """Of the scores of two tiles, from `number` on: what is above the bound of its query's
+        list, 0 for others, as many keys for each thread as there are queries; where the first goes
+        among those of the warp, and how many these are. `inner`: all keys are in range."""
         warp = T.get_thread_binding() // WARP
         lane = T.get_thread_binding() % WARP
-        holders = T.alloc_var(T.uint32)  # a bit for each key
-        for c in T.unroll(rounds):
-            t = c * (WARP // OWN) + lane // OWN
-            key = number * keys + warp * OWN + lane % OWN
-            offered[c] = T.uint32(0)
-            if t < queries and key >= bounds[0, t] and key < bounds[1, t]:
-                offered[c] = key_of(of_scores[number % 2, t, warp * OWN + lane % OWN])
-                if offered[c] <= floors[t]:
-                    offered[c] = T.uint32(0)
-            holders = T.cast(T.ballot(offered[c] > T.uint32(0)), T.uint32)
-            holders = (holders >> T.cast(lane // OWN * OWN, T.uint32)) & T.uint32(2**OWN - 1)
-            places[c] = T.cast(T.popcount(holders & (bit(lane % OWN) - 1)), T.int32)
-            if t < queries and lane % OWN == 0:
-                passed[number % 2, t, warp] = T.cast(T.popcount(holders), T.int32)
+        t = lane // lanes
+        of_warp = warp % (warps // 2) * WARP + lane % lanes * queries
+        tile_number = number + warp // (warps // 2)
+        values = T.alloc_local((queries,), T.float32)
+        key = T.alloc_var(T.int32, init=tile_number * keys + of_warp)
+        stop = T.alloc_var(T.int32)
+        passing = T.alloc_var(T.int32, init=0)
+        other = T.alloc_var(T.int32)
+        for j in T.vectorized(queries):
+            values[j] = of_scores[tile_number % SLOTS, t, of_warp + j]
+        for j in T.unroll(queries):
+            offered[j] = key_of(values[j])
+        if not inner:
+            stop = T.min(bounds[1, t], last * keys)
+            for j in T.unroll(queries):
+                if key + j < bounds[0, t] or key + j >= stop:
+                    offered[j] = T.uint32(0)
+        for j in T.unroll(queries):
+            if offered[j] > floors[t]:
+                passing = passing + 1
+            else:
+                offered[j] = T.uint32(0)
+        place[0] = -passing
+        for d in T.unroll(lanes.bit_length() - 1):
+            other = T.shfl_up(passing, T.shift_left(1, d), lanes)
+            if lane % lanes >= T.shift_left(1, d):
+                passing = passing + other
+        place[0] = place[0] + passing
+        if lane % lanes == lanes - 1:
+            passed[t, warp] = T.cast(passing, T.uint8)
 
     @T.macro
-    def enter(number, offered, places, passed, best, ids, counts):
-        """Append what was offered to the lists, keys in order.
+    def enter(number, turn, offered, place, passed, best, ids, counts):
+        """Append what was offered to the lists, keys in order; `number` from the block's first on.
 
-        Counts are those before a tile and after it, in turn: all threads look at them."""
+        Counts are those before and after, in turn: all threads look at them."""
         warp = T.get_thread_binding() // WARP
         lane = T.get_thread_binding() % WARP
-        of_warps = T.alloc_local((warps,), T.int32)
-        count = T.alloc_var(T.int32)
-        place = T.alloc_var(T.int32)
-        for c in T.unroll(rounds):
-            t = c * (WARP // OWN) + lane // OWN
-            if t < queries:
-                for w in T.unroll(warps // 4):
-                    for e in T.vectorized(4):
-                        of_warps[w * 4 + e] = passed[number % 2, t, w * 4 + e]
-                count = counts[(number + 1) % 2, t]
-                place = count + places[c]
-                for w in T.unroll(warps):
-                    count = count + of_warps[w]
-                    if w < warp:
-                        place = place + of_warps[w]
-                if offered[c] > T.uint32(0):
-                    best[t, place] = offered[c]
-                    ids[t, place] = number * keys + warp * OWN + lane % OWN
-                if warp == 0 and lane % OWN == 0:
-                    counts[number % 2, t] = count
+        t = lane // lanes
+        of_warps = T.alloc_local((warps,), T.uint8)
+        words = T.view(of_warps, (warps // 4,), T.int32)
+        count = T.alloc_var(T.int32, init=counts[turn, t])
+        at = T.alloc_var(T.int32, init=count + place[0])
+        for w in T.vectorized(warps):
+            of_warps[w] = passed[t, w]
+        for w in T.unroll(warps // 4):
+            # Bytes below that of the warp, of four warps.
+            lower = T.alloc_var(T.int32, init=ALL_BYTES)
+            if warp < 4 * w:
+                lower = 0
+            elif warp < 4 * w + 4:
+                lower = ALL_BYTES & (T.shift_left(1, warp % 4 * 8) - 1)
+            count = sum_of_bytes(words[w], ALL_BYTES, count)
+            at = sum_of_bytes(words[w], lower, at)
+        for j in T.unroll(queries):
+            if offered[j] > T.uint32(0):
+                best[t, at] = offered[j]
+                ids[t, at] = T.cast(
+                    number * keys + warp * WARP + lane % lanes * queries + j, ids_in
+                )
+                at = at + 1
+        if warp == 0 and lane % lanes == 0:
+            counts[1 - turn, t] = count
 
     @T.macro
     def shorten(best, ids, t, turn, spare, counts, floors, bins, found, of_warps):
@@ -201,14 +232,14 @@ def best_keys(*static: Any) -> Any:
             T.annotate_min_blocks_per_sm(tile.blocks)
             tx = T.get_thread_binding()
             of_queries, of_keys, raw, q_factors, of_weights, k_factors, bounds, of_scores = (
-                shared_memory(tile)
+                shared_memory(tile, SLOTS)
             )
             best = T.alloc_shared((queries, capacity), T.uint32)
-            ids = T.alloc_shared((queries, capacity), T.int32)
+            ids = T.alloc_shared((queries, capacity), ids_in)
             counts = T.alloc_shared((2, queries), T.int32)
-            passed = T.alloc_shared((2, queries, warps), T.int32)
-            offered = T.alloc_local((rounds,), T.uint32)
-            places = T.alloc_local((rounds,), T.int32)
+            passed = T.alloc_shared((queries, warps), T.uint8)
+            offered = T.alloc_local((queries,), T.uint32)
+            place = T.alloc_local((1,), T.int32)
             floors = T.alloc_shared((queries,), T.uint32)
             bins = T.alloc_shared((BINS,), T.int32)
             found = T.alloc_shared((FOUND,), T.int32)
@@ -243,9 +274,9 @@ def best_keys(*static: Any) -> Any:
                         floors[tx] = T.uint32(0)
                     for c in T.unroll(BINS // tile.threads):
                         bins[c * tile.threads + tx] = 0
-                    for c in T.unroll(rounds):
+                    for c in T.unroll(queries):
                         offered[c] = T.uint32(0)
-                        places[c] = 0
+                    place[0] = 0
                     load_ranges(start, end, first, tokens, num_keys, bounds)
                     T.sync_threads()
                     load(q, q_sf, weights, first, tokens, of_queries, q_factors, of_weights, wide)
@@ -256,50 +287,67 @@ def best_keys(*static: Any) -> Any:
                         k, k_sf, num_keys, begin, last, of_keys, raw, k_factors, words, exponents,
                         wide,
                     )  # fmt: skip
-                    for number in T.serial(begin, last):
+                    low = T.alloc_var(T.int32, init=bounds[0, 0])  # keys in range of all queries
+                    high = T.alloc_var(T.int32, init=T.min(bounds[1, 0], last * keys))
+                    for t in T.unroll(queries - 1):
+                        low = T.max(low, bounds[0, t + 1])
+                        high = T.min(high, bounds[1, t + 1])
+                    for i in T.serial(last - begin):
+                        number = T.alloc_var(T.int32, init=begin + i)
                         arrive(number, last, of_keys, raw, k_factors, words, exponents, wide)
-                        for t in T.serial(queries):
-                            if counts[(number + 1) % 2, t] > capacity - keys:
-                                shorten(
-                                    best, ids, t, (number + 1) % 2, SPARE, counts, floors, bins,
-                                    found, of_warps,
-                                )  # fmt: skip
+                        if i % 2 == 1:
+                            for t in T.serial(queries):
+                                if counts[i // 2 % 2, t] > capacity - 2 * keys:
+                                    shorten(
+                                        best, ids, t, i // 2 % 2, SPARE, counts, floors, bins,
+                                        found, of_warps,
+                                    )  # fmt: skip
                         start_product(of_keys, number % tile.slots, of_queries, products)
                         forward(
                             k, k_sf, num_keys, number, last, of_keys, raw, k_factors, words,
                             exponents, wide,
                         )  # fmt: skip
-                        if number > begin + 1:
-                            enter(number - 2, offered, places, passed, best, ids, counts)
-                        if number > begin:
-                            offer(of_scores, number - 1, bounds, floors, offered, places, passed)
+                        if i >= 2 and i % 2 == 0:
+                            offer(
+                                of_scores, number - 2, last, bounds,
+                                (number - 2) * keys >= low and number * keys <= high,
+                                floors, offered, place, passed,
+                            )  # fmt: skip
+                        elif i >= 3:
+                            enter(i - 3, i // 2 % 2, offered, place, passed, best, ids, counts)
                         finish_product(products, by_head, of_weights, sums)
                         scaled(sums, k_factors, number, of_scores)
-                    for number in T.serial(last, last + 3):  # two tiles to enter, and the end
+                    tiles = T.alloc_var(T.int32, init=T.max(last - begin, 0))
+                    end_at = T.alloc_var(T.int32, init=T.ceildiv(tiles, 2) * 2 + 2)
+                    for i in T.serial(tiles, end_at + 1):  # what is left to enter, and the end
                         T.sync_threads()
-                        for t in T.serial(queries):
-                            if counts[(number + 1) % 2, t] > T.if_then_else(
-                                number == last + 2, topk, capacity - keys
-                            ):
-                                shorten(
-                                    best, ids, t, (number + 1) % 2, 0, counts, floors, bins, found,
-                                    of_warps,
-                                )  # fmt: skip
-                        if number < last + 2 and number - 2 >= begin:
-                            enter(number - 2, offered, places, passed, best, ids, counts)
-                        if number == last and begin < last:
-                            offer(of_scores, last - 1, bounds, floors, offered, places, passed)
+                        if i % 2 == 1 or i == end_at:
+                            for t in T.serial(queries):
+                                if counts[i // 2 % 2, t] > T.if_then_else(
+                                    i == end_at, topk, capacity - 2 * keys
+                                ):
+                                    shorten(
+                                        best, ids, t, i // 2 % 2, 0, counts, floors, bins, found,
+                                        of_warps,
+                                    )  # fmt: skip
+                        if i >= 2 and i % 2 == 0 and i < end_at:
+                            offer(
+                                of_scores, begin + i - 2, last, bounds, False, floors, offered,
+                                place, passed,
+                            )  # fmt: skip
+                        elif i >= 3 and i < end_at:
+                            enter(i - 3, i // 2 % 2, offered, place, passed, best, ids, counts)
                     for t in T.serial(queries):
                         for c in T.serial(-(-topk // tile.threads)):
-                            place = c * tile.threads + tx
-                            if first + t < tokens and place < topk:
-                                present = place < counts[(last - 1) % 2, t]
-                                out[first + t, share, place] = T.if_then_else(
-                                    present, ids[t, place], -1
+                            position = c * tile.threads + tx
+                            if first + t < tokens and position < topk:
+                                present = position < counts[end_at // 2 % 2, t]
+                                out[first + t, share, position] = T.if_then_else(
+                                    present, begin * keys + T.cast(ids[t, position], T.int32), -1
                                 )
                                 if made.partial:
-                                    out_keys[first + t, share, place] = T.if_then_else(
-                                        present, best[t, place], T.uint32(0)
+                                    out_keys[first + t, share, position] = T.if_then_else(
+                                        present, best[t, position], T.uint32(0)
                                     )
                     if role == MARKING:
                         if tx < queries and first + tx < tokens:

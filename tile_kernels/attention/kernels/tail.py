@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from tilelang import language as T
 
-from tile_kernels.attention.geometry import BLOCKS_PER_SM, power_of_two
+from tile_kernels.attention.geometry import blocks_per_sm, power_of_two
 from tile_kernels.attention.kernels.common import (
     PASS_CONFIGS,
     PRELUDE,
@@ -193,7 +193,7 @@ def compress_tail(*static: Any) -> Any:
             threads=geo.threads,
             prelude=PRELUDE,
         ) as block:
-            T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
+            T.annotate_min_blocks_per_sm(blocks_per_sm(geo))
             assume_multiples(p.vector, rows[: 2 * p.series])
             assume_multiples(geo.part, bias_rows[: p.series])
             of_warps = T.alloc_shared((geo.slots, max(1, geo.lanes // WARP)), T.float32)
