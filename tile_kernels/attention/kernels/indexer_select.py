@@ -13,7 +13,6 @@ from tile_kernels.attention.kernels.indexer_list import (
     BINS,
     FOUND,
     NO_TYPED_SYNC,
-    bit,
     keep_best,
     key_of,
     list_entries,
@@ -21,7 +20,6 @@ from tile_kernels.attention.kernels.indexer_list import (
 from tile_kernels.attention.kernels.indexer_logits import MARKED, MARKING
 from tile_kernels.attention.kernels.indexer_scores import (
     E2M1,
-    STAGES,
     Tile,
     load_queries,
     marks_of,
@@ -86,27 +84,15 @@ def plan(
         return list_entries(topk + (2 + SPARE_TILES) * keys, 2 * keys)
 
     entry = 4 + (2 if short else 4)  # bytes
-
-    def grown(entries: int, tile: Tile, left: int) -> int:
-        """As many as there is room for, in `left` bytes more than for the least, up to a bound."""
-        most = least(tile.keys) + left // (entry * tile.threads * tile.queries)
-        while (more := list_entries((entries + 1) * tile.threads, tile.threads)) <= min(
-            most, MOST_OWN
-        ):
-            entries = more
-        return entries
-
     tile, left = tile_plan(
         source, of_keys, role == MARKED, heads, depth, MOST_QUERIES, device,
         held=lambda keys: entry * 2 * keys * least(keys) + 4 * (SLOTS - 2) * keys,
         shared=4 * BINS,
     )  # fmt: skip
-    entries = grown(least(tile.keys), tile, left)
-    for stages in STAGES[1:]:  # rather long lists than many keys under way
-        fewer = tile._replace(stages=stages)
-        if stages < tile.stages and entries * tile.threads < 2 * (topk + tile.keys):
-            left += tile.bytes() - fewer.bytes()
-            tile, entries = fewer, grown(entries, fewer, left)
+    entries = least(tile.keys)
+    most = entries + left // (entry * tile.threads * tile.queries)
+    while (more := list_entries((entries + 1) * tile.threads, tile.threads)) <= min(most, MOST_OWN):
+        entries = more
     return Plan(*tile, topk, entries * tile.threads, short, partial, role)
 
 
@@ -152,7 +138,7 @@ def best_keys(*static: Any) -> Any:
         key = T.alloc_var(T.int32, init=tile_number * keys + of_warp)
         stop = T.alloc_var(T.int32)
         passing = T.alloc_var(T.int32, init=0)
-        holders = T.alloc_local((queries,), T.uint32)  # a bit for each lane
+        other = T.alloc_var(T.int32)
         for j in T.vectorized(queries):
             values[j] = of_scores[tile_number % SLOTS, t, of_warp + j]
         for j in T.unroll(queries):
@@ -162,15 +148,18 @@ def best_keys(*static: Any) -> Any:
             for j in T.unroll(queries):
                 if key + j < bounds[0, t] or key + j >= stop:
                     offered[j] = T.uint32(0)
-        place[0] = 0
         for j in T.unroll(queries):
-            if offered[j] <= floors[t]:
+            if offered[j] > floors[t]:
+                passing = passing + 1
+            else:
                 offered[j] = T.uint32(0)
-            holders[j] = T.cast(T.ballot(offered[j] > T.uint32(0)), T.uint32)
-            holders[j] = holders[j] & (T.uint32(2**lanes - 1) << T.cast(t * lanes, T.uint32))
-            passing = passing + T.cast(T.popcount(holders[j]), T.int32)
-            place[0] = place[0] + T.cast(T.popcount(holders[j] & (bit(lane) - 1)), T.int32)
-        if lane % lanes == 0:
+        place[0] = -passing
+        for d in T.unroll(lanes.bit_length() - 1):
+            other = T.shfl_up(passing, T.shift_left(1, d), lanes)
+            if lane % lanes >= T.shift_left(1, d):
+                passing = passing + other
+        place[0] = place[0] + passing
+        if lane % lanes == lanes - 1:
             passed[t, warp] = T.cast(passing, T.uint8)
 
     @T.macro
