@@ -433,3 +433,30 @@ def test_float_to_int_saturates() -> None:
     assert unsigned == [0, 2**32 - 1, 0, 3000000000, 0, 2**32 - 1, 2, 0, 4, 0, fits]
     assert rows[5] == [INT_MIN, *big, 2, -2, 4, -1, fits]
     assert z.tolist()[:6] == [-(2**63), 2**63 - 1, -(2**63), 3 * 10**9, -3 * 10**9, 5 * 10**9]
+
+
+def test_ptx_with_another_form_for_a_cpu() -> None:
+    probe = cuda_source(
+        """
+#ifdef __CUDACC__
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y[threadIdx.x]) : "f"(x[threadIdx.x]));
+#else
+  y[threadIdx.x] = exp2f(x[threadIdx.x]);
+#endif
+""",
+        {"x": "float", "y": "float"},
+    )
+    x, y = (LANES - 16).float(), torch.zeros(32)
+    probe(x, y)
+    assert torch.equal(y, torch.exp2(x))
+
+
+def test_ptx_outside_of_what_a_cpu_leaves_out_is_refused() -> None:
+    body = """
+#ifdef __CUDACC__
+  y[0] = 1;
+#endif
+  asm("mov.b32 %0, 2;" : "=r"(y[0]));
+"""
+    with pytest.raises(EmulationError, match=r"inline PTX.*mov\.b32"):
+        cuda_source(body, {"y": "int"})(ints(1))
