@@ -223,22 +223,19 @@ def test_geometry_holds_what_a_block_can() -> None:
 @pytest.mark.parametrize("arch", DESCRIBED)
 @pytest.mark.parametrize("gradient", [False, True])
 def test_copies_ahead_where_blocks_have_room(arch: str, gradient: bool) -> None:
-    from tile_kernels.attention.geometry import blocks_per_sm, geometry
-    from tile_kernels.attention.kernels.common import can_copy_ahead, shared_bytes
+    from tile_kernels.attention.kernels import compress, gradients
 
-    device, copied = DESCRIBED[arch], {}
-    for window, vector, dtype in ((4, 8, "bfloat16"), (128, 8, "bfloat16"), (4, 4, "bfloat16"),
-                                  (4, 4, "float32"), (1000, 8, "bfloat16")):  # fmt: skip
-        geo = geometry(512, window, 2 if window == 4 else 1, vector)
-        blocks, own = blocks_per_sm(geo, gradient), 32768 if gradient else 0
-        copied[window, vector, dtype] = can_copy_ahead(geo, dtype, blocks, device, own)
-        if copied[window, vector, dtype]:
-            rows = 2 * geo.rows * geo.threads * 16
-            assert blocks * (rows + shared_bytes(geo) + own + 1024) <= device.smem_per_sm
-    large = arch in ("sm_80", "sm_90a", "sm_100a")
-    assert copied[4, 8, "bfloat16"] == copied[4, 4, "float32"] == large
-    assert not copied[4, 4, "bfloat16"]
-    assert not copied[1000, 8, "bfloat16"]
+    plan = gradients.plan if gradient else compress.plan
+
+    def copies(window: int, vector: int, dtype: str = "bfloat16") -> bool:
+        series = 2 if window == 4 else 1
+        return plan(512, window, series, False, dtype, dtype, vector, DESCRIBED[arch]).ahead
+
+    large = arch in ("sm_80", "sm_90a", "sm_100a")  # of shared memory
+    assert copies(4, 8) == copies(4, 4, "float32") == large
+    assert copies(128, 8) == (large and not (arch == "sm_80" and gradient))
+    assert not copies(4, 4)  # accesses of 8 bytes
+    assert not copies(1000, 8)  # windows in chunks
 
 
 # ---- decoding -----------------------------------------------------------------------------------

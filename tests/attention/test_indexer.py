@@ -19,6 +19,7 @@ from tile_kernels.attention import (
 )
 from tile_kernels.attention.cases.indexer import arguments
 from tile_kernels.attention.indexer import KEYS, share_of_keys
+from tile_kernels.runtime import emulation
 from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.torch import formats
 from tile_kernels.torch import indexer as oracles
@@ -120,27 +121,29 @@ def test_keys_expanded_before_change_no_bit(
 
 
 NO_LIMIT = 4096
-LIMITS = [  # as in docs/indexer.md: arch, format, channels, heads, largest topk, logits too
-    ("sm_80", "bfloat16", 256, 128, 3200, True),
-    ("sm_80", "float8_e4m3fn", 256, 128, 3200, True),
-    ("sm_80", "e2m1", 256, 128, 3200, True),
+FORMATS = ("bfloat16", "float8_e4m3fn", "e2m1")
+# As in docs/indexer.md: arch, format, channels, heads, the largest topk of blocks with few keys and
+# of others, logits too.
+LIMITS = [
+    *(("sm_80", source, 256, 128, NO_LIMIT, 3200, True) for source in FORMATS),
     *((arch, *limit) for arch in ("sm_89", "sm_120a") for limit in (
-        ("bfloat16", 128, 64, NO_LIMIT, True), ("bfloat16", 128, 128, 3200, True),
-        ("bfloat16", 256, 8, 2944, True), ("bfloat16", 256, 16, 2432, True),
-        ("bfloat16", 256, 32, 1408, True), ("bfloat16", 256, 64, 0, True),
-        ("bfloat16", 256, 128, 0, False), ("float8_e4m3fn", 256, 64, NO_LIMIT, True),
-        ("float8_e4m3fn", 256, 128, 3200, True), ("e2m1", 128, 128, NO_LIMIT, True),
-        ("e2m1", 256, 32, NO_LIMIT, True), ("e2m1", 256, 64, 3200, True),
-        ("e2m1", 256, 128, 0, True),
+        ("bfloat16", 128, 64, NO_LIMIT, NO_LIMIT, True),
+        ("bfloat16", 128, 128, NO_LIMIT, 3200, True),
+        ("bfloat16", 256, 8, 3968, 2944, True), ("bfloat16", 256, 16, 3200, 2432, True),
+        ("bfloat16", 256, 32, 1920, 1408, True), ("bfloat16", 256, 64, 0, 0, True),
+        ("bfloat16", 256, 128, 0, 0, False), ("float8_e4m3fn", 256, 64, NO_LIMIT, NO_LIMIT, True),
+        ("float8_e4m3fn", 256, 128, NO_LIMIT, 3200, True),
+        ("e2m1", 128, 128, NO_LIMIT, NO_LIMIT, True), ("e2m1", 256, 32, NO_LIMIT, NO_LIMIT, True),
+        ("e2m1", 256, 64, NO_LIMIT, 3200, True), ("e2m1", 256, 128, 0, 0, True),
     )),
-    *((arch, source, 256, 128, NO_LIMIT, True) for arch in ("sm_90a", "sm_100a")
-      for source in ("bfloat16", "float8_e4m3fn", "e2m1")),
+    *((arch, source, 256, 128, NO_LIMIT, NO_LIMIT, True) for arch in ("sm_90a", "sm_100a")
+      for source in FORMATS),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arch", "source", "depth", "heads", "most", "logits"), LIMITS)
+@pytest.mark.parametrize(("arch", "source", "depth", "heads", "few", "many", "logits"), LIMITS)
 def test_limits_are_as_documented(
-    arch: str, source: str, depth: int, heads: int, most: int, logits: bool
+    arch: str, source: str, depth: int, heads: int, few: int, many: int, logits: bool
 ) -> None:
     """Plans are made up to the limit, and refused above it with a reason."""
     from tile_kernels.attention.kernels import indexer_logits as of_logits
@@ -151,21 +154,69 @@ def test_limits_are_as_documented(
     if source == "e2m1":
         keys_and_roles = [(source, "marking"), ("float8_e4m3fn", "marking"), (source, "marked")]
 
-    def select(topk: int) -> None:
+    def select(topk: int, short: bool) -> None:
         for of_keys, role in keys_and_roles:
-            of_selection.plan(source, of_keys, heads, depth, topk, False, False, role, device)
+            of_selection.plan(source, of_keys, heads, depth, topk, short, False, role, device)
 
-    if most:
-        select(most)
-    if most < NO_LIMIT:
-        with pytest.raises(ValueError, match="fewer heads or channels, or topk smaller"):
-            select(most + 1)
+    for short, most in ((True, few), (False, many)):
+        if most:
+            select(most, short)
+        if most < NO_LIMIT:
+            with pytest.raises(ValueError, match="fewer heads or channels, or topk smaller"):
+                select(most + 1, short)
     with contextlib.nullcontext() if logits else pytest.raises(ValueError, match="fewer heads"):
         for of_keys, role in keys_and_roles:
             of_logits.plan(source, of_keys, heads, depth, "float32", role, device)
 
 
+@pytest.mark.parametrize("tokens", [5, 70])
+def test_nothing_runs_where_the_last_launch_does_not_fit(tokens: int) -> None:
+    given = arguments(tokens, 130, 128, 256, "e2m1")(torch.device("cpu"))
+    with (
+        tile_kernels.backend("emulate", arch="sm_89"),
+        emulation.reports() as reports,
+        pytest.raises(ValueError, match="fewer heads or channels, or topk smaller"),
+    ):
+        indexer_select(**given, topk=8)
+    assert not reports
+
+
 # ---- the choice ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scales", ["ascending", "steps", "equal"])
+@pytest.mark.parametrize("ranges", ["all", "ragged"])
+@pytest.mark.parametrize("short", [True, False])
+def test_lists_that_fill_up(
+    scales: str, ranges: str, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block has all keys, and its lists are shortened again and again, or bounds stay."""
+    monkeypatch.setattr(indexer, "_LEAST_TILES", 10**6)
+    monkeypatch.setattr(indexer, "MOST_SHORT", 1 << 16 if short else 0)
+    num_keys, heads, depth = 1500, 4, 128
+    generator = torch.Generator().manual_seed(0)
+    factors = {
+        "ascending": torch.arange(1.0, num_keys + 1),
+        "steps": torch.randint(1, 6, (num_keys,), generator=generator).float().sort().values,
+        "equal": torch.ones(num_keys),
+    }[scales]
+    weights = torch.ones(4, heads)
+    weights[1], weights[2], weights[3, 0] = -1, 0, torch.nan
+    start, end = torch.zeros(4).int(), torch.full((4,), num_keys).int()
+    if ranges == "ragged":
+        start, end = torch.tensor([[5, 300, 0, 129], [1400, 1301, 1500, 999]]).int()
+    q, k = torch.ones(4, heads, depth), torch.ones(num_keys, depth)
+    given = {
+        "q": q.to(torch.float8_e4m3fn),
+        "k": (k.to(torch.float8_e4m3fn), factors),
+        "weights": weights,
+        "start": start,
+        "end": end,
+        "topk": 20,
+    }
+    with tile_kernels.backend("emulate"):
+        chosen = indexer_select(**given)
+    assert torch.equal(chosen, oracles.indexer_select(**given))
 
 
 @pytest.mark.parametrize("num_queries", [1, 4096])

@@ -435,28 +435,35 @@ def test_float_to_int_saturates() -> None:
     assert z.tolist()[:6] == [-(2**63), 2**63 - 1, -(2**63), 3 * 10**9, -3 * 10**9, 5 * 10**9]
 
 
-def test_ptx_with_another_form_for_a_cpu() -> None:
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    "condition", ["ifdef __CUDACC__", "ifndef __CUDACC__", "  # if defined(__CUDACC__)"]
+)
+def test_ptx_with_another_form_for_a_cpu(condition: str, nested: bool) -> None:
+    """Conditions are left to the compilers; what follows them is there on both."""
+    forms = [
+        'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y[threadIdx.x]) : "f"(x[threadIdx.x]));',
+        "y[threadIdx.x] = exp2f(x[threadIdx.x]);",
+    ]
+    if nested:
+        forms = [f"#if 1\n{form}\n  #else\nnonsense\n#endif" for form in forms]
+    if "ifndef" in condition:
+        forms.reverse()
+    hash_mark = "" if "#" in condition else "#"
     probe = cuda_source(
-        """
-#ifdef __CUDACC__
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y[threadIdx.x]) : "f"(x[threadIdx.x]));
-#else
-  y[threadIdx.x] = exp2f(x[threadIdx.x]);
-#endif
-""",
+        f"{hash_mark}{condition}\n{forms[0]}\n#else\n{forms[1]}\n  #endif\ny[threadIdx.x] += 1;",
         {"x": "float", "y": "float"},
     )
     x, y = (LANES - 16).float(), torch.zeros(32)
     probe(x, y)
-    assert torch.equal(y, torch.exp2(x))
+    assert torch.equal(y, torch.exp2(x) + 1)
 
 
-def test_ptx_outside_of_what_a_cpu_leaves_out_is_refused() -> None:
-    body = """
-#ifdef __CUDACC__
-  y[0] = 1;
-#endif
-  asm("mov.b32 %0, 2;" : "=r"(y[0]));
-"""
+@pytest.mark.parametrize("condition", ["ifdef __CUDACC__", "if 1", "ifndef __CUDACC__"])
+def test_ptx_for_a_cpu_is_refused(condition: str) -> None:
+    inside = 'asm("mov.b32 %0, 2;" : "=r"(y[0]));'
+    body = f"#{condition}\ny[0] = 1;\n#endif\n{inside}\n"
+    if condition != "ifdef __CUDACC__":
+        body = f"#{condition}\n{inside}\n#endif\n"
     with pytest.raises(EmulationError, match=r"inline PTX.*mov\.b32"):
-        cuda_source(body, {"y": "int"})(ints(1))
+        cuda_source(body, {"y": "int"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ MOST_HEADS = 128
 DEPTHS = (32, 64, 128, 256)
 OUT_DTYPES = (torch.float32, torch.bfloat16)
 SOURCES = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: "float8_e4m3fn", torch.int8: "e2m1"}
-KEYS = 128  # of a tile; shares of the keys are multiples of it
+KEYS = 128  # of a tile; shares of the keys are multiples of it, and expanded ones have marks by it
 _MOST_SHARE = 32 * KEYS
 _MOST_BLOCKS = 65535  # along a side of a grid
 _BLOCKS_PER_SM = 4
@@ -138,31 +138,40 @@ def queries_of_block(num_queries: int, shares: int, device: torch.device) -> int
     return max(1, num_queries * shares // (_MARK_BLOCKS_PER_SM * sms))
 
 
-class Launch(NamedTuple):
-    """The blocks that a launch does, and the keys that it reads: their format, data, scales, and,
-    where they were expanded before, the marks of those that e4m3 cannot hold."""
+def expanded(k: Tensor, k_sf: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys of e2m1 as e4m3, their factors, and the marks of tiles that e4m3 cannot hold."""
+    num_keys, depth = k.shape[0], 2 * k.shape[1]
+    data = k.new_empty((1, num_keys, depth), dtype=torch.float8_e4m3fn)
+    factors = k.new_empty((1, num_keys), dtype=torch.float32)
+    marks = k.new_empty((-(-num_keys // KEYS), 1), dtype=torch.int32)
+    _EXPAND_KEYS.launch((depth,), rows_of(k), k_sf, data, factors, marks)
+    return data[0], factors[0], marks
 
-    role: str
-    of_keys: str
-    k: Tensor
-    k_sf: Tensor | None
-    k_marks: Tensor | None
 
+def score(
+    kernel: Kernel,
+    problem: Callable[[str, str], tuple[Any, ...]],
+    q: Tensor,
+    q_sf: Tensor | None,
+    k: Tensor,
+    k_sf: Tensor | None,
+    *rest: Any,
+) -> None:
+    """Launch `kernel` once; for e2m1 in e4m3, and in bfloat16 for what that cannot do exactly.
 
-def launches(q: Tensor, k: Tensor, k_sf: Tensor | None) -> tuple[Launch, ...]:
-    """One launch; for e2m1 one in e4m3, and one in bfloat16 for what that cannot do exactly."""
-    source, keys = SOURCES[q.dtype], rows_of(k)
-    if source != "e2m1":
-        return (Launch("all", source, keys, k_sf, None),)
-    first, second = (Launch(role, source, keys, k_sf, None) for role in ("marking", "marked"))
-    if not isinstance(q.shape[0], torch.SymInt) and q.shape[0] >= _MANY_QUERIES:
-        num_keys, depth = k.shape[0], 2 * k.shape[1]
-        data = k.new_empty((1, num_keys, depth), dtype=torch.float8_e4m3fn)
-        factors = k.new_empty((1, num_keys), dtype=torch.float32)
-        marks = k.new_empty((-(-num_keys // KEYS), 1), dtype=torch.int32)
-        _EXPAND_KEYS.launch((depth,), keys, k_sf, data, factors, marks)
-        first = Launch("marking", "float8_e4m3fn", data[0], factors[0], marks)
-    return first, second
+    `problem(of_keys, role)` is that of keys in a format and of the blocks that a launch does. All
+    are planned before the first, so that what does not fit raises before anything has run.
+    """
+    source = SOURCES[q.dtype]
+    many = not isinstance(q.shape[0], torch.SymInt) and q.shape[0] >= _MANY_QUERIES
+    kinds = [(source, "all")]
+    if source == "e2m1":
+        kinds = [("float8_e4m3fn" if many else source, "marking"), (source, "marked")]
+    for kind in kinds:
+        kernel.prepare(problem(*kind), q)
+    for kind in kinds:
+        keys = (rows_of(k), k_sf, None) if kind[0] == source else expanded(k, k_sf)
+        kernel.launch(problem(*kind), rows_of(q), q_sf, *keys, *rest)
 
 
 def shares_to_select(num_queries: int, num_keys: int, device: torch.device) -> tuple[int, int]:
@@ -241,11 +250,11 @@ def _logits(
         shares = -(-num_keys // share)
         marks = end.new_empty((num_queries, shares)) if source == "e2m1" else None
         together = queries_of_block(num_queries, shares, q.device)
-        for role, of_keys, *keys in launches(q, k, k_sf):
-            _SCORES.launch(
-                (source, of_keys, heads, depth, dtype_name(out), role),
-                rows_of(q), q_sf, *keys, weights, start, end, marks, out, share, together,
-            )  # fmt: skip
+        score(
+            _SCORES,
+            lambda of_keys, role: (source, of_keys, heads, depth, dtype_name(out), role),
+            q, q_sf, k, k_sf, weights, start, end, marks, out, share, together,
+        )  # fmt: skip
     return out
 
 
@@ -367,11 +376,11 @@ def _select(
             names = end.new_empty((num_queries, shares, topk))
             scores = torch.empty_like(names, dtype=torch.uint32)
         short, partial = share <= MOST_SHORT, scores is not None
-        for role, of_keys, *keys in launches(q, k, k_sf):
-            _BEST_KEYS.launch(
-                (source, of_keys, heads, depth, topk, short, partial, role),
-                rows_of(q), q_sf, *keys, weights, start, end, marks, names, scores, share, together,
-            )  # fmt: skip
+        score(
+            _BEST_KEYS,
+            lambda of_keys, role: (source, of_keys, heads, depth, topk, short, partial, role),
+            q, q_sf, k, k_sf, weights, start, end, marks, names, scores, share, together,
+        )  # fmt: skip
         if scores is not None:
             merge(scores.view(num_queries, -1), names.view(num_queries, -1), out)
     return out

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tile_kernels import config
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.device import DEFAULT_ARCH, DESCRIBED, described
+from tile_kernels.runtime.device import DEFAULT_ARCH, DESCRIBED, Device, described
 
 if TYPE_CHECKING:
     from tile_kernels.runtime.emulator import Report
@@ -91,11 +91,15 @@ def reports() -> Iterator[list[Report]]:
         _reports.reset(token)
 
 
+def device() -> Device:
+    """The GPU that kernels are planned for."""
+    return config.with_budget(described(_options.get().arch))
+
+
 def run(kernel: Kernel, problem: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
     """Launch `kernel` on CPU tensors."""
     options = _options.get()
-    device = config.with_budget(described(options.arch))
-    static = kernel.static_arguments(problem, device)
+    static = kernel.static_arguments(problem, device())
     build_options = dataclasses.replace(options, order="forward", seed=0)
     emulated = kernel.once(
         ("emulate", build_options, static), lambda: _build(kernel, static, options)

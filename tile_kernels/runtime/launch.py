@@ -204,6 +204,16 @@ class Kernel:
             with torch.cuda.device(index):
                 handle(*arguments)
 
+    def prepare(self, problem: tuple[Any, ...], x: torch.Tensor) -> None:
+        """Plan a launch on the device of `x`, as one of several: if that raises, none has run."""
+        if road.recorded is not None:
+            return
+        index = x.get_device()
+        if index < 0:
+            self.static_arguments(problem, emulation.device())
+        else:
+            self.bound(problem, index)
+
     def bound(self, problem: tuple[Any, ...], index: int) -> Handle:
         """What runs the kernel for `problem`: on a CUDA device, or emulated on the CPU (-1)."""
         if index < 0:

@@ -245,6 +245,7 @@ INDEXER_SELECT = Cases(
         *_of_each("100x30000.2048", 100, 30000, 64, 128, topk=2048),
         Sample("301x9001.1000.33x256", _selection(301, 9001, 1000, 33, 256, E2M1, "window")),
         Sample("7x250000.4096.128x64", _selection(7, 250000, 4096, 128, 64)),
+        Sample("one block.600x70000.64", _selection(600, 70000, 64)),
         Sample("far.300x3000.100", _selection(300, 3000, 100, 4, 128, E2M1, exponents="far")),
     ],
     benchmarks=[

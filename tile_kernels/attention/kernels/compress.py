@@ -38,7 +38,7 @@ class Plan(NamedTuple):
     out_dtype: str
     vector: int
     ahead: bool  # copy the rows of the next window while one is computed
-    workers: int  # blocks that share the windows
+    workers: int = 0  # blocks that share the windows, if that is not up to the launch
 
     @property
     def geometry(self) -> Geometry:

@@ -1,6 +1,6 @@
 """The gradients of the compression. Weights are computed again, not kept."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from tilelang import language as T
 
@@ -28,7 +28,7 @@ from tile_kernels.attention.kernels.common import (
     where_here,
     window_rows,
 )
-from tile_kernels.attention.kernels.compress import clear_sums, thread_sums
+from tile_kernels.attention.kernels.compress import Plan, clear_sums, thread_sums
 from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.launch import kernel
 
@@ -37,22 +37,6 @@ ADDING = 16  # groups of threads that share the sums of all blocks
 LANES = 16  # threads of a group
 IN_FLIGHT = 8  # sums that a thread reads at once
 FINISHING_THREADS = ADDING * LANES
-
-
-class Plan(NamedTuple):
-    channels: int
-    window: int
-    series: int
-    ragged: bool
-    dtype: str
-    out_dtype: str
-    vector: int
-    ahead: bool  # copy the rows of the next window while one is computed
-
-    @property
-    def geometry(self) -> Geometry:
-        """How threads share windows."""
-        return geometry(self.channels, self.window, self.series, self.vector)
 
 
 def plan(

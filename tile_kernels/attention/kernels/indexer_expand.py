@@ -4,7 +4,8 @@ from typing import Any
 
 from tilelang import language as T
 
-from tile_kernels.attention.kernels.indexer_scores import E4M3, GROUP, MARKED_KEYS, expansion
+from tile_kernels.attention.indexer import KEYS
+from tile_kernels.attention.kernels.indexer_scores import E4M3, GROUP, expansion
 from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
@@ -19,7 +20,7 @@ def expand_keys(depth: int) -> Any:
     """A group for a thread. A tile of keys is marked if e4m3 cannot hold one of them exactly."""
     num_keys, tiles = T.dynamic("num_keys tiles")
     groups = depth // GROUP
-    threads = MARKED_KEYS * groups
+    threads = KEYS * groups
     expand = expansion(E4M3, groups)
 
     @T.prim_func
@@ -35,7 +36,7 @@ def expand_keys(depth: int) -> Any:
             wide = T.alloc_shared((1,), T.int32)
             words = T.alloc_local((4,), T.uint32)
             exponent = T.alloc_var(T.int32, init=0)
-            key = tile * MARKED_KEYS + tx // groups
+            key = tile * KEYS + tx // groups
             group = tx % groups
             if tx == 0:
                 wide[0] = 0

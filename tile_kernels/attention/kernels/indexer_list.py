@@ -98,11 +98,11 @@ def least_of_best(entries: int, threads: int) -> Any:
     """A macro: the largest number that `rank` of a block's keys are not below, or a smaller one
     with no key between, or with at most `spare` keys from it on beside those of the rank.
 
-    A thread has `entries` keys, in `own`, 0 for none; all keys are at least `low`, which is above
-    0, and there are `rank` of them. Keys are counted in bins of equal width, from `low` to the
-    largest; then those in the bin with the number, in narrower ones, until all keys of a bin are
-    among the best, or nearly all, or it holds one number. `bins` are shared and 0 before and after,
-    `found` and `sums` are shared. Whoever calls has a barrier before.
+    A thread has `entries` keys, in `own`, 0 for none. `low` is above 0, and at least `rank` keys
+    are not below it; the others do not count. Keys are counted in bins of equal width, from `low`
+    to the largest; then those in the bin with the number, in narrower ones, until all keys of a bin
+    are among the best, or nearly all, or it holds one number. `bins` are shared and 0 before and
+    after, `found` and `sums` are shared. Whoever calls has a barrier before.
     """
     per = BINS // threads
     warps = threads // WARP
@@ -165,9 +165,9 @@ def keep_best(topk: int, capacity: int, threads: int, key: Any, id_dtype: str = 
     """A macro: keep the `topk` best of `count` entries of a list, which has more, and at most
     `spare` others; the new bound, into `kept[0]` how many there are.
 
-    `words` and `ids` are shared, `[lists, capacity]`; `key(word)` is the key of a word, and `low`
-    not above any of them. For the rest see `least_of_best`. Whoever calls has a barrier before and
-    after.
+    `words` and `ids` are shared, `[lists, capacity]`; `key(word)` is the key of a word. What is
+    below `low` is not kept, which leaves `topk` entries or more. For the rest see `least_of_best`.
+    Whoever calls has a barrier before and after.
     """
     entries = capacity // threads
     vector = math.gcd(4, entries)

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from tilelang import language as T
 
+from tile_kernels.attention.indexer import KEYS
 from tile_kernels.runtime.device import Device
 
-MARKED_KEYS = 128  # that have one mark, if they were expanded before
 GROUP = 32  # values of packed e2m1 that share an exponent
 MOST_COLUMNS = 128  # of the product: heads of all queries of a block
 STAGES = (4, 3, 2)  # tiles of keys, the one in use and those under way
@@ -298,8 +298,8 @@ def marks_of(tile: Tile) -> Any:
     @T.macro
     def begin(k_marks, num_keys, share, share_keys, wide):
         if tile.source == E2M1 and not tile.packed:
-            count = share_keys // MARKED_KEYS
-            some(k_marks, share * count, count, T.ceildiv(num_keys, MARKED_KEYS), 0, wide)
+            count = share_keys // KEYS
+            some(k_marks, share * count, count, T.ceildiv(num_keys, KEYS), 0, wide)
         elif tile.packed and T.get_thread_binding() == 0:
             wide[0] = 0
 

@@ -10,11 +10,14 @@ from tile_kernels.quant.kernels.common import (
     ROW,
     access,
     access_width,
+    e2m1_prelude,
     encode_and_store,
     exponent_of,
     scale_of,
     storage,
+    unit_of_factors,
     units,
+    way_to_e2m1,
     write_scale,
 )
 from tile_kernels.quant.kernels.tokens import GIVEN, SCALES
@@ -175,6 +178,7 @@ class Plan(NamedTuple):
     round_sf: bool
     task: str
     threads: int
+    way: str  # to e2m1
 
 
 def plan(
@@ -197,7 +201,10 @@ def plan(
     tile = tile_of(*block, chunk, steps, threads)
     load = access(source, width, alignment, chunk)
     store = access(fmt, width, out_alignment, chunk)
-    return Plan(source, fmt, width, *tile, load, store, layout, round_sf, task, threads)
+    # Powers of two times bfloat16.
+    exact = source == "bfloat16" and round_sf and task != GIVEN and store == chunk
+    way = way_to_e2m1(fmt, exact, device)
+    return Plan(source, fmt, width, *tile, load, store, layout, round_sf, task, threads, way)
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -224,10 +231,8 @@ def cast_blocks(*static: Any) -> Any:
     largest = team_max(tile, teams, "float32")
     scaled = scale_of(plan.fmt, plan.round_sf)
     written = write_block_scale(plan.layout, groups)
-    # Powers of two times bfloat16: the quick way to e2m1.
-    exact = plan.source == "bfloat16" and plan.round_sf and plan.task != GIVEN
-    quick = exact and plan.fmt == "e2m1" and plan.store == chunk
-    encode = encode_and_store(plan.fmt, plan.width, chunk, plan.store, quick=quick)
+    encode = encode_and_store(plan.fmt, plan.width, chunk, plan.store, way=plan.way)
+    unit = unit_of_factors(plan.way)
 
     rows, blocks, padded = T.dynamic("rows blocks padded")
     row_stride, sf_stride = T.dynamic("row_stride sf_stride")
@@ -241,7 +246,9 @@ def cast_blocks(*static: Any) -> Any:
         clamp_min: T.float32,
     ):
         with T.Kernel(
-            T.ceildiv(T.ceildiv(rows, plan.rows) * tiles, teams), threads=plan.threads
+            T.ceildiv(T.ceildiv(rows, plan.rows) * tiles, teams),
+            threads=plan.threads,
+            prelude=e2m1_prelude(plan.way),
         ) as block:
             T.assume(row_stride % plan.load == 0)
             tx = T.get_thread_binding()
@@ -268,7 +275,7 @@ def cast_blocks(*static: Any) -> Any:
                 for i in T.unroll(steps * chunk):
                     amax = T.max(amax, T.abs(T.cast(raw[i], T.float32)))
                 scaled(largest(amax, tx), clamp_min, scale)
-                inverse[0] = T.ieee_mul(scale[1], T.float32(2.0**-14)) if quick else scale[1]
+                inverse[0] = T.ieee_mul(scale[1], T.float32(unit)) if unit != 1 else scale[1]
                 if top == 0 and tx % tile.sharing == 0:
                     if m * plan.rows < rows and first < plan.width:
                         written(

@@ -12,6 +12,8 @@ from typing import Any
 
 from tilelang import language as T
 
+from tile_kernels.runtime.device import Device
+
 BITS = {"bfloat16": 16, "float32": 32, "e4m3": 8, "e2m1": 4, "e5m6": 12}
 MAX = {"e4m3": 448.0, "e2m1": 6.0, "e5m6": 65024.0}
 CLAMP_MIN = {"e4m3": 1e-4, "e2m1": 6.0 * 2.0**-126, "e5m6": 1e-4}
@@ -21,6 +23,16 @@ LANES = 32
 
 # How scales lie in memory: rows of float32, columns of float32, columns of four packed exponents.
 ROW, COLUMN, PACKED = "row", "column", "packed"
+
+# Ways from float32 to e2m1: `e2m1_code`, `e2m1_word`, `e2m1_pair`.
+ARITHMETIC, HALVES, INSTRUCTION = "arithmetic", "halves", "instruction"
+# For kernels that use `e2m1_pair`.
+E2M1_PRELUDE = """
+#include <cuda_fp4.h>
+__device__ __forceinline__ int e2m1_pair(float low, float high) {
+  return __nv_cvt_float2_to_fp4x2(make_float2(low, high), __NV_E2M1, cudaRoundNearest);
+}
+"""
 
 
 def storage(name: str) -> tuple[str, int]:
@@ -58,6 +70,31 @@ def access_width(name: str, values: int) -> int:
 
 
 # ---- formats ------------------------------------------------------------------------------------
+
+
+def way_to_e2m1(fmt: str, exact: bool, device: Device) -> str:
+    """The quickest of the ways; `exact`: for products as `e2m1_word` wants them, in eights."""
+    if fmt == "e2m1" and device.arch.startswith(("sm_10", "sm_12")):
+        return INSTRUCTION
+    return HALVES if fmt == "e2m1" and exact else ARITHMETIC
+
+
+def e2m1_prelude(way: str) -> str | None:
+    """What a kernel of this way begins with."""
+    return E2M1_PRELUDE if way == INSTRUCTION else None
+
+
+def unit_of_factors(way: str) -> float:
+    """What factors of values are multiplied by; see `e2m1_word`."""
+    return 2.0**-14 if way == HALVES else 1.0
+
+
+def e2m1_pair(low: Any, high: Any) -> Any:
+    """Two float32 -> their codes in an int32, to nearest, ties to even, saturating; NaN is 7.
+
+    An instruction of Blackwell's; elsewhere the same, but slow. For kernels with `e2m1_prelude`.
+    """
+    return T.call_extern(T.int32, "e2m1_pair", low, high)
 
 
 @T.macro
@@ -470,8 +507,22 @@ def store_values(target: str, width: int, count: int, vector: int, offset: int =
     return store
 
 
-def round_trip(fmt: str, count: int) -> Any:
+def round_trip(fmt: str, count: int, way: str = ARITHMETIC) -> Any:
     """A macro: `count` values, from `base` on, as they come back from a cast to the format."""
+
+    @T.macro
+    def rounded_pairs(values, base, scales, inverse, per):
+        codes = T.alloc_var(T.int32)
+        for i in T.unroll(count // 2):
+            for j in T.unroll(2):
+                values[base + 2 * i + j] = T.ieee_mul(
+                    values[base + 2 * i + j], inverse[(2 * i + j) // per]
+                )
+            codes = e2m1_pair(values[base + 2 * i], values[base + 2 * i + 1])
+            for j in T.unroll(2):
+                values[base + 2 * i + j] = T.ieee_mul(
+                    e2m1_value((codes >> (4 * j)) & 15), scales[(2 * i + j) // per]
+                )
 
     @T.macro
     def rounded(values, base, scales, inverse, per):
@@ -487,16 +538,16 @@ def round_trip(fmt: str, count: int) -> Any:
                 values[base + i] = e5m6_value(e5m6_code(values[base + i]))
             values[base + i] = T.ieee_mul(values[base + i], scales[i // per])
 
-    return rounded
+    return rounded_pairs if way == INSTRUCTION else rounded
 
 
 def encode_and_store(
-    fmt: str, width: int, count: int, vector: int, offset: int = 0, quick: bool = False
+    fmt: str, width: int, count: int, vector: int, offset: int = 0, way: str = ARITHMETIC
 ) -> Any:
     """A macro: `count` values times `inverse[i // per]`, encoded, to their place in a row of `out`.
 
     The values are those from `base` on; they are changed. `per` of them share a factor, `vector` go
-    with one store. e4m3 and e2m1; `quick` is for e2m1, with factors as `e2m1_word` wants them.
+    with one store. e4m3 and e2m1; `way` is that to e2m1, with factors in its `unit_of_factors`.
     """
     dtype, _ = storage(fmt)
     elements = units(fmt, vector)
@@ -512,10 +563,14 @@ def encode_and_store(
                 if fmt == "e4m3":
                     for v in T.vectorized(elements):
                         stored[v] = T.cast(values[base + c * vector + v], dtype)
-                elif quick:
+                elif way == HALVES:
                     words = T.view(stored, (elements // 4,), T.uint32)
                     for w in T.unroll(vector // 8):
                         e2m1_word(values, base + c * vector + 8 * w, words, w)
+                elif way == INSTRUCTION:
+                    for v in T.unroll(elements):
+                        place = base + c * vector + 2 * v
+                        stored[v] = T.cast(e2m1_pair(values[place], values[place + 1]), dtype)
                 else:
                     for v in T.unroll(vector):
                         codes[v] = e2m1_code(values[base + c * vector + v])

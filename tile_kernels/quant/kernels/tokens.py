@@ -10,6 +10,7 @@ from tile_kernels.quant.kernels.common import (
     ROW,
     access,
     access_width,
+    e2m1_prelude,
     encode_and_store,
     encode_e5m6,
     fetch_values,
@@ -21,7 +22,9 @@ from tile_kernels.quant.kernels.common import (
     storage,
     store_values,
     threads_of_row,
+    unit_of_factors,
     units,
+    way_to_e2m1,
     widen_values,
     write_group_scales,
 )
@@ -57,6 +60,7 @@ class Plan(NamedTuple):
     source_columns: int
     source_packed: bool
     threads: int
+    way: str  # to e2m1
 
 
 def plan(
@@ -84,9 +88,11 @@ def plan(
     threads = WARPS * LANES
     if is_whole(fmt, width, group):
         threads = threads_of_row(width, chunk, MOST_KEPT)
+    # Powers of two times bfloat16.
+    exact = source == "bfloat16" and round_sf and task == CAST and store % 8 == 0
     return Plan(
         source, fmt, width, group, chunk, load, store, layout, round_sf, task, *block,
-        source_packed, threads,
+        source_packed, threads, way_to_e2m1(fmt, exact, device),
     )  # fmt: skip
 
 
@@ -106,16 +112,10 @@ def target(plan: Plan) -> str:
     return plan.source if plan.task == FAKE else plan.fmt
 
 
-def is_quick(plan: Plan) -> bool:
-    """Powers of two times bfloat16: the quick way to e2m1."""
-    exact = plan.source == "bfloat16" and plan.round_sf and plan.task == CAST
-    return exact and plan.fmt == "e2m1" and plan.store % 8 == 0
-
-
 def finish(plan: Plan) -> Any:
     """A macro: a chunk of values, from `base` on, to its place in `out`."""
-    encode = encode_and_store(plan.fmt, plan.width, plan.chunk, plan.store, quick=is_quick(plan))
-    rounded = round_trip(plan.fmt, plan.chunk)
+    encode = encode_and_store(plan.fmt, plan.width, plan.chunk, plan.store, way=plan.way)
+    rounded = round_trip(plan.fmt, plan.chunk, plan.way)
     store = store_values(plan.source, plan.width, plan.chunk, plan.store)
 
     @T.macro
@@ -150,7 +150,9 @@ def signature(plan: Plan, body: Any, grid: Any) -> Any:
         sf: T.Tensor[shape, scales_dtype],
         clamp_min: T.float32,
     ):
-        with T.Kernel(grid(to_write), threads=plan.threads) as block:
+        with T.Kernel(
+            grid(to_write), threads=plan.threads, prelude=e2m1_prelude(plan.way)
+        ) as block:
             T.assume(row_stride % units(plan.source, plan.load) == 0)
             if plan.fmt == "e5m6":
                 T.annotate_min_blocks_per_sm(max(1, RESIDENT // plan.threads))
@@ -178,7 +180,7 @@ def cast_groups(*static: Any) -> Any:
     multiplied = multiply_scales(chunk, (plan.source_rows, plan.source_columns), plan.source_packed)
     scaled = scale_of(plan.fmt, plan.round_sf)
     finished = finish(plan)
-    unit = 2.0**-14 if is_quick(plan) else 1  # of the factors, see e2m1_word
+    unit = unit_of_factors(plan.way)
     amax_of = group_amax(chunk, group)
     write_scales = write_group_scales(plan.layout, plan.width, chunk, group)
 
@@ -239,7 +241,7 @@ def cast_whole_rows(*static: Any) -> Any:
         plan.fmt, plan.round_sf, plan.layout, threads, written=plan.task == CAST
     )
     finished = None if packed else finish(plan)
-    unit = 2.0**-14 if is_quick(plan) else 1  # of the factors, see e2m1_word
+    unit = unit_of_factors(plan.way)
     row_words, words_of_step = units("e5m6", width), units("e5m6", chunk * threads)
     at_once = 4 if packed and plan.store == 32 else 1
 

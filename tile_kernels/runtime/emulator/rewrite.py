@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from .errors import EmulationError
 from .lowering import SharedBuffer
 
-_CUDA_ONLY = re.compile(r"^#ifdef __CUDACC__\n.*?(?=^#(?:else|endif)\b)", re.M | re.S)
+_CONDITION = re.compile(r"\s*#\s*(if|ifdef|ifndef|elif|else|endif)\b\s*(.*?)\s*$")
+_ON_CUDA = {("ifdef", "__CUDACC__"): True, ("if", "defined(__CUDACC__)"): True,
+            ("ifndef", "__CUDACC__"): False, ("if", "!defined(__CUDACC__)"): False}  # fmt: skip
 _MSVC_GUARD = re.compile(r"^#if defined\(_MSC_VER\).*?^#endif\n", re.S | re.M)
 _INCLUDE = re.compile(
     r"^#include <(tl_templates/|cooperative_groups|cuda\.h|math_constants|curand).*\n", re.M
@@ -47,7 +49,7 @@ def rewrite(
     | `split_shared` | True: every buffer whose size is known gets its own memory, so overruns show; False: TileLang's own placement, so hazards of reused memory show |
     """  # noqa: E501
     refuse_unsupported(source)
-    source = _for_cpu(source)
+    source = _without_headers(source)
     starts = [(m.start(), m[1]) for m in _KERNEL.finditer(source)]
     if not starts:
         raise EmulationError("the generated source contains no kernel")
@@ -63,14 +65,33 @@ def rewrite(
     return f'#include "emu.h"\n{text}{exports}\n'
 
 
-def _for_cpu(source: str) -> str:
-    """The source without its includes, and without what stands under `#ifdef __CUDACC__`."""
-    return _CUDA_ONLY.sub("#ifdef __CUDACC__\n", _INCLUDE.sub("", _MSVC_GUARD.sub("", source)))
+def _without_headers(source: str) -> str:
+    """The source without the includes that the emulator's own headers replace."""
+    return _INCLUDE.sub("", _MSVC_GUARD.sub("", source))
+
+
+def _compiled_for_cpu(source: str) -> str:
+    """The lines without those that only a CUDA compiler sees, by conditions on `__CUDACC__`."""
+    kept = []
+    open_conditions: list[tuple[bool, bool]] = []  # whether it hides lines, and its `#else` does
+    for line in source.splitlines(keepends=True):
+        condition = _CONDITION.match(line)
+        if condition is None:
+            if not any(hides for hides, _ in open_conditions):
+                kept.append(line)
+        elif condition[1].startswith("if"):
+            on_cuda = _ON_CUDA.get((condition[1], condition[2]))
+            open_conditions.append((on_cuda is True, on_cuda is False))
+        elif open_conditions:
+            _, otherwise = open_conditions.pop()
+            if condition[1] != "endif":
+                open_conditions.append((otherwise, otherwise))
+    return "".join(kept)
 
 
 def refuse_unsupported(source: str) -> None:
     """Raise a sentence for what is known not to work, before g++ says it in its own words."""
-    body = _for_cpu(source)
+    body = _compiled_for_cpu(_without_headers(source))
     for pattern, what in _UNSUPPORTED:
         m = pattern.search(body)
         if m:
