@@ -26,23 +26,33 @@ def operators() -> list[str]:
 
 
 def benchmarks() -> list[str]:
-    """One row per measured case."""
+    """For each family a picture, and a table with one row per measured case."""
     report = benchmark.load_all(RESULTS)
     machine = report.machine
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "tilelang", "cuda"))
     lines = [
         f"{machine['device']} beside {machine['cpu']}; {versions}; copy bandwidth "
         f"{report.copy_gb_per_s:.0f} GB/s; newest file of {machine['date']}.",
-        "",
-        "| case | us | goal | of copy | host us | eager us | compiled us |",
-        "|---|---|---|---|---|---|---|",
     ]
+    family = ""
     for r in report.results:
+        if r.family != family:
+            family = r.family
+            lines += [
+                "",
+                f"### {family}",
+                "",
+                f"![times of {family}](measured/{RESULTS.name}.{family}.svg)",
+                "",
+                "| case | us | goal | of copy | host us | eager us | compiled us |",
+                "|---|---|---|---|---|---|---|",
+            ]
         goal = "-" if r.goal_us is None else f"{r.goal_us}"
         met = " (missed)" if r.goal_us and r.device_us and r.device_us > r.goal_us else ""
         share = f"{100 * (r.copy_fraction or 0):.1f} %"
         times = f"{r.host_us} | {r.oracle_us or '-'} | {r.oracle_compiled_us or '-'}"
-        lines.append(f"| `{r.case}` | {r.device_us} | {goal}{met} | {share} | {times} |")
+        case = r.case.removeprefix(f"{family}.")
+        lines.append(f"| `{case}` | {r.device_us} | {goal}{met} | {share} | {times} |")
     return lines
 
 

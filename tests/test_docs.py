@@ -10,14 +10,25 @@ from pathlib import Path
 
 import pytest
 
+from tile_kernels.testing import benchmark
+
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("name", ["operators", "benchmarks"])
+@pytest.mark.parametrize("name", ["operators", "benchmarks", "layer"])
 def test_generated_tables_are_fresh(name: str) -> None:
     tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
     assert tables["updated"](name) == tables["TABLES"][name][0].read_text(), "docs/tables.py"
+
+
+def test_pictures_show_the_results() -> None:
+    """Each case and its time are in the text of the family's picture."""
+    for r in benchmark.load_all(RESULTS).results:
+        picture = (ROOT / "docs" / "measured" / f"{RESULTS.name}.{r.family}.svg").read_text()
+        assert f">{r.case.removeprefix(r.family + '.')}<" in picture
+        assert f">{r.device_us:.1f} us" in picture, r.case
 
 
 def python_blocks(path: Path) -> list[str]:
@@ -49,7 +60,7 @@ def test_links_to_files_lead_somewhere(path: Path) -> None:
 
 
 def test_site_builds(tmp_path: Path) -> None:
-    """Every page, strictly, and nothing that a reader without a network would miss."""
+    """Every page, strictly, with all that it links to; nobody needs a network to read it."""
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -59,3 +70,10 @@ def test_site_builds(tmp_path: Path) -> None:
         name = "index.html" if page.stem == "index" else f"{page.stem}/index.html"
         text = (tmp_path / name).read_text()
         assert not re.search(r'(src|href)="https?://[^"]*\.(css|js)"', text)
+    for page in tmp_path.rglob("*.html"):
+        for target in re.findall(r'(?:src|href)="(?!https?:)([^"#?]+)', page.read_text()):
+            if page.name != "404.html":
+                assert (page.parent / target).exists(), f"{page}: {target}"
+    reference = (tmp_path / "reference" / "quant" / "index.html").read_text()
+    assert "per_token_cast" in reference
+    assert "<td><code>num_per_channels</code></td>" in reference

@@ -282,10 +282,7 @@ def bench(options: argparse.Namespace) -> int:
         for path in benchmark.save(report, options.output):
             print(f"wrote {path}")
     if options.plot:
-        options.output.mkdir(parents=True, exist_ok=True)
-        for ending in ("png", "svg"):
-            path = options.output / f"{benchmark.slug(report.machine['device'])}.{ending}"
-            benchmark.plot(report, path)
+        for path in benchmark.plot_families(report, options.output):
             print(f"wrote {path}")
     return 0
 

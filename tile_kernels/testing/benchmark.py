@@ -45,6 +45,11 @@ class Result:
         return ".".join(self.case.split(".")[:2])
 
     @property
+    def family(self) -> str:
+        """The operator's family."""
+        return self.case.split(".")[0]
+
+    @property
     def gb_per_s(self) -> float | None:
         """Bytes that must move over device time."""
         return None if self.device_us is None else self.bytes / self.device_us / 1e3
@@ -218,11 +223,28 @@ def load_all(folder: Path) -> Report:
     return Report(newest.machine, newest.copy_gb_per_s, results)
 
 
+def plot_families(report: Report, folder: Path) -> list[Path]:
+    """A picture for each family, `FOLDER/DEVICE.FAMILY.svg` and `.png`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for family in dict.fromkeys(result.family for result in report.results):
+        results = [result for result in report.results if result.family == family]
+        for ending in ("svg", "png"):
+            written.append(folder / f"{slug(report.machine['device'])}.{family}.{ending}")
+            plot(Report(report.machine, report.copy_gb_per_s, results), written[-1])
+    return written
+
+
 def plot(report: Report, path: Path) -> None:
-    """A roofline by case: device time over what a copy of the same bytes takes; 1 is the roof."""
+    """A roofline by case: device time over what a copy of the same bytes takes; 1 is the roof.
+
+    For cases of one family. At the right: device time, and the goal where one is missed.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text, not its outlines
+    matplotlib.rcParams["svg.hashsalt"] = "tile_kernels"  # the same picture, the same file
     from matplotlib import pyplot
 
     measured = [r for r in report.results if r.device_us is not None]
@@ -236,26 +258,34 @@ def plot(report: Report, path: Path) -> None:
         ("goal", "|", "#4c956c", [r.goal_us for r in measured]),
         ("tile_kernels", "o", "#2c5f8a", [r.device_us for r in measured]),
     ]
-    height = 1.6 + 0.36 * len(measured)
+    height = 1.3 + 0.19 * len(measured)
     figure, axes = pyplot.subplots(figsize=(9, height), layout="constrained")
     roof = f"copy, {report.copy_gb_per_s / 1e3:.2f} TB/s"
     axes.axvline(1, color="0.4", linewidth=1, label=roof)
     for name, marker, color, times in series:
         points = [(t / f, row) for t, f, row in zip(times, floors, rows) if t is not None]
         if points:
-            size = 140 if marker == "|" else 40
+            size = 90 if marker == "|" else 26
             axes.scatter(*zip(*points), marker=marker, color=color, s=size, label=name, zorder=3)
-    for result, floor, row in zip(measured, floors, rows):
-        where = ((result.device_us or 0) / floor, row)
-        text = f"{result.device_us:.1f} us"
-        axes.annotate(
-            text, where, xytext=(0, 7), textcoords="offset points", fontsize=7, ha="center"
-        )
-    axes.set_yticks(rows, [r.case for r in measured], fontsize=8)
+    axes.set_yticks(rows, [r.case.partition(".")[2] for r in measured], fontsize=7)
     axes.set(xscale="log", xlabel="device time / time of a copy of the same bytes")
-    axes.set_ylim(0.3, len(measured) + 0.9)
-    axes.set_title(f"{report.machine['device']}, {report.machine['date']}", fontsize=10)
+    axes.xaxis.set_major_formatter("{x:g}x")
+    axes.set_ylim(0.3, len(measured) + 0.7)
+    axes.set_title(f"{measured[0].family}: {report.machine['device']}", fontsize=10)
     axes.grid(True, axis="x", which="both", linewidth=0.3, alpha=0.5)
+    axes.grid(True, axis="y", linewidth=0.3, alpha=0.5)
+    beside = axes.twinx()
+    beside.set_ylim(axes.get_ylim())
+    beside.set_yticks(rows, [_with_goal(r) for r in measured], fontsize=7)
+    beside.tick_params(length=0)
     figure.legend(fontsize=8, loc="outside lower center", ncols=5)
-    figure.savefig(path, dpi=150)
+    metadata = {"Date": None} if path.suffix == ".svg" else {}
+    figure.savefig(path, dpi=110, metadata=metadata)
     pyplot.close(figure)
+
+
+def _with_goal(result: Result) -> str:
+    """A device time, and the goal that it missed."""
+    time = f"{result.device_us:.1f} us"
+    missed = result.goal_us and result.device_us and result.device_us > result.goal_us
+    return f"{time} (goal {result.goal_us:g})" if missed else time
