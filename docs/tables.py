@@ -1,10 +1,12 @@
 """Write the generated tables of the documents: `python docs/tables.py [--check]`.
 
-The README's operators come from the registry, the numbers of the benchmark page and of a layer with
-streams from the results files.
+The README's operators come from the registry, the numbers of the benchmark page, of the comparison
+and of a layer with streams from the results files.
 """
 
 import inspect
+import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from tile_kernels.testing import benchmark
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
+OTHERS = RESULTS.parent / f"tilekernels.{RESULTS.name}.json"
 
 
 def operators() -> list[str]:
@@ -56,6 +59,28 @@ def benchmarks() -> list[str]:
     return lines
 
 
+def compared() -> list[tuple[str, float, float]]:
+    """Cases that TileKernels was measured with: its device time and ours, in microseconds."""
+    here = {r.case: r.device_us or 0 for r in benchmark.load_all(RESULTS).results}
+    there = json.loads(OTHERS.read_text())["us"]
+    return [(case, there[case], here[case]) for case in here if case in there]
+
+
+def comparison() -> list[str]:
+    """One row per case that both were measured with, and how often which is faster."""
+    cases = compared()
+    ratios = [there / here for _, there, here in cases]
+    faster = sum(ratio >= 1 for ratio in ratios)
+    return [
+        f"{faster} of {len(cases)} cases are faster here; all of them together, by the geometric "
+        f"mean, {statistics.geometric_mean(ratios):.2f} times as fast.",
+        "",
+        "| case | TileKernels, us | here, us | faster by |",
+        "|---|---|---|---|",
+        *(f"| `{case}` | {there} | {here} | {there / here:.2f} |" for case, there, here in cases),
+    ]
+
+
 def layer() -> list[str]:
     """One row per size: a layer with streams beside the plain one."""
     path = RESULTS / "mhc.layer.json"
@@ -77,6 +102,7 @@ def layer() -> list[str]:
 
 TABLES = {"operators": (ROOT / "README.md", operators)}
 TABLES["layer"] = (ROOT / "docs" / "mhc.md", layer)
+TABLES["comparison"] = (ROOT / "docs" / "comparison.md", comparison)
 TABLES["benchmarks"] = (ROOT / "docs" / "benchmarks.md", benchmarks)
 
 

@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("name", ["operators", "benchmarks", "layer"])
+@pytest.mark.parametrize("name", ["operators", "benchmarks", "layer", "comparison"])
 def test_generated_tables_are_fresh(name: str) -> None:
     tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
     assert tables["updated"](name) == tables["TABLES"][name][0].read_text(), "docs/tables.py"
@@ -29,6 +29,11 @@ def test_pictures_show_the_results() -> None:
         picture = (ROOT / "docs" / "measured" / f"{RESULTS.name}.{r.family}.svg").read_text()
         assert f">{r.case.removeprefix(r.family + '.')}<" in picture
         assert f">{r.device_us:.1f} us" in picture, r.case
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    picture = (ROOT / "docs" / "measured" / f"{RESULTS.name}.tilekernels.svg").read_text()
+    for case, there, here in tables["compared"]():
+        assert f">{case}<" in picture
+        assert f">{there:.1f} → {here:.1f} us<" in picture, case
 
 
 def python_blocks(path: Path) -> list[str]:
