@@ -318,6 +318,19 @@ OPCHECKS = {
 }
 
 
+@pytest.mark.parametrize("op", [op for op in OPS if not op.mutates], ids=lambda op: op.name)
+def test_no_gradient_is_lost(op: Op) -> None:
+    """What is computed of a tensor in training has this operator as its node, which has a formula
+    or raises in `backward`; an oracle's own nodes do not show."""
+    arguments = op.cases.ordinary().build("cpu")
+    trained = (torch.float32, torch.bfloat16)
+    wanted = [x.requires_grad_() for x in tensors_in(arguments) if x.dtype in trained]
+    results = [x for x in tensors_in(op.function(**arguments)) if x.is_floating_point()]
+    nodes = [type(x.grad_fn).__name__ for x in results if x.requires_grad]
+    assert all(name.startswith("GeneratedBackwardFor_tile_kernels_") for name in nodes)
+    assert bool(nodes) == (bool(wanted) and bool(results))
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 @each_op
 def test_opcheck(op: Op, device: str) -> None:

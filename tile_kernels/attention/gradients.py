@@ -106,7 +106,6 @@ def _oracle(*arguments: Any) -> tuple[Tensor, ...]:
     cost=_cost,
     cases=KV_COMPRESS_BWD,
     values=_check_values,
-    differentiable=False,
     name="kv_compress_bwd",
 )
 def _of_two(
@@ -128,7 +127,6 @@ def _of_two(
     check=_check,
     oracle=_oracle,
     values=_check_values,
-    differentiable=False,
     serves="kv_compress_bwd",
 )
 def _kv_compress_bwd_of_one(
@@ -201,7 +199,6 @@ def _check_both(
     ),
     cases=KV_COMPRESS_PACKED_BWD,
     values=_check_values,
-    differentiable=False,
     name="kv_compress_packed_bwd",
 )
 def _of_both(

@@ -265,7 +265,6 @@ def _oracle_bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tens
         16 * hidden_states.numel(),
     ),
     cases=ENGRAM_GATE_BWD,
-    differentiable=False,
 )
 def engram_gate_bwd(
     grad_out: Tensor,

@@ -76,7 +76,6 @@ def _run(x: Tensor, x_sf: Tensor, fmt: str, x_block_size: list[int], out: Tensor
     cost=_cost,
     cases=CAST_BACK,
     outputs=("out",),
-    differentiable=False,
     name="cast_back",
 )
 def _cast_back(
@@ -159,7 +158,6 @@ def _oracle_tokens(
     cost=_cost,
     cases=PER_TOKEN_CAST_BACK,
     outputs=("out",),
-    differentiable=False,
     name="per_token_cast_back",
 )
 def _per_token_cast_back(

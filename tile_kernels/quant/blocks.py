@@ -93,7 +93,6 @@ def _cost(
     cost=_cost,
     cases=PER_BLOCK_CAST,
     outputs=("out", "out_sf"),
-    differentiable=False,
     name="per_block_cast",
 )
 def _cast(
@@ -148,7 +147,7 @@ def per_block_cast(
     arguments = (
         x, fmt, block_size, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0
     )  # fmt: skip
-    return _cast(*arguments) if out is None else _cast(*arguments, *out)  # type: ignore[arg-type]
+    return _cast(*arguments, *layout.buffers(out))  # type: ignore[arg-type]
 
 
 # ---- scales alone, data by given scales ---------------------------------------------------------
@@ -167,7 +166,6 @@ def _cost_scales(
     cost=_cost_scales,
     cases=PER_BLOCK_SCALES,
     outputs=("out",),
-    differentiable=False,
 )
 def per_block_cast_with_sf_only(
     x: Tensor,
@@ -218,7 +216,6 @@ def _cost_given(x: Tensor, fmt: str, sf: Tensor, **_: Any) -> Cost:
     cost=_cost_given,
     cases=PER_BLOCK_GIVEN,
     outputs=("out",),
-    differentiable=False,
 )
 def per_block_cast_with_precomputed_sf(
     x: Tensor,

@@ -106,7 +106,6 @@ def _declared(
         cost=_cost_cast,
         cases=cases,
         outputs=("out", "out_sf"),
-        differentiable=False,
         name=oracle.__name__,
     )
     def cast(
@@ -162,7 +161,7 @@ def per_channel_cast(
     ([[64.0, -448.0], [448.0, 112.0]], [[7.0, 2.0]])
     """
     arguments = (x, fmt, num_per_tokens, round_sf)
-    return _cast(*arguments) if out is None else _cast(*arguments, *out)
+    return _cast(*arguments, *layout.buffers(out))
 
 
 # ---- gathered, of a plain or a quantised source --------------------------------------------------
@@ -245,7 +244,6 @@ def _oracle_fused(
     cost=_cost_fused,
     cases=PER_CHANNEL_CAST_FUSED,
     outputs=("out", "out_sf"),
-    differentiable=False,
     values=_check_positions,
     name="per_channel_cast_fused",
 )
@@ -310,7 +308,7 @@ def per_channel_cast_fused(
     """
     data, sf = layout.pair(x)
     arguments = (data, sf, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token)
-    return _cast_fused(*arguments) if out is None else _cast_fused(*arguments, *out)
+    return _cast_fused(*arguments, *layout.buffers(out))
 
 
 # ---- transposed ----------------------------------------------------------------------------------
@@ -348,7 +346,7 @@ def per_channel_cast_and_transpose(
     ([[64.0, 448.0], [-448.0, 112.0]], [[7.0, 2.0]])
     """
     arguments = (x, fmt, num_per_tokens, round_sf)
-    return _cast_and_transpose(*arguments) if out is None else _cast_and_transpose(*arguments, *out)
+    return _cast_and_transpose(*arguments, *layout.buffers(out))
 
 
 # ---- of SwiGLU -----------------------------------------------------------------------------------
@@ -383,7 +381,6 @@ def _cost_swiglu(x: Tensor, num_per_tokens: int, **_: Any) -> Cost:
     cost=_cost_swiglu,
     cases=SWIGLU_AND_PER_CHANNEL_CAST,
     outputs=("out", "out_sf"),
-    differentiable=False,
     name="swiglu_forward_and_per_channel_cast_and_transpose",
 )
 def _swiglu_and_cast(
@@ -443,4 +440,4 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
     ([[448.0, 352.0]], [[2.1875]])
     """
     arguments = (x, fmt, num_per_tokens, round_sf, without_transpose, swiglu_clamp_value)
-    return _swiglu_and_cast(*arguments) if out is None else _swiglu_and_cast(*arguments, *out)
+    return _swiglu_and_cast(*arguments, *layout.buffers(out))

@@ -27,8 +27,11 @@ def _check(x: Tensor, fmt: str, num_per_channels: int, round_sf: bool = False) -
     oracle=oracles.fake_cast,
     cost=lambda x, **_: Cost(bytes=2 * x.numel() * x.element_size()),
     cases=FAKE_CAST,
+    outputs=("out",),
 )
-def fake_cast(x: Tensor, fmt: str, num_per_channels: int, round_sf: bool = False) -> Tensor:
+def fake_cast(
+    x: Tensor, fmt: str, num_per_channels: int, round_sf: bool = False, out: Tensor | None = None
+) -> Tensor:
     """Cast rows to a format and back in one pass; the gradient passes straight through.
 
     | argument | shape | dtype |
@@ -36,6 +39,7 @@ def fake_cast(x: Tensor, fmt: str, num_per_channels: int, round_sf: bool = False
     | `x` | `[num_tokens, hidden]`, any row stride | bfloat16, float32 |
     | `fmt` | | `e4m3`, `e2m1`, `e5m6` (one scale per row) |
     | `num_per_channels` | | 16, 32, 64, 128, or `hidden`: channels of a scale |
+    | `out` | as returned; filled and returned, without a gradient | |
     | returns | `[num_tokens, hidden]`, contiguous | as `x` |
 
     The result is that of `per_token_cast` and `per_token_cast_back`, bit for bit, without the
@@ -48,7 +52,7 @@ def fake_cast(x: Tensor, fmt: str, num_per_channels: int, round_sf: bool = False
     >>> fake_cast(torch.tensor([[1.0, -2.0, 3.3, 7.0]]), "e4m3", 4).tolist()
     [[1.0, -2.0, 3.25, 7.0]]
     """
-    out = output("out", None, x, tuple(x.shape))
+    out = output("out", out, x, tuple(x.shape))
     if nonempty(x):
         args = ((0, 0), layout.ROW, round_sf, "fake", out, None)
         launch(x, None, fmt, num_per_channels, *args)

@@ -104,6 +104,16 @@ def pair(x: Any) -> tuple[Tensor, Tensor | None]:
     return x
 
 
+def buffers(out: Any) -> tuple[Tensor, ...]:
+    """What a cast's `out` brings: data and scales, or nothing."""
+    if out is None:
+        return ()
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        given = f"{len(out)} parts" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise TypeError(f"out must be a tuple of data and scales, got {given}")
+    return tuple(out)
+
+
 def check_pair(x: Any, *_: Any, **__: Any) -> None:
     """`x`, the first argument of an operator, is a tuple of data and scales."""
     if not isinstance(x, tuple) or len(x) != 2 or not all(isinstance(t, Tensor) for t in x):

@@ -114,7 +114,6 @@ def _oracle_lossless(
     cases=PER_BLOCK_CAST_LOSSLESS,
     outputs=("out", "out_sf"),
     values=_check_ratio,
-    differentiable=False,
     name="per_block_cast_lossless",
 )
 def _cast(
@@ -195,4 +194,4 @@ def per_block_cast_lossless(
         data, sf, fmt, x_block_size, out_block_size, use_tma_aligned_col_major_sf, round_sf,
         use_packed_ue8m0,
     )  # fmt: skip
-    return _cast(*arguments) if out is None else _cast(*arguments, *out)  # type: ignore[arg-type]
+    return _cast(*arguments, *layout.buffers(out))  # type: ignore[arg-type]

@@ -187,7 +187,6 @@ _forward = op(
     cost=_cost_forward,
     cases=SWIGLU_FORWARD_AND_CAST,
     outputs=("out", "out_sf"),
-    differentiable=False,
     values=_check_index_values,
     name="swiglu_forward_and_per_token_cast",
     signature=_SIGNATURE.replace(parameters=[*_INPUTS, _OUT, _OUT_SF]),
@@ -198,7 +197,6 @@ _forward_and_count = op(
     oracle=_oracle_forward,
     mutates=("clamped_count",),
     outputs=("out", "out_sf"),
-    differentiable=False,
     values=_check_index_values,
     name="_forward_and_count",
     serves="swiglu_forward_and_per_token_cast",
@@ -264,7 +262,7 @@ def swiglu_forward_and_per_token_cast(
     if clamped_count is not None:
         arguments.append(clamped_count)
     cast = _forward if clamped_count is None else _forward_and_count
-    return cast(*arguments, *(() if out is None else out))
+    return cast(*arguments, *layout.buffers(out))
 
 
 # ---- backward -----------------------------------------------------------------------------------
@@ -357,7 +355,6 @@ def _cost_backward(x: QuantTensor, weight: Tensor, **_: Any) -> Cost:
     cost=_cost_backward,
     cases=SWIGLU_BACKWARD_AND_CAST,
     outputs=("out", "x_grad_fp8", "x_grad_sf", "x_grad", "weight_grad"),
-    differentiable=False,
     values=_check_map_values,
     name="swiglu_backward_and_per_token_cast",
 )

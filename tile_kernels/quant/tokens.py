@@ -140,7 +140,6 @@ def _oracle_cast(
     cost=_cost,
     cases=PER_TOKEN_CAST,
     outputs=("out", "out_sf"),
-    differentiable=False,
     name="per_token_cast",
 )
 def _cast(
@@ -214,10 +213,12 @@ float8_e4m3fn, int8, uint8 |
     ([[64.0, -128.0, 192.0, 448.0]], [[0.015625]])
     """
     data, sf = layout.pair(x)
+    if x_block_size is not None:
+        layout.check_block("x_block_size", x_block_size)
     block = x_block_size or (0, 0)
     flags = (use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0)
-    arguments = (data, sf, fmt, num_per_channels, block[0], block[1], *flags)
-    return _cast(*arguments) if out is None else _cast(*arguments, *out)
+    arguments = (data, sf, fmt, num_per_channels, *block, *flags)
+    return _cast(*arguments, *layout.buffers(out))
 
 
 def per_token_cast_to_e5m6(
@@ -278,7 +279,6 @@ def _cost_scales(x: Tensor, num_per_channels: int, use_packed_ue8m0: bool, **_: 
     cost=_cost_scales,
     cases=PER_TOKEN_SCALES,
     outputs=("out",),
-    differentiable=False,
 )
 def per_token_cast_with_sf_only(
     x: Tensor,
@@ -335,7 +335,6 @@ def _cost_given(x: Tensor, fmt: str, sf: Tensor, **_: Any) -> Cost:
     cost=_cost_given,
     cases=PER_TOKEN_GIVEN,
     outputs=("out",),
-    differentiable=False,
 )
 def per_token_cast_with_precomputed_sf(
     x: Tensor,

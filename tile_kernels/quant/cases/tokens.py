@@ -184,6 +184,8 @@ PER_TOKEN_CAST = Cases(
         Reject("use_packed_ue8m0", "unrounded", changed(use_packed_ue8m0=True)),
         Reject("round_sf", "an int", changed(round_sf=1)),
         Reject("x_block_size", "plain x", changed(x_block_size=(1, 32))),
+        Reject("x_block_size", "one number", changed(x_block_size=(1,))),
+        Reject("out", "a tensor", lambda a: {**a, "out": a["x"]}),
         Reject("x_block_size", "missing", lambda a: {**_again(a), "x_block_size": None}),
         Reject("x_sf", "too small", lambda a: {**_again(a), "x_block_size": (1, 16)}),
         Reject("x", "a triple", lambda a: {**a, "x": (a["x"],) * 3}),
