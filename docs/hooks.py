@@ -5,51 +5,169 @@ MkDocs calls `on_files` and `on_page_markdown`.
 
 import importlib
 import inspect
+import posixpath
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
+DOCS = "docs/"
 # Pages of the reference: a title, and the modules whose public names it has.
 REFERENCE = {
     "package": ("The package", ["tile_kernels", "tile_kernels.config", "tile_kernels.utils"]),
     "moe": ("Routing", ["tile_kernels.moe", "tile_kernels.modeling.moe"]),
-    "quant": ("Quantisation", ["tile_kernels.quant", "tile_kernels.modeling.quant"]),
+    "quant": (
+        "Quantisation",
+        [
+            "tile_kernels.quant",
+            "tile_kernels.quant.per_token_cast_to_e5m6_kernel",
+            "tile_kernels.quant.cast_back_e5m6_kernel",
+            "tile_kernels.modeling.quant",
+        ],
+    ),
     "engram": ("Engram", ["tile_kernels.engram", "tile_kernels.modeling.engram"]),
     "mhc": ("Hyper-connections", ["tile_kernels.mhc", "tile_kernels.modeling.mhc"]),
     "attention": ("Attention", ["tile_kernels.attention", "tile_kernels.modeling.attention"]),
     "transpose": ("Transposes", ["tile_kernels.transpose"]),
     "ep": ("Expert parallelism", ["tile_kernels.ep"]),
-}
+    "oracles": (
+        "Oracles",
+        [
+            "tile_kernels.torch",
+            *(
+                f"tile_kernels.torch.{name}"
+                for name in (
+                    "scoring", "quant", "swiglu", "formats", "scales", "engram", "mhc",
+                    "mhc_projection", "compress", "indexer",
+                )
+            ),
+        ],
+    ),
+}  # fmt: skip
+# Pages of families, and where the reference has their functions.
+FAMILIES = {f"{name}.md": name for name in REFERENCE if name not in ("package", "oracles")}
+FAMILIES["indexer.md"] = "attention"
 WIDTH = 88  # of code
-_OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
+
+_FRAME = re.compile(r"^(`{3,}).*?^\1`*$", flags=re.S | re.M)
+_LINK = re.compile(r"\]\((?![a-z]+:|[#/])([^)#\s]+)")
+_MARKED = re.compile(r"<!-- reference: begin -->.*?<!-- reference: end -->")
+
+
+# ---- links --------------------------------------------------------------------------------------
+
+
+def with_links(text: str, document: str, change: Callable[[str, str], str]) -> str:
+    """A document with `change(link, path in the repository)` for its links to files.
+
+    What stands in frames is no link.
+    """
+    folder = posixpath.dirname(document)
+
+    def changed(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(folder, match[1]))
+        return f"]({change(match[1], path)}"
+
+    parts, end = [], 0
+    for frame in _FRAME.finditer(text):
+        parts += [_LINK.sub(changed, text[end : frame.start()]), frame[0]]
+        end = frame.end()
+    return "".join([*parts, _LINK.sub(changed, text[end:])])
+
+
+def in_site(path: str) -> bool:
+    """Whether MkDocs itself has that file of the repository."""
+    return path.startswith(DOCS) and not path.endswith(".py")
+
+
+def links_of(text: str, document: str) -> list[str]:
+    """What a document links to outside of the site; refused in words if it is not there."""
+    found = []
+
+    def note(link: str, path: str) -> str:
+        if not in_site(path):
+            if path.startswith("..") or not (ROOT / path).exists():
+                raise PluginError(f"{document} links to {link}, but there is no {path}")
+            found.append(path)
+        return link
+
+    with_links(text, document, note)
+    return found
+
+
+def for_site(text: str, document: str, here: str) -> str:
+    """A document whose links lead to pages of the site; it is the page `here` of it."""
+
+    def change(link: str, path: str) -> str:
+        if in_site(path) and document.startswith(DOCS):
+            return link  # from page to page: as it is
+        page = path.removeprefix(DOCS) if in_site(path) else page_of(path)
+        return posixpath.relpath(page, posixpath.dirname(here) or ".")
+
+    return with_links(text, document, change)
 
 
 # ---- files --------------------------------------------------------------------------------------
 
 
 def page_of(path: str) -> str:
-    """Where the site has a file of the repository that is not among the documents."""
+    """Where the site has a file or a folder of the repository that is not among the documents."""
     return f"source/{re.sub('[^a-z0-9]+', '-', path.lower())}.md"
 
 
-def file_page(path: str) -> str:
-    """A file as a page: documents as they are, other text in a frame."""
-    text = (ROOT / path).read_text()
+def document_of(path: str) -> tuple[str, str]:
+    """What a page shows of a file or a folder, and which document that is.
+
+    Documents are shown as they are and other text in a frame; of a folder its README, or else a
+    list of its files.
+    """
+    file = ROOT / path
+    if file.is_dir():
+        if (file / "README.md").exists():
+            return document_of(f"{path}/README.md")
+        names = sorted(part.name for part in file.glob("[!.]*") if part.is_file())
+        listed = "\n".join(f"- [{name}]({name})" for name in names)
+        return f"# {path}\n\n{listed}\n", f"{path}/README.md"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise PluginError(f"{path} is linked to, but is no text that a page can show") from error
     if path.endswith(".md"):
-        return re.sub(r"\]\((?:docs/)?([\w-]+\.md)", r"](../\1", text)
-    return f"# {path}\n\n```{Path(path).suffix[1:]}\n{text}```\n"
+        return text, path
+    return f"# {path}\n\n{framed(text, file.suffix[1:])}\n", path
+
+
+def framed(text: str, language: str = "") -> str:
+    """Text in a frame whose marks are longer than those that stand in it."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    marks = "`" * max(3, longest + 1)
+    end = "" if text.endswith("\n") else "\n"
+    return f"{marks}{language}\n{text}{end}{marks}"
+
+
+def file_pages(documents: dict[str, str]) -> dict[str, str]:
+    """Pages of what documents (by their path) link to, and of what these link to in turn."""
+    wanted = [path for name, text in documents.items() for path in links_of(text, name)]
+    pages: dict[str, str] = {}
+    while wanted:
+        path = wanted.pop()
+        if page_of(path) not in pages:
+            text, document = document_of(path)
+            pages[page_of(path)] = for_site(text, document, page_of(path))
+            wanted += links_of(text, document)
+    return pages
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Add the reference, and what pages link to outside of their folder."""
-    texts = [file.content_string for file in files.documentation_pages()]
-    outside = sorted({path for text in texts for path in _OUTSIDE.findall(text)})
-    pages = {page_of(path): file_page(path) for path in outside}
+    documents = {DOCS + file.src_uri: file.content_string for file in files.documentation_pages()}
+    pages = file_pages(documents)
     pages |= {f"reference/{name}.md": reference(*REFERENCE[name]) for name in REFERENCE}
     for name, content in pages.items():
         files.append(File.generated(config, name, content=content))
@@ -57,10 +175,22 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to files outside lead to their pages."""
-    if page.file.src_uri.startswith("source/"):
+    """Links to files outside lead to their pages, and families to their reference.
+
+    The reference is in the site only, so its links cannot stand in the documents themselves.
+    """
+    name = page.file.src_uri
+    if name.startswith(("source/", "reference/")):
         return markdown
-    return _OUTSIDE.sub(lambda match: f"]({page_of(match[1])}", markdown)
+    markdown = for_site(markdown, DOCS + name, name)
+    links = [f"[{title}](reference/{key}.md)" for key, (title, _) in REFERENCE.items()]
+    markdown = _MARKED.sub(", ".join(links), markdown)
+    if name in FAMILIES:
+        markdown += (
+            f"\n\n## Reference\n\n[All functions](reference/{FAMILIES[name]}.md) with their "
+            "docstrings, and [the oracles](reference/oracles.md) that define them.\n"
+        )
+    return markdown
 
 
 # ---- the reference ------------------------------------------------------------------------------
@@ -116,7 +246,7 @@ def called(name: str, value: Any) -> list[str]:
     if len(call) > WIDTH:
         lines = textwrap.wrap(str(short)[1:-1], WIDTH - 4)
         call = "\n".join([f"{name}(", *(f"    {line}" for line in lines), ")"])
-    return [f"```python\n{call}\n```"]
+    return [framed(call, "python")]
 
 
 def as_markdown(docstring: str) -> str:
@@ -124,5 +254,5 @@ def as_markdown(docstring: str) -> str:
     parts = []
     for paragraph in docstring.split("\n\n"):
         session = paragraph.lstrip().startswith(">>>")
-        parts.append(f"```pycon\n{paragraph}\n```" if session else paragraph)
+        parts.append(framed(paragraph, "pycon") if session else paragraph)
     return "\n\n".join(parts)

@@ -1,7 +1,8 @@
 """Write the generated tables of the documents: `python docs/tables.py [--check]`.
 
-The README's operators come from the registry, the numbers of the benchmark page, of the comparison
-and of a layer with streams from the results files.
+The README's operators come from the registry, the arguments on the page of routing from docstrings,
+the numbers of the benchmark page, of the comparison and of a layer with streams from the results
+files.
 """
 
 import inspect
@@ -10,6 +11,7 @@ import statistics
 import sys
 from pathlib import Path
 
+from tile_kernels import moe
 from tile_kernels.runtime.op import Op, all_ops
 from tile_kernels.testing import benchmark
 
@@ -28,9 +30,33 @@ def operators() -> list[str]:
     return ["| operator | what it does |", "|---|---|", *(row(op) for op in all_ops())]
 
 
+def arguments() -> list[str]:
+    """The main operators of routing: what they take and return, from their docstrings."""
+    lines = []
+    for function in (
+        moe.top2_sum_gate,
+        moe.get_fused_mapping,
+        moe.expand_to_fused,
+        moe.reduce_fused,
+    ):
+        text = (inspect.getdoc(function) or "").splitlines()
+        rows = [line for line in text if line.startswith("|")]
+        lines += [f"### `{function.__name__}`", "", *rows, ""]
+    return lines[:-1]
+
+
 def benchmarks() -> list[str]:
-    """For each family a picture, and a table with one row per measured case."""
+    """For each family a picture, and a table with one row per measured case.
+
+    A column of oracles that nobody measured is left out.
+    """
     report = benchmark.load_all(RESULTS)
+    columns = {"eager us": "oracle_us", "compiled us": "oracle_compiled_us"}
+    columns = {
+        title: field
+        for title, field in columns.items()
+        if any(getattr(r, field) for r in report.results)
+    }
     machine = report.machine
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "tilelang", "cuda"))
     lines = [
@@ -47,13 +73,14 @@ def benchmarks() -> list[str]:
                 "",
                 f"![times of {family}](measured/{RESULTS.name}.{family}.svg)",
                 "",
-                "| case | us | goal | of copy | host us | eager us | compiled us |",
-                "|---|---|---|---|---|---|---|",
+                f"| {' | '.join(['case', 'us', 'goal', 'of copy', 'host us', *columns])} |",
+                "|---" * (5 + len(columns)) + "|",
             ]
         goal = "-" if r.goal_us is None else f"{r.goal_us}"
         met = " (missed)" if r.goal_us and r.device_us and r.device_us > r.goal_us else ""
         share = f"{100 * (r.copy_fraction or 0):.1f} %"
-        times = f"{r.host_us} | {r.oracle_us or '-'} | {r.oracle_compiled_us or '-'}"
+        oracles = (getattr(r, field) or "-" for field in columns.values())
+        times = " | ".join(map(str, (r.host_us, *oracles)))
         case = r.case.removeprefix(f"{family}.")
         lines.append(f"| `{case}` | {r.device_us} | {goal}{met} | {share} | {times} |")
     return lines
@@ -75,7 +102,7 @@ def comparison() -> list[str]:
         f"{faster} of {len(cases)} cases are faster here; all of them together, by the geometric "
         f"mean, {statistics.geometric_mean(ratios):.2f} times as fast.",
         "",
-        "| case | TileKernels, us | here, us | faster by |",
+        "| case | TileKernels, us | here, us | TileKernels / here |",
         "|---|---|---|---|",
         *(f"| `{case}` | {there} | {here} | {there / here:.2f} |" for case, there, here in cases),
     ]
@@ -101,6 +128,7 @@ def layer() -> list[str]:
 
 
 TABLES = {"operators": (ROOT / "README.md", operators)}
+TABLES["arguments"] = (ROOT / "docs" / "moe.md", arguments)
 TABLES["layer"] = (ROOT / "docs" / "mhc.md", layer)
 TABLES["comparison"] = (ROOT / "docs" / "comparison.md", comparison)
 TABLES["benchmarks"] = (ROOT / "docs" / "benchmarks.md", benchmarks)

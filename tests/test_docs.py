@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from tile_kernels import cli
 from tile_kernels.testing import benchmark
 
 ROOT = Path(__file__).parent.parent
@@ -17,7 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("name", ["operators", "benchmarks", "layer", "comparison"])
+@pytest.mark.parametrize("name", ["operators", "arguments", "benchmarks", "layer", "comparison"])
 def test_generated_tables_are_fresh(name: str) -> None:
     tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
     assert tables["updated"](name) == tables["TABLES"][name][0].read_text(), "docs/tables.py"
@@ -36,26 +42,109 @@ def test_pictures_show_the_results() -> None:
         assert f">{there:.1f} → {here:.1f} us<" in picture, case
 
 
-def python_blocks(path: Path) -> list[str]:
-    """The Python examples of a page; those that begin with `# sketch` are not meant to run."""
+# ---- examples -----------------------------------------------------------------------------------
+
+
+def scripts(path: Path) -> list[str]:
+    """The Python examples of a page.
+
+    A block that begins with `# NAME.py, continued` goes on after those of that name.
+    """
     blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(), flags=re.S | re.M)
-    return [block for block in blocks if not block.startswith("# sketch")]
+    found: dict[str, str] = {}
+    for number, block in enumerate(blocks):
+        first = re.match(r"# (\w+\.py)(, continued)?$", block, flags=re.M)
+        name = first[1] if first else str(number)
+        assert (name in found) == bool(first and first[2]), f"{path.name}: {name}"
+        found[name] = found.get(name, "") + block
+    return list(found.values())
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_examples_run(path: Path, tmp_path: Path) -> None:
-    """Each block in a fresh interpreter; one that announces a planted bug must find it."""
-    for number, block in enumerate(python_blocks(path)):
+    """Each in a fresh interpreter; one that announces a planted bug must find it."""
+    for number, text in enumerate(scripts(path)):
         script = tmp_path / f"example_{number}.py"
-        script.write_text(block)
+        script.write_text(text)
         done = subprocess.run(
             [sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, check=False
         )
-        if "the planted bug" in block:
+        if "the planted bug" in text:
             assert "EmulationError" in done.stderr
             assert "race" in done.stderr
         else:
             assert done.returncode == 0, done.stderr
+
+
+def commands() -> Iterator[Any]:
+    """Lines of consoles that change nothing outside of their folder and need no GPU."""
+    lines = {
+        line
+        for path in PAGES
+        for block in re.findall(r"^```console\n(.*?)^```", path.read_text(), flags=re.S | re.M)
+        for line in re.findall(r"^\$ tile-kernels (.*)", block, flags=re.M)
+    }
+    for words in sorted(shlex.split(line, comments=True) for line in lines):
+        if words[0] in ("info", "ops", "source", "ep-model") and "family.scale_rows" not in words:
+            yield pytest.param(words, id=" ".join(words))
+
+
+@pytest.mark.parametrize("words", list(commands()))
+def test_commands_run(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out
+
+
+# ---- messages -----------------------------------------------------------------------------------
+
+
+def messages() -> Iterator[list[str]]:
+    """Texts in the sources: what is fixed of each, between what is filled in."""
+    autograd = Path(torch.__file__).parent / "_library" / "autograd.py"
+    examples = (ROOT / "examples").rglob("*.py")
+    for file in (autograd, *(ROOT / "tile_kernels").rglob("*.py"), *examples):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [v.value if isinstance(v, ast.Constant) else "\0" for v in node.values]
+                yield "".join(map(str, parts)).split("\0")
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield [node.value]
+    for file in (ROOT / "tile_kernels" / "runtime" / "emulator" / "include").iterdir():
+        if file.is_file():
+            for text in re.findall(r'"((?:race|out of bounds): .*?)"', file.read_text()):
+                yield re.split(r"%\w+", text)
+
+
+def is_said(quote: str, fixed: list[str]) -> bool:
+    """Whether a text of the sources can read like that.
+
+    A quote with `…` has fixed parts of it, in order; one without is the whole text, filled in.
+    """
+    if "…" not in quote:
+        whole = ".+".join(map(re.escape, fixed))
+        return len("".join(fixed)) > 8 and any(
+            re.fullmatch(whole, text, flags=re.S) for text in (quote, quote.removeprefix("OP: "))
+        )
+    parts = [part.strip() for part in quote.removeprefix("OP: ").split("…")]
+    pattern = ".*".join(re.escape(part) for part in parts if part)
+    return any(parts) and re.search(pattern, "\0".join(fixed), flags=re.S) is not None
+
+
+def test_quoted_messages_are_those_of_the_sources() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quotes = re.findall(r"^\| `([^`]+)` \|", text, flags=re.M)
+    assert len(quotes) > 20
+    texts = list(messages())
+    for quote in quotes:
+        assert any(is_said(quote, fixed) for fixed in texts), quote
+    assert not any(is_said("OP: this is not what anybody says", fixed) for fixed in texts)
+    assert not any(is_said("… header … not found", fixed) for fixed in texts)
+
+
+# ---- links and the site -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -82,3 +171,46 @@ def test_site_builds(tmp_path: Path) -> None:
     reference = (tmp_path / "reference" / "quant" / "index.html").read_text()
     assert "per_token_cast" in reference
     assert "<td><code>num_per_channels</code></td>" in reference
+    assert "unpack_from_e2m1fn_x2" in reference
+    assert "per_token_cast_to_e5m6" in reference
+    for family in ("moe", "quant", "engram", "mhc", "attention", "transpose", "ep"):
+        text = (tmp_path / family / "index.html").read_text()
+        article = text.split("<article")[1].split("</article>")[0]
+        assert f'href="../reference/{family}/"' in article, family
+        assert f'href="reference/{family}/"' in (tmp_path / "index.html").read_text()
+    assert "gate_scores" in (tmp_path / "reference" / "oracles" / "index.html").read_text()
+
+
+def hooks(root: Path) -> dict[str, Any]:
+    """What `docs/hooks.py` defines, for a repository elsewhere."""
+    found = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+    found["document_of"].__globals__["ROOT"] = root
+    return found
+
+
+def test_pages_of_linked_files(tmp_path: Path) -> None:
+    """Root files and folders, linked from pages and from each other; frames within frames."""
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "one.py").write_text('"""Says:\n\n```\n[no link](nowhere.md)\n```\n"""\n')
+    (tmp_path / "read").mkdir()
+    (tmp_path / "read" / "README.md").write_text("[up](../CONTRIBUTING.md)")
+    links = "[a](LICENSE) [b](docs/moe.md#x) [c](made) [d](read/) [e](https://f) [g](#h)"
+    (tmp_path / "CONTRIBUTING.md").write_text(links)
+    (tmp_path / "LICENSE").write_text("free")
+    made = hooks(tmp_path)
+    pages = made["file_pages"]({"docs/index.md": "[x](../CONTRIBUTING.md) [y](moe.md)"})
+    assert pages["source/contributing-md.md"] == (
+        "[a](license.md) [b](../moe.md#x) [c](made.md) [d](read.md) [e](https://f) [g](#h)"
+    )
+    assert pages["source/read.md"] == "[up](contributing-md.md)"
+    assert "[one.py](made-one-py.md)" in pages["source/made.md"]
+    assert pages["source/made-one-py.md"].count("````") == 2
+    assert len(pages) == 5
+
+
+@pytest.mark.parametrize("link", ["../missing.md", "../../outside.md", "../picture.png"])
+def test_links_that_cannot_be_shown_are_refused_in_words(link: str, tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
+    made = hooks(tmp_path)
+    with pytest.raises(made["PluginError"], match=re.escape(Path(link).name)):
+        made["file_pages"]({"docs/index.md": f"[x]({link})"})

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tile_kernels import engram
 from tile_kernels.modeling.engram import EngramHasher, EngramModule
 from tile_kernels.modeling.mhc import HyperConnection, HyperHead, expand_from_embedding
 from tile_kernels.modeling.moe import MoELayer
@@ -164,7 +165,7 @@ class TinyV4(nn.Module):
         return [module for module in self.modules() if isinstance(module, MoELayer)]
 
     @torch.no_grad()
-    def looked_at(self, token_ids: Tensor) -> dict[str, Any]:
+    def looked_at(self, token_ids: Tensor) -> dict[str, list[Tensor]]:
         """What the parts do with a text: mixing matrices and gates, for pictures."""
         combs: list[Tensor] = []
         gates: list[Tensor] = []
@@ -172,15 +173,24 @@ class TinyV4(nn.Module):
         def mixing(module: Any, given: tuple[Tensor, ...]) -> None:
             combs.append(module.read(given[0]).comb.mean((0, 1)))
 
-        def adding(_: Any, given: tuple[Tensor, ...], out: Tensor) -> None:
-            gates.append((out - given[0]).float().norm(dim=-1))
+        def letting_in(memory: Any, given: tuple[Tensor, ...]) -> None:
+            gates.append(gate_scores(memory, *given))
 
         connections = [part for part in self.parts if isinstance(part, HyperConnection)]
         hooks = [part.register_forward_pre_hook(mixing) for part in connections]
-        hooks += [memory.register_forward_hook(adding) for memory in self.memories.values()]
+        hooks += [memory.register_forward_pre_hook(letting_in) for memory in self.memories.values()]
         try:
             self(token_ids)
         finally:
             for hook in hooks:
                 hook.remove()
         return {"combs": combs, "gates": gates}
+
+
+def gate_scores(memory: EngramModule, residual: Tensor, token_ids: Tensor) -> Tensor:
+    """How far each stream lets the memory in, 0 to 1: `[batch, length, streams]`."""
+    k, v = memory.project(memory.table(memory.hasher(token_ids)[0]))
+    weight = engram.fused_weight(memory.weight_hidden, memory.weight_embed)
+    rows = (x.bfloat16().flatten(0, 1).contiguous() for x in (residual, k, v))
+    scores = engram.engram_gate_fwd(*rows, weight, memory.eps, memory.clamp_value)[2]
+    return scores.view(residual.shape[:-1])

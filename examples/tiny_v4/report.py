@@ -73,10 +73,20 @@ def write_report(result: dict[str, Any], path: Path) -> Path:
 def shown(title: str, figure: plt.Figure, caption: str) -> str:
     """A section of the page: the picture as text in it, and what there is to see."""
     file = io.StringIO()
-    figure.savefig(file, format="svg")
+    with plt.rc_context({"svg.hashsalt": title}):  # the same picture is the same text
+        figure.savefig(file, format="svg", metadata={"Date": None})
     plt.close(figure)
     _, tag, rest = file.getvalue().partition("<svg")  # without the declarations of a file
     return f"<h2>{title}</h2><figure>{tag}{rest}<figcaption>{caption}</figcaption></figure>"
+
+
+def one_below_other(count: int) -> tuple[plt.Figure, list[plt.Axes]]:
+    """A figure of so many rows with a common horizontal axis."""
+    size = (9, 0.5 + 1.5 * count)
+    figure, grid = plt.subplots(
+        count, 1, figsize=size, squeeze=False, sharex=True, layout="constrained"
+    )
+    return figure, list(grid[:, 0])
 
 
 def loss_figure(result: dict[str, Any]) -> str:
@@ -94,16 +104,13 @@ def loss_figure(result: dict[str, Any]) -> str:
 def load_figure(result: dict[str, Any]) -> str:
     """How often each expert was chosen, by step."""
     layers = list(zip(*result["loads"]))
-    size = (9, 0.3 + 1.5 * len(layers))
-    figure, grid = plt.subplots(
-        len(layers), 1, figsize=size, squeeze=False, sharex=True, layout="constrained"
-    )
-    for i, (axes, load) in enumerate(zip(grid[:, 0], layers)):
+    figure, rows = one_below_other(len(layers))
+    for i, (axes, load) in enumerate(zip(rows, layers)):
         shares = [[100 * count / sum(step) for count in step] for step in load]
         image = axes.imshow(list(zip(*shares)), aspect="auto", interpolation="nearest", vmin=0)
         axes.set(ylabel=f"layer {i}\nexpert", yticks=range(0, len(load[0]), 2))
         figure.colorbar(image, ax=axes, label="% of choices", pad=0.01)
-    grid[-1, 0].set(xlabel="step")
+    rows[-1].set(xlabel="step")
     even = 100 / len(layers[0][0])
     caption = (
         f"Each expert's share of what its layer chose. Even is {even:.1f} %: the bias of the "
@@ -135,12 +142,16 @@ def mixing_figure(result: dict[str, Any]) -> str:
 
 
 def memory_figure(result: dict[str, Any]) -> str:
-    """How much the memory adds to each stream at each letter."""
+    """The gate of each stream at each letter, for every memory."""
     gates, letters = result["looked_at"]["gates"], result["shown"]
-    figure, axes = plt.subplots(figsize=(9, 2.2), layout="constrained")
-    image = axes.imshow(gates[0][0].T.cpu().numpy(), aspect="auto", cmap="viridis")
-    axes.set_xticks(range(len(letters)), list(letters.replace("\n", " ")), fontsize=8)
-    axes.set(ylabel="stream", yticks=range(gates[0].shape[-1]))
-    figure.colorbar(image, ax=axes, label="length", pad=0.01)
-    caption = "The length of what the n-gram memory adds at each letter: bright where it is let in."
-    return shown("What the memory adds", figure, caption)
+    figure, rows = one_below_other(len(gates))
+    for axes, gate in zip(rows, gates):
+        image = axes.imshow(gate[0].T.tolist(), aspect="auto", cmap="viridis", vmin=0, vmax=1)
+        axes.set(ylabel="stream", yticks=range(gate.shape[-1]))
+        figure.colorbar(image, ax=axes, label="gate", pad=0.01)
+    rows[-1].set_xticks(range(len(letters)), list(letters.replace("\n", " ")), fontsize=8)
+    caption = (
+        "By this number each stream multiplies what the n-gram memory found at each letter: 1 lets "
+        "it in whole, 0 not at all. It is one half where stream and memory have nothing in common."
+    )
+    return shown("The gate of the memory", figure, caption)

@@ -1,7 +1,7 @@
 """Train the tiny model: `make demo`, or `python -m examples.tiny_v4.train --help`.
 
 Everything that a step depends on is the seed, the step's number and the parameters, so a run that
-was interrupted and goes on (`--resume`) has the losses of one that was not.
+was interrupted and goes on (`--resume`) has the losses, and the report, of one that was not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,29 +21,38 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from examples.tiny_v4 import speed
+from examples.tiny_v4.checkpoint import History, ResumeError, restore, save
 from examples.tiny_v4.model import Config, TinyV4
 from examples.tiny_v4.report import write_report
 from examples.tiny_v4.text import Text
 from tile_kernels.testing.benchmark import machine
 
+LETTERS_SHOWN = 64  # of the text under the gates: more would not be legible
+
+
+def positive(text: str) -> int:
+    """A number of things of which there must be one."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Train a tiny language model.")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--rows", type=int, default=8, help="texts of a step")
-    parser.add_argument("--length", type=int, default=64, help="letters of a text")
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=2)
+    parser = argparse.ArgumentParser(description="Train a tiny language model.", allow_abbrev=False)
+    parser.add_argument("--steps", type=positive, default=150)
+    parser.add_argument("--rows", type=positive, default=8, help="texts of a step")
+    parser.add_argument("--length", type=positive, default=64, help="letters of a text")
+    parser.add_argument("--hidden", type=positive, default=64)
+    parser.add_argument("--layers", type=positive, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=5e-3)
     parser.add_argument("--out", type=Path, default=Path("demo"), help="report and checkpoint")
-    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--every", type=positive, default=100, help="steps between checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--no-engram", action="store_true", help="without the n-gram memory")
     parser.add_argument("--no-mhc", action="store_true", help="one plain residual stream")
@@ -51,44 +60,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fp8", choices=("on", "off"), default="on")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(given)
-
-
-# ---- state --------------------------------------------------------------------------------------
-
-
-def save(path: Path, model: TinyV4, optimizer: torch.optim.Optimizer, losses: list[float]) -> None:
-    """Everything that the next step depends on; written whole or not at all."""
-    tensors = {f"model.{name}": x.contiguous() for name, x in _tensors_of(model).items()}
-    for index, state in optimizer.state_dict()["state"].items():
-        for name, value in state.items():
-            tensors[f"optimizer.{index}.{name}"] = torch.as_tensor(value).contiguous()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"losses": json.dumps(losses)})
-    partial.replace(path)
-
-
-def restore(path: Path, model: TinyV4, optimizer: torch.optim.Optimizer) -> list[float]:
-    """The losses so far."""
-    tensors = load_file(path)
-    state = model.state_dict()
-    for name in _tensors_of(model):
-        state[name] = tensors[f"model.{name}"]
-    model.load_state_dict(state)
-    moments: dict[int, dict[str, Tensor]] = {}
-    for name, value in tensors.items():
-        if name.startswith("optimizer."):
-            _, index, kind = name.split(".")
-            moments.setdefault(int(index), {})[kind] = value
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
-    with safe_open(path, framework="pt") as file:
-        losses: list[float] = json.loads(file.metadata()["losses"])
-    return losses
-
-
-def _tensors_of(model: TinyV4) -> dict[str, Tensor]:
-    """The model's state without what is no tensor of numbers."""
-    return {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
 
 
 @contextmanager
@@ -109,34 +80,64 @@ def interruptible() -> Iterator[list[int]]:
 # ---- training -----------------------------------------------------------------------------------
 
 
-def loss_of(model: TinyV4, token_ids: Tensor) -> Tensor:
+def loss_of(model: nn.Module, token_ids: Tensor) -> Tensor:
     """Nats per letter of `[rows, length + 1]`."""
     logits = model(token_ids[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), token_ids[:, 1:].flatten())
+
+
+def config_of(options: argparse.Namespace, vocab: int) -> Config:
+    """The model that the command line asks for."""
+    return Config(
+        vocab, hidden=options.hidden, layers=options.layers,
+        engram_layers=(options.layers - 1,), mhc=not options.no_mhc,
+        engram=not options.no_engram, moe=not options.dense, fp8=options.fp8 == "on",
+    )  # fmt: skip
 
 
 def train(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Train, checkpoint, and return what there is to report."""
     text = Text()
     torch.manual_seed(options.seed)
-    config = Config(
-        len(text.letters), hidden=options.hidden, layers=options.layers,
-        engram_layers=(options.layers - 1,), mhc=not options.no_mhc,
-        engram=not options.no_engram, moe=not options.dense, fp8=options.fp8 == "on",
-    )  # fmt: skip
-    model = TinyV4(config).to(options.device)
+    model = TinyV4(config_of(options, len(text.letters))).to(options.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
-    checkpoint = options.out / "checkpoint.safetensors"
-    losses: list[float] = []
+    checkpoint, history = options.out / "checkpoint.safetensors", History()
     if options.resume:
-        losses = restore(checkpoint, model, optimizer)
-        console.print(f"going on after step {len(losses)}")
-    loads: list[list[list[int]]] = []
-    started, first = time.perf_counter(), len(losses)
+        history, planned = restore(checkpoint, model, optimizer, options)
+        console.print(f"going on after step {len(history.losses)}")
+        if planned != options.steps:
+            console.print(
+                f"it was to have {planned} steps, not {options.steps}: the learning rate of steps "
+                "to come is not what it would have been"
+            )
+
+    def keep() -> None:
+        save(checkpoint, model, optimizer, history, options)
+
+    asked = all_steps(model, optimizer, text, history, options, console, keep)
+    keep()
+    if asked:
+        console.print(f"stopped after step {len(history.losses)}; go on with --resume")
+        sys.exit(128 + asked[0])
+    return results(model, text, history, options)
+
+
+def all_steps(
+    model: TinyV4,
+    optimizer: torch.optim.Optimizer,
+    text: Text,
+    history: History,
+    options: argparse.Namespace,
+    console: Console,
+    keep: Callable[[], None],
+) -> list[int]:
+    """The steps that `history` does not have yet; the signals, if any, that ended them early."""
     columns = (
         TextColumn("training"), BarColumn(), MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.3f}"), TimeRemainingColumn(),
     )  # fmt: skip
+    first, before = len(history.losses), history.seconds
+    started = time.perf_counter()
     with interruptible() as asked, Progress(*columns, console=console) as progress:
         task = progress.add_task("train", total=options.steps, completed=first, loss=float("nan"))
         for step in range(first, options.steps):
@@ -145,43 +146,52 @@ def train(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             for group in optimizer.param_groups:
                 group["lr"] = options.learning_rate * schedule(step, options.steps)
             batch = text.batch(step, options.seed, options.rows, options.length)
-            loss = loss_of(model, batch.to(options.device))
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            for layer in model.experts():
-                layer.update_bias(0.01)
-            losses.append(loss.item())
-            loads.append([layer.load.tolist() for layer in model.experts()])
-            progress.update(task, completed=step + 1, loss=losses[-1])
+            history.losses.append(one_step(model, optimizer, batch.to(options.device)))
+            history.loads.append([layer.load.tolist() for layer in model.experts()])
+            history.seconds = before + time.perf_counter() - started
+            progress.update(task, completed=step + 1, loss=history.losses[-1])
             if (step + 1) % options.every == 0:
-                save(checkpoint, model, optimizer, losses)
-    seconds = time.perf_counter() - started
-    save(checkpoint, model, optimizer, losses)
-    if asked:
-        console.print(f"stopped after step {len(losses)}; go on with --resume")
-        sys.exit(128 + asked[0])
+                keep()
+    return asked
+
+
+def one_step(model: TinyV4, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
+    """Learn from `[rows, length + 1]`; the loss before that."""
+    loss = loss_of(model, batch)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    for layer in model.experts():
+        layer.update_bias(0.01)
+    return loss.item()
+
+
+def results(
+    model: TinyV4, text: Text, history: History, options: argparse.Namespace
+) -> dict[str, Any]:
+    """What there is to report of a model and the steps that made it."""
     held_out = text.test[: 8 * (options.length + 1)].view(8, -1).to(options.device)
     with torch.no_grad():
         test_loss = loss_of(model, held_out).item()
-    tokens = (len(losses) - first) * options.rows * options.length
     speeds = {}
     if options.device != "cpu":
         batch = text.batch(0, options.seed, options.rows, options.length).to(options.device)
         speeds = speed.compare(model, loss_of, batch)
+    tokens = len(history.losses) * options.rows * options.length
+    shown = min(options.length, LETTERS_SHOWN)
     return {
-        "config": config,
-        "losses": losses,
-        "loads": loads,
+        "config": model.config,
+        "losses": history.losses,
+        "loads": history.loads,
         "test_loss": test_loss,
         "unigram": text.unigram_entropy(),
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
+        "seconds": history.seconds,
+        "tokens_per_second": tokens / history.seconds,
         "speeds": speeds,
         "sample": sample(model, text, "The ", 160),
-        "looked_at": model.looked_at(held_out[:1, :-1]),
-        "shown": text.decode(held_out[0, :-1].cpu()),
+        "looked_at": model.looked_at(held_out[:1, :shown]),
+        "shown": text.decode(held_out[0, :shown].cpu()),
     }
 
 
@@ -224,7 +234,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"{result['tokens_per_second']:.0f} letters per second, {result['seconds']:.0f} s"
     )
     for name, value in result["speeds"].items():
-        console.print(f"{name}: {value:.0f} letters per second, forward and backward")
+        console.print(f"forward and backward, {name}: {speed.in_words(value)}", markup=False)
     console.print(f"\n{result['sample']}\n", markup=False, highlight=False)
 
 
@@ -247,7 +257,10 @@ def main(given: list[str] | None = None) -> None:
     console = Console()
     if options.device == "cpu":
         torch.set_num_threads(1)  # tensors are too small for more
-    result = train(options, console)
+    try:
+        result = train(options, console)
+    except ResumeError as error:
+        sys.exit(str(error))
     show(result, console)
     write_numbers(result, options)
     path = write_report(result, options.out / "report.html")

@@ -1,30 +1,19 @@
-"""The tiny model: it learns, resumes exactly, and its report has its pictures."""
+"""The tiny model: it learns, the same way for the same seed, and its report has its pictures."""
 
 from __future__ import annotations
 
 import copy
 import json
-import os
-import signal
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+from torch import Tensor
 
-from examples.tiny_v4 import ablate, report, speed, train
-from examples.tiny_v4.model import Config, TinyV4
+from examples.tiny_v4 import report, train
+from examples.tiny_v4.model import TinyV4
 from examples.tiny_v4.text import Text, corpus
-from tile_kernels.runtime.backends import choose
-
-QUIET = Console(quiet=True)
-SMALL = ["--hidden", "32", "--layers", "1", "--rows", "2", "--length", "24"]
-
-
-def run(out: Path, *more: str) -> dict[str, Any]:
-    return train.train(train.arguments([*SMALL, "--out", str(out), *more]), QUIET)
+from tests.examples.small import HEADINGS, QUIET, SMALL, distance, gradients, ids_of, model_of, run
 
 
 def test_text_is_the_same_everywhere() -> None:
@@ -44,7 +33,7 @@ def test_learns_and_reports(tmp_path: Path) -> None:
     assert result["losses"][-1] < 2.2 < result["unigram"] < result["losses"][0]
     path = report.write_report(result, tmp_path / "report.html")
     page = path.read_text()
-    for heading in ("Loss", "Load of the experts", "How streams are mixed", "What the memory adds"):
+    for heading in HEADINGS:
         assert f"<h2>{heading}</h2><figure><svg" in page
     assert page.count("</svg>") == 4
     assert "http" not in page.replace("http://www.w3.org", "").replace(
@@ -70,58 +59,9 @@ def test_reproducible_by_seed(tmp_path: Path) -> None:
     assert run(tmp_path / "three", "--steps", "4", "--seed", "1")["losses"] != whole
 
 
-def test_a_signal_stops_a_run_that_can_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Interrupted by a signal and resumed, the losses are those of a run that was not."""
-    whole = run(tmp_path / "whole", "--steps", "9")["losses"]
-    steps = []
-
-    def loss_of(model: TinyV4, token_ids: torch.Tensor) -> torch.Tensor:
-        steps.append(1)
-        if len(steps) == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(model, token_ids)
-
-    original = train.loss_of
-    assert threading.current_thread() is threading.main_thread()
-    monkeypatch.setattr(train, "loss_of", loss_of)
-    with pytest.raises(SystemExit) as stopped:
-        run(tmp_path / "parts", "--steps", "9")
-    assert stopped.value.code == 128 + signal.SIGTERM
-    monkeypatch.setattr(train, "loss_of", original)
-    parts = run(tmp_path / "parts", "--steps", "9", "--resume")["losses"]
-    assert parts == whole
-
-
-def test_parts_can_be_left_out(tmp_path: Path) -> None:
-    found = ablate.losses(2, tmp_path, *SMALL)
-    assert list(found) == list(ablate.VARIANTS)
-    assert len(set(found.values())) == len(found)
-    assert all(0 < loss < 6 for loss in found.values())
-
-
-def test_speed_of_each_way() -> None:
-    """Both ways train the same model, and the plain one runs no kernel, not even backwards."""
-    torch.manual_seed(0)
-    model = TinyV4(Config(20, hidden=32, layers=1, engram_layers=(0,), fp8=False))
-    ids = torch.randint(1, 20, (2, 9))
-    found = speed.compare(model, train.loss_of, ids, repeats=1, compiled=False)
-    assert list(found) == ["kernels", "plain PyTorch"]
-    assert all(value > 0 for value in found.values())
-    backends = []
-    with speed.plain():
-        loss = train.loss_of(model, ids)
-        loss.register_hook(lambda _: backends.append(choose(torch.device("cuda"))))
-        loss.backward()
-    assert backends == ["torch"]
-
-
 def test_causal() -> None:
     """A letter does not change what was predicted before it."""
-    torch.manual_seed(0)
-    model = TinyV4(Config(20, hidden=32, layers=1, engram_layers=(0,), fp8=False))
-    ids = torch.randint(1, 20, (1, 12))
+    model, ids = model_of(hidden=32, fp8=False), ids_of(1, 12)
     other = ids.clone()
     other[0, 7] = ids[0, 7] % 19 + 1
     one, two = model(ids), model(other)
@@ -129,41 +69,39 @@ def test_causal() -> None:
     assert not torch.allclose(one[:, 7:], two[:, 7:])
 
 
-def gradients(model: TinyV4, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    train.loss_of(model, ids.to(next(model.parameters()).device)).backward()
-    named = model.named_parameters()
-    return {name: p.grad.cpu().clone() for name, p in named if p.grad is not None}
+def spread(model: TinyV4, ids: Tensor, step: float) -> dict[str, float]:
+    """How far gradients go from those of `model` if its parameters change by so much."""
+    expected, found = gradients(model, ids), {}
+    parameters = copy.deepcopy(model.state_dict())
+    for _ in range(4):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + step * torch.randn_like(parameter))
+        for name, grad in gradients(model, ids).items():
+            found[name] = max(found.get(name, 0.0), distance(expected[name], grad))
+        model.load_state_dict(parameters)
+    return found
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    return ((one - other).norm() / one.norm().clamp(min=1e-6)).item()
-
-
+# With e4m3 a number that a last bit moves across the middle of two codes goes to the other one, up
+# to 2^-3 of it away. Few do, and each is one of many in a sum: on a CPU a change by a millionth
+# moves the gradients of no parameter but the head of the streams by more than a fiftieth. But a
+# kernel changes last bits everywhere, not by chance: hence twice the room that there is without.
 @pytest.mark.gpu
-def test_gradients_on_cuda_are_those_on_cpu() -> None:
+@pytest.mark.parametrize(("fp8", "tolerance"), [(False, 5e-2), (True, 1e-1)])
+def test_gradients_on_cuda_are_those_on_cpu(fp8: bool, tolerance: float) -> None:
     """One batch, kernels against oracles.
 
     Where streams are nearly equal, the gradient of what mixes them is a difference that rounding
     decides: as far off as a change of the parameters by a millionth makes it is near enough.
     """
-    torch.manual_seed(0)
-    model = TinyV4(Config(20, hidden=64, layers=1, engram_layers=(0,), fp8=False))
-    ids = torch.randint(1, 20, (4, 33))
-    expected, noise = gradients(model, ids), {}
-    parameters = copy.deepcopy(model.state_dict())
-    for _ in range(4):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1 + 1e-6 * torch.randn_like(parameter))
-        for name, grad in gradients(model, ids).items():
-            noise[name] = max(noise.get(name, 0.0), distance(expected[name], grad))
-        model.load_state_dict(parameters)
+    model, ids = model_of(fp8=fp8), ids_of(4, 33)
+    expected, noise = gradients(model, ids), spread(model, ids, 1e-6)
     found = gradients(model.cuda(), ids)
     assert found.keys() == expected.keys()
     far = {
         name: (error, noise[name])
         for name, grad in expected.items()
-        if (error := distance(grad, found[name])) > max(5e-2, 2 * noise[name])
+        if (error := distance(grad, found[name])) > max(tolerance, 2 * noise[name])
     }
     assert not far

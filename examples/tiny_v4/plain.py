@@ -1,0 +1,181 @@
+"""The tiny model in plain PyTorch, to compare with: the same parameters, ordinary operations.
+
+No operator of this package runs here. Only the classes that hold the parameters are its own; what
+they compute is written out below as one would write it without kernels. Streams are bfloat16 and
+everything else is float32, as in the model. `torch.compile` makes one graph of all of it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.tiny_v4.model import Attention, FeedForward, PlainResidual, TinyV4
+from tile_kernels.modeling.engram import EngramModule
+from tile_kernels.modeling.mhc import HyperConnection, HyperHead
+from tile_kernels.modeling.moe import MoELayer
+
+E4M3_MAX = 448.0
+LEAST = 1e-4  # the least magnitude that a scale is made from
+
+
+class PlainTinyV4(nn.Module):
+    """What `model` computes, with the very parameters of `model`."""
+
+    def __init__(self, model: TinyV4) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Logits of the next token: int64 `[batch, length]` to `[batch, length, vocab]`."""
+        model = self.model
+        x = model.tokens(token_ids).bfloat16()
+        residual = x[..., None, :].expand(-1, -1, model.streams, -1)
+        for i in range(model.config.layers):
+            if str(i) in model.memories:
+                residual = remembered(model.memories[str(i)], residual, token_ids)
+            residual = connected(model.parts[2 * i], residual)
+            residual = connected(model.parts[2 * i + 1], residual)
+        x = residual[..., 0, :] if model.leave is None else left(model.leave, residual)
+        return model.head(model.norm(x.float()))
+
+
+def block(part: Attention | FeedForward, x: Tensor) -> Tensor:
+    """A part by itself; attention and the dense one are plain PyTorch as they are."""
+    if isinstance(part, FeedForward) and part.experts is not None:
+        return mixture(part.experts, part.norm(x))
+    return part(x)
+
+
+# ---- residual streams ---------------------------------------------------------------------------
+
+
+def connected(part: HyperConnection | PlainResidual, residual: Tensor) -> Tensor:
+    """The next residual: bfloat16 `[batch, length, streams, hidden]` to the same."""
+    if isinstance(part, PlainResidual):
+        y = block(part.block.block, residual[..., 0, :].float())
+        return residual + y[..., None, :].to(residual.dtype)
+    m, settings = part.mhc_mult, part.settings
+    pre, post, comb = projected(part, residual, settings.norm_eps).split((m, m, m * m), dim=-1)
+    pre = (pre * part.scale[0] + part.base[:m]).sigmoid() + settings.pre_eps
+    post = (post * part.scale[1] + part.base[m : 2 * m]).sigmoid() * settings.post_mult_value
+    comb = (comb * part.scale[2] + part.base[2 * m :]).unflatten(-1, (m, m))
+    comb = doubly_stochastic(comb, settings.sinkhorn_repeat, settings.sinkhorn_eps)
+    streams = residual.float()
+    x = (pre[..., None] * streams).sum(-2).bfloat16()
+    y = block(part.block, x.float()).bfloat16()
+    return (post[..., None] * y.float()[..., None, :] + comb.mT @ streams).bfloat16()
+
+
+def left(head: HyperHead, residual: Tensor) -> Tensor:
+    """The streams as one, weighted by mixes of its own."""
+    mixes = projected(head, residual, head.norm_eps)
+    mixes = (mixes * head.scale + head.base).sigmoid() + head.pre_eps
+    return (mixes[..., None] * residual.float()).sum(-2).bfloat16()
+
+
+def projected(part: HyperConnection | HyperHead, residual: Tensor, eps: float) -> Tensor:
+    """The mixes of a token: a projection of the RMS norm of all its streams."""
+    rows = residual.flatten(-2).float()
+    return F.linear(F.rms_norm(rows, rows.shape[-1:], eps=eps), part.fn)
+
+
+def doubly_stochastic(logits: Tensor, repeat: int, eps: float) -> Tensor:
+    """Sinkhorn: rows and columns of `[..., m, m]` in turn made to add up to 1, nearly."""
+    y = logits.softmax(-1) + eps
+    for dim in [-2, *[-1, -2] * (repeat - 1)]:
+        y = y / (y.sum(dim, keepdim=True) + eps)
+    return y
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+def remembered(memory: EngramModule, residual: Tensor, token_ids: Tensor) -> Tensor:
+    """The streams with what the last tokens bring to mind."""
+    rows = F.embedding(hashed(memory, token_ids), memory.table.weight).flatten(-2)
+    both = F.linear(rows, memory.projection.weight).bfloat16().float()
+    keys, value = both.split((memory.num_streams * memory.hidden_size, memory.hidden_size), -1)
+    gates = gate(memory, residual, keys.unflatten(-1, residual.shape[-2:]))
+    y = (gates[..., None] * value[..., None, :]).bfloat16()
+    return residual + (y + convolved(memory, y.float()).bfloat16())
+
+
+def hashed(memory: EngramModule, token_ids: Tensor) -> Tensor:
+    """The row of each n-gram in each table: `[batch, length]` to `[batch, length, tables]`.
+
+    An n-gram ends at the start of the text and at the pad token.
+    """
+    hasher = memory.hasher
+    multipliers, sizes, pad = hasher.multipliers[0], hasher.vocab_sizes[0].long(), hasher.pad_id
+    known = token_ids != pad
+    mixed, columns = token_ids * multipliers[0], []
+    for order in range(1, len(multipliers)):
+        before = earlier(token_ids, order, pad)
+        known = known & (before != pad)
+        mixed = mixed ^ (torch.where(known, before, pad) * multipliers[order])
+        columns.append(mixed[..., None] % sizes[order - 1])
+    return torch.cat(columns, dim=-1) + hasher.offsets[0]
+
+
+def gate(memory: EngramModule, residual: Tensor, keys: Tensor) -> Tensor:
+    """How well each stream fits its key, 0 to 1: `[..., streams, hidden]` to `[..., streams]`."""
+    size = residual.shape[-1:]
+    x = F.rms_norm(residual.float(), size, eps=memory.eps) * memory.weight_hidden
+    k = F.rms_norm(keys, size, eps=memory.eps) * memory.weight_embed
+    fit = (x * k).sum(-1) * memory.hidden_size**-0.5
+    return (fit.sign() * fit.abs().clamp(min=memory.clamp_value).sqrt()).sigmoid()
+
+
+def convolved(memory: EngramModule, y: Tensor) -> Tensor:
+    """A causal convolution of the norm of `y`, each channel by itself."""
+    part = memory.convolution
+    y = F.rms_norm(y, y.shape[-1:], eps=part.eps) * part.norm_weight
+    return F.silu(sum(earlier(y, i * part.dilation) * tap for i, tap in enumerate(part.taps)))
+
+
+def earlier(x: Tensor, distance: int, fill: int = 0) -> Tensor:
+    """What stood `distance` tokens before; `[batch, length, ...]` to the same."""
+    before = torch.full_like(x[:, :distance], fill)
+    return torch.cat((before, x[:, : max(0, x.shape[1] - distance)]), dim=1)
+
+
+# ---- experts ------------------------------------------------------------------------------------
+
+
+def mixture(layer: MoELayer, x: Tensor) -> Tensor:
+    """Experts of `[..., hidden]`: all of them for every token, most with weight zero.
+
+    That is `num_experts / num_topk` times the arithmetic, in two large products. In return nothing
+    has a size that depends on who is chosen, so that the host never waits for the device.
+    """
+    scores = F.linear(x, layer.router).sigmoid()
+    chosen = (scores + layer.expert_bias).topk(layer.num_topk, dim=-1).indices
+    weights = scores.gather(-1, chosen)
+    weights = layer.routed_scaling_factor * weights / weights.sum(-1, keepdim=True)
+    weights = torch.zeros_like(scores).scatter(-1, chosen, weights)
+    every = F.linear(x, layer.w_in.flatten(0, 1)).unflatten(-1, (layer.num_experts, -1))
+    inside = swiglu(every, layer.fp8) * weights[..., None]
+    y = inside.flatten(-2) @ layer.w_out.mT.flatten(0, 1)
+    if layer.shared_in is not None and layer.shared_out is not None:
+        y = y + F.linear(swiglu(F.linear(x, layer.shared_in), layer.fp8), layer.shared_out)
+    return y
+
+
+def swiglu(x: Tensor, fp8: bool) -> Tensor:
+    """`silu(gate) * value`, with `fp8` rounded to e4m3 on the way forward."""
+    if not fp8:
+        gate, value = x.chunk(2, dim=-1)
+        return F.silu(gate) * value
+    gate, value = x.bfloat16().float().chunk(2, dim=-1)
+    y = F.silu(gate) * value
+    return y + (rounded(y.detach(), 128 if y.shape[-1] % 128 == 0 else 32) - y.detach())
+
+
+def rounded(y: Tensor, group: int) -> Tensor:
+    """`y` as e4m3 holds it, where each group of channels has a scale of its own."""
+    groups = y.unflatten(-1, (-1, group))
+    most = groups.abs().amax(-1, keepdim=True).clamp(min=LEAST)
+    codes = (groups * (E4M3_MAX / most)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return (codes.float() * (most / E4M3_MAX)).bfloat16().float().flatten(-2)
