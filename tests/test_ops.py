@@ -327,6 +327,9 @@ def test_no_gradient_is_lost(op: Op) -> None:
     wanted = [x.requires_grad_() for x in tensors_in(arguments) if x.dtype in trained]
     results = [x for x in tensors_in(op.function(**arguments)) if x.is_floating_point()]
     nodes = [type(x.grad_fn).__name__ for x in results if x.requires_grad]
+    if op.name == "engram.engram_gate_bwd":  # documented to take attached tensors as constants
+        assert not nodes
+        return
     assert all(name.startswith("GeneratedBackwardFor_tile_kernels_") for name in nodes)
     assert bool(nodes) == (bool(wanted) and bool(results))
 

@@ -301,3 +301,70 @@ def test_wrong_arguments_in_words() -> None:
         grouped_linear(
             torch.ones(1, 2), torch.ones(1, 2, 2), [1], torch.ones(1).int(), "grouped_mm"
         )
+
+
+# ---- as a module --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scoring_func", ["sigmoid", "sqrtsoftplus", "softmax"])
+def test_under_autocast(scoring_func: str) -> None:
+    """The router computes in float32 all the same, so the same experts are chosen."""
+    torch.manual_seed(0)
+    layer = MoELayer(16, 32, 4, 2, scoring_func=scoring_func, num_shared_experts=1)
+    x = torch.randn(5, 16)
+    expected = layer(x)
+    chosen = layer.route(x)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+        assert torch.equal(layer.route(x)[0], chosen)
+    y.float().sum().backward()
+    assert layer.router.grad is not None
+    torch.testing.assert_close(y.float(), expected, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_converted(dtype: torch.dtype) -> None:
+    """All parameters, but not the bias, whose steps are too small for most dtypes."""
+    layer = MoELayer(16, 32, 4, 2, num_shared_experts=1).to(dtype)
+    layer(torch.randn(3, 16, dtype=dtype)).sum().backward()
+    before = layer.expert_bias.clone()
+    layer.update_bias(1e-4)
+    assert layer.expert_bias.dtype == torch.float32
+    assert torch.allclose((layer.expert_bias - before).abs().max(), torch.tensor(1e-4))
+
+
+def test_default_dtype_does_not_reach_the_router() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = MoELayer(16, 32, 4, 2)
+        assert layer(torch.randn(3, 16)).dtype == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert layer.router.dtype == layer.expert_bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "x", [torch.randn(16, 3).T, torch.randn(1, 16).expand(5, 16)], ids=["transposed", "expanded"]
+)
+def test_any_strides(x: torch.Tensor) -> None:
+    layer = MoELayer(16, 32, 4, 2)
+    assert torch.equal(layer(x), layer(x.contiguous()))
+
+
+def test_balance_loss_without_tokens_and_copies() -> None:
+    layer = MoELayer(16, 32, 4, 2, balancing="loss")
+    layer(torch.randn(0, 16))
+    assert layer.balance_loss() == 0
+    layer(torch.randn(3, 16))
+    copied = copy.deepcopy(layer)
+    with pytest.raises(ValueError, match="needs a call first"):
+        copied.balance_loss()
+    assert layer.balance_loss() > 0
+    assert torch.equal(copied.w_in, layer.w_in)
+
+
+def test_groups_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_groups must divide the 4 experts, got 3"):
+        MoELayer(16, 32, 4, 2, num_groups=3, num_topk_groups=1)
+    with pytest.raises(ValueError, match=r"x must have 16 channels, got shape \(\)"):
+        MoELayer(16, 32, 4, 2)(torch.tensor(1.0))

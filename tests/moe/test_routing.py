@@ -221,3 +221,27 @@ def test_flat_kernels_count_in_32_bits() -> None:
     ):
         with pytest.raises(ValueError, match="elements"):
             call()
+
+
+@pytest.mark.parametrize("scoring_func", ["sigmoid", "sqrtsoftplus", "softmax"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_tokens_without_experts_have_no_gradient(value: float, scoring_func: str) -> None:
+    """Whatever their logits are: padding may hold anything."""
+    logits = torch.tensor([[0.0, 1, 2, 3], [value, 0, 0, 0]], requires_grad=True)
+    _, weights = tile_kernels.moe.top2_sum_gate(
+        logits, torch.zeros(4), 2, 0, 0, False, 0, 1.0, 0, 1, 0, 1, scoring_func,
+        mask=torch.tensor([True, False]),
+    )  # fmt: skip
+    weights[:, 0].sum().backward()
+    assert logits.grad is not None
+    assert logits.grad[0].any()
+    assert torch.equal(logits.grad[1], torch.zeros(4))
+
+
+def test_load_does_not_depend_on_the_default_dtype() -> None:
+    idx = torch.zeros(257, 1, dtype=torch.int64)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert tile_kernels.moe.aux_fi(idx, 2, 1).tolist() == [2.0, 0.0]
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -375,3 +375,46 @@ def test_recording_nests() -> None:
             tile_kernels.moe.topk_gate(scores, 3)
     assert [request.problem[:2] for request in inner] == [(8, 3)]
     assert [request.problem[:2] for request in outer] == [(8, 2), (8, 3)]
+
+
+# ---- what is written in place -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulate"])
+def test_autograd_knows_what_was_overwritten(backend: str) -> None:
+    """A gradient that needs it is an error, not a wrong number."""
+    idx = torch.tensor([[1, 1, 2]])
+    weights = tile_kernels.moe.topk_weights(torch.randn(1, 4, requires_grad=True), idx)
+    with tile_kernels.backend(backend):
+        tile_kernels.moe.inplace_unique_group_indices(idx, 4)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        weights.sum().backward()
+
+    x, residual = torch.ones(1, 8).bfloat16(), torch.ones(1, 2, 8).bfloat16()
+    post, comb = torch.ones(1, 2, 1), torch.ones(1, 2, 2, requires_grad=True)
+    next_one = tile_kernels.mhc.mhc_post(x, residual, post, comb)
+    with tile_kernels.backend(backend), torch.no_grad():
+        tile_kernels.mhc.mhc_post(x, residual.clone(), post, comb, out=residual)
+        expected = residual.clone()
+        tile_kernels.mhc.mhc_post(x, expected.clone(), post, comb, out=expected)
+        tile_kernels.mhc.mhc_post(x, residual, post, comb, out=residual)  # which may be
+    assert torch.equal(residual, expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        next_one.sum().backward()
+    with torch.inference_mode(), tile_kernels.backend(backend):
+        tile_kernels.moe.inplace_unique_group_indices(torch.tensor([[1, 1]]), 4)
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulate"])
+def test_buffers_over_arguments_are_refused(backend: str) -> None:
+    rows, places = torch.ones(3, 4), torch.tensor([[2, 1], [0, -1], [1, 0]]).int()
+    memory = torch.ones(3, 2, 8).bfloat16()
+    mix = torch.ones(2, 2, 1)
+    with tile_kernels.backend(backend):
+        with pytest.raises(ValueError, match=r"reduce_fused: out must not share memory with x"):
+            tile_kernels.moe.reduce_fused(rows, None, places, out=rows)
+        with pytest.raises(ValueError, match="out must not share memory with x"):
+            tile_kernels.mhc.mhc_pre_apply_mix(memory[:2], mix, out=memory[1])
+        with pytest.raises(ValueError, match="grad_x must not share memory with x"):
+            tile_kernels.mhc.mhc_pre_apply_mix_bwd(memory[0], memory[:2], mix, memory[:2])
+        tile_kernels.mhc.mhc_pre_apply_mix(memory[:2], mix, out=memory[2])  # side by side

@@ -265,6 +265,7 @@ def _oracle_bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tens
         16 * hidden_states.numel(),
     ),
     cases=ENGRAM_GATE_BWD,
+    differentiable=False,  # also of tensors that are still attached to a graph
 )
 def engram_gate_bwd(
     grad_out: Tensor,
@@ -304,6 +305,8 @@ def engram_gate_bwd(
     `grad_w_partial` adds up to the gradient of `weight_fused`, the sum of `D * x * k` over tokens;
     `grad_w_reduce` does that. The number of parts depends on the device. Without atomics: the same
     input gives the same bits. `add_residual=False` leaves `grad_out` out of `grad_x`.
+
+    For autograd the results are constants, also of arguments that are attached to a graph.
 
     Raises `TypeError` or `ValueError` with the argument's name.
 

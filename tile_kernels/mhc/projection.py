@@ -128,6 +128,7 @@ def _check_bwd(
         shapes.tensor(
             "grad_residual", grad_residual, shapes.STREAMS, bf16, like=tokens, sizes=sizes
         )
+        checks.apart([("grad_residual", grad_residual)], [("residual", residual)])
 
 
 # ---- forward ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tile_kernels.mhc import shapes
 from tile_kernels.mhc.cases.read import MHC_PRE_APPLY_MIX, MHC_PRE_APPLY_MIX_BWD
+from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.launch import Kernel, nonempty
 from tile_kernels.runtime.op import face, gradient, op
@@ -41,6 +42,7 @@ def _check_accumulating(grad_out: Tensor, x: Tensor, mix: Tensor, grad_x: Tensor
         "grad_x", grad_x, shapes.STREAMS, torch.bfloat16, like=("x", x.shape[:-2]),
         sizes=tuple(x.shape[-2:]),
     )  # fmt: skip
+    checks.apart([("grad_x", grad_x)], [("grad_out", grad_out), ("x", x), ("mix", mix)])
 
 
 def _launch_backward(

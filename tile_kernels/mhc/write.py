@@ -144,7 +144,14 @@ def _launch(
     return out
 
 
-@op(check=_check, oracle=oracles.mhc_post, cost=_cost, cases=MHC_POST, outputs=("out",))
+@op(
+    check=_check,
+    oracle=oracles.mhc_post,
+    cost=_cost,
+    cases=MHC_POST,
+    outputs=("out",),
+    in_place=("residual",),
+)
 def mhc_post(
     x: Tensor,
     residual: Tensor,
@@ -190,7 +197,14 @@ def _backward(ctx: Any, grad: Tensor) -> Gradients:
 gradient(mhc_post, _backward, setup_context=_save)
 
 
-@op(check=_check, oracle=oracles.mhc_post, cost=_cost, cases=MHC_POST, outputs=("out",))
+@op(
+    check=_check,
+    oracle=oracles.mhc_post,
+    cost=_cost,
+    cases=MHC_POST,
+    outputs=("out",),
+    in_place=("residual",),
+)
 def mhc_post_fwd(
     x: Tensor,
     residual: Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -137,6 +137,10 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"MoELayer: num_shared_experts must be at least 0, got {num_shared_experts}"
             )
+        if num_groups and num_experts % num_groups:
+            raise ValueError(
+                f"MoELayer: num_groups must divide the {num_experts} experts, got {num_groups}"
+            )
         if ep is not None and num_experts % ep.num_ranks:
             raise ValueError(
                 f"MoELayer: num_experts must be a multiple of the {ep.num_ranks} ranks of ep, got "
@@ -155,13 +159,14 @@ class MoELayer(nn.Module):
         num_local = num_experts if ep is None else num_experts // ep.num_ranks
 
         empty = functools.partial(torch.empty, device=device, dtype=dtype)
-        self.router = nn.Parameter(torch.empty(num_experts, hidden, device=device))  # float32
+        in_float32 = functools.partial(torch.empty, device=device, dtype=torch.float32)
+        self.router = nn.Parameter(in_float32(num_experts, hidden))
         self.w_in = nn.Parameter(empty(num_local, 2 * intermediate, hidden))
         self.w_out = nn.Parameter(empty(num_local, hidden, intermediate))
         shared = num_shared_experts * intermediate
         self.shared_in = nn.Parameter(empty(2 * shared, hidden)) if shared else None
         self.shared_out = nn.Parameter(empty(hidden, shared)) if shared else None
-        self.register_buffer("expert_bias", torch.empty(num_experts, device=device))
+        self.register_buffer("expert_bias", in_float32(num_experts))
         counts = torch.empty(num_experts, dtype=torch.int32, device=device)
         self.register_buffer("load", counts, persistent=False)
         self._balance_loss: Tensor | None = None
@@ -173,6 +178,14 @@ class MoELayer(nn.Module):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         nn.init.zeros_(self.expert_bias)
         self.load.zero_()
+
+    def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> MoELayer:
+        """Move or convert; the bias stays float32, for its small steps vanish in fewer bits."""
+        bias = self.expert_bias
+        super()._apply(fn, *args, **kwargs)
+        if self.expert_bias.dtype != torch.float32:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
 
     def extra_repr(self) -> str:
         """What the layer is made of."""
@@ -189,9 +202,10 @@ class MoELayer(nn.Module):
 
         int64 and float32 `[num_tokens, num_topk]`.
         """
-        logits = F.linear(x.float(), self.router)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.float(), self.router.float())
         topk_idx, weights = moe.top2_sum_gate(
-            logits, self.expert_bias, self.num_topk, self.num_topk_groups, self.num_groups,
+            logits, self.expert_bias.float(), self.num_topk, self.num_topk_groups, self.num_groups,
             use_shared_as_routed=False, num_shared_experts=0,
             routed_scaling_factor=self.routed_scaling_factor, ep_rank=0, num_ep_ranks=1, tp_rank=0,
             num_tp_ranks=1, scoring_func=self.scoring_func,
@@ -203,11 +217,11 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` to the same."""
-        if x.shape[-1] != self.hidden:
+        if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ValueError(
                 f"MoELayer: x must have {self.hidden} channels, got shape {tuple(x.shape)}"
             )
-        tokens = x.reshape(-1, self.hidden)
+        tokens = x.reshape(-1, self.hidden).contiguous()
         topk_idx, weights = self.route(tokens)
         if self.ep is None:
             pos_to_expert, _, _, token_topk_to_pos, _, ends, _, counts = moe.get_fused_mapping(
@@ -230,7 +244,7 @@ class MoELayer(nn.Module):
     ) -> Tensor:
         """Tokens to the ranks of their experts and back; each result is weighted where it is."""
         rows, _, row_weights, handle, _ = ep.dispatch(
-            tokens.contiguous(), topk_idx, weights, num_experts=self.num_experts,
+            tokens, topk_idx, weights, num_experts=self.num_experts,
             expert_alignment=ROWS, do_expand=True,
         )  # fmt: skip
         if not isinstance(rows, Tensor) or row_weights is None:
@@ -269,7 +283,12 @@ class MoELayer(nn.Module):
                 logits.sigmoid() if self.scoring_func == "sigmoid" else F.softplus(logits).sqrt()
             )
             shares = scores / scores.sum(-1, keepdim=True)
-        return (moe.aux_fi(topk_idx, self.num_experts, self.num_topk) * shares.mean(0)).sum()
+        mean = shares.sum(0) / max(1, len(shares))  # without tokens 0
+        return (moe.aux_fi(topk_idx, self.num_experts, self.num_topk) * mean).sum()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the loss of the last call, whose graph cannot be copied."""
+        return {**super().__getstate__(), "_balance_loss": None}
 
     @torch.no_grad()
     def update_bias(self, step: float = 1e-3) -> None:

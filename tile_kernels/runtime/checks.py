@@ -73,7 +73,9 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 
 def apart(written: Named, read: Named = ()) -> None:
-    """Contiguous tensors that are written share memory with no other, written or read."""
+    """Tensors that are written share memory with no other, written or read.
+
+    What counts is the memory from a tensor's first element to its last."""
     repeated(_apart, tuple(written), tuple(read))
 
 
@@ -86,7 +88,9 @@ def _apart(written: Named, read: Named) -> tuple[()]:
                 return ()  # symbolic under torch.compile; then the real call looks
             if count:
                 size, storage = tensor.element_size(), tensor.untyped_storage()._cdata
-                spans.append((storage, start * size, (start + count) * size, is_written, name))
+                reach_of = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+                end = start + reach_of + 1
+                spans.append((storage, start * size, end * size, is_written, name))
     spans.sort()
     storage, reach, last = None, {True: 0, False: 0}, {True: "", False: ""}
     for there, start, end, is_written, name in spans:

@@ -37,14 +37,16 @@ from torch._C._functorch import peek_interpreter_stack as functorch_transform
 from torch._library.autograd import make_autograd_impl
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from tile_kernels.runtime import backends, logs
-from tile_kernels.runtime.cases import Cases, Cost
+from tile_kernels.runtime import backends, checks, logs
+from tile_kernels.runtime.cases import Cases, Cost, tensors_in
 from tile_kernels.runtime.launch import recording
 from tile_kernels.runtime.outputs import check_output
 from tile_kernels.runtime.replay import remembering
+from tile_kernels.runtime.road import road as state
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -114,6 +116,7 @@ def op(
     cases: Cases = _NO_CASES,
     mutates: Iterable[str] = (),
     outputs: Iterable[str] = (),
+    in_place: Iterable[str] = (),
     differentiable: bool = True,
     values: Callable[..., None] | None = None,
     name: str | None = None,
@@ -129,7 +132,8 @@ def op(
     - `mutates` names the arguments written in place;
     - `outputs` names the last parameters, `Tensor | None = None`: buffers that receive the results
       and are returned, all or none given; the body gets each by `runtime.outputs.output`, which
-      allocates or checks, and the other functions here do not see them;
+      allocates or checks, and the other functions here do not see them. They share no memory with
+      arguments, but one may be an argument named in `in_place`;
     - `values(*arguments)` raises `ValueError` on wrong values, in the checked mode only;
     - `name` is the function's name where that is not the body's (see `face`);
     - an operator whose name starts with `_` serves another one: it is a custom op like all, but not
@@ -148,8 +152,8 @@ def op(
             raise ValueError(f"the operator {full_name} is declared twice")
         seen = signature or inspect.signature(body, eval_str=True)
         road = _Road(full_name, body, check, oracle, seen, tuple(outputs), differentiable)
-        road.name, road.values = serves or short_name, values
-        function = _public_function(road, body)
+        road.name, road.values, road.in_place = serves or short_name, values, tuple(in_place)
+        function = _counted(_public_function(road, body), seen, (*road.outputs, *mutates))
         registered = f"{family}_{short_name}"
         custom_op = _custom_op(
             registered, road.from_dispatcher, road.shapes, road.functional, tuple(mutates)
@@ -198,7 +202,7 @@ def face(
 
         @remembering
         @functools.wraps(public)
-        def outer(*args: Any, **kwargs: Any) -> Any:
+        def inner(*args: Any, **kwargs: Any) -> Any:
             if is_dynamo_compiling():
                 if check is not None:
                     check(*args, **kwargs)
@@ -213,6 +217,7 @@ def face(
                     raise
                 raise type(error)(f"{declared.short_name}: {error}") from error
 
+        outer = _counted(inner, signature, (*mutates, "out"))
         _registry[declared.name] = replace(
             declared,
             function=outer,
@@ -224,6 +229,31 @@ def face(
         return outer  # type: ignore[return-value]
 
     return declare
+
+
+def _counted(
+    function: Callable[..., Any], signature: inspect.Signature, written: Iterable[str]
+) -> Callable[..., Any]:
+    """`function`, after which autograd knows that the arguments named `written` have changed.
+
+    The dispatcher would see to it, but kernels write behind its back. Without it a gradient that
+    needs what was overwritten would be wrong instead of an error.
+    """
+    places = {name: i for i, name in enumerate(signature.parameters) if name in written}
+    if not places:
+        return function
+
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if not is_dynamo_compiling() and state.watch is None:  # else a call around this one does it
+            for name, place in places.items():
+                value = args[place] if place < len(args) else kwargs.get(name)
+                if value is not None:
+                    increment_version([x for x in tensors_in(value) if not x.is_inference()])
+        return result
+
+    return counted
 
 
 def _check_bound(name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
@@ -281,10 +311,11 @@ class _Road:
 
     __slots__ = (
         "body", "check", "differentiable", "dispatched", "dispatched_out", "full_name",
-        "functional", "name", "oracle", "outputs", "signature", "values",
+        "functional", "in_place", "name", "oracle", "outputs", "signature", "values",
         "writing",
     )  # fmt: skip
     dispatched: Callable[..., Any]
+    in_place: tuple[str, ...]
     dispatched_out: Callable[..., Any]
     values: Callable[..., None] | None
 
@@ -369,6 +400,7 @@ class _Road:
             self.dispatched_out(**buffers, **named)
         else:
             self.checked((), named)
+            self.check_apart(named, buffers)
             device, plain = _inspect(self, (), {**named, **buffers})
             if not plain and _wants_gradient(named):
                 raise ValueError(f"{self.name}: {self.outputs[0]} cannot be given with gradients")
@@ -378,6 +410,23 @@ class _Road:
                 self.dispatched_out(**buffers, **named)
         values = tuple(buffers.values())
         return values if len(values) > 1 else values[0]
+
+    def check_apart(self, named: dict[str, Any], buffers: dict[str, Any]) -> None:
+        """Buffers share memory with nothing, unless one is an argument that may be overwritten."""
+        if not all(isinstance(buffer, Tensor) for buffer in buffers.values()):
+            return  # the operator's own checks say it better
+        mine = [named.get(name) for name in self.in_place]
+        same = [x for x in mine if isinstance(x, Tensor) and any(x is b for b in buffers.values())]
+        read = [
+            (name, x)
+            for name, value in named.items()
+            for x in tensors_in(value)
+            if not any(x is other for other in same)
+        ]
+        try:
+            checks.apart(list(buffers.items()), read)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
 
     def write(self, *args: Any, **kwargs: Any) -> None:
         """The writing custom op's implementation."""

@@ -58,7 +58,9 @@ def aux_fi(topk_idx: torch.Tensor, num_experts: int, num_aux_topk: int) -> torch
     counts = group_count(topk_idx, num_experts).float()
     if topk_idx.numel() == 0:
         return counts
-    slots = torch.tensor(float(topk_idx.shape[0] * num_aux_topk), device=topk_idx.device)
+    slots = torch.tensor(
+        topk_idx.shape[0] * num_aux_topk, dtype=torch.float32, device=topk_idx.device
+    )
     return counts * num_experts / slots
 
 

@@ -224,7 +224,8 @@ def topk_weights_backward(
     grad = torch.zeros_like(logits)
     if scoring is ScoringFunc.SOFTMAX:
         grad.scatter_(1, idx, _sums_of_equal(grad_score, idx))
-        return scores * (grad - (grad_score * chosen).sum(1, keepdim=True))
+        of_logits = scores * (grad - (grad_score * chosen).sum(1, keepdim=True))
+        return torch.where(valid.any(1, keepdim=True), of_logits, 0)  # also where scores are NaN
     if scoring is ScoringFunc.SIGMOID:
         slope = torch.sigmoid(logit) * torch.sigmoid(-logit)
     else:  # sigmoid(x) / (2 score), which is 0/0 far below zero

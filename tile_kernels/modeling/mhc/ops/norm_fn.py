@@ -37,6 +37,10 @@ def merged(names: tuple[str, str], fn: Tensor, weight: Tensor | None) -> Tensor:
     fn = in_float32(names[0], fn)
     if weight is None:
         return fn
+    if weight.shape != fn.shape[1:]:
+        raise ValueError(
+            f"{names[1]} must have shape {list(fn.shape[1:])}, got {list(weight.shape)}"
+        )
     result: Tensor = _MHCFnNormwMerge.apply(fn, in_float32(names[1], weight))
     return result
 
