@@ -67,6 +67,26 @@ def test_what_cannot_be_done_is_a_sentence(
     assert "directory" in said(capsys, "check", "--replay", str(tmp_path), status=2)
 
 
+def test_files_of_others_are_refused_in_words(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text, other = tmp_path / "text.json", tmp_path / "other.pt"
+    torch.save([1, 2], other)
+    for content in ("not json", '{"a": 1}', "[1]", '[["transpose.transpose"]]'):
+        text.write_text(content)
+        for path in (text, other):
+            refused = said(capsys, "check", "--replay", str(path), status=2)
+            assert "is not a call that was saved" in refused
+        assert "is not a file of results" in said(
+            capsys, "bench", "--load", str(tmp_path), status=2
+        )
+    assert "must hold a list of" in said(capsys, "warmup", "--calls", str(text), status=2)
+    assert "jobs must be at least 1" in said(capsys, "warmup", "--jobs", "0", status=2)
+    refused = said(capsys, "source", "moe.nothing", status=2)
+    assert "moe.topk_gate" in refused
+    assert "._" not in refused
+
+
 def test_replay_of_a_dumped_call(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

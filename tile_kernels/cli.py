@@ -8,6 +8,7 @@ import importlib.metadata
 import inspect
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -253,9 +254,20 @@ def _check_case(op: Op, case: Any, device: str) -> str | None:
     return None
 
 
+def _saved_call(path: Path) -> dict[str, Any]:
+    """What the log wrote of a call: its operator and its arguments."""
+    try:
+        saved = torch.load(path, map_location=None if torch.cuda.is_available() else "cpu")
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise ValueError(f"{path} is not a call that was saved: {error}") from None
+    if not isinstance(saved, dict) or not {"op", "arguments"} <= saved.keys():
+        raise ValueError(f"{path} is not a call that was saved: it names no operator")
+    return saved
+
+
 def replay(path: Path, backend: str | None) -> int:
     """Run a call that the log saved (level 3), and compare it with the oracle."""
-    saved = torch.load(path, map_location=None if torch.cuda.is_available() else "cpu")
+    saved = _saved_call(path)
     op = ops.get(saved["op"])
     expected = op.outcome(op.oracle, copy.deepcopy(saved["arguments"]))
     with tile_kernels.backend(backend or "auto"):
@@ -359,7 +371,7 @@ def warmup(options: argparse.Namespace) -> int:
     """Compile ahead of time."""
     calls: Any = None
     if options.calls:
-        calls = [(op, values) for op, values in json.loads(options.calls.read_text())]
+        calls = _calls_in(options.calls)
     elif options.op:
         calls = [_call(options.op, options.arguments)]
     report = tile_kernels.warmup(calls, arch=options.arch, jobs=options.jobs)
@@ -367,6 +379,16 @@ def warmup(options: argparse.Namespace) -> int:
     columns = [("kernel", "left"), ("seconds", "right")]
     terminal.show_table(f"compiled for {report.arch} in {report.seconds:.1f} s", columns, rows)
     return 0
+
+
+def _calls_in(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Calls to compile for: `[["family.operator", {"argument": "float32[8,44]", ...}], ...]`."""
+    calls = json.loads(path.read_text())
+    if not isinstance(calls, list) or not all(
+        isinstance(call, list) and [type(part) for part in call] == [str, dict] for call in calls
+    ):
+        raise ValueError(f'{path} must hold a list of ["family.operator", {{arguments}}]')
+    return [(op, values) for op, values in calls]
 
 
 def source(options: argparse.Namespace) -> int:

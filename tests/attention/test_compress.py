@@ -338,3 +338,25 @@ def test_slots_to_prefill_are_found_in_the_checked_mode() -> None:
 
 def test_bounds() -> None:
     assert bounds((2, 0, 3), "cpu").tolist() == [0, 2, 2, 5]
+
+
+def test_slots_outside_of_the_state_are_left_out() -> None:
+    state = attention.KVCompressorState.empty(3, 4, 8, dtype=torch.float32)
+    state.lengths[:] = 5
+    state.reset(torch.tensor([-1, 7]))
+    assert state.lengths.tolist() == [5, 5, 5]
+    state.reset(torch.tensor([2, -1]))
+    assert state.lengths.tolist() == [5, 5, 0]
+    with pytest.raises(TypeError, match="reset: slots must be int32 or int64, got bool"):
+        state.reset(torch.tensor([True, False, True]))
+
+    rows = torch.randn(4, 6, 8, requires_grad=True)
+    bounds = torch.tensor([0, 2, 3, 6])
+    before = state.kept.clone()
+    state.prefill(*rows.unbind(), cu_seqlens=bounds, slots=torch.tensor([-1, 1, 9]))
+    assert state.lengths.tolist() == [5, 1, 0]
+    assert not state.kept.requires_grad
+    assert torch.equal(state.kept[[0, 2]], before[[0, 2]])
+    assert torch.equal(state.kept[1, 0], rows[:, 2])
+    state.prefill(*rows.unbind(), cu_seqlens=bounds, slots=torch.tensor([-1, -1, 9]))
+    assert state.lengths.tolist() == [5, 1, 0]

@@ -393,3 +393,11 @@ def test_logits_are_differentiable() -> None:
     plain.masked_fill(~inside, 0).backward(grad)
     for one, other in zip((q, k, weights), copies):
         torch.testing.assert_close(one.grad.float(), other.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_scales_of_keys_have_no_gradient_and_say_so() -> None:
+    given = arguments(2, 5, 2, 32, "e4m3", "all")(torch.device("cpu"))
+    k, scales = given["k"]
+    given["k"] = (k, scales.requires_grad_())
+    with pytest.raises(RuntimeError, match="the scales of k have no gradient; detach them"):
+        indexer_logits(**given).sum().backward()

@@ -480,3 +480,36 @@ def test_sums_over_ranks_are_of_integers() -> None:
         assert buffer.sum_over_ranks(torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 3)
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("numbers", r"rank 1: x\[0\] must be a torch.Tensor, got int"),
+        ("combine", "rank 1: x must be on cpu as the handle is, got meta"),
+        ("dispatch", "rank 1: x must be on cpu as the handle is, got meta"),
+        ("gather", "rank 1: tensor 0 must be a Tensor, got NoneType"),
+    ],
+)
+def test_mistake_of_one_rank_is_told_to_all(mistake: str, said: str) -> None:
+    def call(group: LocalGroup) -> None:
+        buffer = ElasticBuffer(
+            group, num_max_tokens_per_rank=8, hidden=4, num_topk=2, num_cpu_timeout_secs=20
+        )
+        x, topk_idx = torch.ones(3, 4), torch.tensor([[0, 1], [1, -1], [2, 3]])
+        wrong, elsewhere = bool(group.rank), "meta" if group.rank else "cpu"
+        rows, _, _, handle, _ = buffer.dispatch(x, topk_idx, num_experts=4)
+        buffer.agrs_set_config(1 << 16, 4)
+        buffer.create_agrs_session()
+        made: dict[str, Callable[[], Any]] = {
+            "numbers": lambda: buffer.dispatch(
+                (1, 2) if wrong else (x, x), topk_idx, num_experts=4
+            ),
+            "combine": lambda: buffer.combine(rows.to(elsewhere), handle),
+            "dispatch": lambda: buffer.dispatch(x.to(elsewhere), handle=handle),
+            "gather": lambda: buffer.all_gather(None if wrong else x),
+        }
+        with pytest.raises((TypeError, ValueError), match=said):
+            made[mistake]()
+
+    run_ranks(2, call)

@@ -184,3 +184,11 @@ def test_arguments_are_explained() -> None:
 def test_parameters_keep_their_names() -> None:
     assert [*KVCompressor(4, 4, 2).state_dict()] == ["ape", "norm_weight", "projection.weight"]
     assert oracles.halves(torch.tensor([[1, 2]]))[0].tolist() == [[2]]
+
+
+def test_layer_in_bfloat16() -> None:
+    layer = KVCompressor(16, 8, window=4).bfloat16()
+    assert layer(torch.randn(2, 9, 16).bfloat16()).shape == (2, 2, 8)
+    state = layer.state(num_sequences=2)
+    layer.step(torch.randn(2, 16).bfloat16(), state)
+    assert state.lengths.tolist() == [1, 1]

@@ -680,3 +680,14 @@ def test_formats_on_cuda_give_the_same_bytes() -> None:
             expected = formats.scale_from_amax(amax, fmt, round_sf)
             for tensor, kept in zip(formats.scale_from_amax(amax.cuda(), fmt, round_sf), expected):
                 assert_equal(tensor.cpu(), kept)
+
+
+def test_nothing_is_written_where_a_buffer_does_not_fit() -> None:
+    data = torch.zeros(4, 64).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"per_token_cast: .* must have shape \[4, 2\]"):
+        tile_kernels.quant.per_token_cast(
+            torch.randn(4, 64), "e4m3", 32, out=(data, torch.empty(2, 2))
+        )
+    assert not data.float().any()
+    with pytest.raises(TypeError, match="must be a tensor, got int"):
+        tile_kernels.quant.fake_cast(torch.randn(4, 64), "e4m3", 32, out=3)

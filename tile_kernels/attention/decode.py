@@ -19,6 +19,8 @@ from tile_kernels.torch import compress as oracles
 
 _APPEND = Kernel("tile_kernels.attention.kernels.append", "append")
 
+INTEGERS = (torch.int32, torch.int64)
+
 
 class KVCompressorState(tuple[Tensor, Tensor]):
     """What the compression of sequences must remember between tokens: a pair of tensors.
@@ -82,11 +84,19 @@ class KVCompressorState(tuple[Tensor, Tensor]):
         return self.kept.shape[1] // (2 if self.overlap else 1)
 
     def reset(self, slots: Tensor | None = None) -> None:
-        """Forget the tokens of the sequences at `slots`, or of all."""
+        """Forget the tokens of the sequences at `slots`, or of all; slots outside are left out."""
         if slots is None:
             self.lengths.zero_()
-        else:
-            self.lengths[slots.long()] = 0
+            return
+        try:
+            checks.tensor("slots", slots, ("slots",), INTEGERS)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"reset: {error}") from None
+        count = self.lengths.shape[0]
+        outside = (slots < 0) | (slots >= count)
+        marked = torch.zeros(count + 1, dtype=torch.bool, device=slots.device)
+        marked[torch.where(outside, count, slots).long()] = True
+        self.lengths.masked_fill_(marked[:count], 0)
 
     def prefill(
         self,
@@ -101,8 +111,9 @@ class KVCompressorState(tuple[Tensor, Tensor]):
         """Start sequences with the tokens that `kv_compress` took, to decode from there on.
 
         Sequence `i` of `cu_seqlens` (default: one, of all tokens) becomes that of `slots[i]`
-        (default: `i`), whatever was there; each slot is one of the state, and comes once. Nothing
-        waits for the GPU, but for the checked mode, which looks at the slots.
+        (default: `i`), whatever was there; each slot comes once, and sequences with slots outside
+        of the state are left out. Nothing waits for the GPU, but for the checked mode, which looks
+        at the slots.
         """
         given = [x for x in (kv_a, z_a, kv_b, z_b) if x is not None]
         if len(given) != self.kept.shape[2]:
@@ -118,6 +129,8 @@ class KVCompressorState(tuple[Tensor, Tensor]):
             cu_seqlens = torch.arange(2, device=kv_a.device) * kv_a.shape[0]
         if slots is None:
             slots = torch.arange(cu_seqlens.shape[0] - 1, device=kv_a.device)
+        if not slots.shape[0]:
+            return
         bounds = cu_seqlens.long().clamp(0, kv_a.shape[0]).cummax(0).values
         start, length = bounds[:-1, None], bounds.diff()[:, None]
         ring = self.kept.shape[1]
@@ -125,11 +138,18 @@ class KVCompressorState(tuple[Tensor, Tensor]):
         token = length - 1 - (length - 1 - place) % ring  # the last at each place, if not negative
         row = torch.where(token >= 0, start + token, 0)
         here = (token >= 0)[:, :, None, None]
+        # What is left out is written like the first that is not: twice the same.
+        count = self.lengths.shape[0]
+        inside = (slots >= 0) & (slots < count)
+        turn = torch.arange(slots.shape[0], device=slots.device)
+        turn = torch.where(inside, turn, inside.int().argmax())
+        slot, inside = slots.long()[turn].clamp(0, count - 1), inside[turn]
         if kv_a.shape[0]:
-            rows = torch.stack([x[row] for x in given], 2)
-            slot = slots.long()
+            rows = torch.stack([x.detach()[row] for x in given], 2)[turn]
+            here = here[turn] & inside[:, None, None, None]
             self.kept[slot] = torch.where(here, rows, self.kept[slot])
-        self.lengths[slots.long()] = length[:, 0].to(torch.int32)
+        length = length[turn, 0].to(torch.int32)
+        self.lengths[slot] = torch.where(inside, length, self.lengths[slot])
 
     def _check_prompts(
         self, given: list[Tensor], cu_seqlens: Tensor | None, slots: Tensor | None
@@ -143,7 +163,7 @@ class KVCompressorState(tuple[Tensor, Tensor]):
             )  # fmt: skip
         num_sequences = 1
         if cu_seqlens is not None:
-            checks.tensor("cu_seqlens", cu_seqlens, ("num_bounds",), (torch.int32, torch.int64))
+            checks.tensor("cu_seqlens", cu_seqlens, ("num_bounds",), INTEGERS)
             if cu_seqlens.shape[0] < 1:
                 raise ValueError("cu_seqlens must have at least one element, got 0")
             num_sequences = cu_seqlens.shape[0] - 1
@@ -154,9 +174,7 @@ class KVCompressorState(tuple[Tensor, Tensor]):
                     f"with slots, got {num_sequences}"
                 )
             return
-        checks.tensor(
-            "slots", slots, ("num_sequences",), (torch.int32, torch.int64), shape=(num_sequences,)
-        )
+        checks.tensor("slots", slots, ("num_sequences",), INTEGERS, shape=(num_sequences,))
         if not torch.compiler.is_compiling() and backends.is_checked():
             _check_slots(slots, 0, num_slots)
 

@@ -267,6 +267,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """All keys of a query's range are selected ones."""
     from tile_kernels.attention.indexer_gradient import indexer_logits_bwd  # imports this module
 
+    if ctx.needs_input_grad[3]:
+        raise RuntimeError("indexer_logits: the scales of k have no gradient; detach them")
     q, k, k_sf, weights, start, end = ctx.saved_tensors
     inside = oracles.in_range(start, end, k.shape[0])
     keys = torch.arange(k.shape[0], device=q.device, dtype=torch.int32)

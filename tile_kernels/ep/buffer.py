@@ -640,7 +640,7 @@ rank |
 
     def _gathered(self, call: str, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
         sessions = self._agrs(call)
-        tensors = [t] if isinstance(t, Tensor) else list(t)
+        tensors: list[Any] = list(t) if isinstance(t, (tuple, list)) else [t]
         first = tensors[0] if tensors else None
         device = first.device if isinstance(first, Tensor) else torch.device("cpu")
         with self._on_comm_stream(device, None) as finish:

@@ -108,9 +108,9 @@ def _check_handle(handle: object, fabric: Fabric) -> EPHandle:
     return handle
 
 
-def _same_device(name: str, tensor: Tensor, x: Tensor) -> None:
+def _same_device(name: str, tensor: Tensor, x: Tensor, like: str = "x") -> None:
     if tensor.device != x.device:
-        raise ValueError(f"{name} must be on {x.device} as x is, got {tensor.device}")
+        raise ValueError(f"{name} must be on {x.device} as {like} is, got {tensor.device}")
 
 
 def _payloads(x: Any) -> tuple[list[Tensor], bool]:
@@ -121,6 +121,7 @@ def _payloads(x: Any) -> tuple[list[Tensor], bool]:
     if not 1 <= len(x) <= MOST_PAYLOADS:
         raise ValueError(f"x must have 1..{MOST_PAYLOADS} tensors, got {len(x)}")
     for place, tensor in enumerate(x):
+        checks.tensor(f"x[{place}]", tensor, ("num_tokens", "width"))
         checks.tensor(f"x[{place}]", tensor, ("num_tokens", "width"), shape=(len(x[0]), None))
         _same_device(f"x[{place}]", tensor, x[0])
     return list(x), True
@@ -201,6 +202,7 @@ def dispatch_request(
             raise ValueError("do_expand must be False with a handle of the compact layout")
         expand, cpu_sync = handle.do_expand, bool(handle.num_recv_tokens_per_expert_list)
         topk_idx = handle.topk_idx
+        _same_device("x", payloads[0], topk_idx, "the handle")
         num_experts = _from_handle("num_experts", num_experts, handle.num_experts)
         most_tokens = _from_handle(
             "num_max_tokens_per_rank", num_max_tokens_per_rank, handle.num_max_tokens_per_rank
@@ -311,6 +313,7 @@ def combine_request(
     handle = _check_handle(handle, fabric)
     num_rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
     checks.tensor("x", x, ("num_rows", "hidden"), SUMMED, shape=(num_rows, None))
+    _same_device("x", x, handle.topk_idx, "the handle")
     if handle.routing.plan.is_static and not allow_multiple_reduction:
         raise ValueError("handle must come from a buffer with allow_multiple_reduction=False too")
     num_tokens, num_topk = handle.topk_idx.shape

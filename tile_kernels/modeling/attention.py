@@ -108,11 +108,11 @@ class KVCompressor(nn.Module):
         kv, gate, cu_seqlens, num_windows, lead = self._projected(x, cu_seqlens, num_windows)
         if self.overlap:
             entries = attention.kv_compress_packed(
-                kv, gate, self.ape, cu_seqlens=cu_seqlens, num_windows=num_windows
+                kv, gate, self.ape.float(), cu_seqlens=cu_seqlens, num_windows=num_windows
             )
         else:
             entries = attention.kv_compress(
-                kv, gate, self.ape, cu_seqlens=cu_seqlens, num_windows=num_windows
+                kv, gate, self.ape.float(), cu_seqlens=cu_seqlens, num_windows=num_windows
             )
         if state is not None:
             with torch.no_grad():
@@ -134,7 +134,7 @@ class KVCompressor(nn.Module):
         with torch.no_grad():
             kv, gate = self.projection(x).split(self.width, dim=1)
             kv_a, z_a, *of_b = self._series(kv, gate)
-            bias_a, *bias_b = self._halves(self.ape)
+            bias_a, *bias_b = self._halves(self.ape.float())
             arguments = (kv_a, z_a, bias_a, *of_b, *bias_b)
             entries, completed = attention.kv_compress_step(state, *arguments, slots=slots)
             return self._normed(entries), completed
@@ -156,10 +156,10 @@ class KVCompressor(nn.Module):
             raise ValueError("KVCompressor: compress_and_cast needs a norm, but norm_eps is None")
         kv, gate, cu_seqlens, num_windows, lead = self._projected(x, cu_seqlens, num_windows)
         kv_a, z_a, *of_b = self._series(kv, gate)
-        bias_a, *bias_b = self._halves(self.ape)
+        bias_a, *bias_b = self._halves(self.ape.float())
         results = attention.kv_compress_norm_rope_cast(
             kv_a, z_a, bias_a, *of_b, *bias_b,
-            weight=self.norm_weight, cos=cos, sin=sin, eps=self.norm_eps,
+            weight=self.norm_weight.float(), cos=cos, sin=sin, eps=self.norm_eps,
             cu_seqlens=cu_seqlens, num_windows=num_windows,
         )  # fmt: skip
         codes, sf, rotated = (result.view(*lead, result.shape[1]) for result in results)
@@ -199,5 +199,6 @@ class KVCompressor(nn.Module):
     def _normed(self, entries: Tensor) -> Tensor:
         if self.norm_weight is None:
             return entries
-        normed = F.rms_norm(entries.float(), (self.channels,), self.norm_weight, self.norm_eps)
+        weight = self.norm_weight.float()
+        normed = F.rms_norm(entries.float(), (self.channels,), weight, self.norm_eps)
         return normed.to(entries.dtype)

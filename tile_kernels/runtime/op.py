@@ -455,8 +455,10 @@ class _Road:
                 self.run(device, (), {**named, **buffers})
                 return
             results = self.run(device, (), named)
-            for key, result in zip(buffers, results if isinstance(results, tuple) else (results,)):
+            named_results = dict(zip(buffers, tensors_in(results)))
+            for key, result in named_results.items():
                 check_output(key, buffers[key], result.shape, result.dtype, result.stride())
+            for key, result in named_results.items():
                 buffers[key].copy_(result)
         except (TypeError, ValueError) as error:
             raise self.explained(error, (), {**named, **buffers}) from None
@@ -599,7 +601,8 @@ def get(function: str | Callable[..., Any]) -> Op:
         raise KeyError(f"{function!r} is not a declared operator")
     load_all()
     if function not in _registry:
-        raise KeyError(f"no operator {function!r}; there are {', '.join(sorted(_registry))}")
+        names = ", ".join(name for name in sorted(_registry) if "._" not in name)
+        raise KeyError(f"no operator {function!r}; there are {names}")
     return _registry[function]
 
 

@@ -37,6 +37,8 @@ def check_output(
     strides: Sequence[int] | None = None,
 ) -> None:
     """Refuse a buffer of another dtype, shape or stride; strides of single elements are free."""
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(given).__name__}")
     if given.dtype is not dtype:
         raise TypeError(f"{name} must be {_words(dtype)}, got {_words(given.dtype)}")
     if tuple(given.shape) != tuple(shape):

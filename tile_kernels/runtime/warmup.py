@@ -124,6 +124,8 @@ def warmup(
                         arch="sm_90a")
     ```
     """
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"warmup: jobs must be at least 1, got {jobs}")
     device = current_device() if arch is None else described(arch)
     work = compilations(benchmark_calls() if calls is None else calls, device)
     started = time.perf_counter()

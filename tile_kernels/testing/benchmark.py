@@ -205,12 +205,15 @@ def save(report: Report, folder: Path = DEFAULT_FOLDER) -> list[Path]:
 
 def load(path: Path) -> Report:
     """A report as `save` wrote it."""
-    content = json.loads(path.read_text())
-    results = [
-        Result(**{key: value for key, value in result.items() if key != "gb_per_s"})
-        for result in content["results"]
-    ]
-    return Report(content["machine"], content["copy_gb_per_s"], results)
+    try:
+        content = json.loads(path.read_text())
+        results = [
+            Result(**{key: value for key, value in result.items() if key != "gb_per_s"})
+            for result in content["results"]
+        ]
+        return Report(content["machine"], content["copy_gb_per_s"], results)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ValueError(f"{path} is not a file of results") from None
 
 
 def load_all(folder: Path) -> Report:

@@ -162,7 +162,8 @@ def clamp_halves(
     >>> clamp_halves(torch.tensor([-9.0, 9.0]), torch.tensor([-9.0, 9.0]), 5.0)
     (tensor([-9.,  5.]), tensor([-5.,  5.]))
     """
-    return left.clamp(max=clamp_value), right.clamp(-clamp_value, clamp_value)
+    most = float(clamp_value)  # an integer 0 has no negative
+    return left.clamp(max=most), right.clamp(-most, most)
 
 
 def count_clamped(left: torch.Tensor, right: torch.Tensor, clamp_value: float) -> torch.Tensor:

@@ -110,6 +110,7 @@ INDEXER_TOPK = Cases(
         Sample("no keys", _rows(3, 0, 4)),
         Sample("one of one", _rows(1, 1, 1)),
         *(Sample(f"{kind}.3x700.50", _rows(3, 700, 50, kind)) for kind in KINDS),
+        Sample("sorted.3x300.1", _rows(3, 300, 1, "ties", by_value=True)),
         *(Sample(f"{kind}.sorted.2x300.70", _rows(2, 300, 70, kind, by_value=True))
           for kind in KINDS),
         # Lists that fill up: 20000 entries and more.

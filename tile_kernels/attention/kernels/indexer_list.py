@@ -234,7 +234,7 @@ def sort_entries(topk: int, threads: int, key: Any) -> Any:
     `key(word)` is the key of a word; the list has keys instead afterwards.
     A bitonic network over the next power of two; whoever calls has a barrier before and after.
     """
-    steps = (topk - 1).bit_length()
+    steps = max(1, (topk - 1).bit_length())
     size = 1 << steps
     pairs = -(-size // (2 * threads))
 

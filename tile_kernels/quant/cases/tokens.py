@@ -123,6 +123,15 @@ PER_TOKEN_CAST = Cases(
         Sample("strided.odd.e4m3", _plain(5, 128, "e4m3", 64, extra=3)),
         Sample("misaligned.e2m1", _plain(4, 128, "e2m1", 32, shift=True)),
         *(
+            Sample(f"again.rows.{s}.{f}.3x{h}", _requantised(3, h, s, b, f, h, flags))
+            for s, f, h, b, flags in (
+                ("e4m3", "e4m3", 256, (1, 128), {}),
+                ("e2m1", "e4m3", 320, (32, 32), COLUMN),
+                ("e4m3", "e2m1", 1056, (1, 32), ROUNDED),
+                ("e4m3", "e4m3", 33000, (1, 128), {}),  # which does not stay in registers
+            )
+        ),
+        *(
             Sample(f"again.{s}.{f}.{b[0]}x{b[1]}.{n}", _requantised(37, 320, s, b, f, g, flags))
             for s, f, b, g in [
                 ("e4m3", "e4m3", (1, 32), 128),

@@ -236,6 +236,7 @@ def cast_whole_rows(*static: Any) -> Any:
     elements = units(plan.source, chunk)
     fetch = fetch_values(plan.source, width, chunk, plan.load)
     widen = widen_values(plan.source, chunk, plan.load)
+    multiplied = multiply_scales(chunk, (plan.source_rows, plan.source_columns), plan.source_packed)
     packed = plan.fmt == "e5m6" and plan.task != FAKE
     scaled_row = scale_of_row(
         plan.fmt, plan.round_sf, plan.layout, threads, written=plan.task == CAST
@@ -272,6 +273,8 @@ def cast_whole_rows(*static: Any) -> Any:
                 if not keep:
                     fetch(x, block, (s * threads + tx) * chunk, raw, 0)
                 widen(raw, s * elements if keep else 0, values)
+                if plan.source_rows > 0:
+                    multiplied(x_sf, block, (s * threads + tx) * chunk, width, values)
                 for v in T.unroll(chunk):
                     amax = T.max(amax, T.abs(values[v]))
         scaled_row(amax, of_warps, clamp_min, scale, sf, block, block < rows)
@@ -285,6 +288,8 @@ def cast_whole_rows(*static: Any) -> Any:
                 if not keep:
                     fetch(x, block, first, raw, 0)
                 widen(raw, s * elements if keep else 0, values)
+                if plan.source_rows > 0:
+                    multiplied(x_sf, block, first, width, values)
                 if packed:
                     base = s * words_of_step if keep else 0
                     encode_e5m6(values, inverse[0], words, base + 3 * tx)
