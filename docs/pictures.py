@@ -36,9 +36,7 @@ def draw_comparison(path: Path) -> None:
 
 def main() -> None:
     """Write all pictures of measured times."""
-    for path in benchmark.plot_families(benchmark.load_all(RESULTS), FOLDER):
-        if path.suffix != ".svg":
-            path.unlink()
+    benchmark.plot_families(benchmark.load_all(RESULTS), FOLDER, ["svg"])
     draw_comparison(FOLDER / f"{RESULTS.name}.tilekernels.svg")
 
 

@@ -120,8 +120,8 @@ def _payloads(x: Any) -> tuple[list[Tensor], bool]:
         return [x], False
     if not 1 <= len(x) <= MOST_PAYLOADS:
         raise ValueError(f"x must have 1..{MOST_PAYLOADS} tensors, got {len(x)}")
+    checks.tensor("x[0]", x[0], ("num_tokens", "width"))
     for place, tensor in enumerate(x):
-        checks.tensor(f"x[{place}]", tensor, ("num_tokens", "width"))
         checks.tensor(f"x[{place}]", tensor, ("num_tokens", "width"), shape=(len(x[0]), None))
         _same_device(f"x[{place}]", tensor, x[0])
     return list(x), True

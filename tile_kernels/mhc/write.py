@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -144,14 +145,13 @@ def _launch(
     return out
 
 
-@op(
-    check=_check,
-    oracle=oracles.mhc_post,
-    cost=_cost,
-    cases=MHC_POST,
-    outputs=("out",),
+_declared = functools.partial(
+    op, check=_check, oracle=oracles.mhc_post, cost=_cost, cases=MHC_POST, outputs=("out",),
     in_place=("residual",),
-)
+)  # fmt: skip
+
+
+@_declared()
 def mhc_post(
     x: Tensor,
     residual: Tensor,
@@ -197,14 +197,7 @@ def _backward(ctx: Any, grad: Tensor) -> Gradients:
 gradient(mhc_post, _backward, setup_context=_save)
 
 
-@op(
-    check=_check,
-    oracle=oracles.mhc_post,
-    cost=_cost,
-    cases=MHC_POST,
-    outputs=("out",),
-    in_place=("residual",),
-)
+@_declared()
 def mhc_post_fwd(
     x: Tensor,
     residual: Tensor,

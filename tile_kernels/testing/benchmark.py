@@ -226,13 +226,15 @@ def load_all(folder: Path) -> Report:
     return Report(newest.machine, newest.copy_gb_per_s, results)
 
 
-def plot_families(report: Report, folder: Path) -> list[Path]:
-    """A picture for each family, `FOLDER/DEVICE.FAMILY.svg` and `.png`."""
+def plot_families(
+    report: Report, folder: Path, endings: Sequence[str] = ("svg", "png")
+) -> list[Path]:
+    """A picture for each family, `FOLDER/DEVICE.FAMILY.ENDING`."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for family in dict.fromkeys(result.family for result in report.results):
         results = [result for result in report.results if result.family == family]
-        for ending in ("svg", "png"):
+        for ending in endings:
             written.append(folder / f"{slug(report.machine['device'])}.{family}.{ending}")
             plot(Report(report.machine, report.copy_gb_per_s, results), written[-1])
     return written
