@@ -114,7 +114,7 @@ def joined(oracle: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def rows_of(data: Tensor) -> Tensor:
-    """Rows at a multiple of 16 bytes, eight codes of e2m1 as one word."""
+    """Rows, or scales, at a multiple of 16 bytes, eight codes of e2m1 as one word."""
     placed = data if alignment(data) == 16 else data.clone()
     return placed.view(torch.uint32) if data.dtype == torch.int8 else placed
 
@@ -169,8 +169,9 @@ def score(
         kinds = [("float8_e4m3fn" if many else source, "marking"), (source, "marked")]
     for kind in kinds:
         kernel.prepare(problem(*kind), q)
+    scales = rows_of(k_sf) if source == "float8_e4m3fn" and k_sf is not None else k_sf
     for kind in kinds:
-        keys = (rows_of(k), k_sf, None) if kind[0] == source else expanded(k, k_sf)
+        keys = (rows_of(k), scales, None) if kind[0] == source else expanded(k, k_sf)
         kernel.launch(problem(*kind), rows_of(q), q_sf, *keys, *rest)
 
 

@@ -8,6 +8,7 @@ from tile_kernels.attention.kernels.indexer_list import NO_TYPED_SYNC
 from tile_kernels.attention.kernels.indexer_scores import (
     E2M1,
     Tile,
+    landing_places,
     load_queries,
     marks_of,
     product,
@@ -110,6 +111,7 @@ def score_tiles(*static: Any) -> Any:
             of_queries, of_keys, raw, q_factors, of_weights, k_factors, bounds, of_scores = (
                 shared_memory(tile)
             )
+            landing = landing_places(tile)
             wide = T.alloc_shared((1,), T.int32)
             products = T.alloc_fragment((keys, tile.columns), T.float32)
             by_head = T.reshape(products, (keys, queries, tile.padded))
@@ -142,20 +144,23 @@ def score_tiles(*static: Any) -> Any:
                         if share * tiles + i < begin or share * tiles + i >= last:
                             store(out, first, share * tiles + i, bounds, of_scores, False)
                     open_stream(
-                        k, k_sf, num_keys, begin, last, of_keys, raw, k_factors, words, exponents,
-                        wide,
+                        k, k_sf, num_keys, begin, last, of_keys, raw, k_factors, landing, words,
+                        exponents, wide,
                     )  # fmt: skip
                     for number in T.serial(begin, last):
-                        arrive(number, last, of_keys, raw, k_factors, words, exponents, wide)
+                        arrive(
+                            number, begin, last, of_keys, raw, k_factors, landing, words, exponents,
+                            wide,
+                        )  # fmt: skip
                         start_product(of_keys, number % tile.slots, of_queries, products)
                         forward(
-                            k, k_sf, num_keys, number, last, of_keys, raw, k_factors, words,
-                            exponents, wide,
+                            k, k_sf, num_keys, number, last, of_keys, raw, k_factors, landing,
+                            words, exponents, wide,
                         )  # fmt: skip
                         if number > begin:
                             store(out, first, number - 1, bounds, of_scores, True)
                         finish_product(products, by_head, of_weights, sums)
-                        scaled(sums, k_factors, number, of_scores)
+                        scaled(sums, k_factors, number, of_scores, number % 2)
                     T.sync_threads()
                     if begin < last:
                         store(out, first, last - 1, bounds, of_scores, True)

@@ -25,6 +25,8 @@ from tile_kernels.runtime.device import Device
 GROUP = 32  # values of packed e2m1 that share an exponent
 MOST_COLUMNS = 128  # of the product: heads of all queries of a block
 STAGES = (4, 3, 2)  # tiles of keys, the one in use and those under way
+MANY_KEYS, FEW_KEYS = 128, 64  # of a tile
+MANY_BLOCKS = 4  # of an SM, with few keys each
 SPARE = 1280  # bytes of shared memory that are lost to alignment, and few others
 BF16, E4M3, E2M1 = "bfloat16", "float8_e4m3fn", "e2m1"
 SIZE = {BF16: 2, E4M3: 1}
@@ -86,6 +88,11 @@ class Tile(NamedTuple):
         return self.of_keys == E2M1
 
     @property
+    def bulk(self) -> bool:
+        """Whether a thread has tiles copied whole, by a unit of its own: Hopper's."""
+        return self.fenced and not self.expanded
+
+    @property
     def ahead(self) -> bool:
         """Whether a tile is expanded while the one before is multiplied: where that goes on by
         itself."""
@@ -110,14 +117,17 @@ class Tile(NamedTuple):
     @property
     def blocks(self) -> int:
         """Blocks of an SM that registers are shared by: one where a tile fills many of them."""
-        return 1 if self.packed and (self.unit == BF16 or self.rounds > 2) else 2
+        if self.packed and (self.unit == BF16 or self.rounds > 2):
+            return 1
+        return MANY_BLOCKS if self.bulk and self.keys == FEW_KEYS else 2
 
     def bytes(self) -> int:
         """Shared memory that it takes."""
         rows = self.columns + self.slots * self.keys
         raw = self.raw[0] * self.raw[1] * self.raw[2]  # e4m3
         scales = self.columns + self.factor_slots * self.keys + 2 * self.queries * self.keys
-        return rows * self.depth * SIZE[self.unit] + raw + 4 * scales
+        landing = 1024 if self.bulk else 0  # barriers, aligned
+        return rows * self.depth * SIZE[self.unit] + raw + 4 * scales + landing
 
 
 def tile_plan(
@@ -142,18 +152,22 @@ def tile_plan(
     queries = max(1, min(MOST_COLUMNS // padded, most_queries))
     fenced = device.arch == "sm_90a"
     numbers = STAGES[-1:] if of_keys != unit else STAGES
-    # Rather two blocks of an SM than large ones: one multiplies while the other sums over heads.
-    for room in (device.smem_per_sm // 2 - 1024, device.smem_per_block):
-        for keys in (128, 64):
-            for halved in range(queries.bit_length()):
-                for stages in numbers:
-                    fewer = queries >> halved
-                    tile = Tile(
-                        source, of_keys, unit, heads, padded, depth, keys, fewer, stages, fenced
-                    )
-                    left = room - tile.bytes() - fewer * held(keys) - shared - SPARE
-                    if left >= 0:
-                        return tile, left
+    # Rather many blocks of an SM than large ones: some multiply while others sum over heads. But
+    # not for fewer queries, which would have keys read more often.
+    sizes = [(2, MANY_KEYS), (2, FEW_KEYS), (1, MANY_KEYS), (1, FEW_KEYS)]
+    if fenced and of_keys == unit:
+        sizes = [(MANY_BLOCKS, FEW_KEYS), *sizes]
+    for blocks, keys in sizes:
+        room = device.smem_per_sm // blocks - 1024 if blocks > 1 else device.smem_per_block
+        for halved in range(queries.bit_length() if blocks <= 2 else 1):
+            for stages in numbers:
+                fewer = queries >> halved
+                tile = Tile(
+                    source, of_keys, unit, heads, padded, depth, keys, fewer, stages, fenced
+                )
+                left = room - tile.bytes() - fewer * held(keys) - shared - SPARE
+                if left >= 0:
+                    return tile, left
     less = ", or topk smaller," if shared else ""
     raise ValueError(
         f"q must have fewer heads or channels{less} for {device.name}, got {heads} heads of {depth}"
@@ -175,6 +189,11 @@ def shared_memory(tile: Tile, slots: int = 2) -> tuple[Any, ...]:
         T.alloc_shared((2, tile.queries), T.int32),  # ranges
         of_scores,
     )
+
+
+def landing_places(tile: Tile) -> Any:
+    """In a kernel: a barrier for each tile of keys that is under way, if they are copied whole."""
+    return T.alloc_barrier([1] * tile.stages) if tile.bulk else None
 
 
 def published(tile: Tile) -> Any:
@@ -223,17 +242,17 @@ def product(tile: Tile) -> Any:
     return start, finish
 
 
-def scores_of(tile: Tile, slots: int = 2) -> Any:
+def scores_of(tile: Tile) -> Any:
     """A macro: sums over heads, with the factor of each key, to shared memory by query."""
 
     @T.macro
-    def scaled(sums, factors, number, of_scores):
-        slot = number % tile.factor_slots
+    def scaled(sums, factors, number, of_scores, slot):
+        of_tile = number % tile.factor_slots
         for i, t in T.Parallel(tile.keys, tile.queries):
             if tile.of_keys == BF16:
-                of_scores[number % slots, t, i] = sums[i, t]
+                of_scores[slot, t, i] = sums[i, t]
             else:
-                of_scores[number % slots, t, i] = sums[i, t] * factors[slot, i]
+                of_scores[slot, t, i] = sums[i, t] * factors[of_tile, i]
 
     return scaled
 
@@ -457,7 +476,7 @@ def stream_keys(tile: Tile) -> Any:
     `number` can be multiplied; `forward`, while it is: fetches others and expands the next one.
 
     Tiles come by copies that go on behind, `stages` of them in a ring, or in packed form a tile
-    ahead in registers.
+    ahead in registers. Copied whole, they land at a barrier each, and a stream is opened once.
     """
     expand = expansion(tile.unit, tile.groups)
     publish = published(tile)
@@ -497,9 +516,24 @@ def stream_keys(tile: Tile) -> Any:
                 T.ptx_commit_group()
 
     @T.macro
-    def fetch(k, k_sf, num_keys, number, last, of_keys, raw, factors, words, exponents):
+    def fetch_whole(k, k_sf, number, last, of_keys, factors, landing):
+        if number < last:
+            row = number * tile.keys
+            slot = number % tile.stages
+            T.tma_copy(
+                k[row : row + tile.keys, 0 : tile.depth], of_keys[slot, :, :], barrier=landing[slot]
+            )
+            if tile.of_keys == E4M3:
+                T.tma_copy(k_sf[row : row + tile.keys], factors[slot, :], barrier=landing[slot])
+            if T.get_thread_binding() == 0:
+                T.barrier_arrive(landing[slot])
+
+    @T.macro
+    def fetch(k, k_sf, num_keys, number, last, of_keys, raw, factors, landing, words, exponents):
         if tile.packed:
             fetch_packed(k, k_sf, num_keys, number, last, words, exponents)
+        elif tile.bulk:
+            fetch_whole(k, k_sf, number, last, of_keys, factors, landing)
         else:
             fetch_copies(k, k_sf, number, last, of_keys, raw, factors)
 
@@ -521,34 +555,44 @@ def stream_keys(tile: Tile) -> Any:
                     )
 
     @T.macro
-    def landed():
+    def landed(number, begin, landing):
         """Whatever has been on its way longest is there."""
-        if not tile.packed:
-            T.ptx_wait_group(copies * (tile.stages - 2))
-        publish()
+        if tile.bulk:
+            slot = number % tile.stages
+            T.mbarrier_wait_parity(landing[slot], (number - begin) // tile.stages % 2)
+            T.sync_threads()
+        else:
+            if not tile.packed:
+                T.ptx_wait_group(copies * (tile.stages - 2))
+            publish()
 
     @T.macro
-    def open_stream(k, k_sf, num_keys, begin, last, of_keys, raw, factors, words, exponents, wide):
+    def open_stream(
+        k, k_sf, num_keys, begin, last, of_keys, raw, factors, landing, words, exponents, wide
+    ):
         for i in T.unroll(reach - 1):
-            fetch(k, k_sf, num_keys, begin + i, last, of_keys, raw, factors, words, exponents)
+            number = begin + i
+            fetch(k, k_sf, num_keys, number, last, of_keys, raw, factors, landing, words, exponents)
         if tile.ahead:
-            landed()
+            landed(begin, begin, landing)
             expand_tile(begin, last, of_keys, raw, factors, words, exponents, wide)
             number = begin + reach - 1
-            fetch(k, k_sf, num_keys, number, last, of_keys, raw, factors, words, exponents)
+            fetch(k, k_sf, num_keys, number, last, of_keys, raw, factors, landing, words, exponents)
 
     @T.macro
-    def arrive(number, last, of_keys, raw, factors, words, exponents, wide):
-        landed()
+    def arrive(number, begin, last, of_keys, raw, factors, landing, words, exponents, wide):
+        landed(number, begin, landing)
         if tile.expanded and not tile.ahead:
             expand_tile(number, last, of_keys, raw, factors, words, exponents, wide)
             publish()
 
     @T.macro
-    def forward(k, k_sf, num_keys, number, last, of_keys, raw, factors, words, exponents, wide):
+    def forward(
+        k, k_sf, num_keys, number, last, of_keys, raw, factors, landing, words, exponents, wide
+    ):
         if tile.ahead:
             expand_tile(number + 1, last, of_keys, raw, factors, words, exponents, wide)
         following = number + reach - 1 + tile.ahead
-        fetch(k, k_sf, num_keys, following, last, of_keys, raw, factors, words, exponents)
+        fetch(k, k_sf, num_keys, following, last, of_keys, raw, factors, landing, words, exponents)
 
     return open_stream, arrive, forward

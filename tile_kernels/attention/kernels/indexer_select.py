@@ -20,7 +20,9 @@ from tile_kernels.attention.kernels.indexer_list import (
 from tile_kernels.attention.kernels.indexer_logits import MARKED, MARKING
 from tile_kernels.attention.kernels.indexer_scores import (
     E2M1,
+    STAGES,
     Tile,
+    landing_places,
     load_queries,
     marks_of,
     product,
@@ -35,10 +37,11 @@ from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
 MOST_QUERIES = 4
-SLOTS = 4  # tiles of scores: lists take two at a time, while others come
+TOGETHER = 4  # tiles of scores that lists take at a time
+SLOTS = TOGETHER + 1  # for them, and one more, which comes while lists take the others
 ALL_BYTES = 0x01010101
 SPARE = 64  # entries that a list may keep beside the best before the end, which is less work
-SPARE_TILES = 4  # of keys that a list has room for beside those it must: it fills up less often
+SPARE_TILES = 1  # of keys that a list has room for beside those it must: it fills up less often
 MOST_OWN = 18  # entries of a list for each thread, if there is more room
 
 
@@ -80,19 +83,31 @@ def plan(
     device: Device,
 ) -> Plan:
     def least(keys: int) -> int:
-        """Entries of a list for each thread: for the best, two tiles, and some more."""
-        return list_entries(topk + (2 + SPARE_TILES) * keys, 2 * keys)
+        """Entries of a list for each thread: for the best, what comes at a time, and some more."""
+        return list_entries(topk + (TOGETHER + SPARE_TILES) * keys, 2 * keys)
 
     entry = 4 + (2 if short else 4)  # bytes
+
+    def grown(entries: int, tile: Tile, left: int) -> int:
+        """As many as there is room for, in `left` bytes more than for the least, up to a bound."""
+        most = least(tile.keys) + left // (entry * tile.threads * tile.queries)
+        while (more := list_entries((entries + 1) * tile.threads, tile.threads)) <= min(
+            most, MOST_OWN
+        ):
+            entries = more
+        return entries
+
     tile, left = tile_plan(
         source, of_keys, role == MARKED, heads, depth, MOST_QUERIES, device,
         held=lambda keys: entry * 2 * keys * least(keys) + 4 * (SLOTS - 2) * keys,
         shared=4 * BINS,
     )  # fmt: skip
-    entries = least(tile.keys)
-    most = entries + left // (entry * tile.threads * tile.queries)
-    while (more := list_entries((entries + 1) * tile.threads, tile.threads)) <= min(most, MOST_OWN):
-        entries = more
+    entries = grown(least(tile.keys), tile, left)
+    for stages in STAGES[1:]:  # rather long lists than many keys under way
+        fewer = tile._replace(stages=stages)
+        if stages < tile.stages and entries * tile.threads < 2 * (topk + tile.keys):
+            left += tile.bytes() - fewer.bytes()
+            tile, entries = fewer, grown(entries, fewer, left)
     return Plan(*tile, topk, entries * tile.threads, short, partial, role)
 
 
@@ -111,6 +126,8 @@ def best_keys(*static: Any) -> Any:
     heads, keys, queries = tile.heads, tile.keys, tile.queries
     topk, capacity = made.topk, made.capacity
     warps, lanes = tile.threads // WARP, WARP // queries  # of a query
+    per = TOGETHER * queries * keys // tile.threads  # keys of a query that a thread takes at a time
+    of_warp, vector = lanes * per, min(4, per)
     (width, element), (k_width, k_element) = tile.row(tile.source), tile.row(tile.of_keys)
     tokens, num_keys, shares, marked_tiles = T.dynamic("tokens num_keys shares marked_tiles")
     q_scales = (tokens, heads, tile.groups)
@@ -120,35 +137,47 @@ def best_keys(*static: Any) -> Any:
     some_marked, marked, begin_marks = marks_of(tile)
     open_stream, arrive, forward = stream_keys(tile)
     start_product, finish_product = product(tile)
-    scaled = scores_of(tile, SLOTS)
+    scaled = scores_of(tile)
     ids_in = "uint16" if made.short else "int32"
     keep = keep_best(topk, capacity, tile.threads, lambda word: word, ids_in)
 
     @T.macro
-    def offer(of_scores, number, last, bounds, inner, floors, offered, place, passed):
-        """Of the scores of two tiles, from `number` on: what is above the bound of its query's
-        list, 0 for others, as many keys for each thread as there are queries; where the first goes
+    def slot_of(i):
+        """Of the scores of the `i`-th tile: the first of those that lists take together has two in
+        turn, the others one each."""
+        slot = T.alloc_var(T.int32, init=i % TOGETHER)
+        if slot == 0:
+            slot = i // TOGETHER % 2 * TOGETHER
+        return slot
+
+    @T.macro
+    def offer(of_scores, i, number, last, bounds, inner, floors, offered, place, passed):
+        """Of the scores of some tiles, from the `i`-th on, which is `number`: what is above the
+        bound of its query's list, 0 for others, as many for each thread; where its first goes
         among those of the warp, and how many these are. `inner`: all keys are in range."""
         warp = T.get_thread_binding() // WARP
         lane = T.get_thread_binding() % WARP
         t = lane // lanes
-        of_warp = warp % (warps // 2) * WARP + lane % lanes * queries
-        tile_number = number + warp // (warps // 2)
-        values = T.alloc_local((queries,), T.float32)
-        key = T.alloc_var(T.int32, init=tile_number * keys + of_warp)
+        of_tiles = warp * of_warp + lane % lanes * per
+        slot = T.alloc_var(T.int32, init=of_tiles // keys)
+        key = T.alloc_var(T.int32, init=number * keys + of_tiles)
+        values = T.alloc_local((per,), T.float32)
         stop = T.alloc_var(T.int32)
         passing = T.alloc_var(T.int32, init=0)
         other = T.alloc_var(T.int32)
-        for j in T.vectorized(queries):
-            values[j] = of_scores[tile_number % SLOTS, t, of_warp + j]
-        for j in T.unroll(queries):
+        if slot == 0:
+            slot = slot_of(i)
+        for c in T.unroll(per // vector):
+            for e in T.vectorized(vector):
+                values[c * vector + e] = of_scores[slot, t, of_tiles % keys + c * vector + e]
+        for j in T.unroll(per):
             offered[j] = key_of(values[j])
         if not inner:
             stop = T.min(bounds[1, t], last * keys)
-            for j in T.unroll(queries):
+            for j in T.unroll(per):
                 if key + j < bounds[0, t] or key + j >= stop:
                     offered[j] = T.uint32(0)
-        for j in T.unroll(queries):
+        for j in T.unroll(per):
             if offered[j] > floors[t]:
                 passing = passing + 1
             else:
@@ -185,12 +214,10 @@ def best_keys(*static: Any) -> Any:
                 lower = ALL_BYTES & (T.shift_left(1, warp % 4 * 8) - 1)
             count = sum_of_bytes(words[w], ALL_BYTES, count)
             at = sum_of_bytes(words[w], lower, at)
-        for j in T.unroll(queries):
+        for j in T.unroll(per):
             if offered[j] > T.uint32(0):
                 best[t, at] = offered[j]
-                ids[t, at] = T.cast(
-                    number * keys + warp * WARP + lane % lanes * queries + j, ids_in
-                )
+                ids[t, at] = T.cast(number * keys + warp * of_warp + lane % lanes * per + j, ids_in)
                 at = at + 1
         if warp == 0 and lane % lanes == 0:
             counts[1 - turn, t] = count
@@ -234,11 +261,12 @@ def best_keys(*static: Any) -> Any:
             of_queries, of_keys, raw, q_factors, of_weights, k_factors, bounds, of_scores = (
                 shared_memory(tile, SLOTS)
             )
+            landing = landing_places(tile)
             best = T.alloc_shared((queries, capacity), T.uint32)
             ids = T.alloc_shared((queries, capacity), ids_in)
             counts = T.alloc_shared((2, queries), T.int32)
             passed = T.alloc_shared((queries, warps), T.uint8)
-            offered = T.alloc_local((queries,), T.uint32)
+            offered = T.alloc_local((per,), T.uint32)
             place = T.alloc_local((1,), T.int32)
             floors = T.alloc_shared((queries,), T.uint32)
             bins = T.alloc_shared((BINS,), T.int32)
@@ -274,7 +302,7 @@ def best_keys(*static: Any) -> Any:
                         floors[tx] = T.uint32(0)
                     for c in T.unroll(BINS // tile.threads):
                         bins[c * tile.threads + tx] = 0
-                    for c in T.unroll(queries):
+                    for c in T.unroll(per):
                         offered[c] = T.uint32(0)
                     place[0] = 0
                     load_ranges(start, end, first, tokens, num_keys, bounds)
@@ -284,8 +312,8 @@ def best_keys(*static: Any) -> Any:
                     begin = T.alloc_var(T.int32, init=between[0])
                     last = T.alloc_var(T.int32, init=between[1])
                     open_stream(
-                        k, k_sf, num_keys, begin, last, of_keys, raw, k_factors, words, exponents,
-                        wide,
+                        k, k_sf, num_keys, begin, last, of_keys, raw, k_factors, landing, words,
+                        exponents, wide,
                     )  # fmt: skip
                     low = T.alloc_var(T.int32, init=bounds[0, 0])  # keys in range of all queries
                     high = T.alloc_var(T.int32, init=T.min(bounds[1, 0], last * keys))
@@ -294,54 +322,60 @@ def best_keys(*static: Any) -> Any:
                         high = T.min(high, bounds[1, t + 1])
                     for i in T.serial(last - begin):
                         number = T.alloc_var(T.int32, init=begin + i)
-                        arrive(number, last, of_keys, raw, k_factors, words, exponents, wide)
-                        if i % 2 == 1:
+                        arrive(
+                            number, begin, last, of_keys, raw, k_factors, landing, words, exponents,
+                            wide,
+                        )  # fmt: skip
+                        now = i // TOGETHER % 2
+                        if i % TOGETHER == 1:
                             for t in T.serial(queries):
-                                if counts[i // 2 % 2, t] > capacity - 2 * keys:
+                                if counts[now, t] > capacity - TOGETHER * keys:
                                     shorten(
-                                        best, ids, t, i // 2 % 2, SPARE, counts, floors, bins,
-                                        found, of_warps,
+                                        best, ids, t, now, SPARE, counts, floors, bins, found,
+                                        of_warps,
                                     )  # fmt: skip
                         start_product(of_keys, number % tile.slots, of_queries, products)
                         forward(
-                            k, k_sf, num_keys, number, last, of_keys, raw, k_factors, words,
-                            exponents, wide,
+                            k, k_sf, num_keys, number, last, of_keys, raw, k_factors, landing,
+                            words, exponents, wide,
                         )  # fmt: skip
-                        if i >= 2 and i % 2 == 0:
+                        if i >= TOGETHER and i % TOGETHER == 0:
                             offer(
-                                of_scores, number - 2, last, bounds,
-                                (number - 2) * keys >= low and number * keys <= high,
+                                of_scores, i - TOGETHER, number - TOGETHER, last, bounds,
+                                (number - TOGETHER) * keys >= low and number * keys <= high,
                                 floors, offered, place, passed,
                             )  # fmt: skip
-                        elif i >= 3:
-                            enter(i - 3, i // 2 % 2, offered, place, passed, best, ids, counts)
+                        elif i > TOGETHER and i % TOGETHER == 1:
+                            enter(i - 1 - TOGETHER, now, offered, place, passed, best, ids, counts)
                         finish_product(products, by_head, of_weights, sums)
-                        scaled(sums, k_factors, number, of_scores)
+                        scaled(sums, k_factors, number, of_scores, slot_of(i))
                     tiles = T.alloc_var(T.int32, init=T.max(last - begin, 0))
-                    end_at = T.alloc_var(T.int32, init=T.ceildiv(tiles, 2) * 2 + 2)
-                    for i in T.serial(tiles, end_at + 1):  # what is left to enter, and the end
+                    whole = T.alloc_var(T.int32, init=T.ceildiv(tiles, TOGETHER) * TOGETHER)
+                    ending = T.alloc_var(T.int32, init=(whole // TOGETHER + 1) % 2)
+                    for i in T.serial(tiles, whole + 3):  # what is left to enter, and the end
                         T.sync_threads()
-                        if i % 2 == 1 or i == end_at:
+                        now = T.if_then_else(i == whole + 2, ending, i // TOGETHER % 2)
+                        if i % TOGETHER == 1 or i == whole + 2:
                             for t in T.serial(queries):
-                                if counts[i // 2 % 2, t] > T.if_then_else(
-                                    i == end_at, topk, capacity - 2 * keys
+                                if counts[now, t] > T.if_then_else(
+                                    i == whole + 2, topk, capacity - TOGETHER * keys
                                 ):
                                     shorten(
-                                        best, ids, t, i // 2 % 2, 0, counts, floors, bins, found,
+                                        best, ids, t, now, 0, counts, floors, bins, found,
                                         of_warps,
                                     )  # fmt: skip
-                        if i >= 2 and i % 2 == 0 and i < end_at:
+                        if i >= TOGETHER and i % TOGETHER == 0:
                             offer(
-                                of_scores, begin + i - 2, last, bounds, False, floors, offered,
-                                place, passed,
+                                of_scores, i - TOGETHER, begin + i - TOGETHER, last, bounds, False,
+                                floors, offered, place, passed,
                             )  # fmt: skip
-                        elif i >= 3 and i < end_at:
-                            enter(i - 3, i // 2 % 2, offered, place, passed, best, ids, counts)
+                        elif i > TOGETHER and i % TOGETHER == 1:
+                            enter(i - 1 - TOGETHER, now, offered, place, passed, best, ids, counts)
                     for t in T.serial(queries):
                         for c in T.serial(-(-topk // tile.threads)):
                             position = c * tile.threads + tx
                             if first + t < tokens and position < topk:
-                                present = position < counts[end_at // 2 % 2, t]
+                                present = position < counts[ending, t]
                                 out[first + t, share, position] = T.if_then_else(
                                     present, begin * keys + T.cast(ids[t, position], T.int32), -1
                                 )
