@@ -23,7 +23,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("name", ["operators", "arguments", "benchmarks", "layer", "comparison"])
+@pytest.mark.parametrize(
+    "name", ["operators", "arguments", "benchmarks", "layer", "demo", "comparison"]
+)
 def test_generated_tables_are_fresh(name: str) -> None:
     tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
     assert tables["updated"](name) == tables["TABLES"][name][0].read_text(), "docs/tables.py"
