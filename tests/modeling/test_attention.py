@@ -179,6 +179,35 @@ def test_arguments_are_explained() -> None:
     with pytest.raises(ValueError, match="compress_and_cast needs a norm"):
         layer.compress_and_cast(torch.zeros(2, 4), torch.ones(1, 1), torch.ones(1, 1))
     assert "4 -> 4, overlapping windows of 2" in repr(layer)
+    wanted = "state must be of overlapping windows of 2 tokens and 4 channels, got one of"
+    for other, words in (
+        (KVCompressor(4, 4, 3), "overlapping windows of 3 tokens and 4 channels"),
+        (KVCompressor(4, 4, 2, overlap=False), "windows of 2 tokens and 4 channels"),
+        (KVCompressor(4, 8, 2), "overlapping windows of 2 tokens and 8 channels"),
+    ):
+        with pytest.raises(ValueError, match=f"{wanted} {words}"):
+            layer(torch.zeros(1, 4, 4), state=other.state(1))
+        with pytest.raises(ValueError, match=f"{wanted} {words}"):
+            layer.step(torch.zeros(1, 4), other.state(1))
+
+
+@each_kind
+def test_decoding_continues_prefill_under_autocast(overlap: bool) -> None:
+    """The projection is bfloat16 there, the state float32 as the layer is; entries agree."""
+    layer = layer_of(overlap, "cpu", torch.float32)
+    with torch.no_grad():
+        layer.projection.weight.copy_(torch.randint(-1, 2, layer.projection.weight.shape))
+    x = torch.randint(-2, 3, (1, 12, 16)).float()
+    state = layer.state(1)
+    assert state.kept.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        expected = layer(x)
+        found = [*layer(x[:, :5], state=state)[0]]
+        for t in range(5, 12):
+            entries, completed = layer.step(x[:, t], state)
+            found += [*entries[completed]]
+    assert expected.dtype == entries.dtype == torch.bfloat16
+    assert torch.equal(torch.stack(found), expected[0])
 
 
 def test_parameters_keep_their_names() -> None:

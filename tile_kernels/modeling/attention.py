@@ -29,7 +29,7 @@ class KVCompressor(nn.Module):
     In training, `layer(x)`. In inference, `state = layer.state(num_sequences)`, then
     `layer(x, state=state)` for the prompts and `layer.step(x, state)` for each token after them:
     the entries are those of the whole sequence. Where the matrix product gives a token the same
-    bits in both, so do the entries.
+    bits in both, so do the entries. Under `torch.autocast` the state keeps its own dtype.
 
     >>> layer = KVCompressor(hidden=16, channels=8, window=4)
     >>> layer(torch.randn(2, 9, 16)).shape
@@ -105,6 +105,8 @@ class KVCompressor(nn.Module):
         """
         if slots is not None and state is None:
             raise ValueError("KVCompressor: slots are places in a state, got slots without state")
+        if state is not None:
+            self._check_state(state)
         kv, gate, cu_seqlens, num_windows, lead = self._projected(x, cu_seqlens, num_windows)
         if self.overlap:
             entries = attention.kv_compress_packed(
@@ -116,7 +118,8 @@ class KVCompressor(nn.Module):
             )
         if state is not None:
             with torch.no_grad():
-                state.prefill(*self._series(kv, gate), cu_seqlens=cu_seqlens, slots=slots)
+                rows = (row.to(state.kept.dtype) for row in self._series(kv, gate))
+                state.prefill(*rows, cu_seqlens=cu_seqlens, slots=slots)
         return self._normed(entries).view(*lead, self.channels)
 
     def step(
@@ -131,13 +134,15 @@ class KVCompressor(nn.Module):
             raise ValueError(
                 f"KVCompressor: x must be [num_tokens, {self.hidden}], got shape {tuple(x.shape)}"
             )
+        self._check_state(state)
         with torch.no_grad():
-            kv, gate = self.projection(x).split(self.width, dim=1)
+            projected = self.projection(x)
+            kv, gate = projected.to(state.kept.dtype).split(self.width, dim=1)
             kv_a, z_a, *of_b = self._series(kv, gate)
             bias_a, *bias_b = self._halves(self.ape.float())
             arguments = (kv_a, z_a, bias_a, *of_b, *bias_b)
             entries, completed = attention.kv_compress_step(state, *arguments, slots=slots)
-            return self._normed(entries), completed
+            return self._normed(entries.to(projected.dtype)), completed
 
     @torch.no_grad()
     def compress_and_cast(
@@ -186,6 +191,18 @@ class KVCompressor(nn.Module):
             cu_seqlens = steps * length
         kv, gate = self.projection(x.flatten(0, -2)).split(self.width, dim=1)
         return kv, gate, cu_seqlens, num_windows, lead
+
+    def _check_state(self, state: KVCompressorState) -> None:
+        """Whether it is one of such windows."""
+
+        def in_words(overlap: bool, window: int, channels: int) -> str:
+            kind = "overlapping " if overlap else ""
+            return f"{kind}windows of {window} tokens and {channels} channels"
+
+        wanted = in_words(self.overlap, self.window, self.channels)
+        given = in_words(state.overlap, state.window, state.kept.shape[3])
+        if given != wanted:
+            raise ValueError(f"KVCompressor: state must be of {wanted}, got one of {given}")
 
     def _halves(self, packed: Tensor) -> tuple[Tensor, ...]:
         """Series a, and with an overlap series b, of a packed tensor."""
