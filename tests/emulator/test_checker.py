@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tile_kernels.runtime.emulator import Emulated, EmulationError, staging
+from tile_kernels.runtime.emulator.launch import _check_map
 
 from . import sample_kernels as k
 from .helpers import cuda_source, fails, rand, replace_nth, run
@@ -162,6 +163,16 @@ def test_misaligned_view() -> None:
     memory = torch.zeros(4 * 512 + 4, dtype=torch.bfloat16)
     x = memory[1 : 1 + 4 * 512].view(4, 512)
     assert fails("misaligned", k.softmax(512), x, torch.zeros(4, 512)).buffer == "x"
+
+
+def test_misaligned_tensor_map() -> None:
+    whole = torch.zeros(70 * 136 + 1, dtype=torch.bfloat16)
+    x, y = whole[1:].view(70, 136), torch.zeros(70, 136, dtype=torch.bfloat16)
+    error = fails("misaligned", k.tma_copy(70, 136), x, y)
+    assert error.buffer == "x"
+    assert "tensor map needs multiples of 16 bytes, but x starts at 0x" in str(error)
+    with pytest.raises(EmulationError, match="but x has a stride of 264 bytes; the launch would"):
+        _check_map("x", 0, [264])
 
 
 def test_misaligned_explicit_access() -> None:

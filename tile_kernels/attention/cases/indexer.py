@@ -92,6 +92,7 @@ def arguments(
         if shift:
             of_q, of_k = ((misaligned(x[0]), x[1]) if source == E2M1 else misaligned(x)
                           for x in (of_q, of_k))  # fmt: skip
+            scales = misaligned(scales)
         start, end = _ranges(ranges, tokens, keys, device)
         return {
             "q": of_q, "k": (of_k, scales) if source == E4M3 else of_k,

@@ -116,7 +116,8 @@ class Tile(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Blocks of an SM that registers are shared by: one where a tile fills many of them."""
+        """Blocks of an SM that registers are shared by, if shared memory has room for them: one
+        where a tile fills many of them."""
         if self.packed and (self.unit == BF16 or self.rounds > 2):
             return 1
         return MANY_BLOCKS if self.bulk and self.keys == FEW_KEYS else 2

@@ -8,7 +8,7 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -540,8 +540,10 @@ class Emulated:
             spec, evaluate = self._maps[name]
             values, rank = evaluate(symbols), len(spec.dims)
             dims, strides, box = (values[i * rank : (i + 1) * rank] for i in range(3))
+            base = addresses[spec.tensor]
+            _check_map(spec.tensor, base, strides[1:])
             m = CTensorMap(
-                base=addresses[spec.tensor],
+                base=base,
                 elem_bytes=strides[0],
                 rank=rank,
                 swizzle=spec.swizzle,
@@ -612,6 +614,19 @@ def _unravel(element: int, t: torch.Tensor, packed: bool) -> tuple[int, ...] | N
         element, i = divmod(element, n)
         index.append(i)
     return tuple(reversed(index))
+
+
+def _check_map(tensor: str, base: int, strides: Sequence[int]) -> None:
+    """A copy by tensor map wants its tensor, and the rows of it, on multiples of 16 bytes."""
+    found = [f"starts at {base:#x}"] if base % 16 else []
+    found += [f"has a stride of {stride} bytes" for stride in strides if stride % 16]
+    if found:
+        raise EmulationError(
+            f"a tensor map needs multiples of 16 bytes, but {tensor} {found[0]}; the launch would "
+            "fail on a GPU",
+            kind="misaligned",
+            buffer=tensor,
+        )
 
 
 def _source_line(library: Path, addresses: list[int]) -> tuple[str, int, str] | None:
