@@ -213,4 +213,11 @@ def test_ep_model_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--topk must be at least 1" in said(capsys, "ep-model", "--topk", "0", status=2)
     assert "go with --simulate" in said(capsys, "ep-model", "--plot", "x.png", status=2)
     text = said(capsys, "ep-model", "--rdma-gbs", "0", status=2)
-    assert "rdma_gbs must be positive for 2 nodes, got 0" in text
+    assert "rdma_gbs must be positive and finite for 2 nodes, got 0" in text
+    for wrong in ("nan", "inf"):
+        text = said(capsys, "ep-model", "--rdma-gbs", wrong, status=2)
+        assert f"rdma_gbs must be positive and finite for 2 nodes, got {wrong}" in text
+        text = said(capsys, "ep-model", "--nvlink-gbs", wrong, status=2)
+        assert f"nvlink_gbs must be positive and finite, got {wrong}" in text
+        text = said(capsys, "ep-model", "--simulate", "--skew", wrong, status=2)
+        assert f"--skew must be a positive number, got {wrong}" in text

@@ -7,6 +7,7 @@ import copy
 import importlib.metadata
 import inspect
 import json
+import math
 import os
 import pickle
 import shutil
@@ -529,6 +530,8 @@ def _simulated(options: argparse.Namespace, physical: Any, hybrid: bool) -> Any:
 
     routing = sim.balanced_routing(options.tokens, options.experts, options.topk)
     if options.skew is not None:
+        if not 0 < options.skew < math.inf:
+            raise ValueError(f"--skew must be a positive number, got {options.skew}")
         routing = sim.skewed_routing(
             options.tokens, options.experts, options.topk, physical.num_ranks, options.skew
         )

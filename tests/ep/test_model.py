@@ -34,7 +34,7 @@ def test_sms_in_direct_mode_over_two_machines() -> None:
 
 
 def test_sms_need_the_bandwidths_that_decide() -> None:
-    with pytest.raises(ValueError, match="rdma_gbs must be positive for 2 nodes, got 0"):
+    with pytest.raises(ValueError, match="rdma_gbs must be positive and finite for 2 nodes, got 0"):
         model.num_sms(2, 8, 256, 8, rdma_gbs=0, nvlink_gbs=430, num_device_sms=132)
     with pytest.raises(ValueError, match="nvlink_gbs must be positive"):
         model.num_sms(1, 8, 256, 8, rdma_gbs=50, nvlink_gbs=0, num_device_sms=132)

@@ -152,6 +152,9 @@ def sessions(group: Any, engine: str = "auto") -> None:
                     kept.append((out, wanted))
             for out, wanted in kept:  # nothing of a session overwrites the rest of it
                 assert_equal(out, wanted)
+    negative = pytest.raises(ValueError, match=r"sizes of at least 0, got \(2, -1\)")
+    with buffer.agrs_new_session(), negative:
+        buffer.agrs_get_inplace_tensor((2, -1), torch.float32)
     with buffer.agrs_new_session(enabled=False):
         pass
 

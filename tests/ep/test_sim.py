@@ -154,7 +154,7 @@ def test_the_table_in_the_documents_is_fresh() -> None:
 def test_times_need_bandwidths() -> None:
     traffic = sim.simulate(Topology(2, 1), 2, lambda rank: torch.tensor([[1 - rank]]))
     assert traffic.seconds(1000, rdma_gbs=1, nvlink_gbs=0) == pytest.approx(1e-6)
-    with pytest.raises(ValueError, match="rdma_gbs must be positive, got 0"):
+    with pytest.raises(ValueError, match="rdma_gbs must be positive and finite, got 0"):
         traffic.seconds(1000, rdma_gbs=0, nvlink_gbs=100)
     with pytest.raises(ValueError, match="num_experts must be a multiple of the 2 ranks, got 3"):
         sim.simulate(Topology(2, 1), 3, lambda _: torch.tensor([[0]]))

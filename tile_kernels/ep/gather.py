@@ -78,6 +78,12 @@ class GatherSessions:
         """This rank's parts of them: gathering these copies nothing here."""
         if not self._open:
             raise RuntimeError("ElasticBuffer.agrs_get_inplace_tensor: there is no open session")
+        for shape in shapes:
+            if any(size < 0 for size in shape):
+                raise ValueError(
+                    "ElasticBuffer.agrs_get_inplace_tensor: shapes must have sizes of at least 0, "
+                    f"got {tuple(shape)}"
+                )
         return [full[self._engine.index] for full in self.places(shapes, dtype, device)]
 
     def _memory_on(self, device: torch.device) -> Tensor:

@@ -155,10 +155,10 @@ def num_sms(
         near = num_physical_nvlink_ranks or ranks
         write += (sent if near < ranks else 0) + near / ranks
         nvlink = near / ranks * (1 - 1 / near)
-    if nodes > 1 and rdma_gbs <= 0:
-        raise ValueError(f"rdma_gbs must be positive for {nodes} nodes, got {rdma_gbs}")
-    if nvlink > 0 and nvlink_gbs <= 0:
-        raise ValueError(f"nvlink_gbs must be positive, got {nvlink_gbs}")
+    if nodes > 1 and not 0 < rdma_gbs < math.inf:
+        raise ValueError(f"rdma_gbs must be positive and finite for {nodes} nodes, got {rdma_gbs}")
+    if nvlink > 0 and not 0 < nvlink_gbs < math.inf:
+        raise ValueError(f"nvlink_gbs must be positive and finite, got {nvlink_gbs}")
     traffic, gbs = nvlink, nvlink_gbs
     if nodes > 1 and (nvlink == 0 or rdma / rdma_gbs > nvlink / nvlink_gbs):
         traffic, gbs = rdma, rdma_gbs
@@ -213,8 +213,8 @@ def transfer_seconds(
         (nvlink_rows, nvlink_gbs, "nvlink_gbs"),
     ):
         if rows:
-            if gbs <= 0:
-                raise ValueError(f"{name} must be positive, got {gbs}")
+            if not 0 < gbs < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {gbs}")
             times.append(rows * row_bytes / (gbs * 1e9))
     return max(times)
 
