@@ -234,6 +234,13 @@ def best_keys(*static: Any) -> Any:
             floors[t] = floor
         T.sync_threads()
 
+    @T.macro
+    def make_room(most, now, spare, best, ids, counts, floors, bins, found, of_warps):
+        """Shorten the lists that have more than `most` entries."""
+        for t in T.serial(queries):
+            if counts[now, t] > most:
+                shorten(best, ids, t, now, spare, counts, floors, bins, found, of_warps)
+
     @T.prim_func
     def best_of_queries(
         q: T.Tensor[(tokens, heads, width), element],
@@ -328,12 +335,10 @@ def best_keys(*static: Any) -> Any:
                         )  # fmt: skip
                         now = i // TOGETHER % 2
                         if i % TOGETHER == 1:
-                            for t in T.serial(queries):
-                                if counts[now, t] > capacity - TOGETHER * keys:
-                                    shorten(
-                                        best, ids, t, now, SPARE, counts, floors, bins, found,
-                                        of_warps,
-                                    )  # fmt: skip
+                            make_room(
+                                capacity - TOGETHER * keys, now, SPARE, best, ids, counts, floors,
+                                bins, found, of_warps,
+                            )  # fmt: skip
                         start_product(of_keys, number % tile.slots, of_queries, products)
                         forward(
                             k, k_sf, num_keys, number, last, of_keys, raw, k_factors, landing,
@@ -356,14 +361,10 @@ def best_keys(*static: Any) -> Any:
                         T.sync_threads()
                         now = T.if_then_else(i == whole + 2, ending, i // TOGETHER % 2)
                         if i % TOGETHER == 1 or i == whole + 2:
-                            for t in T.serial(queries):
-                                if counts[now, t] > T.if_then_else(
-                                    i == whole + 2, topk, capacity - TOGETHER * keys
-                                ):
-                                    shorten(
-                                        best, ids, t, now, 0, counts, floors, bins, found,
-                                        of_warps,
-                                    )  # fmt: skip
+                            make_room(
+                                T.if_then_else(i == whole + 2, topk, capacity - TOGETHER * keys),
+                                now, 0, best, ids, counts, floors, bins, found, of_warps,
+                            )  # fmt: skip
                         if i >= TOGETHER and i % TOGETHER == 0:
                             offer(
                                 of_scores, i - TOGETHER, begin + i - TOGETHER, last, bounds, False,
