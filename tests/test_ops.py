@@ -267,9 +267,9 @@ def test_bad_values_raise_in_the_checked_mode(op: Op, bad: Reject, ground: tuple
 
 @each_op
 def test_wrong_number_of_arguments(op: Op, no_launch: None) -> None:
-    with pytest.raises(TypeError, match=f"^{op.short_name}: .*argument"):
+    with pytest.raises(TypeError, match=f"^{op.short_name}.*argument"):
         op.function()
-    with pytest.raises(TypeError, match=f"^{op.short_name}: .*no_such_argument"):
+    with pytest.raises(TypeError, match=f"^{op.short_name}.*no_such_argument"):
         op.function(**op.cases.ordinary().build("cpu"), no_such_argument=1)
 
 

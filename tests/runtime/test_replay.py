@@ -21,6 +21,7 @@ from tile_kernels.runtime.op import Op
 from tile_kernels.runtime.replay import look, remembering, watched
 from tile_kernels.runtime.road import repeated
 
+OPS = [op for op in OPS if isinstance(op, Op)]  # the others have a cache of prepared calls
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 

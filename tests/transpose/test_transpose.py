@@ -107,19 +107,19 @@ def test_nan_payloads_and_signed_zeros_survive() -> None:
 
 def test_more_columns_than_the_grid_has_blocks_on_y(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide matrices put their columns on the grid's x axis; here from 129 columns on."""
-    from tile_kernels.transpose.kernels import batched
+    from tile_kernels.transpose import plan as plans
 
-    monkeypatch.setattr(batched, "MOST_BLOCKS_ON_Y", 1)
+    monkeypatch.setattr(plans, "MAX_BLOCKS_ON_Y", 1)
     x = torch.arange(40.0 * 200).view(40, 200).bfloat16()
-    assert not batched.plan("bfloat16", 2, 40, 200, 200, None, 16, described()).rows_on_x
+    assert not plans.plan("bfloat16", 2, 40, 200, 200, None, 16, described()).rows_on_x
     with tile_kernels.backend("emulate"):
         assert torch.equal(tile_kernels.transpose.transpose(x), x.T)
 
 
 def test_more_matrices_than_the_grid_has_blocks_on_z(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tile_kernels.transpose import batched
+    from tile_kernels.transpose import op
 
-    monkeypatch.setattr(batched, "_MOST_BATCHES", 2)
+    monkeypatch.setattr(op, "_MAX_BATCHES", 2)
     x = torch.arange(5.0 * 9 * 12).view(5, 9, 12)
     with tile_kernels.backend("emulate"), emulation.reports() as reports:
         assert torch.equal(tile_kernels.transpose.batched_transpose(x), x.transpose(1, 2))

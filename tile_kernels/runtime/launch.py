@@ -52,7 +52,7 @@ class KernelDefinition:
     """
 
     build: Callable[..., Any]
-    plan: Callable[..., tuple[Any, ...]]
+    plan: Callable[..., tuple[Any, ...]] | None
     pass_configs: dict[str, Any]
     access_bits: Callable[..., tuple[Widths, Widths]] | None
 
@@ -91,7 +91,7 @@ def _bare(compiled: Any) -> Handle:
 
 def kernel(
     *,
-    plan: Callable[..., tuple[Any, ...]],
+    plan: Callable[..., tuple[Any, ...]] | None = None,
     pass_configs: dict[str, Any] | None = None,
     access_bits: Callable[..., tuple[Widths, Widths]] | None = None,
 ) -> Callable[[Callable[..., Any]], KernelDefinition]:
@@ -171,6 +171,7 @@ class Kernel:
 
     module: str
     name: str
+    planner: Callable[..., tuple[Any, ...]] | None = None
     _planned: dict[tuple[Any, ...], Handle] = field(default_factory=dict, repr=False)
     _handles: dict[tuple[Any, ...], Handle] = field(default_factory=dict, repr=False)
     _pending: dict[tuple[Any, ...], Future[Handle]] = field(default_factory=dict, repr=False)
@@ -183,6 +184,14 @@ class Kernel:
         if self._definition is None:
             self._definition = getattr(importlib.import_module(self.module), self.name)
         return self._definition
+
+    @property
+    def plan(self) -> Callable[..., tuple[Any, ...]]:
+        """`plan(*problem, device)` gives the static arguments of the builder."""
+        plan = self.planner or self.definition.plan
+        if plan is None:
+            raise ValueError(f"the kernel {self.name} has no plan")
+        return plan
 
     def launch(self, problem: tuple[Any, ...], *arguments: Any) -> None:
         """Run the kernel for `problem` on `arguments`, in the order of its prim_func.
@@ -225,7 +234,7 @@ class Kernel:
         """Plan for a CUDA device and remember the handle for this very problem."""
         generation = config.generation  # before planning: a change meanwhile must not be missed
         device = config.planned_device(index)
-        handle = self.handle(self.definition.plan(*problem, device), device.arch)
+        handle = self.handle(self.plan(*problem, device), device.arch)
         if len(self._planned) >= _MOST_PLANNED:  # token counts vary without end
             self._planned.clear()
         self._planned[problem, index, generation] = handle
@@ -262,4 +271,4 @@ class Kernel:
 
     def static_arguments(self, problem: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
         """What the plan chooses for `problem` on `device`."""
-        return self.definition.plan(*problem, device)
+        return self.plan(*problem, device)

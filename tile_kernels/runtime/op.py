@@ -41,16 +41,30 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from tile_kernels.runtime import backends, checks, logs
+from tile_kernels.runtime import backends, checks, logs, registry
+from tile_kernels.runtime.autograd import last_gradients, refuse_tangents
 from tile_kernels.runtime.cases import Cases, Cost, tensors_in
 from tile_kernels.runtime.launch import recording
 from tile_kernels.runtime.outputs import check_output
+from tile_kernels.runtime.registry import all_ops, get, load_all
 from tile_kernels.runtime.replay import remembering
 from tile_kernels.runtime.road import road as state
 
+__all__ = [
+    "Op",
+    "all_ops",
+    "face",
+    "get",
+    "gradient",
+    "last_gradients",
+    "load_all",
+    "op",
+    "refuse_tangents",
+]
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-_registry: dict[str, Op] = {}
+_registry: dict[str, Any] = registry._registry
 _NO_CASES = Cases(small=())
 
 
@@ -277,33 +291,6 @@ def gradient(
     under `torch.compile`.
     """
     get(function).custom_op.register_autograd(backward, setup_context=setup_context)
-
-
-def last_gradients(
-    message: str, grads: Iterable[Tensor | None], inputs: Iterable[Tensor]
-) -> tuple[Tensor | None, ...]:
-    """`grads`, which raise with `message` if someone differentiates them again.
-
-    For backward formulas whose operators have none themselves: under `create_graph=True` a second
-    derivative would be missing without a word.
-    """
-    if not torch.is_grad_enabled():
-        return tuple(grads)
-    inputs = tuple(inputs)
-    return tuple(
-        None if grad is None else _LastGradient.apply(message, grad, *inputs) for grad in grads
-    )
-
-
-class _LastGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, message: str, grad: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG004
-        ctx.message = message
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError(ctx.message)
 
 
 class _Road:
@@ -539,18 +526,6 @@ def _inspect(road: _Road, args: Any, kwargs: Any) -> tuple[torch.device, bool]:
     return device, plain
 
 
-def refuse_tangents(name: str, values: Iterable[Any]) -> None:
-    """Forward-mode derivatives would be lost without a word: PyTorch's custom ops have none."""
-    if forward_ad._current_level < 0:
-        return
-    for value in values:
-        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-            raise RuntimeError(
-                f"{name}: forward-mode derivatives are not supported; use reverse mode, or "
-                "pass torch.autograd.forward_ad.unpack_dual(x).primal"
-            )
-
-
 def _mixed(road: _Road, args: Any, kwargs: Any) -> ValueError:
     named = road.signature.bind(*args, **kwargs).arguments
     places = [f"{name} is on {t.device}" for name, t in named.items() if isinstance(t, Tensor)]
@@ -590,32 +565,3 @@ def _custom_op(
     custom_op.register_kernel(None)(implemented)
     custom_op.register_fake(shapes)
     return custom_op
-
-
-def get(function: str | Callable[..., Any]) -> Op:
-    """The declaration of an operator, by `family.name` or by its public function."""
-    if not isinstance(function, str):
-        for declared in _registry.values():
-            if declared.function is function:
-                return declared
-        raise KeyError(f"{function!r} is not a declared operator")
-    load_all()
-    if function not in _registry:
-        names = ", ".join(name for name in sorted(_registry) if "._" not in name)
-        raise KeyError(f"no operator {function!r}; there are {names}")
-    return _registry[function]
-
-
-def all_ops() -> list[Op]:
-    """Every public operator of the library, by name; those declared elsewhere are left out."""
-    load_all()
-    found = [_registry[name] for name in sorted(_registry) if "._" not in name]
-    return [declared for declared in found if declared.body.__module__.startswith("tile_kernels.")]
-
-
-def load_all() -> None:
-    """Import every family, so that the registry is complete."""
-    import tile_kernels
-
-    for family in tile_kernels.FAMILIES:
-        getattr(tile_kernels, family)

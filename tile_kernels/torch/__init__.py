@@ -32,7 +32,7 @@ from tile_kernels.torch.topk import (
     topk_weights,
     topk_weights_backward,
 )
-from tile_kernels.torch.transpose import batched_transpose, transpose
+from tile_kernels.transpose.reference import batched_transpose, transpose
 
 __all__ = [
     "aux_fi",

@@ -55,7 +55,7 @@ def _counted(*shape: int) -> torch.Tensor:
     return (10000 * b + 64 * i + j).float().view(shape)
 
 
-TRANSPOSE = Cases(
+_TRANSPOSE = Cases(
     small=[
         *(Sample(_label(s, d), _bits(*s, dtype=d)) for d in _DTYPES for s in _EDGES),
         *(Sample(_label((65, 96), d, 32), _bits(65, 96, dtype=d, extra=32)) for d in _DTYPES),
@@ -88,7 +88,7 @@ TRANSPOSE = Cases(
     rejects=_REJECTS,
 )
 
-BATCHED_TRANSPOSE = Cases(
+_BATCHED_TRANSPOSE = Cases(
     small=[
         *(Sample(_label((2, *s), d), _bits(2, *s, dtype=d)) for d in _DTYPES for s in _EDGES[::2]),
         Sample("empty-batch", _bits(0, 4, 8)),
@@ -114,3 +114,5 @@ BATCHED_TRANSPOSE = Cases(
     ],
     rejects=_REJECTS,
 )
+
+CASES = {"transpose": _TRANSPOSE, "batched_transpose": _BATCHED_TRANSPOSE}

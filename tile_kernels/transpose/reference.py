@@ -1,4 +1,4 @@
-"""Oracles of the transposes: PyTorch's own."""
+"""References of the transposes: PyTorch's own."""
 
 from __future__ import annotations
 

@@ -1,0 +1,221 @@
+"""Cached calls, on a machine without a GPU: compiled handles are emulated kernels.
+
+`Tensor.get_device` answers 0, so that CPU tensors are cached like CUDA tensors. Results are compared
+with the reference.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.test_ops import copies
+from tile_kernels import config, transpose
+from tile_kernels.runtime import emulation, launch, operator, prepared, registry
+from tile_kernels.runtime.cases import assert_equal_results, moved, tensors_in
+from tile_kernels.runtime.declaration import Launch, Size, Spec
+from tile_kernels.runtime.device import described
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.transpose import reference
+
+registry.load_all()
+OPERATORS = [each for each in registry._registry.values() if isinstance(each, Operator)]
+PUBLIC = [each for each in OPERATORS if "._" not in each.name]
+each_operator = pytest.mark.parametrize("op", PUBLIC, ids=lambda each: each.name)
+
+
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of operators whose `launches` were evaluated; calls on the CPU are cached."""
+
+    def handle(self: Any, static: Any, arch: str) -> Any:
+        options = emulation.Options(mode="fast")
+        return self.once(("static", static), lambda: emulation._build(self, static, options))
+
+    monkeypatch.setattr(Tensor, "get_device", lambda self: 0)
+    monkeypatch.setattr(operator, "current_device", int)
+    monkeypatch.setattr(operator.backends, "choose", lambda device: "tilelang")
+    monkeypatch.setattr(config, "planned_device", lambda index: described())
+    monkeypatch.setattr(launch.Kernel, "handle", handle)
+    found: list[str] = []
+    prepare = Operator._prepare
+    monkeypatch.setattr(
+        Operator, "_prepare", lambda self, *args: found.append(self.name) or prepare(self, *args)
+    )
+    for each in OPERATORS:
+        each._plans.clear()
+    yield found
+    for each in OPERATORS:
+        each._plans.clear()
+
+
+def first_samples(op: Operator) -> list[Any]:
+    """A few samples: their call runs three times each."""
+    return op.cases.small[:: max(1, len(op.cases.small) // 3)]
+
+
+@each_operator
+def test_repeated_calls_give_the_reference(op: Operator, evaluated: list[str]) -> None:
+    """The arguments of earlier calls are overwritten, so that nothing of them can be kept."""
+    for sample in first_samples(op):
+        arguments = sample.build("cpu")
+        expected = op.outcome(op.oracle, copies(arguments))
+        for _ in range(3):
+            given = copies(arguments)
+            op.cases.compare(op.outcome(op.function, given), expected)
+            for tensor in tensors_in(given):
+                if 0 not in tensor.stride():
+                    tensor.untyped_storage().fill_(0xA5)
+    assert len(evaluated) <= 2 * len(first_samples(op))
+
+
+@each_operator
+def test_dynamic_declaration_is_honest(op: Operator, evaluated: list[str]) -> None:
+    """Calls with equal keys have equal launches, apart from `Size`."""
+    launches: dict[Any, Any] = {}
+    key_of, launched = Operator._key, Operator._launched
+    current: list[Any] = []
+
+    def key(self: Any, *args: Any) -> Any:
+        found = key_of(self, *args)
+        current[:] = [(self.name, found)]
+        return None  # so that launches are evaluated every time
+
+    def launch_all(self: Any, record: Any, specs: Any) -> Any:
+        found = launched(self, record, specs)
+        words = [
+            (each.kernel.name if isinstance(each, Launch) else each.function,
+             tuple("size" if isinstance(x, Size) else x for x in getattr(each, "problem", ())),
+             [described_argument(x) for x in each.arguments])
+            for each in found
+        ]  # fmt: skip
+        if current and current[0][1] is not None:
+            assert launches.setdefault(current[0], words) == words
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Operator, "_key", key)
+        patch.setattr(Operator, "_launched", launch_all)
+        patch.setattr(prepared.Call, "run", lambda self, values: None)
+        for sample in [*op.cases.small]:
+            try:
+                op.function(**sample.build("cpu"))
+            except TypeError:  # a public function that unpacks the result, which is None here
+                continue
+
+
+def described_argument(x: Any) -> Any:
+    """A launch argument without what depends on sizes."""
+    if isinstance(x, Size):
+        return "size"
+    if not isinstance(x, Spec):
+        return x
+    if isinstance(x.source, int):
+        return x.source
+    spec, function, operands = x.source
+    return described_argument(spec), function, operands
+
+
+@each_operator
+def test_public_function_passes_every_argument(op: Operator) -> None:
+    """`Operator.__call__` takes all fields by position."""
+    assert all(
+        parameter.kind is not inspect.Parameter.VAR_POSITIONAL
+        for parameter in op.signature.parameters.values()
+    )
+
+
+def test_new_sizes_reuse_the_plan(evaluated: list[str]) -> None:
+    for rows in (5, 9, 1, 300, 7, 9):
+        x = torch.randn(rows, 32).bfloat16()
+        assert_equal_results(transpose.transpose(x), reference.transpose(x))
+    assert len(evaluated) == 1
+    transpose.transpose(torch.empty(0, 32).bfloat16())
+    assert len(evaluated) == 2  # no elements: nothing to launch
+
+
+def test_misaligned_and_strided_tensors_have_other_plans(evaluated: list[str]) -> None:
+    wide = torch.randn(6, 64).bfloat16()
+    for x in (wide[:, :32], wide[:1, :32], wide[:, 1:33], wide[:, :32].clone()):
+        for _ in range(2):
+            assert_equal_results(transpose.transpose(x), reference.transpose(x))
+    assert len(evaluated) == 3  # the first row is contiguous, like the clone
+
+
+def test_errors_after_a_hit(evaluated: list[str]) -> None:
+    transpose.transpose(torch.ones(4, 4))
+    with pytest.raises(ValueError, match="^transpose: x must have 2 dimensions"):
+        transpose.transpose(torch.ones(4, 4, 4))
+
+
+def test_a_changed_sm_budget_is_a_new_plan(
+    evaluated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transpose.transpose(torch.ones(4, 4))
+    monkeypatch.setattr(config, "generation", config.generation + 1)
+    transpose.transpose(torch.ones(4, 4))
+    assert len(evaluated) == 2
+
+
+def test_caches_are_bounded_and_threads_agree(
+    evaluated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "MAX_PLANS", 4)
+    monkeypatch.setattr(operator, "MAX_CALLS", 4)
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        for size in range(1, 12):
+            x = torch.randn(size + seed, 4 + size % 6)
+            if not torch.equal(transpose.transpose(x), x.T):
+                wrong.append(size)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not wrong
+    plans = registry.get("transpose.transpose")._plans
+    assert len(plans) <= 4 + 4  # a thread may be between the bound and its insertion
+    assert all(len(plan.calls) <= 8 for plan in plans.values())
+
+
+@each_operator
+def test_warm_up_sees_what_a_call_launches(
+    op: Operator, evaluated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = op.cases.ordinary()
+    asked: list[Any] = []
+    bound = launch.Kernel.bound
+    monkeypatch.setattr(
+        launch.Kernel,
+        "bound",
+        lambda self, problem, index: (
+            asked.append((self.name, problem)) or bound(self, problem, index)
+        ),
+    )
+    op.function(**sample.build("cpu"))
+    monkeypatch.undo()
+    with launch.recording() as requests:
+        op.function(**moved(sample.build("cpu"), "meta"))
+    assert [(each.kernel.name, each.problem) for each in requests] == asked
+
+
+def test_stack_depth_on_a_hit(evaluated: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most four Python frames from the public function to the launch."""
+    depths: list[int] = []
+    monkeypatch.setattr(
+        launch.Kernel, "bound", lambda *_: lambda *_: depths.append(len(inspect.stack(0)))
+    )
+    here = len(inspect.stack(0))
+    x = torch.ones(4, 4)
+    transpose.transpose(x)
+    transpose.transpose(x)
+    assert depths[-1] - here - 1 <= 4

@@ -1,0 +1,496 @@
+"""Operators as data: a declaration of pure functions, and a cache of prepared calls.
+
+    build the key -> look up the prepared call -> allocate -> launch
+
+The key of a call holds dtypes, devices, alignment, strides, scalars and the sizes that are not
+declared as dynamic. It finds a `Plan`; the dynamic sizes find the `Call` in it. A new token count is
+a hit in the first cache and a miss in the second: `check` and `outputs` are evaluated, `launches` is
+not, and nothing is compiled.
+
+CPU and meta tensors, other backends, logging, the checked mode, dispatch modes, tensor subclasses,
+functorch and autograd are not cached: such calls are checked and evaluated every time.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
+
+from tile_kernels import config
+from tile_kernels.runtime import backends, checks, emulation, logs, registry
+from tile_kernels.runtime.autograd import refuse_tangents
+from tile_kernels.runtime.cases import Cases, Cost, tensors_in
+from tile_kernels.runtime.declaration import Host, Launch, Out, Spec
+from tile_kernels.runtime.launch import Request
+from tile_kernels.runtime.outputs import check_output
+from tile_kernels.runtime.prepared import MAX_CALLS, Call, Plan, remember, sized
+from tile_kernels.runtime.pytorch import (
+    CustomOpDef,
+    current_device,
+    define,
+    dispatch_modes,
+    forward_ad_active,
+    functorch_transform,
+)
+from tile_kernels.runtime.road import road
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MAX_PLANS = 1024  # of one operator; the oldest is dropped first
+_SCALARS = frozenset({bool, int, str, type(None), torch.dtype})
+
+
+def _no_scratch(arguments: Any) -> tuple[Out, ...]:  # noqa: ARG001
+    return ()
+
+
+class Operator(registry.Registered):
+    """One operator, declared by pure functions of its arguments.
+
+    Args:
+        name: `family.function`. A name that starts with `_` serves another operator, `serves`.
+        arguments: A `NamedTuple`: the arguments of the operator as PyTorch's dispatcher sees them.
+            All functions below take an instance of it.
+        check: Raises `TypeError` or `ValueError` that starts with an argument's name.
+        outputs: The results, an `Out` or a tuple of them, annotated as such (or None). It also runs
+            on symbolic sizes under `torch.compile`.
+        launches: `launches(arguments, *outs)`: `Launch`es and `Host` steps in order; tensors are
+            `Spec`s, first the results, then scratch.
+        reference: The definition in PyTorch; takes the fields of `arguments` by position.
+        cost: The least work of a call of the public function, by its keyword arguments.
+        scratch: Buffers that launches need.
+        dynamic: `{argument: number of static dimensions}`: the leading sizes of this tensor may
+            change from call to call with the same launches, apart from what `Size` marks. A tensor
+            without elements is never dynamic.
+        mutates: Arguments written in place.
+        out: The names of buffers for the results, if the operator accepts them: those of `outputs`.
+        in_place: Arguments that may be the buffer `out` themselves.
+        differentiable: False if no result has a gradient (indices, counts).
+        backward, setup_context: As `torch.library.register_autograd` takes them.
+        values: Raises `ValueError` on wrong values; called in the checked mode only.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: type,
+        *,
+        check: Callable[[Any], None],
+        outputs: Callable[[Any], Any],
+        launches: Callable[..., Any],
+        reference: Callable[..., Any],
+        cost: Callable[..., Cost] = lambda **_: Cost(bytes=0),
+        scratch: Callable[[Any], tuple[Out, ...]] = _no_scratch,
+        dynamic: dict[str, int] | None = None,
+        mutates: tuple[str, ...] = (),
+        out: tuple[str, ...] = (),
+        in_place: tuple[str, ...] = (),
+        differentiable: bool = True,
+        backward: Callable[..., Any] | None = None,
+        setup_context: Callable[..., None] | None = None,
+        values: Callable[[Any], None] | None = None,
+        serves: str | None = None,
+    ) -> None:
+        self.name, self._label = name, serves or name.rpartition(".")[2]
+        self.arguments, self.check, self.reference, self.cost = arguments, check, reference, cost
+        self._outputs, self._scratch, self._launches = outputs, scratch, launches
+        self.differentiable, self.values, self.oracle = differentiable, values, reference
+        hints = typing.get_type_hints(arguments)
+        self.parameters = tuple(hints)
+        self.mutates, self.outputs = mutates, ()
+        self._mutated = tuple(self.parameters.index(each) for each in mutates)
+        self._in_place = tuple(self.parameters.index(each) for each in in_place)
+        self._has_lists = list[Tensor] in hints.values()
+        self._static_dims = tuple((dynamic or {}).get(each) for each in self.parameters)
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        returned = typing.get_type_hints(outputs).get("return")
+        self._single = returned is Out
+        self.num_results = 1 if self._single else len(typing.get_args(returned))
+        self._register(hints, out, backward, setup_context)
+        self.function: Callable[..., Any] = self
+        self.body: Callable[..., Any] = self
+        registry.register(self)
+
+    def _register(
+        self, hints: dict[str, Any], out: tuple[str, ...], backward: Any, setup: Any
+    ) -> None:
+        """Defines the custom op, and the one that writes buffers."""
+        name, kind = self.name.replace(".", "_"), inspect.Parameter.POSITIONAL_OR_KEYWORD
+        for each in self.mutates:  # the dispatcher has no optional argument that is written
+            hints[each] = Tensor if hints[each] == (Tensor | None) else hints[each]
+        parameters = [inspect.Parameter(k, kind, annotation=v) for k, v in hints.items()]
+        returned: Any = Tensor if self._single else None
+        if not self._single and self.num_results:
+            returned = tuple.__class_getitem__((Tensor,) * self.num_results)
+        signature = inspect.Signature(parameters, return_annotation=returned)
+        self.signature = signature
+        self.custom_op: CustomOpDef = define(
+            name, signature, self._implementation, self._fake, self.mutates
+        )
+        if backward is not None:
+            self.custom_op.register_autograd(backward, setup_context=setup)
+        self._dispatched = self.custom_op._opoverload
+        self._dispatched_out: Any = None
+        if out:
+            names = tuple(f"out_{i}" for i in range(self.num_results))
+            buffers = [inspect.Parameter(each, kind, annotation=Tensor) for each in names]
+            writing = inspect.Signature([*buffers, *parameters], return_annotation=None)
+            written = (*names, *self.mutates)
+            defined = define(
+                f"{name}_out", writing, self._implementation_out, self._fake_out, written
+            )
+            self._dispatched_out = defined._opoverload
+            self.outputs = out
+
+    def public(
+        self, reference: Callable[..., Any] | None = None, mutates: tuple[str, ...] | None = None
+    ) -> Callable[[F], F]:
+        """Declares the decorated function as the public one; it stays as it is.
+
+        Where its signature differs from `arguments` (tuples of tensors), `reference` is the
+        definition with the public signature, and `mutates` names what it writes in place.
+        """
+
+        def declare(function: F) -> F:
+            self.function = self.body = function
+            self.signature = inspect.signature(function, eval_str=True)
+            self.oracle = reference or self.reference
+            self.mutates = self.mutates if mutates is None else mutates
+            return function
+
+        return declare
+
+    @functools.cached_property
+    def cases(self) -> Cases:
+        """The argument sets of `cases.py` beside the operator's file: `CASES[short_name]`."""
+        module = importlib.import_module(f"{self.function.__module__.rpartition('.')[0]}.cases")
+        return module.CASES[self.short_name]
+
+    # ---- the call ----
+
+    def __call__(self, *args: Any, out: Any = None) -> Any:
+        """Serves one call. `args` are all fields of `arguments`, in order."""
+        if is_dynamo_compiling():
+            return self._dispatch(args, self._buffers(out))
+        values = self._flat(args)
+        given = () if out is None else self._buffers(out)
+        values += given
+        sizes: list[Any] = []
+        key = self._key(args, values, len(values) - len(given), sizes)
+        plan = None if key is None else self._plans.get(key)
+        if plan is None:
+            return self._slow(args, given, values, key, sizes)
+        call = plan.calls.get(tuple(sizes))
+        if call is None:
+            call = self._resized(plan, args, given, values, sizes)
+        if call.device != current_device() or (
+            call.written and call.overlaps(values, self._in_place)
+        ):
+            return self._slow(args, given, values, None, sizes)
+        return call.run(values)
+
+    def _key(
+        self, args: tuple[Any, ...], values: list[Any], num_args: int, sizes: list[Any]
+    ) -> tuple[Any, ...] | None:
+        """The key of the plan; dynamic sizes go to `sizes`. None: the call must not be cached."""
+        if (
+            backends.overrides.count
+            or logs.settings.level
+            or forward_ad_active()
+            or dispatch_modes()
+            or functorch_transform()
+            or road.watch is not None
+            or road.recorded is not None
+        ):
+            return None
+        key: list[Any] = [config.generation, len(values)]
+        dims = self._static_dims
+        if self._has_lists:
+            key += [len(value) if isinstance(value, list) else -1 for value in args]
+        for i, value in enumerate(values):
+            kind = type(value)
+            if kind is Tensor or kind is Parameter:
+                index = value.get_device()
+                if (
+                    index < 0
+                    or value.layout is not torch.strided
+                    or value.is_neg()
+                    or (value.requires_grad and self.differentiable and torch.is_grad_enabled())
+                ):
+                    return None
+                shape: Any = value.shape
+                stride = None if value.is_contiguous() else value.stride()
+                if i >= num_args:  # a buffer: compared with `outputs` for every new size
+                    sizes.append((shape, stride))
+                    shape = stride = None
+                elif not self._has_lists and (static := dims[i]) is not None and value.numel():
+                    leading = len(shape) - static
+                    sizes.append(shape[:leading])
+                    shape = (leading, shape[leading:])
+                key += (shape, stride, value.dtype, index, value.data_ptr() & 15)
+            elif kind in _SCALARS:
+                key += (kind, value)  # 1 equals True: the kind tells them apart
+            elif kind is float:
+                key += (kind, value.hex())  # so do 0.0 and -0.0, which are equal
+            elif kind in (tuple, list) and all(type(each) is int for each in value):
+                key += (tuple, tuple(value))
+            else:
+                return None
+        return tuple(key)
+
+    def _resized(
+        self, plan: Plan, args: Any, given: Any, values: list[Any], sizes: list[Any]
+    ) -> Call:
+        """A call of a known plan with new sizes."""
+        record = self.arguments(*args)
+        try:
+            self.check(record)
+            call = plan.call(record, self._outs(record), given, values)
+        except (TypeError, ValueError) as error:
+            raise self._named(error) from None
+        remember(plan.calls, tuple(sizes), call, MAX_CALLS)
+        return call
+
+    def _slow(
+        self, args: Any, given: Any, values: list[Any], key: tuple[Any, ...] | None, sizes: Any
+    ) -> Any:
+        """A call with nothing left out: checks, the dispatcher if something must see it."""
+        self._checked(args)
+        self._check_apart(args, given)
+        device, plain = self._inspect(args, given)
+        if self.differentiable:
+            refuse_tangents(self._label, tensors_in(args))
+        if not plain or dispatch_modes() or functorch_transform():
+            if given and not plain and self._wants_gradient(args):
+                raise ValueError(f"{self._label}: out cannot be given with gradients")
+            return self._dispatch(args, given)
+        return self._execute(device, args, given, values, key, sizes)
+
+    def _dispatch(self, args: tuple[Any, ...], given: Sequence[Any]) -> Any:
+        """Lets PyTorch's dispatcher see the call."""
+        if not given:
+            return self._dispatched(*args)
+        self._dispatched_out(*given, *args)
+        return given[0] if self._single else tuple(given)
+
+    def _execute(
+        self,
+        device: torch.device,
+        args: Any,
+        given: Sequence[Tensor] = (),
+        values: list[Any] | None = None,
+        key: tuple[Any, ...] | None = None,
+        sizes: Sequence[Any] = (),
+    ) -> Any:
+        """Serves a checked call on plain tensors by its backend."""
+        values = [*self._flat(args), *given] if values is None else values
+        try:
+            backend = backends.choose(device)
+            if logs.settings.level:
+                logs.call(self.name, backend, dict(zip(self.parameters, args)))
+            if self.values is not None and backend != "meta" and backends.is_checked():
+                self.values(self.arguments(*args))
+            if backend == "torch":
+                return self._refer(device, args, given)
+            call = self._prepare(backend, device, args, given, values, key, sizes)
+        except (TypeError, ValueError) as error:
+            raise self._named(error) from None
+        if device.type == "cuda" and device.index != current_device():
+            with torch.cuda.device(device):
+                return call.run(values)
+        return call.run(values)
+
+    def _prepare(
+        self,
+        backend: str,
+        device: torch.device,
+        args: Any,
+        given: Sequence[Tensor],
+        values: list[Any],
+        key: tuple[Any, ...] | None,
+        sizes: Sequence[Any],
+    ) -> Call:
+        """Evaluates the declaration for a call that is checked; remembers it under `key`."""
+        record = self.arguments(*args)
+        outs = self._outs(record)
+        specs = [Spec.of(x, i) if isinstance(x, Tensor) else x for i, x in enumerate(values)]
+        num_args = len(values) - len(given)
+        written = tuple(i for i in self._written(args) if isinstance(values[i], Tensor))
+        plan = Plan(outs, self.num_results, specs[num_args:], len(values), written, device)
+        launches = self._launched(self.arguments(*self._nested(args, specs)), plan.specs)
+        if backend == "meta":
+            if road.recorded is not None:
+                road.recorded += self._requests(launches, record)
+            launches = ()
+        plan.finish(launches, functools.partial(_handle, device, backend))
+        call = plan.call(record, outs, given, values)
+        if key is not None and not any(x.is_complex() for x in values if isinstance(x, Tensor)):
+            remember(self._plans, key, plan, MAX_PLANS)  # a complex tensor may be conjugated
+            remember(plan.calls, tuple(sizes), call, MAX_CALLS)
+        return call
+
+    def _launched(self, record: Any, specs: Sequence[Spec]) -> tuple[Launch | Host, ...]:
+        launches = self._launches(record, *specs) or ()
+        return (launches,) if isinstance(launches, (Launch, Host)) else tuple(launches)
+
+    @staticmethod
+    def _requests(launches: Sequence[Any], record: Any) -> list[Request]:
+        found = [each for each in launches if isinstance(each, Launch)]
+        return [Request(each.kernel, sized(each.problem, record)) for each in found]
+
+    def _refer(self, device: torch.device, args: Any, given: Sequence[Tensor]) -> Any:
+        """The reference, with its results in the caller's buffers."""
+        with torch.autocast(device.type, enabled=False):  # it would round inside the definition
+            result = self.reference(*args)
+        written = [args[i] for i in self._mutated] if self._mutated else []
+        if given:
+            results = (result,) if self._single else tuple(result)
+            for out, buffer in zip(self._outs(self.arguments(*args)), given):
+                check_output(out.name, buffer, out.shape, out.dtype, out.strides)
+            for buffer, each in zip(given, results):
+                buffer.copy_(each)
+            result = given[0] if self._single else tuple(given)
+        increment_version([x for x in tensors_in(written) if not x.is_inference()])
+        return result
+
+    # ---- the dispatcher's implementations ----
+
+    def _implementation(self, *args: Any) -> Any:
+        self._checked(args)
+        return self._execute(self._inspect(args)[0], args)
+
+    def _implementation_out(self, *args: Any) -> None:
+        given, args = args[: self.num_results], args[self.num_results :]
+        self._checked(args)
+        self._execute(self._inspect(args, given)[0], args, given)
+
+    def _fake(self, *args: Any) -> Any:
+        """Results without memory, from `outputs` alone; sizes may be symbolic."""
+        self._checked(args)
+        device = self._inspect(args)[0]
+        results = []
+        for out in self._results(self.arguments(*args)):
+            shape, strides, dtype = out.memory
+            memory = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            if out.base is not None:
+                memory = memory.as_strided(out.shape, out.strides or ())
+            results.append(memory)
+        return results[0] if self._single else tuple(results) if results else None
+
+    def _fake_out(self, *args: Any) -> None:
+        given, args = args[: self.num_results], args[self.num_results :]
+        self._checked(args)
+        for out, buffer in zip(self._results(self.arguments(*args)), given):
+            check_output(out.name, buffer, out.shape, out.dtype, out.strides)
+
+    # ---- pieces ----
+
+    def _results(self, record: Any) -> tuple[Out, ...]:
+        outs = self._outputs(record)
+        return (outs,) if self._single else tuple(outs or ())
+
+    def _outs(self, record: Any) -> tuple[Out, ...]:
+        return self._results(record) + self._scratch(record)
+
+    def _flat(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments with lists of tensors taken apart."""
+        if not self._has_lists:
+            return list(args)
+        return [x for value in args for x in (value if isinstance(value, list) else (value,))]
+
+    def _nested(self, args: Sequence[Any], flat: Sequence[Any]) -> list[Any]:
+        """Flat values in the lists that the arguments have."""
+        if not self._has_lists:
+            return list(flat[: len(args)])
+        rest = iter(flat)
+        return [[next(rest) for _ in x] if isinstance(x, list) else next(rest) for x in args]
+
+    def _written(self, args: Any) -> list[int]:
+        """The positions among the flat values of what is written in place."""
+        positions = self._nested(args, range(len(self._flat(args))))
+        written = [positions[i] for i in self._mutated]
+        return [k for at in written for k in (at if isinstance(at, list) else (at,))]
+
+    def require(self, check: Callable[..., None], *args: Any) -> None:
+        """Runs a check of the public function; its errors get the operator's name in front."""
+        if is_dynamo_compiling():
+            check(*args)
+            return
+        try:
+            check(*args)
+        except (TypeError, ValueError) as error:
+            raise self._named(error) from None
+
+    def _named(self, error: Exception) -> Exception:
+        return type(error)(f"{self._label}: {error}")
+
+    def _checked(self, args: tuple[Any, ...]) -> None:
+        self.require(self.check, self.arguments(*args))
+
+    def _buffers(self, out: Any) -> tuple[Any, ...]:
+        if out is None:
+            return ()
+        buffers = (out,) if self._single else out
+        if not isinstance(buffers, (tuple, list)) or len(buffers) != self.num_results:
+            given = f"{len(out)} parts" if isinstance(out, (tuple, list)) else type(out).__name__
+            raise TypeError(f"{self._label}: out must be {self.num_results} tensors, got {given}")
+        return tuple(buffers)
+
+    def _wants_gradient(self, values: Sequence[Any]) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(tuple(values)))
+
+    def _inspect(self, args: Sequence[Any], given: Sequence[Any] = ()) -> tuple[torch.device, bool]:
+        """The one device of all tensors, and whether they are plain ones that autograd ignores."""
+        tensors = tensors_in((*args, *given))
+        devices = {x.device for x in tensors}
+        if len(devices) > 1:
+            named = [(name, x) for name, x in zip(self.parameters, args) if isinstance(x, Tensor)]
+            where = ", ".join(f"{name} is on {x.device}" for name, x in named)
+            raise ValueError(f"{self._label}: all tensors must be on one device, but {where}")
+        if not devices:
+            raise TypeError(f"{self._label}: at least one argument must be a torch.Tensor")
+        plain = all(
+            type(x) in (Tensor, Parameter) and not x.is_neg() and not x.is_conj() for x in tensors
+        ) and not (self.differentiable and self._wants_gradient(tensors))
+        return devices.pop(), plain
+
+    def _check_apart(self, args: tuple[Any, ...], given: Sequence[Any]) -> None:
+        """Written tensors share memory with no other, unless `in_place` allows it."""
+        if not given and not self._mutated:
+            return
+        outs = [(f"out[{i}]" if len(given) > 1 else "out", x) for i, x in enumerate(given)]
+        outs = [each for each in outs if isinstance(each[1], Tensor)]
+        allowed = [args[i] for i in self._in_place if any(args[i] is x for _, x in outs)]
+        read = []
+        written = outs
+        for i, (name, value) in enumerate(zip(self.parameters, args)):
+            named = [(name, x) for x in tensors_in(value) if not any(x is y for y in allowed)]
+            if i in self._mutated:
+                written = written + named
+            else:
+                read += named
+        try:
+            checks.apart(written, read)
+        except ValueError as error:
+            raise self._named(error) from None
+
+
+def _handle(
+    device: torch.device, backend: str, launch: Launch, problem: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """What runs a launch. A kernel of a CUDA device is compiled now, if it is not yet."""
+    if backend == "tilelang" and road.watch is None:
+        return launch.kernel.bound(problem, device.index or 0)
+    if backend == "emulate":  # plans every launch before the first one runs
+        launch.kernel.static_arguments(problem, emulation.device())
+    return functools.partial(launch.kernel.launch, problem)

@@ -1,0 +1,94 @@
+"""The registry of operators, which tests, benchmarks, documents and the command line read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, get_args
+
+from torch import Tensor
+
+_registry: dict[str, Any] = {}
+
+
+class Registered:
+    """What every registered operator offers. `function` is what users call."""
+
+    name: str  # family.function
+    function: Callable[..., Any]
+    signature: inspect.Signature  # of the public function
+    mutates: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def short_name(self) -> str:
+        """The public function's name."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def family(self) -> str:
+        """The package it belongs to."""
+        return self.name.partition(".")[0]
+
+    @property
+    def tensor_parameters(self) -> list[str]:
+        """The parameters that take tensors, optional ones included."""
+        return [
+            name
+            for name, parameter in self.signature.parameters.items()
+            if parameter.annotation is Tensor or Tensor in get_args(parameter.annotation)
+        ]
+
+    def outcome(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """What `function` returns for `arguments`, and with it the arguments written in place."""
+        result = function(**arguments)
+        written = tuple(arguments.get(name) for name in self.mutates)
+        return (result, *written) if self.mutates else result
+
+    def buffers(self, *values: Tensor) -> dict[str, Any]:
+        """Buffers for the results as arguments: by name, or several as one tuple `out`."""
+        if len(values) == 1 or self.outputs[-1] in self.signature.parameters:
+            return dict(zip(self.outputs, values))
+        return {"out": values}
+
+    def bind(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The arguments by name, defaults filled in."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+
+def register(operator: Any) -> None:
+    """Enters an operator; names are unique."""
+    if operator.name in _registry:
+        raise ValueError(f"the operator {operator.name} is declared twice")
+    _registry[operator.name] = operator
+
+
+def get(function: str | Callable[..., Any]) -> Any:
+    """The declaration of an operator, by `family.name` or by its public function."""
+    if not isinstance(function, str):
+        for declared in _registry.values():
+            if declared.function is function:
+                return declared
+        raise KeyError(f"{function!r} is not a declared operator")
+    load_all()
+    if function not in _registry:
+        names = ", ".join(name for name in sorted(_registry) if "._" not in name)
+        raise KeyError(f"no operator {function!r}; there are {names}")
+    return _registry[function]
+
+
+def all_ops() -> list[Any]:
+    """Every public operator of the library, by name; those declared elsewhere are left out."""
+    load_all()
+    found = [_registry[name] for name in sorted(_registry) if "._" not in name]
+    return [each for each in found if each.function.__module__.startswith("tile_kernels.")]
+
+
+def load_all() -> None:
+    """Imports every family, so that the registry is complete."""
+    import tile_kernels
+
+    for family in tile_kernels.FAMILIES:
+        getattr(tile_kernels, family)
