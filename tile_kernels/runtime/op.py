@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch._C._functorch import peek_interpreter_stack as functorch_transform
-from torch._library.autograd import make_autograd_impl
+from torch._library.autograd import Info, make_autograd_impl
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
@@ -118,6 +118,7 @@ def op(
     outputs: Iterable[str] = (),
     in_place: Iterable[str] = (),
     differentiable: bool = True,
+    instead: str = "",
     values: Callable[..., None] | None = None,
     name: str | None = None,
     serves: str | None = None,
@@ -141,7 +142,8 @@ def op(
     - `signature` is what the dispatcher sees where that is not the body's own, so that operators
       behind one face share a body;
     - `differentiable=False` says that no result has a gradient (indices, counts), so that
-      arguments which require one do not matter. Otherwise see `gradient`.
+      arguments which require one do not matter. Otherwise see `gradient`;
+    - `instead` names the public function that has a gradient, for an operator that has none.
     """
 
     def declare(body: F) -> F:
@@ -153,17 +155,20 @@ def op(
         seen = signature or inspect.signature(body, eval_str=True)
         road = _Road(full_name, body, check, oracle, seen, tuple(outputs), differentiable)
         road.name, road.values, road.in_place = serves or short_name, values, tuple(in_place)
-        function = _counted(_public_function(road, body), seen, (*road.outputs, *mutates))
-        registered = f"{family}_{short_name}"
+        public = _public_function(road, body)
+        function = _counted(road.name, public, seen, (*road.outputs, *mutates))
+        registered, no_gradient = f"{family}_{short_name}", _no_gradient(road.name, instead)
         custom_op = _custom_op(
-            registered, road.from_dispatcher, road.shapes, road.functional, tuple(mutates)
-        )
+            registered, road.from_dispatcher, road.shapes, road.functional, tuple(mutates),
+            no_gradient,
+        )  # fmt: skip
         road.dispatched = custom_op._opoverload
         if road.outputs:
             written = (*road.outputs, *mutates)
             writing = _custom_op(
-                f"{registered}_out", road.write, road.shapes_to_write, road.writing, written
-            )
+                f"{registered}_out", road.write, road.shapes_to_write, road.writing, written,
+                no_gradient,
+            )  # fmt: skip
             road.dispatched_out = writing._opoverload
         _registry[full_name] = Op(
             name=full_name,
@@ -217,7 +222,7 @@ def face(
                     raise
                 raise type(error)(f"{declared.short_name}: {error}") from error
 
-        outer = _counted(inner, signature, (*mutates, "out"))
+        outer = _counted(declared.short_name, inner, signature, (*mutates, "out"))
         _registry[declared.name] = replace(
             declared,
             function=outer,
@@ -232,25 +237,35 @@ def face(
 
 
 def _counted(
-    function: Callable[..., Any], signature: inspect.Signature, written: Iterable[str]
+    name: str, function: Callable[..., Any], signature: inspect.Signature, written: Iterable[str]
 ) -> Callable[..., Any]:
     """`function`, after which autograd knows that the arguments named `written` have changed.
+
+    Inference tensors, which have no version, can be written in inference mode only.
 
     The dispatcher would see to it, but kernels write behind its back. Without it a gradient that
     needs what was overwritten would be wrong instead of an error.
     """
-    places = {name: i for i, name in enumerate(signature.parameters) if name in written}
+    places = {key: i for i, key in enumerate(signature.parameters) if key in written}
     if not places:
         return function
 
     @functools.wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or state.watch is not None:  # then a call around this one does it
+            return function(*args, **kwargs)
+        changed = []
+        for key, place in places.items():
+            for x in tensors_in(args[place] if place < len(args) else kwargs.get(key)):
+                if not x.is_inference():
+                    changed.append(x)
+                elif not torch.is_inference_mode_enabled():
+                    raise ValueError(
+                        f"{name}: {key} must not be an inference tensor outside of "
+                        "torch.inference_mode(), where it cannot be written; pass a clone"
+                    )
         result = function(*args, **kwargs)
-        if not is_dynamo_compiling() and state.watch is None:  # else a call around this one does it
-            for name, place in places.items():
-                value = args[place] if place < len(args) else kwargs.get(name)
-                if value is not None:
-                    increment_version([x for x in tensors_in(value) if not x.is_inference()])
+        increment_version(changed)
         return result
 
     return counted
@@ -277,6 +292,17 @@ def gradient(
     under `torch.compile`.
     """
     get(function).custom_op.register_autograd(backward, setup_context=setup_context)
+
+
+def _no_gradient(name: str, instead: str) -> str:
+    """The error of a backward pass through an operator without a gradient."""
+    if name.endswith("_bwd") or "_backward_" in name:
+        return f"{name} has no gradient; it computes one itself, and there is no second derivative"
+    choice = f"use {instead}, or " if instead else ""
+    return (
+        f"{name} has no gradient; {choice}call it under torch.no_grad() or with detached tensors "
+        "if none is needed"
+    )
 
 
 def last_gradients(
@@ -561,12 +587,19 @@ class _LateAutograd(CustomOpDef):
     """PyTorch's custom op, its autograd kernel made on the first call that reaches it.
 
     Making one for each operator would be most of the time that importing the library takes.
+    `no_gradient` is the error of a backward pass, unless a formula is registered.
     """
 
+    no_gradient = ""
+
     def _register_autograd_dispatcher_impl(self) -> None:
+        def refuse(ctx: Any, *grads: Tensor) -> None:  # noqa: ARG001
+            raise RuntimeError(self.no_gradient)
+
         @functools.cache
         def made() -> Callable[..., Any]:
-            return make_autograd_impl(self._opoverload, self)
+            formula = self._backward_fn or refuse
+            return make_autograd_impl(self._opoverload, Info(formula, self._setup_context_fn))
 
         def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             return made()(keyset, *args, **kwargs)
@@ -580,6 +613,7 @@ def _custom_op(
     shapes: Callable[..., Any],
     signature: inspect.Signature,
     mutates: tuple[str, ...],
+    no_gradient: str,
 ) -> CustomOpDef:
     def implemented(*args: Any, **kwargs: Any) -> Any:
         return implementation(*args, **kwargs)
@@ -587,6 +621,7 @@ def _custom_op(
     implemented.__signature__ = signature  # type: ignore[attr-defined]
     schema = torch.library.infer_schema(implemented, mutates_args=mutates)
     custom_op = _LateAutograd("tile_kernels", name, schema, implemented)
+    custom_op.no_gradient = no_gradient
     custom_op.register_kernel(None)(implemented)
     custom_op.register_fake(shapes)
     return custom_op
