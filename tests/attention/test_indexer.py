@@ -20,6 +20,7 @@ from tile_kernels.attention import (
 from tile_kernels.attention.cases.indexer import arguments
 from tile_kernels.attention.indexer import KEYS, share_of_keys
 from tile_kernels.runtime import emulation
+from tile_kernels.runtime.cases import moved
 from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.torch import formats
 from tile_kernels.torch import indexer as oracles
@@ -230,6 +231,44 @@ def test_lists_that_fill_up(
     with tile_kernels.backend("emulate"):
         chosen = indexer_select(**given)
     assert torch.equal(chosen, oracles.indexer_select(**given))
+
+
+@pytest.mark.parametrize("source", ["bf16", "e4m3", "e2m1"])
+@pytest.mark.parametrize("ground", ["torch", "emulate", "meta", "compile"])
+def test_all_keys_count_without_bounds(source: str, ground: str) -> None:
+    given = arguments(5, 70, 2, 32, source)(torch.device("cpu"))
+    q, k, weights = given["q"], given["k"], given["weights"]
+    logits = indexer_logits(q, k, weights, given["start"], given["end"])
+    start, end = torch.zeros(5, dtype=torch.int32), torch.full((5,), 70, dtype=torch.int32)
+    expected = indexer_select(q, k, weights, start, end, 20), indexer_topk(logits, 20, end)
+    later = start + 30
+    from_later = indexer_select(q, k, weights, later, end, 20)
+
+    def without_bounds(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        q, k, weights, logits, later = arguments
+        return (
+            indexer_select(q, k, weights, topk=20),
+            indexer_topk(logits, 20),
+            indexer_select(q, k, weights, later, None, 20),
+        )
+
+    values = (q, k, weights, logits, later)
+    if ground == "meta":
+        for result in without_bounds(*moved(values, "meta")):
+            assert (result.shape, result.dtype, result.is_meta) == ((5, 20), torch.int32, True)
+        return
+    function = without_bounds
+    if ground == "compile":
+        torch._dynamo.reset()
+        function = torch.compile(without_bounds, fullgraph=True, backend="aot_eager")
+    with tile_kernels.backend("emulate" if ground == "emulate" else "torch"):
+        results = function(*values)
+    for result, wanted in zip(results, (*expected, from_later), strict=True):
+        assert torch.equal(result, wanted)
+    with pytest.raises(TypeError, match="indexer_select: topk must be an int, got NoneType"):
+        indexer_select(q, k, weights)
+    with pytest.raises(ValueError, match=r"indexer_select: k must have 2 dimensions"):
+        indexer_select(q, torch.ones(()).bfloat16(), weights, topk=1)
 
 
 @pytest.mark.parametrize("num_queries", [1, 4096])

@@ -240,6 +240,7 @@ def _cost(kv_a: Tensor, kv_b: Tensor | None = None, **_: Any) -> Cost:
     oracle=_oracle,
     cost=_cost,
     cases=KV_COMPRESS_STEP,
+    instead="tile_kernels.attention.kv_compress of whole sequences",
     values=_check_values,
     mutates=("kept", "lengths"),
     name="kv_compress_step",

@@ -336,12 +336,10 @@ def _check_select(*arguments: Any) -> None:
     checks.integer("topk", topk, 1, MOST_TOPK)
 
 
-def _cost_select(
-    q: Operand, k: Operand, weights: Tensor, start: Tensor, end: Tensor, topk: int
-) -> Cost:
+def _cost_select(q: Operand, k: Operand, weights: Tensor, topk: int, **_: Any) -> Cost:
     queries, keys = pair("q", q)[0], pair("k", k)[0]
     return Cost(
-        _operand_bytes(q, k, weights, start, end) + 4 * queries.shape[0] * topk,
+        _operand_bytes(q, k, weights) + 4 * queries.shape[0] * (topk + 2),
         _flops(queries, keys.shape[0]),
     )
 
@@ -391,14 +389,20 @@ def _select(
 
 @face(_select, oracle=oracles.indexer_select)
 def indexer_select(
-    q: Operand, k: Operand, weights: Tensor, start: Tensor, end: Tensor, topk: int
+    q: Operand,
+    k: Operand,
+    weights: Tensor,
+    start: Tensor | None = None,
+    end: Tensor | None = None,
+    topk: int | None = None,
 ) -> Tensor:
     """The keys that matter most to each query: `indexer_topk` of `indexer_logits`, without those.
 
     | argument | shape | dtype |
     |---|---|---|
-    | `q`, `k`, `weights`, `start`, `end` | those of `indexer_logits` | |
-    | `topk` | `1..4096`, also above `S` | int |
+    | `q`, `k`, `weights` | those of `indexer_logits` | |
+    | `start`, `end` | those of `indexer_logits`; by default all keys count | |
+    | `topk` | `1..4096`, also above `S`; must be given | int |
     | returns | `[T, topk]` | int32 |
 
     Indices in ascending order, -1 where a query has fewer keys in its range. Exact for the float32
@@ -413,5 +417,11 @@ def indexer_select(
     >>> weights, ends = torch.tensor([[0.5, 2.0]]), torch.tensor([0, 3]).int()
     >>> indexer_select(q, k, weights, ends[:1], ends[1:], 2).tolist()
     [[1, 2]]
+    >>> indexer_select(q, k, weights, topk=1).tolist()
+    [[1]]
     """
-    return _select(*pair("q", q), *pair("k", k), weights, start, end, topk)
+    data, scales = pair("k", k)
+    checks.tensor("k", data, ("S", "D"))
+    checks.tensor("weights", weights, ("T", "h"))
+    start, end = oracles.bound(start, weights, 0), oracles.bound(end, weights, data.shape[0])
+    return _select(*pair("q", q), data, scales, weights, start, end, topk)  # type: ignore[arg-type]

@@ -78,7 +78,7 @@ def _topk(logits: Tensor, k: int, end: Tensor, start: Tensor | None, by_value: b
 def indexer_topk(
     logits: Tensor,
     k: int,
-    end: Tensor,
+    end: Tensor | None = None,
     *,
     start: Tensor | None = None,
     sorted: bool = False,  # noqa: A002
@@ -89,7 +89,7 @@ def indexer_topk(
     |---|---|---|
     | `logits` | `[T, S]`, stride 1 in a row, any stride between rows | float32 or bfloat16 |
     | `k` | `1..4096`, also above `S` | int |
-    | `start`, `end` | `[T]`: keys `start <= s < end` count, by default from 0 on | int32 |
+    | `start`, `end` | `[T]`: keys `start <= s < end` count, by default all | int32 |
     | returns | `[T, k]` | int32 |
 
     Of equal logits the smaller index is taken; the two zeros are equal, and NaN is -inf. An entry
@@ -104,7 +104,10 @@ def indexer_topk(
     >>> end = torch.tensor([4, 3], dtype=torch.int32)
     >>> indexer_topk(logits, 2, end).tolist()
     [[2, 3], [1, 2]]
+    >>> indexer_topk(logits, 2).tolist()
+    [[2, 3], [1, 3]]
     >>> indexer_topk(logits, 4, end, sorted=True).tolist()
     [[3, 2, 1, 0], [1, 2, 0, -1]]
     """
-    return _topk(logits, k, end, start, sorted)
+    checks.tensor("logits", logits, ("T", "S"))
+    return _topk(logits, k, oracles.bound(end, logits, logits.shape[1]), start, sorted)

@@ -61,7 +61,7 @@ def _check(*arguments: Any) -> None:
     if channels > MOST_THREADS * _row_vector(channels):
         most = MOST_THREADS * _row_vector(channels)
         raise ValueError(f"kv_a must have at most {most} channels here, got {channels}")
-    checks.number("eps", eps)
+    checks.epsilon("eps", eps)
     if cu_seqlens is None:
         _check_positions(cos, num_tokens, bias_a.shape[0])
 
@@ -96,6 +96,7 @@ def _cost(kv_a: Tensor, bias_a: Tensor, cos: Tensor, kv_b: Tensor | None = None,
     oracle=_ORACLE,
     cost=_cost,
     cases=KV_COMPRESS_NORM_ROPE_CAST,
+    instead="tile_kernels.attention.kv_compress, which neither normalises nor casts",
     values=_check_values,
     name="kv_compress_norm_rope_cast",
     signature=inspect.signature(_ORACLE),

@@ -69,7 +69,7 @@ def _check_clamp(clamp_value: float) -> None:
 def _check_fwd(*arguments: Any) -> None:
     *inputs, eps, clamp_value, add_residual = arguments
     _check_inputs(*inputs)
-    checks.number("eps", eps)
+    checks.epsilon("eps", eps)
     _check_clamp(clamp_value)
     checks.boolean("add_residual", add_residual)
 

@@ -52,7 +52,7 @@ def _check_big_fuse(
         raise ValueError(f"fn must have {count} rows for {m} streams, got {fn.shape[0]}")
     check_parameter("mhc_scale", mhc_scale, 3)
     check_parameter("mhc_base", mhc_base, count)
-    checks.number("mhc_pre_eps", mhc_pre_eps)
+    checks.epsilon("mhc_pre_eps", mhc_pre_eps)
     checks.number("mhc_post_mult_value", mhc_post_mult_value)
     check_steps(sinkhorn_repeat, mhc_sinkhorn_eps, "sinkhorn_repeat", "mhc_sinkhorn_eps")
     checks.integer("n_splits", n_splits, 1)
@@ -143,7 +143,13 @@ def _launch_pre(
     return out, post, comb
 
 
-@op(check=_check_big_fuse, oracle=_oracle_big_fuse, cost=_cost_big_fuse, cases=MHC_PRE_BIG_FUSE)
+@op(
+    check=_check_big_fuse,
+    oracle=_oracle_big_fuse,
+    cost=_cost_big_fuse,
+    cases=MHC_PRE_BIG_FUSE,
+    instead="tile_kernels.mhc.mhc_pre_fwd",
+)
 def mhc_pre_big_fuse(
     residual: Tensor,
     fn: Tensor,

@@ -106,7 +106,7 @@ def _check_split(
     checks.integer("mhc_mult", mhc_mult, 1, shapes.MOST_STREAMS)
     _check_three(input_mixes, mhc_scale, mhc_base, mhc_mult)
     checks.number("mhc_post_mult_value", mhc_post_mult_value)
-    checks.number("mhc_pre_eps", mhc_pre_eps)
+    checks.epsilon("mhc_pre_eps", mhc_pre_eps)
 
 
 def _check_split_backward(
@@ -247,7 +247,7 @@ def _check_head(input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_pre_
     shapes.stream_count("input_mix", m)
     check_parameter("mhc_scale", mhc_scale, 1)
     check_parameter("mhc_base", mhc_base, m)
-    checks.number("mhc_pre_eps", mhc_pre_eps)
+    checks.epsilon("mhc_pre_eps", mhc_pre_eps)
 
 
 def _check_head_backward(

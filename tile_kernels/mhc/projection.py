@@ -102,7 +102,7 @@ def check_inputs(residual: Tensor, fn: Tensor, eps: float, name: str = "eps") ->
     )
     if not 1 <= fn.shape[0] <= MOST_MIXES:
         raise ValueError(f"fn must have 1..{MOST_MIXES} rows, got {fn.shape[0]}")
-    checks.number(name, eps)
+    checks.epsilon(name, eps)
     return tokens
 
 

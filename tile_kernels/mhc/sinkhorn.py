@@ -31,9 +31,7 @@ def check_steps(
 ) -> None:
     """`repeat` is at least 1, `eps` not negative."""
     checks.integer(repeat_name, repeat, 1, MOST_REPEAT)
-    checks.number(eps_name, eps)
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"{eps_name} must be finite and at least 0, got {eps}")
+    checks.epsilon(eps_name, eps)
 
 
 def _check(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> None:

@@ -197,7 +197,7 @@ def _backward(ctx: Any, grad: Tensor) -> Gradients:
 gradient(mhc_post, _backward, setup_context=_save)
 
 
-@_declared()
+@_declared(instead="tile_kernels.mhc.mhc_post")
 def mhc_post_fwd(
     x: Tensor,
     residual: Tensor,

@@ -184,6 +184,7 @@ def _oracle_expand_with_sf(x: Tensor, x_sf: Tensor, *args: Any, **kwargs: Any) -
     oracle=_oracle_expand_with_sf,
     cost=_cost_expand_with_sf,
     cases=EXPAND_TO_FUSED_WITH_SF,
+    instead="tile_kernels.moe.expand_to_fused of values that are not quantised",
     values=lambda x, x_sf, n, token_topk_to_pos, pos_to_expert, *_: _check_places(  # noqa: ARG005
         token_topk_to_pos, pos_to_expert.shape[0]
     ),

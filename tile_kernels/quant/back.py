@@ -75,6 +75,7 @@ def _run(x: Tensor, x_sf: Tensor, fmt: str, x_block_size: list[int], out: Tensor
     oracle=_oracle_back,
     cost=_cost,
     cases=CAST_BACK,
+    instead=layout.CAST_INSTEAD,
     outputs=("out",),
     name="cast_back",
 )
@@ -157,6 +158,7 @@ def _oracle_tokens(
     oracle=_oracle_tokens,
     cost=_cost,
     cases=PER_TOKEN_CAST_BACK,
+    instead=layout.CAST_INSTEAD,
     outputs=("out",),
     name="per_token_cast_back",
 )

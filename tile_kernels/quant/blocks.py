@@ -92,6 +92,7 @@ def _cost(
     oracle=oracles.per_block_cast,
     cost=_cost,
     cases=PER_BLOCK_CAST,
+    instead=layout.CAST_INSTEAD,
     outputs=("out", "out_sf"),
     name="per_block_cast",
 )
@@ -165,6 +166,7 @@ def _cost_scales(
     oracle=oracles.per_block_cast_with_sf_only,
     cost=_cost_scales,
     cases=PER_BLOCK_SCALES,
+    instead=layout.CAST_INSTEAD,
     outputs=("out",),
 )
 def per_block_cast_with_sf_only(
@@ -215,6 +217,7 @@ def _cost_given(x: Tensor, fmt: str, sf: Tensor, **_: Any) -> Cost:
     oracle=oracles.per_block_cast_with_precomputed_sf,
     cost=_cost_given,
     cases=PER_BLOCK_GIVEN,
+    instead=layout.CAST_INSTEAD,
     outputs=("out",),
 )
 def per_block_cast_with_precomputed_sf(

@@ -105,6 +105,7 @@ def _declared(
         oracle=oracle,
         cost=_cost_cast,
         cases=cases,
+        instead=layout.CAST_INSTEAD,
         outputs=("out", "out_sf"),
         name=oracle.__name__,
     )
@@ -243,6 +244,7 @@ def _oracle_fused(
     oracle=_oracle_fused,
     cost=_cost_fused,
     cases=PER_CHANNEL_CAST_FUSED,
+    instead=layout.CAST_INSTEAD,
     outputs=("out", "out_sf"),
     values=_check_positions,
     name="per_channel_cast_fused",
@@ -380,6 +382,7 @@ def _cost_swiglu(x: Tensor, num_per_tokens: int, **_: Any) -> Cost:
     oracle=oracles.swiglu_forward_and_per_channel_cast_and_transpose,
     cost=_cost_swiglu,
     cases=SWIGLU_AND_PER_CHANNEL_CAST,
+    instead=layout.SWIGLU_INSTEAD,
     outputs=("out", "out_sf"),
     name="swiglu_forward_and_per_channel_cast_and_transpose",
 )

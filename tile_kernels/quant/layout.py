@@ -23,6 +23,9 @@ SOURCES = {
 }
 FORMATS = {fmt.name: fmt for fmt in (formats.E4M3, formats.E2M1, formats.E5M6)}
 OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# What has a gradient where casts have none.
+CAST_INSTEAD = "tile_kernels.quant.fake_cast, whose gradient passes straight through the rounding"
+SWIGLU_INSTEAD = "tile_kernels.modeling.quant.swiglu_cast"
 ROW, COLUMN, PACKED = "row", "column", "packed"
 
 
@@ -62,9 +65,10 @@ def check_plain(x: object) -> None:
 def check_block(name: str, value: object) -> None:
     """`value` is the rows and the channels of a block."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"{name} must be two ints, (rows, channels), got {value!r}")
+        given = f"{len(value)} values" if isinstance(value, (tuple, list)) else checks.shown(value)
+        raise TypeError(f"{name} must be two ints, (rows, channels), got {given}")
     for size in value:
-        checks.integer(name, size, 1)
+        checks.integer(name, size, 1, checks.MOST_SIZE)
 
 
 def check_width(fmt: str, width: int) -> None:

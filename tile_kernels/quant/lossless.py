@@ -112,6 +112,7 @@ def _oracle_lossless(
     oracle=_oracle_lossless,
     cost=_cost,
     cases=PER_BLOCK_CAST_LOSSLESS,
+    instead=layout.CAST_INSTEAD,
     outputs=("out", "out_sf"),
     values=_check_ratio,
     name="per_block_cast_lossless",

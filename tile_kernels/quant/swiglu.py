@@ -186,6 +186,7 @@ _forward = op(
     oracle=_oracle_forward,
     cost=_cost_forward,
     cases=SWIGLU_FORWARD_AND_CAST,
+    instead=layout.SWIGLU_INSTEAD,
     outputs=("out", "out_sf"),
     values=_check_index_values,
     name="swiglu_forward_and_per_token_cast",
@@ -199,6 +200,7 @@ _forward_and_count = op(
     outputs=("out", "out_sf"),
     values=_check_index_values,
     name="_forward_and_count",
+    instead=layout.SWIGLU_INSTEAD,
     serves="swiglu_forward_and_per_token_cast",
     signature=_SIGNATURE.replace(parameters=[*_INPUTS, _GIVEN_COUNT, _OUT, _OUT_SF]),
 )(_launch_forward)

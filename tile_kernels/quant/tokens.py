@@ -139,6 +139,7 @@ def _oracle_cast(
     oracle=_oracle_cast,
     cost=_cost,
     cases=PER_TOKEN_CAST,
+    instead=layout.CAST_INSTEAD,
     outputs=("out", "out_sf"),
     name="per_token_cast",
 )
@@ -249,7 +250,8 @@ def _check_variant(
     checks.one_of("fmt", fmt, _PLAIN_FORMATS)
     layout.check_plain(x)
     if x_block_size is not None:
-        raise ValueError(f"x_block_size must be None, as x is plain, got {tuple(x_block_size)}")
+        given = checks.shown(x_block_size)
+        raise ValueError(f"x_block_size must be None, as x is plain, got {given}")
     layout.check_width(fmt, x.shape[1])
     _check_group(num_per_channels, x.shape[1], whole=False)
 
@@ -278,6 +280,7 @@ def _cost_scales(x: Tensor, num_per_channels: int, use_packed_ue8m0: bool, **_: 
     oracle=oracles.per_token_cast_with_sf_only,
     cost=_cost_scales,
     cases=PER_TOKEN_SCALES,
+    instead=layout.CAST_INSTEAD,
     outputs=("out",),
 )
 def per_token_cast_with_sf_only(
@@ -334,6 +337,7 @@ def _cost_given(x: Tensor, fmt: str, sf: Tensor, **_: Any) -> Cost:
     oracle=oracles.per_token_cast_with_precomputed_sf,
     cost=_cost_given,
     cases=PER_TOKEN_GIVEN,
+    instead=layout.CAST_INSTEAD,
     outputs=("out",),
 )
 def per_token_cast_with_precomputed_sf(

@@ -10,6 +10,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
+def no_gradient_message(name: str, instead: str) -> str:
+    """The error of a backward pass through an operator without a gradient."""
+    if name.endswith("_bwd") or "_backward_" in name:
+        return f"{name} has no gradient; it computes one itself, and there is no second derivative"
+    choice = f"use {instead}, or " if instead else ""
+    return (
+        f"{name} has no gradient; {choice}call it under torch.no_grad() or with detached tensors "
+        "if none is needed"
+    )
+
+
 def last_gradients(
     message: str, grads: Iterable[Tensor | None], inputs: Iterable[Tensor]
 ) -> tuple[Tensor | None, ...]:

@@ -6,14 +6,21 @@ They run on every call, so the good path is a few attribute reads; sentences are
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from tile_kernels.runtime.road import repeated
 
 # Kernels count along a dimension in 32 bits, tiles past its end included. Offsets have 64.
 MOST_SIZE = 2**31 - 2**16
+_INT64_MAX = 2**63 - 1
+_FLOAT_MAX = int(sys.float_info.max)
+_NUMPY_IN_GRAPH = "an operator takes a NumPy scalar; a Python int or float needs no graph break"
 
 
 def tensor(
@@ -107,34 +114,82 @@ def _apart(written: Named, read: Named) -> tuple[()]:
     return ()
 
 
-def integer(
-    name: str, value: object, low: int, high: int | None = None, *, because: str = ""
-) -> None:
-    """`value` is an int in `low..high`; `because` explains the bound, e.g. `(the experts)`."""
+def plain(value: Any) -> Any:
+    """The Python number for a NumPy scalar, also inside of a tuple or a list; else `value`.
+
+    Operators call this before anything else sees an argument. For `torch.compile` a NumPy scalar
+    that comes from outside of the graph is an array of unknown value, so that the graph breaks.
+    """
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([plain(each) for each in value])
+    if kind.__module__ == "numpy" and value.ndim == 0:
+        if is_dynamo_compiling() and kind.__name__ == "ndarray":
+            torch._dynamo.graph_break(msg=_NUMPY_IN_GRAPH)
+        return value.item()
+    return value
+
+
+def integer(name: str, value: Any, low: int, high: int | None = None, *, because: str = "") -> int:
+    """`value`, an int in `low..high`; `because` explains the bound, e.g. `(the experts)`.
+
+    Without `high` the bound is what 64 bits can hold.
+    """
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"in {low}..{high}"
-        raise ValueError(f"{name} must be {bounds}{because and ' ' + because}, got {value}")
+    if value < low or value > (_INT64_MAX if high is None else high):
+        bounds = f"in {low}..{_INT64_MAX if high is None else high}"
+        if high is None and value < low:
+            bounds = f"at least {low}"
+        raise ValueError(f"{name} must be {bounds}{because and ' ' + because}, got {shown(value)}")
+    return value
 
 
-def number(name: str, value: object) -> None:
-    """`value` is an int or a float."""
+def number(name: str, value: Any) -> float:
+    """`value`, an int or a float."""
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if isinstance(value, int) and not -_FLOAT_MAX <= value <= _FLOAT_MAX:
+        raise ValueError(f"{name} must be a number that a float can hold, got {shown(value)}")
+    return value
 
 
-def boolean(name: str, value: object) -> None:
-    """`value` is a Python bool."""
+def epsilon(name: str, value: Any) -> float:
+    """`value`, a number that keeps a divisor from 0: finite and not negative."""
+    value = number(name, value)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be finite and at least 0, got {shown(value)}")
+    return value
+
+
+def boolean(name: str, value: Any) -> bool:
+    """`value`, a bool."""
+    value = plain(value)
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return value
 
 
-def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """`value` is one of a few."""
-    if value not in allowed:
+    value = plain(value)
+    many = isinstance(value, torch.Tensor) or type(value).__module__ == "numpy"  # no truth value
+    if many or value not in allowed:
         listed = ", ".join(str(item) for item in allowed)
-        raise ValueError(f"{name} must be one of {listed}, got {value!r}")
+        raise ValueError(f"{name} must be one of {listed}, got {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """`value` for a message; what has many digits by its size."""
+    if type(value) is int and abs(value) >= 10**40:
+        return f"an int of {value.bit_length()} bits"
+    if isinstance(value, (tuple, list)) and len(value) < 4:
+        return f"({', '.join(map(shown, value))})"
+    if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.SymInt)):
+        return repr(value)
+    return f"a value of type {type(value).__name__}"
 
 
 def in_range(name: str, value: torch.Tensor | None, low: int, high: int) -> None:

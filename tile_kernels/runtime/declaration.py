@@ -1,8 +1,8 @@
 """The vocabulary of an operator's declaration: results, launches, and tensors as metadata.
 
-`outputs` of an operator returns `Out`s, `launches` returns `Launch`es and `Host` steps. In `launches`
-tensors are `Spec`s: they have the metadata of a tensor and remember how to obtain it from the
-arguments of a call, so that a prepared call can be repeated with other tensors.
+`outputs` of an operator returns `Out`s, `launches` returns `Launch`es and `Host` steps. In
+`launches`, tensors are `Spec`s: they have the metadata of a tensor and remember how to obtain it
+from the arguments of a call, so that a prepared call can be repeated with other tensors.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ALIGNMENT = 16  # bytes: the widest access of a kernel, and what plans ask of ad
 class Out(NamedTuple):
     """A result or a scratch buffer.
 
-    `strides` default to contiguous. With `base`, the memory is a contiguous tensor of that shape and
-    the result is a view of it with `shape` and `strides`; launches get the base.
+    `strides` default to contiguous. With `base`, the memory is a contiguous tensor of that shape
+    and the result is a view of it with `shape` and `strides`; launches get the base.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Size(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel, the problem that its plan sees, and its arguments: specs, numbers, `Size`s, None."""
+    """A kernel, the problem that its plan sees, its arguments: specs, numbers, `Size`s, None."""
 
     kernel: Kernel
     problem: tuple[Any, ...]
@@ -58,7 +58,7 @@ class Launch(NamedTuple):
 
 
 class Host(NamedTuple):
-    """A PyTorch function that runs in the place of a launch, e.g. `Host(Tensor.fill_, (out, 0))`."""
+    """A PyTorch function in the place of a launch, e.g. `Host(Tensor.fill_, (out, 0))`."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -67,9 +67,9 @@ class Host(NamedTuple):
 class Spec:
     """A tensor in `launches`: metadata, and how a call obtains the tensor.
 
-    It has those members of `torch.Tensor` that do not touch memory. `source` is a position among the
-    values of a call, or `(spec, function, operands)`: the result of a function of another value,
-    evaluated at every call.
+    It has those members of `torch.Tensor` that do not touch memory. `source` is a position among
+    the values of a call, or `(spec, function, operands)`: the result of a function of another
+    value, evaluated at every call.
     """
 
     __slots__ = ("_stride", "alignment", "device", "dtype", "shape", "source")

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch._C._functorch import peek_interpreter_stack as functorch_transform
-from torch._library.autograd import make_autograd_impl
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
@@ -42,10 +41,11 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from tile_kernels.runtime import backends, checks, logs, registry
-from tile_kernels.runtime.autograd import last_gradients, refuse_tangents
+from tile_kernels.runtime.autograd import last_gradients, no_gradient_message, refuse_tangents
 from tile_kernels.runtime.cases import Cases, Cost, tensors_in
 from tile_kernels.runtime.launch import recording
 from tile_kernels.runtime.outputs import check_output
+from tile_kernels.runtime.pytorch import LateAutograd
 from tile_kernels.runtime.registry import all_ops, get, load_all
 from tile_kernels.runtime.replay import remembering
 from tile_kernels.runtime.road import road as state
@@ -132,6 +132,7 @@ def op(
     outputs: Iterable[str] = (),
     in_place: Iterable[str] = (),
     differentiable: bool = True,
+    instead: str = "",
     values: Callable[..., None] | None = None,
     name: str | None = None,
     serves: str | None = None,
@@ -155,7 +156,8 @@ def op(
     - `signature` is what the dispatcher sees where that is not the body's own, so that operators
       behind one face share a body;
     - `differentiable=False` says that no result has a gradient (indices, counts), so that
-      arguments which require one do not matter. Otherwise see `gradient`.
+      arguments which require one do not matter. Otherwise see `gradient`;
+    - `instead` names the public function that has a gradient, for an operator that has none.
     """
 
     def declare(body: F) -> F:
@@ -167,17 +169,20 @@ def op(
         seen = signature or inspect.signature(body, eval_str=True)
         road = _Road(full_name, body, check, oracle, seen, tuple(outputs), differentiable)
         road.name, road.values, road.in_place = serves or short_name, values, tuple(in_place)
-        function = _counted(_public_function(road, body), seen, (*road.outputs, *mutates))
-        registered = f"{family}_{short_name}"
+        public = _public_function(road, body)
+        function = _counted(road.name, public, seen, (*road.outputs, *mutates))
+        registered, no_gradient = f"{family}_{short_name}", no_gradient_message(road.name, instead)
         custom_op = _custom_op(
-            registered, road.from_dispatcher, road.shapes, road.functional, tuple(mutates)
-        )
+            registered, road.from_dispatcher, road.shapes, road.functional, tuple(mutates),
+            no_gradient,
+        )  # fmt: skip
         road.dispatched = custom_op._opoverload
         if road.outputs:
             written = (*road.outputs, *mutates)
             writing = _custom_op(
-                f"{registered}_out", road.write, road.shapes_to_write, road.writing, written
-            )
+                f"{registered}_out", road.write, road.shapes_to_write, road.writing, written,
+                no_gradient,
+            )  # fmt: skip
             road.dispatched_out = writing._opoverload
         _registry[full_name] = Op(
             name=full_name,
@@ -231,7 +236,7 @@ def face(
                     raise
                 raise type(error)(f"{declared.short_name}: {error}") from error
 
-        outer = _counted(inner, signature, (*mutates, "out"))
+        outer = _counted(declared.short_name, inner, signature, (*mutates, "out"))
         _registry[declared.name] = replace(
             declared,
             function=outer,
@@ -246,25 +251,35 @@ def face(
 
 
 def _counted(
-    function: Callable[..., Any], signature: inspect.Signature, written: Iterable[str]
+    name: str, function: Callable[..., Any], signature: inspect.Signature, written: Iterable[str]
 ) -> Callable[..., Any]:
     """`function`, after which autograd knows that the arguments named `written` have changed.
+
+    Inference tensors, which have no version, can be written in inference mode only.
 
     The dispatcher would see to it, but kernels write behind its back. Without it a gradient that
     needs what was overwritten would be wrong instead of an error.
     """
-    places = {name: i for i, name in enumerate(signature.parameters) if name in written}
+    places = {key: i for i, key in enumerate(signature.parameters) if key in written}
     if not places:
         return function
 
     @functools.wraps(function)
     def counted(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or state.watch is not None:  # then a call around this one does it
+            return function(*args, **kwargs)
+        changed = []
+        for key, place in places.items():
+            for x in tensors_in(args[place] if place < len(args) else kwargs.get(key)):
+                if not x.is_inference():
+                    changed.append(x)
+                elif not torch.is_inference_mode_enabled():
+                    raise ValueError(
+                        f"{name}: {key} must not be an inference tensor outside of "
+                        "torch.inference_mode(), where it cannot be written; pass a clone"
+                    )
         result = function(*args, **kwargs)
-        if not is_dynamo_compiling() and state.watch is None:  # else a call around this one does it
-            for name, place in places.items():
-                value = args[place] if place < len(args) else kwargs.get(name)
-                if value is not None:
-                    increment_version([x for x in tensors_in(value) if not x.is_inference()])
+        increment_version(changed)
         return result
 
     return counted
@@ -532,36 +547,21 @@ def _mixed(road: _Road, args: Any, kwargs: Any) -> ValueError:
     return ValueError(f"{road.name}: all tensors must be on one device, but {', '.join(places)}")
 
 
-class _LateAutograd(CustomOpDef):
-    """PyTorch's custom op, its autograd kernel made on the first call that reaches it.
-
-    Making one for each operator would be most of the time that importing the library takes.
-    """
-
-    def _register_autograd_dispatcher_impl(self) -> None:
-        @functools.cache
-        def made() -> Callable[..., Any]:
-            return make_autograd_impl(self._opoverload, self)
-
-        def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            return made()(keyset, *args, **kwargs)
-
-        self._lib.impl(self._name, autograd, "Autograd", with_keyset=True)
-
-
 def _custom_op(
     name: str,
     implementation: Callable[..., Any],
     shapes: Callable[..., Any],
     signature: inspect.Signature,
     mutates: tuple[str, ...],
+    no_gradient: str,
 ) -> CustomOpDef:
     def implemented(*args: Any, **kwargs: Any) -> Any:
         return implementation(*args, **kwargs)
 
     implemented.__signature__ = signature  # type: ignore[attr-defined]
     schema = torch.library.infer_schema(implemented, mutates_args=mutates)
-    custom_op = _LateAutograd("tile_kernels", name, schema, implemented)
+    custom_op = LateAutograd("tile_kernels", name, schema, implemented)
+    custom_op.no_gradient = no_gradient
     custom_op.register_kernel(None)(implemented)
     custom_op.register_fake(shapes)
     return custom_op

@@ -3,9 +3,9 @@
     build the key -> look up the prepared call -> allocate -> launch
 
 The key of a call holds dtypes, devices, alignment, strides, scalars and the sizes that are not
-declared as dynamic. It finds a `Plan`; the dynamic sizes find the `Call` in it. A new token count is
-a hit in the first cache and a miss in the second: `check` and `outputs` are evaluated, `launches` is
-not, and nothing is compiled.
+declared as dynamic. It finds a `Plan`; the dynamic sizes find the `Call` in it. A new token count
+is a hit in the first cache and a miss in the second: `check` and `outputs` are evaluated,
+`launches` is not, and nothing is compiled.
 
 CPU and meta tensors, other backends, logging, the checked mode, dispatch modes, tensor subclasses,
 functorch and autograd are not cached: such calls are checked and evaluated every time.
@@ -28,14 +28,14 @@ from torch.nn import Parameter
 
 from tile_kernels import config
 from tile_kernels.runtime import backends, checks, emulation, logs, registry
-from tile_kernels.runtime.autograd import refuse_tangents
+from tile_kernels.runtime.autograd import no_gradient_message, refuse_tangents
 from tile_kernels.runtime.cases import Cases, Cost, tensors_in
 from tile_kernels.runtime.declaration import Host, Launch, Out, Spec
 from tile_kernels.runtime.launch import Request
 from tile_kernels.runtime.outputs import check_output
 from tile_kernels.runtime.prepared import MAX_CALLS, Call, Plan, remember, sized
 from tile_kernels.runtime.pytorch import (
-    CustomOpDef,
+    LateAutograd,
     current_device,
     define,
     dispatch_modes,
@@ -78,6 +78,7 @@ class Operator(registry.Registered):
         differentiable: False if no result has a gradient (indices, counts).
         backward, setup_context: As `torch.library.register_autograd` takes them.
         values: Raises `ValueError` on wrong values; called in the checked mode only.
+        instead: The public function that has a gradient, for an operator without one.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Operator(registry.Registered):
         backward: Callable[..., Any] | None = None,
         setup_context: Callable[..., None] | None = None,
         values: Callable[[Any], None] | None = None,
+        instead: str = "",
         serves: str | None = None,
     ) -> None:
         self.name, self._label = name, serves or name.rpartition(".")[2]
@@ -116,13 +118,19 @@ class Operator(registry.Registered):
         returned = typing.get_type_hints(outputs).get("return")
         self._single = returned is Out
         self.num_results = 1 if self._single else len(typing.get_args(returned))
-        self._register(hints, out, backward, setup_context)
+        no_gradient = no_gradient_message(self._label, instead)
+        self._register(hints, out, no_gradient, backward, setup_context)
         self.function: Callable[..., Any] = self
         self.body: Callable[..., Any] = self
         registry.register(self)
 
     def _register(
-        self, hints: dict[str, Any], out: tuple[str, ...], backward: Any, setup: Any
+        self,
+        hints: dict[str, Any],
+        out: tuple[str, ...],
+        no_gradient: str,
+        backward: Any,
+        setup: Any,
     ) -> None:
         """Defines the custom op, and the one that writes buffers."""
         name, kind = self.name.replace(".", "_"), inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -134,8 +142,8 @@ class Operator(registry.Registered):
             returned = tuple.__class_getitem__((Tensor,) * self.num_results)
         signature = inspect.Signature(parameters, return_annotation=returned)
         self.signature = signature
-        self.custom_op: CustomOpDef = define(
-            name, signature, self._implementation, self._fake, self.mutates
+        self.custom_op: LateAutograd = define(
+            name, signature, self._implementation, self._fake, self.mutates, no_gradient
         )
         if backward is not None:
             self.custom_op.register_autograd(backward, setup_context=setup)
@@ -147,7 +155,12 @@ class Operator(registry.Registered):
             writing = inspect.Signature([*buffers, *parameters], return_annotation=None)
             written = (*names, *self.mutates)
             defined = define(
-                f"{name}_out", writing, self._implementation_out, self._fake_out, written
+                f"{name}_out",
+                writing,
+                self._implementation_out,
+                self._fake_out,
+                written,
+                no_gradient,
             )
             self._dispatched_out = defined._opoverload
             self.outputs = out
@@ -181,7 +194,7 @@ class Operator(registry.Registered):
     def __call__(self, *args: Any, out: Any = None) -> Any:
         """Serves one call. `args` are all fields of `arguments`, in order."""
         if is_dynamo_compiling():
-            return self._dispatch(args, self._buffers(out))
+            return self._dispatch(tuple(map(checks.plain, args)), self._buffers(out))
         values = self._flat(args)
         given = () if out is None else self._buffers(out)
         values += given
@@ -194,7 +207,7 @@ class Operator(registry.Registered):
         if call is None:
             call = self._resized(plan, args, given, values, sizes)
         if call.device != current_device() or (
-            call.written and call.overlaps(values, self._in_place)
+            call.written and call.conflicts(values, self._in_place)
         ):
             return self._slow(args, given, values, None, sizes)
         return call.run(values)
@@ -265,6 +278,9 @@ class Operator(registry.Registered):
         self, args: Any, given: Any, values: list[Any], key: tuple[Any, ...] | None, sizes: Any
     ) -> Any:
         """A call with nothing left out: checks, the dispatcher if something must see it."""
+        args = tuple(map(checks.plain, args))  # NumPy's numbers become Python's
+        if not self._has_lists:
+            values[: len(args)] = args
         self._checked(args)
         self._check_apart(args, given)
         device, plain = self._inspect(args, given)
@@ -480,6 +496,12 @@ class Operator(registry.Registered):
             else:
                 read += named
         try:
+            for name, x in written:
+                if x.is_inference() and not torch.is_inference_mode_enabled():
+                    raise ValueError(
+                        f"{name} must not be an inference tensor outside of "
+                        "torch.inference_mode(), where it cannot be written; pass a clone"
+                    )
             checks.apart(written, read)
         except ValueError as error:
             raise self._named(error) from None

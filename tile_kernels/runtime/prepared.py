@@ -6,6 +6,7 @@ differ in dynamic sizes alone. A `Call` adds what follows from the sizes and can
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -70,18 +71,21 @@ class Call:
             increment_version([values[i] for i in self.written if not values[i].is_inference()])
         return self.results(values)
 
-    def overlaps(self, values: list[Any], in_place: tuple[int, ...]) -> bool:
-        """Whether a written tensor shares memory with another value, by address.
+    def conflicts(self, values: list[Any], in_place: tuple[int, ...]) -> bool:
+        """Whether a written tensor shares memory with another value, or may not be written.
 
         It may be the very tensor at one of the positions `in_place`.
         """
         spans = [(i, values[i].data_ptr(), size) for i, size in self.spans]
         for i, start, size in spans:
-            if i in self.written:
-                for k, other, other_size in spans:
-                    if k != i and start < other + other_size and other < start + size:
-                        if not (k in in_place and values[k] is values[i]):
-                            return True
+            if i not in self.written:
+                continue
+            if values[i].is_inference() and not torch.is_inference_mode_enabled():
+                return True
+            for k, other, other_size in spans:
+                apart = start >= other + other_size or other >= start + size
+                if k != i and not apart and not (k in in_place and values[k] is values[i]):
+                    return True
         return False
 
 
@@ -201,7 +205,8 @@ class Plan:
                 needed = given[i].storage_offset() + math.prod(shape)
                 if given[i].untyped_storage().nbytes() < needed * given[i].element_size():
                     raise ValueError(
-                        f"{out.name} must be a view of a {list(shape)} buffer, padding rows included"
+                        f"{out.name} must be a view of a {list(shape)} buffer, "
+                        "padding rows included"
                     )
             found.append((self._first_out + i, shape, strides))
         return tuple(found)
@@ -210,14 +215,13 @@ class Plan:
 def remember(cache: dict[Any, Any], key: Any, value: Any, limit: int) -> None:
     """Inserts into a bounded cache. Threads may race: their entries are equal."""
     while len(cache) >= limit:
-        try:
+        with contextlib.suppress(RuntimeError, StopIteration):  # changed by another thread
             cache.pop(next(iter(cache)), None)
-        except (RuntimeError, StopIteration):  # changed by another thread meanwhile
-            continue
     cache[key] = value
 
 
 def sized(values: tuple[Any, ...], record: Any) -> tuple[Any, ...]:
+    """`values` with every `Size` evaluated."""
     return tuple([x.value(record) if type(x) is Size else x for x in values])
 
 

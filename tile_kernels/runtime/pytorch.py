@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch._C._functorch import peek_interpreter_stack as functorch_transform
-from torch._library.autograd import make_autograd_impl
+from torch._library.autograd import Info, make_autograd_impl
 from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 
 __all__ = [
-    "CustomOpDef", "current_device", "current_raw_stream", "define", "dispatch_modes",
+    "LateAutograd", "current_device", "current_raw_stream", "define", "dispatch_modes",
     "empty_strided_cuda", "forward_ad_active", "functorch_transform",
 ]  # fmt: skip
 
@@ -56,16 +56,23 @@ def forward_ad_active() -> bool:
     return forward_ad._current_level >= 0
 
 
-class _LateAutograd(CustomOpDef):
+class LateAutograd(CustomOpDef):
     """A custom op that builds its autograd kernel at the first call that needs it.
 
     Building one for each operator takes most of the time that importing the library would take.
+    `no_gradient` is the error of a backward pass, unless a formula is registered.
     """
 
+    no_gradient = ""
+
     def _register_autograd_dispatcher_impl(self) -> None:
+        def refuse(ctx: Any, *grads: Tensor) -> None:  # noqa: ARG001
+            raise RuntimeError(self.no_gradient)
+
         @functools.cache
         def kernel() -> Callable[..., Any]:
-            return make_autograd_impl(self._opoverload, self)
+            formula = self._backward_fn or refuse
+            return make_autograd_impl(self._opoverload, Info(formula, self._setup_context_fn))
 
         def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             return kernel()(keyset, *args, **kwargs)
@@ -79,7 +86,8 @@ def define(
     implementation: Callable[..., Any],
     fake: Callable[..., Any],
     mutates: tuple[str, ...],
-) -> CustomOpDef:
+    no_gradient: str,
+) -> LateAutograd:
     """Registers a custom op of the library; both functions take positional arguments."""
 
     def positional(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +101,8 @@ def define(
 
     implemented = positional(implementation)
     schema = torch.library.infer_schema(implemented, mutates_args=mutates)
-    defined = _LateAutograd("tile_kernels", name, schema, implemented)
+    defined = LateAutograd("tile_kernels", name, schema, implemented)
+    defined.no_gradient = no_gradient
     defined.register_kernel(None)(implemented)
     defined.register_fake(positional(fake))
     return defined

@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 from tile_kernels import config
-from tile_kernels.runtime import backends, logs
+from tile_kernels.runtime import backends, checks, logs
 from tile_kernels.runtime.launch import Kernel, current_cuda_device
 from tile_kernels.runtime.road import road
 
@@ -293,6 +293,10 @@ def look(values: Iterable[Any], seen: list[Any], tensors: list[Tensor]) -> bool:
             seen += (kind, len(value))
             if not look(value, seen, tensors):
                 return False
+        elif kind.__module__ == "numpy":
+            number = checks.plain(value)
+            if number is value or not look((number,), seen, tensors):
+                return False
         elif isinstance(value, _SCALARS):
             seen.append(kind)  # 1 and True are equal, and so are the two zeros
             seen.append(str(value) if isinstance(value, float) and not value else value)
@@ -307,13 +311,33 @@ def _other_modes() -> bool:
     return not all(isinstance(mode, DeviceContext) for mode in modes)
 
 
-def remembering(function: F) -> F:
-    """`function`, a public one, with calls replayed that look like two before them."""
+# Arguments of these types need no second look.
+_PLAIN = frozenset({Tensor, Parameter, bool, int, float, str, type(None), torch.dtype})
+
+
+def _with_plain_numbers(function: F) -> F:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if type(value) not in _PLAIN:
+                args = tuple(map(checks.plain, args))
+                kwargs = {name: checks.plain(each) for name, each in kwargs.items()}
+                break
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def remembering(public: F) -> F:
+    """`public`, a public function, with calls replayed that look like two before them.
+
+    It is called with Python numbers in the place of NumPy's.
+    """
+    function = _with_plain_numbers(public)
     known: dict[tuple[Any, ...], Replay | None] = {}
     met: set[tuple[Any, ...]] = set()
     overrides, settings = backends.overrides, logs.settings
 
-    @functools.wraps(function)
+    @functools.wraps(public)
     def call(*args: Any, **kwargs: Any) -> Any:
         if (
             is_dynamo_compiling()

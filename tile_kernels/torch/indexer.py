@@ -33,6 +33,13 @@ def scores(q: Tensor, k: Tensor, weights: Tensor, k_sf: Tensor | None = None) ->
     return total if k_sf is None else total * k_sf
 
 
+def bound(given: Tensor | None, like: Tensor, default: int) -> Tensor:
+    """The bound `given` of each query, or int32 `[T]` of `default`; `like` has `T` rows."""
+    if given is not None:
+        return given
+    return like.new_full(like.shape[:1], default, dtype=torch.int32)
+
+
 def in_range(start: Tensor | None, end: Tensor, num_keys: int) -> Tensor:
     """bool `[T, S]`: the keys from `start` to `end` of each query; from 0 on without `start`."""
     keys = torch.arange(num_keys, device=end.device)
@@ -59,12 +66,13 @@ def indexer_logits(
 def indexer_topk(
     logits: Tensor,
     k: int,
-    end: Tensor,
+    end: Tensor | None = None,
     *,
     start: Tensor | None = None,
     sorted: bool = False,  # noqa: A002
 ) -> Tensor:
     """See `tile_kernels.attention.indexer_topk`."""
+    end = bound(end, logits, logits.shape[1])
     result = torch.full((logits.shape[0], k), -1, dtype=torch.int32, device=logits.device)
     for first in range(0, logits.shape[0], _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
@@ -88,9 +96,18 @@ def _best(logits: Tensor, inside: Tensor, k: int) -> Tensor:
 
 
 def indexer_select(
-    q: Operand, k: Operand, weights: Tensor, start: Tensor, end: Tensor, topk: int
+    q: Operand,
+    k: Operand,
+    weights: Tensor,
+    start: Tensor | None = None,
+    end: Tensor | None = None,
+    topk: int | None = None,
 ) -> Tensor:
     """See `tile_kernels.attention.indexer_select`."""
+    if topk is None:
+        raise TypeError("topk must be an int, got None")
+    start = bound(start, weights, 0)
+    end = bound(end, weights, (k[0] if isinstance(k, tuple) else k).shape[0])
     chosen = [weights.new_empty((0, topk), dtype=torch.int32)]
     for first in range(0, weights.shape[0], _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
