@@ -342,7 +342,8 @@ class Operator(registry.Registered):
         specs = [Spec.of(x, i) if isinstance(x, Tensor) else x for i, x in enumerate(values)]
         num_args = len(values) - len(given)
         written = tuple(i for i in self._written(args) if isinstance(values[i], Tensor))
-        plan = Plan(outs, self.num_results, specs[num_args:], len(values), written, device)
+        buffers, cached = specs[num_args:], key is not None
+        plan = Plan(outs, self.num_results, buffers, len(values), written, device, cached)
         launches = self._launched(self.arguments(*self._nested(args, specs)), plan.specs)
         if backend == "meta":
             if road.recorded is not None:
