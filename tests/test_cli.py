@@ -21,7 +21,7 @@ import tile_kernels
 from tests.requirements import needs_nvcc
 from tile_kernels import cli
 from tile_kernels.commands import check, pool
-from tile_kernels.runtime import emulation, logs
+from tile_kernels.runtime import emulation, logs, terminal
 from tile_kernels.runtime import op as ops
 from tile_kernels.testing import benchmark
 
@@ -121,13 +121,25 @@ def test_an_interrupted_check_shows_what_it_has(
     monkeypatch.setattr(check, "_error", interrupted)
     words = ("check", "transpose.transpose", "--references-only", "--jobs", "1")
     text = said(capsys, *words, status=130)
-    assert "stopped: 46 of 48 cases were not run; all 2 cases passed" in text
+    assert "stopped after 2 of 48 cases, of which 0 failed, on torch" in text
     assert "46 not run" in text
     monkeypatch.setattr(pool, "each", lambda *_: throw(OSError("no more processes")))
     assert cli.main(words) == 2
     captured = capsys.readouterr()
-    assert "stopped: 48 of 48 cases were not run" in captured.out
+    assert "stopped after 0 of 48 cases" in captured.out
     assert "no more processes" in captured.err
+
+
+def test_progress_in_a_file_is_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no bar can be drawn: the share that is done and an estimate, now and then."""
+    seconds = iter([0.0, 10.0, 31.0, 40.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    with terminal.progress_bar(4, "checking") as advance:
+        for _ in range(3):
+            advance("x")
+    assert capsys.readouterr().err == "checking: 50 % after 31 s, about 31 s left\n"
 
 
 def throw(error: Exception) -> Any:

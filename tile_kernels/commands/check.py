@@ -98,7 +98,7 @@ def _cases(op: Op, backend: str) -> list[_Case]:
             else:
                 arguments = case.build("meta")
             cost = op.cost(**arguments)
-            seconds = (cost.bytes + cost.flops) * SECONDS_PER_UNIT
+            seconds = CASE_SECONDS + (cost.bytes + cost.flops) * SECONDS_PER_UNIT
             sizes = [size for tensor in tensors_in(arguments) for size in tensor.shape]
             kernels: frozenset[str] = frozenset()
             if backend != "torch":
@@ -111,6 +111,7 @@ def _cases(op: Op, backend: str) -> list[_Case]:
 
 
 # Rough: for estimates of the time left, and to run cheap cases first.
+CASE_SECONDS = 0.05
 COMPILE_SECONDS = 1.5
 SECONDS_PER_UNIT = 1e-6  # of a byte moved or of a floating-point operation, emulated
 
@@ -204,7 +205,8 @@ def _show(
     if outcome.failures:
         verdict = f"{len(outcome.failures)} of {done} cases failed"
     if done < len(planned):
-        verdict = f"stopped: {len(planned) - done} of {len(planned)} cases were not run; {verdict}"
+        failed = len(outcome.failures)
+        verdict = f"stopped after {done} of {len(planned)} cases, of which {failed} failed,"
     say = terminal.console().print
     say(f"[bold]{verdict}[/] on {backend} ({_where(backend)})")
     if backend == "torch":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,10 +34,14 @@ def show_table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[st
 
 @contextlib.contextmanager
 def progress_bar(total: float, what: str) -> Iterator[Callable[..., None]]:
-    """A progress bar with an estimate of the time left.
+    """A progress bar with an estimate of the time left; lines on stderr where none can be drawn.
 
     Call what it yields with a label, and with the share of `total` that is done (default 1).
     """
+    shown = console()
+    if not shown.is_terminal:
+        yield _progress_lines(total, what)
+        return
     from rich import progress as rich_progress
 
     columns = (
@@ -48,10 +54,30 @@ def progress_bar(total: float, what: str) -> Iterator[Callable[..., None]]:
         rich_progress.TextColumn("{task.description}"),
     )
     with rich_progress.Progress(
-        *columns, console=console(), transient=True, speed_estimate_period=120
+        *columns, console=shown, transient=True, speed_estimate_period=120
     ) as progress:
         task = progress.add_task("", total=total)
         yield lambda label, share=1: progress.update(task, advance=share, description=label)
+
+
+_SECONDS_PER_LINE = 30
+
+
+def _progress_lines(total: float, what: str) -> Callable[..., None]:
+    started = written = time.monotonic()
+    done = 0.0
+
+    def advance(_label: str, share: float = 1) -> None:
+        nonlocal written, done
+        done += share
+        now = time.monotonic()
+        if now - written >= _SECONDS_PER_LINE:
+            written, spent = now, now - started
+            left = spent * (total - done) / done if done else 0.0
+            text = f"{100 * done / total:.0f} % after {spent:.0f} s, about {left:.0f} s left"
+            print(f"{what}: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+    return advance
 
 
 def need_matplotlib() -> None:
