@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import functools
 import os
@@ -151,8 +152,11 @@ def _run(planned: Sequence[_Case], backend: str, jobs: int | None, outcome: _Out
     cheap_first = sorted(planned, key=lambda case: case.seconds)
     run = functools.partial(_error, backend)
     total = sum(case.seconds for case in planned)
-    with terminal.progress_bar(total, "checking") as advance:
-        for case, error in pool.each(run, cheap_first, jobs):
+    with (
+        terminal.progress_bar(total, "checking") as advance,
+        contextlib.closing(pool.each(run, cheap_first, jobs)) as results,
+    ):
+        for case, error in results:
             if error is None:
                 outcome.passed.append(case)
             else:

@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -15,11 +15,11 @@ Item = TypeVar("Item")
 
 def each(
     run: Callable[[Item], str | None], items: Sequence[Item], jobs: int
-) -> Iterator[tuple[Item, str | None]]:
+) -> Generator[tuple[Item, str | None], None, None]:
     """Yield every item with `run(item)`, an error message or None, in the order they finish.
 
-    `run` and the items must be picklable. With one job everything runs in this process. Leaving
-    the iterator early ends the workers and the compilers they have started.
+    `run` and the items must be picklable. With one job everything runs in this process. Closing
+    the generator ends the workers and the compilers they have started.
     """
     if jobs == 1:
         for item in items:
@@ -77,8 +77,9 @@ class _Worker:
             return f"the process that ran it died with exit code {self.process.exitcode}"
 
     def stop(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it may not have made its group yet
-            os.killpg(self.process.pid or 0, signal.SIGTERM)
+        if self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # it may not have made its group yet
+                os.killpg(self.process.pid, signal.SIGTERM)
         self.process.terminate()
         self.process.join()
         self.pipe.close()
