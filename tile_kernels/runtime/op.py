@@ -24,6 +24,7 @@ Two things the dispatcher cannot express have their own place:
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -51,6 +52,7 @@ from tile_kernels.runtime.road import road as state
 F = TypeVar("F", bound=Callable[..., Any])
 
 _registry: dict[str, Op] = {}
+_dispatched: dict[str, Op] = {}  # the same before `face`: signatures as the dispatcher sees them
 _NO_CASES = Cases(small=())
 
 
@@ -69,6 +71,7 @@ class Op:
     outputs: tuple[str, ...]
     signature: inspect.Signature
     custom_op: CustomOpDef
+    serves: str | None
 
     @property
     def short_name(self) -> str:
@@ -170,7 +173,7 @@ def op(
                 no_gradient,
             )  # fmt: skip
             road.dispatched_out = writing._opoverload
-        _registry[full_name] = Op(
+        _registry[full_name] = _dispatched[full_name] = Op(
             name=full_name,
             function=function,
             body=body,
@@ -182,6 +185,7 @@ def op(
             outputs=road.outputs,
             signature=seen,
             custom_op=custom_op,
+            serves=serves and f"{family}.{serves}",
         )
         return function  # type: ignore[return-value]
 
@@ -628,17 +632,52 @@ def _custom_op(
 
 
 def get(function: str | Callable[..., Any]) -> Op:
-    """The declaration of an operator, by `family.name` or by its public function."""
+    """The declaration of an operator, by its public function or by name, `family.name`.
+
+    The name alone does where only one family has it.
+    """
     if not isinstance(function, str):
         for declared in _registry.values():
             if declared.function is function:
                 return declared
         raise KeyError(f"{function!r} is not a declared operator")
     load_all()
-    if function not in _registry:
-        names = ", ".join(name for name in sorted(_registry) if "._" not in name)
-        raise KeyError(f"no operator {function!r}; there are {names}")
-    return _registry[function]
+    return _registry[_full_name(function)]
+
+
+def _full_name(name: str, families: Iterable[str] = ()) -> str:
+    """The registered name for `name`, which may lack the family where that leaves no doubt."""
+    if name in _registry:
+        return name
+    public = [known for known in sorted(_registry) if "._" not in known]
+    meant = [known for known in public if known.partition(".")[2] == name]
+    if len(meant) == 1:
+        return meant[0]
+
+    def likeness(known: str) -> float:
+        words = (known, known.rpartition(".")[2])
+        return max(difflib.SequenceMatcher(None, name, word).ratio() for word in words)
+
+    closest = meant or sorted((*families, *public), key=likeness, reverse=True)[:3]
+    kind = "family or operator" if families else "operator"
+    raise KeyError(f"no {kind} {name!r}; did you mean {' or '.join(closest)}?")
+
+
+def select(which: Iterable[str]) -> list[Op]:
+    """Public operators by family or name; all of them for none."""
+    found = all_ops()
+    families = {declared.family for declared in found}
+    names = [name if name in families else _full_name(name, sorted(families)) for name in which]
+    return [op for op in found if not names or op.family in names or op.name in names]
+
+
+def dispatched(name: str) -> Op:
+    """An operator with the signature of its custom op, in which the log saves its calls.
+
+    That is not the public signature where the public function unpacks its arguments (`face`).
+    """
+    declared = _dispatched[get(name).name]
+    return replace(declared, cases=get(declared.serves).cases) if declared.serves else declared
 
 
 def all_ops() -> list[Op]:
