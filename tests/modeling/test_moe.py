@@ -290,7 +290,7 @@ def test_wrong_arguments_in_words() -> None:
         ({"scoring_func": "tanh"}, "scoring_func must be one of sigmoid"),
         ({"balancing": "hope"}, "balancing must be one of bias, loss, none, got 'hope'"),
         ({"engine": "fast"}, "engine must be one of auto"),
-        ({"num_shared_experts": -1}, "num_shared_experts must be at least 0"),
+        ({"num_shared_experts": -1}, "num_shared_experts must be in 0"),
         ({"fp8": True, "intermediate": 24}, "intermediate must be a multiple of 32 with fp8"),
     ):
         with pytest.raises(ValueError, match=f"MoELayer: {words}"):

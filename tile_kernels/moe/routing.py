@@ -37,7 +37,8 @@ def check_scoring(scoring_func: str) -> None:
         raise ValueError(f"scoring_func must be {allowed}, got {scoring_func!r}")
 
 
-def _check_groups(num_experts: int, num_topk: int, num_topk_groups: int, num_groups: int) -> None:
+def check_groups(num_experts: int, num_topk: int, num_topk_groups: int, num_groups: int) -> None:
+    """Groups of experts, of which the best are chosen first; as many as there are means none."""
     checks.integer("num_groups", num_groups, 0)
     checks.integer("num_topk_groups", num_topk_groups, 0, num_groups, because="(the groups)")
     if num_groups == num_topk_groups:
@@ -135,7 +136,7 @@ def _check_gate(*arguments: Any) -> None:
     )
     most = min(num_experts, MOST_SLOTS)
     checks.integer("num_topk", num_topk, 1, most, because="(experts, and at most 32)")
-    _check_groups(num_experts, num_topk, num_topk_groups, num_groups)
+    check_groups(num_experts, num_topk, num_topk_groups, num_groups)
     checks.boolean("use_shared_as_routed", use_shared_as_routed)
     num_shared = 0
     if use_shared_as_routed:
