@@ -21,9 +21,8 @@ import tile_kernels
 from tests.requirements import needs_nvcc
 from tile_kernels import cli
 from tile_kernels.commands import check, pool
-from tile_kernels.runtime import emulation, logs, terminal
+from tile_kernels.runtime import emulation, logs, registry, terminal
 from tile_kernels.runtime import op as ops
-from tile_kernels.runtime import registry
 from tile_kernels.testing import benchmark
 
 

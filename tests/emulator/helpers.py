@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tile_kernels.runtime.emulator import Emulated, EmulationError, Report
-from tile_kernels.runtime.emulator.lowering import Kernel, Lowered, Param, SharedBuffer
+from tile_kernels.emulator import Emulated, EmulationError, Report
+from tile_kernels.emulator.lowering import Kernel, Lowered, Param, SharedBuffer
 
 from .sample_kernels import PLAIN
 

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from tile_kernels.runtime.emulator import EmulationError
+from tile_kernels.emulator import EmulationError
 
 from .helpers import cuda_source, rand, reports_in_all_orders
 

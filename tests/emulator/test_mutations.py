@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tile_kernels.runtime.emulator import Emulated
-from tile_kernels.runtime.emulator.cache import open_cache
-from tile_kernels.runtime.emulator.lowering import Lowered, lower
+from tile_kernels.emulator import Emulated
+from tile_kernels.emulator.cache import open_cache
+from tile_kernels.emulator.lowering import Lowered, lower
 
 from . import sample_kernels as k
 from .helpers import rand, replace_nth, reports_in_all_orders

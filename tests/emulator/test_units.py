@@ -16,15 +16,15 @@ import pytest
 import torch
 from tilelang import tvm
 
-from tile_kernels.runtime.emulator import Emulated, EmulationError, build, cache, emulate
-from tile_kernels.runtime.emulator.lowering import (
+from tile_kernels.emulator import Emulated, EmulationError, build, cache, emulate
+from tile_kernels.emulator.lowering import (
     Lowered,
     SharedBuffer,
     compile_expressions,
     lower,
     to_python,
 )
-from tile_kernels.runtime.emulator.rewrite import rewrite
+from tile_kernels.emulator.rewrite import rewrite
 
 from . import sample_kernels as k
 from .helpers import cuda_source, rand, run
@@ -184,7 +184,7 @@ def test_lowering_wants_a_prim_func() -> None:
 
 
 def test_importing_the_emulator_does_not_import_tilelang() -> None:
-    code = "import sys, tile_kernels.runtime.emulator as e; sys.exit('tilelang' in sys.modules)"
+    code = "import sys, tile_kernels.emulator as e; sys.exit('tilelang' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

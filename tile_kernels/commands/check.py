@@ -18,11 +18,11 @@ import torch
 
 import tile_kernels
 from tile_kernels.commands import pool
+from tile_kernels.emulator import cache
 from tile_kernels.runtime import emulation, terminal
 from tile_kernels.runtime import op as ops
 from tile_kernels.runtime.cases import Vector, moved, tensors_in
 from tile_kernels.runtime.device import current_device, described
-from tile_kernels.runtime.emulator import cache
 from tile_kernels.runtime.op import Op
 from tile_kernels.runtime.warmup import compilations
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 import tile_kernels
+from tile_kernels.emulator import cache
 from tile_kernels.runtime import backends, emulation, sources, terminal
 from tile_kernels.runtime import op as ops
 from tile_kernels.runtime.device import current_device
-from tile_kernels.runtime.emulator import cache
 from tile_kernels.runtime.op import Op
 
 
