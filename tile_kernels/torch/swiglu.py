@@ -80,7 +80,8 @@ def swiglu_backward(
 
     Leading dimensions of `x` and `grad_out` may be more than one. A padding row is computed like
     any other with weight 0, so its results are zeros with the signs the formulas give.
-    `weight_grad` sums its float32 products in float64. `x_grad` is that of `swiglu_gradients`.
+    A row belongs to a weight if each map names the other. `weight_grad` sums its float32 products
+    in float64. `x_grad` is that of `swiglu_gradients`.
 
     >>> x = torch.tensor([[1.0, 3.0]]).to(torch.float8_e4m3fn), torch.ones(1, 1)
     >>> index, inverse = torch.tensor([0]), torch.tensor([[0]])
@@ -102,9 +103,11 @@ def swiglu_backward(
     )
 
     grad_of_row = (grad_out * act).sum(dim=1, dtype=torch.float64).to(weight.dtype)
-    mapped = pos_to_token_topk >= 0
-    weight_grad = weight.new_zeros(weight.numel())
-    weight_grad[pos_to_token_topk[mapped].long()] = grad_of_row[mapped]
+    row = token_topk_to_pos.flatten().long()
+    row = row.masked_fill(row >= grad_of_row.shape[0], -1)
+    place = torch.arange(weight.numel(), device=weight.device)
+    mutual = gather_or_zero(pos_to_token_topk, row) == place
+    weight_grad = gather_or_zero(grad_of_row, row.masked_fill(~mutual, -1))
     x_grad = torch.cat((grad_left, grad_right), dim=1)
     return act * weight_of_row, x_grad, weight_grad.view(weight.shape)
 
