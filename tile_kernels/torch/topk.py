@@ -100,12 +100,13 @@ def best_experts(
     ranks = (logits if softmax else gate_scores(logits, scoring_func)) + bias
     if num_groups == num_topk_groups:
         return stable_topk(ranks, num_topk)
+    size = num_experts // num_groups
     groups = topk_sum_and_topk_group_idx(
-        ranks.view(num_tokens, num_groups, -1), min(2, num_experts // num_groups), num_topk_groups
+        ranks.view(num_tokens, num_groups, size), min(2, size), num_topk_groups
     )
     keep = torch.zeros(num_tokens, num_groups, dtype=torch.bool, device=logits.device)
     keep.scatter_(1, groups, True)
-    keep = keep.repeat_interleave(num_experts // num_groups, dim=1)
+    keep = keep.repeat_interleave(size, dim=1)
     # Experts of other groups come after all others, also after -inf: two stable sorts.
     order = stable_topk(ranks, num_experts)
     last = (~keep).gather(1, order).to(torch.int8).sort(dim=1, stable=True).indices
