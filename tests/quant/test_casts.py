@@ -24,6 +24,7 @@ from tests.quant.helpers import (
     random_float32,
     values_of_codes,
 )
+from tests.requirements import GROUNDS
 from tile_kernels.testing.generator import generate_e5m6_inputs, generate_rand_float
 from tile_kernels.testing.numeric import assert_equal, calc_diff, check_bias
 from tile_kernels.torch import (
@@ -640,6 +641,26 @@ def test_lossless_ignores_bytes_of_missing_groups() -> None:
 
 
 # ---- the same on every device ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ground", GROUNDS)
+@pytest.mark.parametrize("num_per_channels", [16, 32, 96])
+@pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
+def test_every_nan_of_bfloat16_is_dropped(
+    fmt: str, num_per_channels: int, ground: tuple[str, str]
+) -> None:
+    """Quiet or signalling, of either sign: one in each row, which counts for no scale."""
+    backend, device = ground
+    nans = torch.tensor([sign | 0x7F80 | m for sign in (0, 0x8000) for m in range(1, 128)])
+    x = torch.full((254, 96), FORMATS[fmt].max, dtype=torch.bfloat16)
+    rows = torch.arange(254)
+    x.view(torch.int16)[rows, rows % 96] = nans.to(torch.int16)
+    with tile_kernels.backend(backend):
+        data, sf = tile_kernels.quant.per_token_cast(x.to(device), fmt, num_per_channels)
+    assert (sf == 1).all()
+    codes = torch.full((254, 96), {"e4m3": 0x7E, "e2m1": 7}[fmt], dtype=torch.uint8)
+    codes[rows, rows % 96] = {"e4m3": 0x7F, "e2m1": 7}[fmt]
+    assert_equal(codes_in(data.cpu(), fmt).to(torch.uint8), codes)
 
 
 @pytest.mark.gpu
