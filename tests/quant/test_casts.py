@@ -401,6 +401,23 @@ def test_infinity_saturates(fmt: str, round_sf: bool, dtype: torch.dtype) -> Non
     assert_equal(codes[~infinite], codes_in(expected_data, fmt)[~infinite])
 
 
+@pytest.mark.parametrize("ground", GROUNDS)
+@pytest.mark.parametrize("round_sf", [False, True])
+@pytest.mark.parametrize("fmt", ["e4m3", "e2m1", "e5m6"])
+def test_the_largest_numbers_come_back(fmt: str, round_sf: bool, ground: tuple[str, str]) -> None:
+    """As infinity where code times scale overflows, which docs/quant.md says."""
+    backend, device = ground
+    largest = FLOAT32_MAX, torch.finfo(torch.bfloat16).max
+    special = fmt if fmt == "e5m6" else None
+    with tile_kernels.backend(backend):
+        for value, out in zip(largest, ("fp32", "bf16")):
+            x = torch.full((1, 64), value, device=device)
+            quantised = tile_kernels.quant.per_token_cast(x, fmt, 64, round_sf=round_sf)
+            back = tile_kernels.quant.per_token_cast_back(quantised, out, 64, special)
+            infinite = round_sf or (fmt == "e5m6" and out == "fp32")
+            assert (back == (INF if infinite else value)).all()
+
+
 def test_nan_and_infinity_with_given_scales() -> None:
     x = float32(NAN, INF, -INF, 1.0)[None]
     assert hex_rows(cast(x, "e4m3", (1, 4), sf=torch.ones(1, 1))) == "7F 7E FE 38"
