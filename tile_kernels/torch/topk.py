@@ -117,7 +117,9 @@ def best_experts(
         ranks.view(num_tokens, num_groups, size), min(2, size), num_topk_groups
     )
     # Kept groups in their order, so that ties among their experts go to the smaller index.
-    experts = groups.sort(dim=1).values[:, :, None] * size + torch.arange(size, device=logits.device)
+    experts = groups.sort(dim=1).values[:, :, None] * size + torch.arange(
+        size, device=logits.device
+    )
     experts = experts.flatten(1)
     return experts.gather(1, stable_topk(ranks.gather(1, experts), num_topk))
 
