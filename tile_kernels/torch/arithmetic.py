@@ -11,6 +11,16 @@ _HALF_STEP = 1 << 28  # of float32: the lower 29 bits of a float64 halfway betwe
 _LEAST_NORMAL = 2.0**-126
 
 
+def row_chunks(num_rows: int, width: int, multiple: int = 1) -> list[slice]:
+    """Rows of `width` numbers in pieces for a CPU's caches, each a multiple of rows but the last.
+
+    >>> row_chunks(5, 1 << 17, 2)
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    size = max(1, _CHUNK // max(width * multiple, 1)) * multiple
+    return [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
+
+
 def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """`a * b + c` of float32 tensors with a single rounding, on any device; they are broadcast.
 
@@ -26,7 +36,8 @@ def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tor
     """
     a, b, c = torch.broadcast_tensors(a, b, c)
     if not a.is_cpu:
-        return _rounded_to_odd(a, b, c)
+        product = a.double() * b  # in float64, without a copy of b
+        return _rounded_to_odd(product, c, product + c)
     if a.numel() <= _CHUNK:
         return _rounded_twice(a, b, c)
     out = torch.empty(a.shape, dtype=torch.float32)
@@ -39,19 +50,20 @@ def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tor
 
 def _rounded_twice(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """`a * b + c` rounded to float64 and to float32, but where that could differ from one step."""
-    total = a.double().mul_(b).add_(c)
+    product = a.double() * b
+    total = product + c
     out = total.float()
     doubtful = total.view(torch.int64) & 2 * _HALF_STEP - 1 == _HALF_STEP
     size = out.abs()
     if out.numel() and not size.amin() > _LEAST_NORMAL:  # there float32 has other steps
         doubtful |= (size <= _LEAST_NORMAL) & (total != 0)
-    if doubtful.any():
-        out[doubtful] = _rounded_to_odd(a[doubtful], b[doubtful], c[doubtful])
+    where = doubtful.nonzero(as_tuple=True)
+    out[where] = _rounded_to_odd(product[where], c[where], total[where])
     return out
 
 
-def _rounded_to_odd(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """`a * b + c` with a single rounding, without looking at the values.
+def _rounded_to_odd(product: torch.Tensor, c: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """`product + c` rounded once to float32, where `total` is that rounded to float64.
 
     The sum in float64 is rounded *to odd*: if it is not exact, to that neighbour whose last bit is
     set. Every float32, and every midpoint between two of them, has at most 25 significant bits, so
@@ -63,11 +75,9 @@ def _rounded_to_odd(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.
     The sum is the neighbour nearest to it; if its last bit is clear, the other neighbour, one step
     in the direction of the error, is the odd one. Zeros, infinities and NaN have no error to heed.
     """
-    product = a.double() * b  # in float64, without a copy of b
-    total = product + c
     of_c = total - product
     error = (product - (total - of_c)) + (c - of_c)
-    del product, of_c  # so that tensors of billions of elements fit a GPU
+    del of_c  # so that tensors of billions of elements fit a GPU
     bits = total.view(torch.int64)
     step = torch.where((error > 0) == (total > 0), 1, -1)  # larger bits: larger magnitude
     inexact = (error != 0) & total.isfinite()

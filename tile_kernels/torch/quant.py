@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from tile_kernels.torch import formats, scales
-from tile_kernels.torch.cast import cast, dequantize, quantize
+from tile_kernels.torch.cast import cast, dequantize, quantize, scale_factors
 from tile_kernels.torch.cast import cast_back as _cast_back
 from tile_kernels.torch.e5m6 import cast_back_from_e5m6, cast_to_e5m6
 from tile_kernels.torch.per_channel_cast_fused import (
@@ -76,7 +76,9 @@ def per_token_cast_with_sf_only(
     torch.Size([1, 2])
     """
     flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
-    return cast(x, fmt, (1, num_per_channels), None, x_block_size, *flags)[1]
+    if x_block_size is not None:
+        raise ValueError(f"x_block_size is for a quantised x only, got {x_block_size}")
+    return scale_factors(x, fmt, (1, num_per_channels), *flags)
 
 
 def per_token_cast_with_precomputed_sf(
@@ -151,7 +153,7 @@ def per_block_cast_with_sf_only(
     [[1.0], [1.0]]
     """
     flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
-    return cast(x, fmt, block_size, None, None, *flags)[1]
+    return scale_factors(x, fmt, block_size, *flags)
 
 
 def per_block_cast_with_precomputed_sf(
