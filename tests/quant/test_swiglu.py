@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from tests.quant.helpers import INF, LAYOUTS, NAN, bits, float32, hex_rows
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch import cast, cast_back, quant, scales, swiglu_backward, swiglu_forward
-from tile_kernels.torch import arithmetic
+from tile_kernels.torch import (
+    arithmetic,
+    cast,
+    cast_back,
+    quant,
+    scales,
+    swiglu_backward,
+    swiglu_forward,
+)
 from tile_kernels.torch.swiglu import activate, split_halves, swiglu_gradients
 
 CLAMPS = [None, 10.0, 0.5]

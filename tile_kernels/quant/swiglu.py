@@ -331,9 +331,9 @@ def _check_inverse(name: str, value: Tensor, inverse_name: str, inverse: Tensor)
     named = (value >= 0).nonzero(as_tuple=True)
     bad = inverse.view(-1)[value[named].long()] != place[named]
     if bad.any():
-        where = [index[bad][0].item() for index in named]
-        found = value[tuple(where)].item()
-        back = inverse.view(-1)[found].item()
+        where = [int(index[bad][0]) for index in named]
+        found = int(value[tuple(where)])
+        back = int(inverse.view(-1)[found])
         raise ValueError(
             f"{name} must be the inverse of {inverse_name}, but element {where} is {found}, which "
             f"{inverse_name} maps to {back}"

@@ -359,13 +359,17 @@ def swiglu_forward_and_per_token_cast(
     """
     if fmt != formats.E4M3.name:
         raise ValueError(f"fmt must be 'e4m3', got {fmt!r}")
-    real = x.new_ones(x.shape[0], dtype=torch.bool) if pos_to_expert is None else pos_to_expert >= 0
+    rest = topk_weights, swiglu_clamp_value, clamped_count
+    flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
+    block = 1, num_per_channels
+    if pos_to_expert is None:
+        out = swiglu_forward(x, pos_to_token_topk, *rest)
+        return quantize(out, formats.E4M3, block, *flags, clamp_min=sf_clamp_min)
+    real = pos_to_expert >= 0
     index = None if pos_to_token_topk is None else pos_to_token_topk[real]
     out = x.new_zeros((x.shape[0], x.shape[1] // 2), dtype=torch.float32)
-    out[real] = swiglu_forward(x[real], index, topk_weights, swiglu_clamp_value, clamped_count)
-
-    flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
-    data, sf = quantize(out, formats.E4M3, (1, num_per_channels), *flags, clamp_min=sf_clamp_min)
+    out[real] = swiglu_forward(x[real], index, *rest)
+    data, sf = quantize(out, formats.E4M3, block, *flags, clamp_min=sf_clamp_min)
     return data, sf.masked_fill_(~real[:, None], 0)
 
 

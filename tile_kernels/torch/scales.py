@@ -129,8 +129,8 @@ def times_blocks(
     rows, columns = num_blocks(values.shape, block_size)
     if tuple(values.shape) != (rows * block_size[0], columns * block_size[1]):
         return values * expand_blocks(per_block, block_size, values.shape)
-    blocks = values.unflatten(1, (columns, block_size[1])).unflatten(0, (rows, block_size[0]))
-    return (blocks * per_block[:rows, None, :columns, None]).view(values.shape)
+    scaled = _in_blocks(values, block_size) * per_block[:rows, None, :columns, None]
+    return scaled.reshape(values.shape)
 
 
 def block_max(values: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
@@ -144,13 +144,18 @@ def block_max(values: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor
     missing = columns * block_columns - values.shape[1], rows * block_rows - values.shape[0]
     if any(missing):
         values = torch.nn.functional.pad(values, (0, missing[0], 0, missing[1]))
-    shape = rows, block_rows, columns, block_columns
     out = values.new_empty((rows, columns))
+    blocks = _in_blocks(values, block_size)
     chunks = row_chunks(rows, block_rows * columns * block_columns)
     for some in chunks if values.is_cpu else [slice(rows)]:
-        blocks = values.view(shape)[some] if values.is_contiguous() else values.reshape(shape)[some]
-        out[some] = blocks.abs().amax(dim=(1, 3))
+        out[some] = blocks[some].abs().amax(dim=(1, 3))
     return out
+
+
+def _in_blocks(values: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
+    """A view `[M, rows, G, channels]` of whole blocks."""
+    rows, columns = num_blocks(values.shape, block_size)
+    return values.unflatten(1, (columns, block_size[1])).unflatten(0, (rows, block_size[0]))
 
 
 def _is_packed(sf: torch.Tensor) -> bool:
