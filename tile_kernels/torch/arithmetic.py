@@ -57,7 +57,7 @@ def _rounded_twice(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.T
     size = out.abs()
     if out.numel() and not size.amin() > _LEAST_NORMAL:  # there float32 has other steps
         doubtful |= (size <= _LEAST_NORMAL) & (total != 0)
-    where = doubtful.nonzero(as_tuple=True)
+    where = doubtful if doubtful.dim() == 0 else doubtful.nonzero(as_tuple=True)
     out[where] = _rounded_to_odd(product[where], c[where], total[where])
     return out
 

@@ -19,13 +19,18 @@ def stable_topk(scores: torch.Tensor, num_topk: int) -> torch.Tensor:
     [[1, 2, 3]]
     """
     num_topk = min(num_topk, scores.shape[1])
+    if not scores.is_cpu:  # where looking for ties would wait for the result
+        return _sorted_experts(scores)[:, :num_topk].clone(memory_format=torch.contiguous_format)
     # One score more than wanted: if they all differ, their order is the only one.
     values, order = scores.topk(min(num_topk + 1, scores.shape[1]), dim=1)
     order = order[:, :num_topk].clone(memory_format=torch.contiguous_format)
     tied = (~(values[:, :-1] > values[:, 1:])).any(1).nonzero()[:, 0]  # also where there is NaN
-    whole = torch.sort(_with_one_nan(scores[tied]), dim=1, descending=True, stable=True).indices
-    order[tied] = whole[:, :num_topk]
+    order[tied] = _sorted_experts(scores[tied])[:, :num_topk]
     return order
+
+
+def _sorted_experts(scores: torch.Tensor) -> torch.Tensor:
+    return torch.sort(_with_one_nan(scores), dim=1, descending=True, stable=True).indices
 
 
 def topk_sum_and_topk_group_idx(
