@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.requirements import run_fresh
+
 ROOT = Path(__file__).parent.parent
 PYPROJECT_TEXT = (ROOT / "pyproject.toml").read_text()
 PYPROJECT = tomllib.loads(PYPROJECT_TEXT)
@@ -112,6 +114,10 @@ class FakePip:
                 write_torch(site_packages, self.installs)
 
 
+# What `setup_env` finds in the other environment, beside PyTorch.
+OUTER_RUFF = "import sys; assert 'ruff' in sys.argv and 'torch' not in sys.argv; print('ruff==1')"
+
+
 def write_torch(site_packages: Path, version: str) -> None:
     (site_packages / "torch").mkdir(parents=True, exist_ok=True)
     (site_packages / "torch" / "__init__.py").write_text(f"__version__ = {version!r}\n")
@@ -138,7 +144,7 @@ def set_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             write_torch(outer_packages, outer)
         monkeypatch.setitem(functions, "probe", fake_probe)
         monkeypatch.setitem(functions, "run", pip)
-        monkeypatch.setitem(functions, "HEADERS", "print('nvidia-cuda-crt==13.0.88')")
+        monkeypatch.setitem(functions, "LIST_OUTER", "" if not outer else OUTER_RUFF)
         setup_env.set_up(venv, requested)
         return venv
 
@@ -161,15 +167,29 @@ def test_an_installed_torch_is_reused(set_up: Any, capsys: pytest.CaptureFixture
     pip = FakePip()
     venv = set_up(pip, outer="2.11.0+cu130")
     assert "reusing PyTorch 2.11.0+cu130" in capsys.readouterr().out
-    packages, headers = pip.commands
+    packages, copied = pip.commands
     assert packages[0] == "-c"
-    assert headers == ["--ignore-installed", "--no-deps", "nvidia-cuda-crt==13.0.88"]
+    assert copied == ["--ignore-installed", "--no-deps", "ruff==1"]
     assert "\ntorch==2.11.0+cu130\n" in (venv / "constraints.txt").read_text()
     _, torch = setup_env.probe(venv / "bin" / "python")
     assert torch.version == "2.11.0+cu130"
     pip.commands.clear()
     set_up(pip, outer="2.11.0+cu130")
-    assert pip.commands == [packages, headers]
+    assert pip.commands == [packages, copied]
+
+
+def test_packages_of_another_environment_are_found(tmp_path: Path) -> None:
+    for folder, name in (("outer", "ruff"), ("inner", "mypy")):
+        (tmp_path / folder / f"{name}-1.dist-info").mkdir(parents=True)
+        (tmp_path / folder / f"{name}-1.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"
+        )
+    inner, outer = tmp_path / "inner", tmp_path / "outer"
+    code = (
+        f"import sys; sys.prefix = {str(inner)!r}; sys.path[:0] = [{str(inner)!r}, {str(outer)!r}]"
+    )
+    found = run_fresh(f"{code}; sys.argv[1:] = ['ruff', 'mypy']\n{setup_env.LIST_OUTER}")
+    assert found == "ruff==1"
 
 
 def test_an_unsupported_torch_is_not_reused(
@@ -318,13 +338,13 @@ def test_ci_checks_the_constraints() -> None:
 
 
 def test_stress_command(tmp_path: Path) -> None:
-    """`TK_FULL_TEST=1 pytest -n 4 --count 2`, as TileKernels documents it, with a small test."""
+    """`TK_FULL_TEST=1 pytest -n N --count 2`, as TileKernels documents it, for a small test."""
     (tmp_path / "test_small.py").write_text(
         "from tile_kernels.testing.generator import generate_num_tokens\n"
         "def test_full(): assert generate_num_tokens()[0] == 0\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "4", "--count", "2", str(tmp_path)],
+        [sys.executable, "-m", "pytest", "-n", "2", "--count", "2", str(tmp_path)],
         env={**os.environ, "TK_FULL_TEST": "1"},
         cwd=ROOT,
         capture_output=True,

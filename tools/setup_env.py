@@ -36,11 +36,15 @@ else:
 print(json.dumps([sys.version_info[:2], found]))
 """
 
-# Prints the versions of the packages of CUDA's headers as requirements.
-HEADERS = """
-from importlib.metadata import version
-for name in ("nvidia-cuda-runtime", "nvidia-cuda-crt", "nvidia-cuda-cccl"):
-    print(f"{name}=={version(name)}")
+# Prints which of the packages that are its arguments lie outside the environment, as requirements.
+LIST_OUTER = """
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+for name in sys.argv[1:]:
+    found = distribution(name)
+    if not Path(found.locate_file("")).resolve().is_relative_to(Path(sys.prefix).resolve()):
+        print(f"{name}=={found.version}")
 """
 
 
@@ -119,21 +123,22 @@ def make_venv(venv: Path) -> Torch | None:
 
 
 def share_packages(venv: Path, torch: Torch) -> None:
-    """Lets the environment import the packages beside `torch`, which come after its packages."""
+    """Lets the environment import the packages beside `torch`, if it has not got them itself."""
     (site_packages,) = (venv / "lib").glob("python*/site-packages")
     lines = [f"import site; site.addsitedir({path!r})" for path in torch.site_packages]
     (site_packages / OUTER_PACKAGES).write_text("\n".join(lines) + "\n")
 
 
-def install_headers(venv: Path) -> None:
-    """Installs CUDA's headers in the environment if it shares those of another one.
+def copy_pinned(venv: Path, constraints: str) -> None:
+    """Installs the pinned packages in the environment that it finds in another one, but PyTorch.
 
-    The emulator expects them in one folder; packages that PyTorch requires are beside PyTorch.
+    Their commands are used from there, and the emulator expects CUDA's headers in one folder.
     """
-    if any(venv.glob(f"lib/python*/site-packages/{OUTER_PACKAGES}")):
-        python = venv / "bin" / "python"
-        versions = subprocess.check_output([str(python), "-c", HEADERS], text=True).split()
-        run(python, "-m", "pip", "install", "--ignore-installed", "--no-deps", *versions)
+    python = venv / "bin" / "python"
+    names = [name for name in re.findall(r"^([\w-]+)==", constraints, re.M) if name != "torch"]
+    outer = subprocess.check_output([str(python), "-c", LIST_OUTER, *names], text=True).split()
+    if outer:
+        run(python, "-m", "pip", "install", "--ignore-installed", "--no-deps", *outer)
 
 
 def install_torch(venv: Path, requested: str | None, pyproject: str, constraints: str) -> Torch:
@@ -177,7 +182,7 @@ def set_up(venv: Path, requested_torch: str | None) -> None:
     adapted.write_text(adapt_constraints(constraints, torch.version))
     print("installing tile-kernels and the tools for its development", flush=True)
     run(venv / "bin" / "python", "-m", "pip", "install", "-c", adapted, "-e", f"{ROOT}[dev]")
-    install_headers(venv)
+    copy_pinned(venv, constraints)
 
 
 def main() -> None:
