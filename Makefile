@@ -1,10 +1,12 @@
 # Each command sets up what it needs: a virtual environment in .venv with the tested versions.
 
 PYTHON ?= python3
+# The PyTorch to install: a requirement or the path of a wheel.
+TORCH ?=
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: demo check docs test lint format test-arches clean help
+.PHONY: demo check docs test lint format test-arches clean help FORCE
 
 help:
 	@echo "make demo         train a small model made of everything here"
@@ -13,13 +15,14 @@ help:
 	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make lint         ruff and mypy"
 	@echo "make test-arches  compile every kernel with nvcc for all architectures (slow)"
+	@echo "PYTHON=... is the interpreter, TORCH=... a requirement or wheel of PyTorch to install"
 
-# PyTorch comes first and exactly as pinned, so that nothing after it asks for another build.
-.venv/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check $(shell grep '^torch==' constraints.txt)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+# PyTorch comes first: one that $(PYTHON) or .venv has is reused; TORCH=... installs that one instead.
+.venv/ready: pyproject.toml constraints.txt tools/setup_env.py $(if $(TORCH),FORCE)
+	$(PYTHON) tools/setup_env.py $(if $(TORCH),--torch '$(TORCH)')
 	touch $@
+
+FORCE:
 
 demo: .venv/ready
 	$(BIN)/python -m examples.tiny_v4.train

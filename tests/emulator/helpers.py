@@ -47,7 +47,7 @@ def reports_in_all_orders(
     for order in ("forward", "reverse", "random"):
         try:
             emulated(*make_args(), order=order)
-        except EmulationError as e:  # noqa: PERF203
+        except EmulationError as e:
             reports.append(e)
     return reports
 
