@@ -6,15 +6,17 @@ TORCH ?=
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: demo check docs test lint format test-arches clean help FORCE
+.PHONY: demo check docs test test-fast test-full lint format clean help FORCE
 
 help:
 	@echo "make demo         train a small model made of everything here"
 	@echo "make check        run every operator on this machine"
-	@echo "make test         all tests that this machine can run"
+	@echo "make test         all tests that this machine can run, with a sample of each kind of kernel"
+	@echo "make test OP=quant.per_token_cast   the tests of one operator"
+	@echo "make test-fast    what to run after every edit: no emulation, no compiler, one process"
+	@echo "make test-full    every sample emulated, every kernel compiled for every architecture (hours)"
 	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make lint         ruff and mypy"
-	@echo "make test-arches  compile every kernel with nvcc for all architectures (slow)"
 	@echo "PYTHON=... is the interpreter, TORCH=... a requirement or wheel of PyTorch to install"
 
 # PyTorch comes first: one that $(PYTHON) or .venv has is reused; TORCH=... installs that one instead.
@@ -33,8 +35,17 @@ check: .venv/ready
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+OP ?=
+
 test: .venv/ready
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+	$(PYTEST) $(if $(OP),--op $(OP))
+
+test-fast: .venv/ready
+	$(PYTEST) -m "not emulated and not compiled and not multiprocess and not slow"
+
+test-full: .venv/ready
+	$(PYTEST) --full
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -44,9 +55,6 @@ lint: .venv/ready
 format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
-test-arches: .venv/ready
-	TILE_KERNELS_TEST_ARCHES=1 $(BIN)/python -m pytest -q -n $(JOBS) tests/test_compile.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

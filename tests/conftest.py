@@ -27,11 +27,32 @@ def pytest_configure(config: pytest.Config) -> None:
         "emulated: runs kernels on the CPU; seconds each where the cache of compiled ones is cold",
         "compiled: compiles kernels with nvcc",
         "multiprocess: starts other processes",
+        "slow: takes seconds for another reason",
     ):
         config.addinivalue_line("markers", line)
 
 
+# Test files by marker, where all of their tests are of that kind.
+_MARKED_FILES = {
+    "emulated": ("tests/emulator/", "tests/runtime/test_emulation.py"),
+    "multiprocess": (
+        "tests/ep/test_processes.py",
+        "tests/ep/test_failures.py",
+        "tests/test_install.py",
+    ),
+    "slow": ("tests/examples/", "tests/test_docs.py"),
+}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker, paths in _MARKED_FILES.items():
+            if any(path in item.path.as_posix() for path in paths):
+                item.add_marker(marker)
+    _select_operator(config, items)
+
+
+def _select_operator(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`--op`: the op suite for this operator, and the test file named like its folder."""
     name = config.getoption("--op")
     if name is None:
