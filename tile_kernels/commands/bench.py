@@ -66,7 +66,7 @@ def _show(report: Any) -> None:
         color = "green" if met else "red" if missed else "default"
         share = "-" if r.copy_fraction is None else f"{100 * r.copy_fraction:.1f} %"
         times = (r.device_us, r.goal_us, r.gb_per_s)
-        others = (r.host_us, r.oracle_us, r.oracle_compiled_us)
+        others = (r.host_us, r.host_new_size_us, r.oracle_us, r.oracle_compiled_us)
         cells = [r.case, f"{r.bytes / 1e6:.1f}", *map(number, times), share, *map(number, others)]
         cells[2] = f"[{color}]{number(r.device_us, 2)}[/]"
         rows.append(cells)
@@ -78,7 +78,8 @@ def _show(report: Any) -> None:
         "GB/s",
         "of copy",
         "host us",
-        "oracle us",
+        "new size us",
+        "reference us",
         "compiled us",
     )
     columns = [(name, "left" if name == "case" else "right") for name in names]

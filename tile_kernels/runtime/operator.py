@@ -238,6 +238,13 @@ class Operator(registry.Registered):
             return self._slow(args, given, values, None, sizes)
         return call.run(values)
 
+    def forget_sizes(self) -> None:
+        """Makes the next call one with new dynamic sizes, for measuring such calls."""
+        if not any(dims is not None for dims in self._static_dims):
+            self._plans.clear()
+        for plan in self._plans.values():
+            plan.calls.clear()
+
     def _key(
         self, args: tuple[Any, ...], values: list[Any], num_args: int, sizes: list[Any]
     ) -> tuple[Any, ...] | None:

@@ -124,6 +124,12 @@ def all_ops() -> list[Any]:
     return [each for each in found if each.function.__module__.startswith("tile_kernels.")]
 
 
+def operators() -> list[Any]:
+    """Every operator with a cache of calls, those that serve others included."""
+    load_all()
+    return [each for each in _registry.values() if hasattr(each, "forget_sizes")]
+
+
 def load_all() -> None:
     """Imports every family, so that the registry is complete."""
     import tile_kernels

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import tile_kernels
+from tile_kernels.runtime import registry
 from tile_kernels.runtime.cases import Arguments, Benchmark
 from tile_kernels.runtime.op import Op
 from tile_kernels.testing import timing
@@ -38,6 +39,7 @@ class Result:
     oracle_compiled_us: float | None
     copy_fraction: float | None
     method: str
+    host_new_size_us: float | None = None  # of a call with a token count that was never seen
 
     @property
     def op(self) -> str:
@@ -115,7 +117,7 @@ def run(
     On a GPU also their oracles, and those under `torch.compile`, unless that is not wanted.
     """
     # Host times come first: once the profiler has run, launches stay slower in this process.
-    host = {op.name: timing.time_host(_host_call(op), calls=400) for op in ops}
+    host = {op.name: _host_times(op) for op in ops}
     bandwidth = timing.copy_bandwidth() if torch.cuda.is_available() else None
     results = []
     for op in ops:
@@ -126,8 +128,25 @@ def run(
     return Report(machine(), bandwidth and round(bandwidth, 1), results)
 
 
+def _host_times(op: Op) -> tuple[float, float]:
+    """Host time of a repeated call, and of one with a token count that was never seen."""
+    call = _host_call(op)
+    repeated = timing.time_host(call, calls=400)
+
+    def forget() -> None:
+        for each in registry.operators():
+            each.forget_sizes()
+
+    return _us(repeated), _us(timing.time_host_after(forget, call))
+
+
 def _measure(
-    op: Op, case: Benchmark, host: float, bandwidth: float | None, eager: bool, compiled: bool
+    op: Op,
+    case: Benchmark,
+    host: tuple[float, float],
+    bandwidth: float | None,
+    eager: bool,
+    compiled: bool,
 ) -> Result:
     arguments = case.build("cuda" if bandwidth else "cpu")
     must_move = op.cost(**arguments).bytes
@@ -135,7 +154,17 @@ def _measure(
     if bandwidth is None:
         oracle = timing.time_host(lambda: op.oracle(**arguments), calls=1)
         return Result(
-            name, must_move, None, None, case.goal_us, _us(host), _us(oracle), None, None, "host"
+            name,
+            must_move,
+            None,
+            None,
+            case.goal_us,
+            host[0],
+            _us(oracle),
+            None,
+            None,
+            "host",
+            host[1],
         )
     device = timing.time_device(lambda: op.function(**arguments))
     oracle_us = timing.time_device(lambda: op.oracle(**arguments), repeats=5).us if eager else None
@@ -146,11 +175,12 @@ def _measure(
         device_us=_us(device.us),
         device_min_us=_us(device.min_us),
         goal_us=case.goal_us,
-        host_us=_us(host),
+        host_us=host[0],
         oracle_us=oracle_us and _us(oracle_us),
         oracle_compiled_us=compiled_us,
         copy_fraction=round(must_move / device.us / 1e3 / bandwidth, 4),
         method=device.method,
+        host_new_size_us=host[1],
     )
 
 

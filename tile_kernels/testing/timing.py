@@ -18,6 +18,7 @@ __all__ = [
     "split_at_flushes",
     "time_device",
     "time_host",
+    "time_host_after",
 ]
 
 # Kineto also lists waiting and annotations on the device's timeline; neither is work.
@@ -242,6 +243,21 @@ def time_host(fn: Callable[[], Any], *, calls: int = 200) -> float:
         if collecting:
             gc.enable()
     _synchronize_if_in_use()
+    return statistics.median(times) * 1e6
+
+
+def time_host_after(
+    prepare: Callable[[], Any], fn: Callable[[], Any], *, calls: int = 100
+) -> float:
+    """Median wall-clock microseconds of one `fn()` after `prepare()`, which is not timed."""
+    fn()
+    times = []
+    for _ in range(calls):
+        prepare()
+        _synchronize_if_in_use()
+        start = time.perf_counter()
+        fn()
+        times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e6
 
 
