@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tile_kernels.mhc.shapes import MOST_STREAMS
+from tile_kernels.mhc.shapes import MAX_STREAMS
 from tile_kernels.modeling.mhc.functional import Read, Settings, mhc_head, mhc_post, read
 
 _SCALE = 0.01  # of the part that depends on the token, at the start
@@ -37,8 +37,8 @@ class _Streams(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        if not 1 <= mhc_mult <= MOST_STREAMS:
-            raise ValueError(f"{name}: mhc_mult must be 1..{MOST_STREAMS}, got {mhc_mult}")
+        if not 1 <= mhc_mult <= MAX_STREAMS:
+            raise ValueError(f"{name}: mhc_mult must be 1..{MAX_STREAMS}, got {mhc_mult}")
         if hidden_size < 1 or hidden_size % 8:
             raise ValueError(f"{name}: hidden_size must be a multiple of 8, got {hidden_size}")
         self.hidden_size, self.mhc_mult = hidden_size, mhc_mult
