@@ -12,6 +12,8 @@ import tile_kernels
 from tile_kernels import mhc
 from tile_kernels.mhc.norm_fn import plan as plans
 from tile_kernels.mhc.norm_fn.plan import count_shares, count_splits
+from tile_kernels.runtime import registry
+from tile_kernels.runtime.cases import assert_equal_results
 from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.runtime.launch import recording
 from tile_kernels.torch import mhc_projection as oracles
@@ -275,6 +277,17 @@ def test_what_is_written_is_apart_from_what_is_read() -> None:
         mhc.mhc_multilayer_recompute(
             first, [mix], [shared], [mix], [comb], [shared], [torch.zeros_like(first)]
         )
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulate"])
+def test_layers_in_tuples(backend: str) -> None:
+    op = registry.get("mhc.mhc_multilayer_recompute")
+    given = op.cases.small[0].build("cpu")
+    expected = op.cases.small[0].build("cpu")
+    op.reference(*expected.values())
+    with tile_kernels.backend(backend):
+        op.function(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+    assert_equal_results(list(given.values()), list(expected.values()))
 
 
 def test_doubly_stochastic() -> None:
