@@ -10,8 +10,10 @@ from torch import Tensor
 
 import tile_kernels
 from tile_kernels import mhc
-from tile_kernels.mhc.kernels import projection as kernels
-from tile_kernels.mhc.projection import MOST_MIXES, count_shares, count_splits, gradient_columns
+from tile_kernels.mhc.norm_fn import plan as plans
+from tile_kernels.mhc.norm_fn.plan import count_shares, count_splits
+from tile_kernels.runtime import registry
+from tile_kernels.runtime.cases import assert_equal_results
 from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.runtime.launch import recording
 from tile_kernels.torch import mhc_projection as oracles
@@ -231,16 +233,18 @@ def test_blocks_fill_the_device(rows: int, splits: int) -> None:
 def test_shared_memory_suffices(arch: str) -> None:
     """What the kernels of the projection hold, for every number of mixes, on every device."""
     device = DESCRIBED[arch]
-    for padded in range(16, MOST_MIXES + 1, 16):
+    for padded in range(16, plans.MAX_MIXES + 1, 16):
         for rows in (10, 4096):
-            plan = kernels.product_plan(padded, padded, 28672, rows, 8, device)
-            stage = plan.tile * kernels.BF16 + padded * kernels.FP32
-            parts = 2 * padded * kernels.BF16
+            plan = plans.plan_products(padded, padded, 28672, rows, 8, device)
+            stage = plan.tile * plans.BF16 + padded * plans.FP32
+            parts = 2 * padded * plans.BF16
             assert plan.stages >= 2
             assert (plan.stages * stage + parts) * plan.depth <= device.smem_per_block
         for accumulate in (False, True):
-            stages = kernels.gradient_plan(padded, padded, 28672, 1, accumulate, device).stages
-            width = gradient_columns(padded)
+            stages = plans.plan_product_gradients(
+                padded, padded, 28672, 1, accumulate, device
+            ).stages
+            width = plans.gradient_columns(padded)
             tile = 64 * (2 * width * (1 + accumulate) + 4 * padded + 4)
             assert 4 * padded * width + stages * tile <= device.smem_per_block
 
@@ -273,6 +277,17 @@ def test_what_is_written_is_apart_from_what_is_read() -> None:
         mhc.mhc_multilayer_recompute(
             first, [mix], [shared], [mix], [comb], [shared], [torch.zeros_like(first)]
         )
+
+
+@pytest.mark.parametrize("backend", ["torch", "emulate"])
+def test_layers_in_tuples(backend: str) -> None:
+    op = registry.get("mhc.mhc_multilayer_recompute")
+    given = op.cases.small[0].build("cpu")
+    expected = op.cases.small[0].build("cpu")
+    op.reference(*expected.values())
+    with tile_kernels.backend(backend):
+        op.function(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+    assert_equal_results(list(given.values()), list(expected.values()))
 
 
 def test_doubly_stochastic() -> None:

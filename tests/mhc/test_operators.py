@@ -222,7 +222,7 @@ def test_limits_are_said_in_words() -> None:
     ):
         mhc.expand_to_mhc(torch.zeros((), dtype=BF16), 4)
     assert mhc.expand_to_mhc(torch.zeros((1,) * 7, dtype=BF16), 4).shape == (1,) * 6 + (4, 1)
-    many = torch.empty(shapes.MOST_TOKENS + 1, 1, device="meta")
+    many = torch.empty(shapes.MAX_TOKENS + 1, 1, device="meta")
     with pytest.raises(ValueError, match="input_mix must have at most 1073741824 tokens"):
         mhc.mhc_head_compute_mix(
             many, torch.zeros(1, device="meta"), torch.zeros(1, device="meta"), 0.0

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from tests.test_ops import copies
-from tile_kernels import config, transpose
+from tile_kernels import config, mhc, transpose
 from tile_kernels.runtime import emulation, launch, operator, prepared, registry
 from tile_kernels.runtime.cases import assert_equal_results, moved, tensors_in
 from tile_kernels.runtime.declaration import Launch, Size, Spec
 from tile_kernels.runtime.device import described
 from tile_kernels.runtime.operator import Operator
+from tile_kernels.torch import mhc as mhc_references
 from tile_kernels.transpose import reference
 
 registry.load_all()
@@ -137,6 +138,15 @@ def test_new_sizes_reuse_the_plan(evaluated: list[str]) -> None:
     assert len(evaluated) == 1
     transpose.transpose(torch.empty(0, 32).bfloat16())
     assert len(evaluated) == 2  # no elements: nothing to launch
+
+
+def test_a_dynamic_size_of_one_is_not_special(evaluated: list[str]) -> None:
+    """`[5, 1, h]` viewed as `[tokens, 1, h]` is itself, other sizes of the same plan are not."""
+    for leading in ((5, 1), (5, 2), (1, 1), (3, 4)):
+        hidden = torch.randn(*leading, 16).bfloat16()
+        expected = mhc_references.expand_to_mhc(hidden, 2)
+        assert_equal_results(mhc.expand_to_mhc(hidden, 2), expected)
+    assert len(evaluated) == 1
 
 
 def test_misaligned_and_strided_tensors_have_other_plans(evaluated: list[str]) -> None:

@@ -1,17 +1,18 @@
 """Manifold-constrained hyper-connections (mHC): a residual of several streams, mixed per token."""
 
-from tile_kernels.mhc.expand import expand_to_mhc, expand_to_mhc_bwd
-from tile_kernels.mhc.fused import mhc_multilayer_recompute, mhc_pre_big_fuse, mhc_pre_fwd
-from tile_kernels.mhc.mixes import (
+from tile_kernels.mhc.apply.op import mhc_pre_apply_mix, mhc_pre_apply_mix_bwd
+from tile_kernels.mhc.expand.op import expand_to_mhc, expand_to_mhc_bwd
+from tile_kernels.mhc.mix.op import (
     mhc_head_compute_mix,
     mhc_head_compute_mix_bwd,
     mhc_pre_split_mixes,
     mhc_pre_split_mixes_bwd,
 )
-from tile_kernels.mhc.projection import mhc_norm_fn_bwd, mhc_norm_fn_fwd
-from tile_kernels.mhc.read import mhc_pre_apply_mix, mhc_pre_apply_mix_bwd
-from tile_kernels.mhc.sinkhorn import sinkhorn_normalize, sinkhorn_normalize_bwd
-from tile_kernels.mhc.write import mhc_post, mhc_post_bwd, mhc_post_fwd
+from tile_kernels.mhc.norm_fn.op import mhc_norm_fn_bwd, mhc_norm_fn_fwd
+from tile_kernels.mhc.post.op import mhc_post, mhc_post_bwd, mhc_post_fwd
+from tile_kernels.mhc.pre.op import mhc_pre_big_fuse, mhc_pre_fwd
+from tile_kernels.mhc.recompute.op import mhc_multilayer_recompute
+from tile_kernels.mhc.sinkhorn.op import sinkhorn_normalize, sinkhorn_normalize_bwd
 
 __all__ = [
     "expand_to_mhc",

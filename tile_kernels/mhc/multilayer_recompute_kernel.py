@@ -1,5 +1,5 @@
 """`mhc_multilayer_recompute` at its second import path."""
 
-from tile_kernels.mhc.fused import mhc_multilayer_recompute
+from tile_kernels.mhc.recompute.op import mhc_multilayer_recompute
 
 __all__ = ["mhc_multilayer_recompute"]

@@ -1,21 +1,24 @@
-"""What the operators on streams share: leading dimensions, their checks, rows for a kernel."""
+"""What the operators on streams share: checks of tokens, streams and parameters, rows for kernels.
+
+The leading dimensions of a tensor are the tokens; all tensors of a call have the same.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.launch import alignment, is_recording
+from tile_kernels.runtime.declaration import Spec
 
-MOST_STREAMS = 8
-MOST_TOKENS = 2**30  # blocks and threads are counted in 32 bits
+MAX_STREAMS = 8
+MAX_TOKENS = 2**30  # blocks and threads are counted in 32 bits
 
 STREAMS = ("mhc_mult", "hidden")
-
 
 Leading = tuple[str, Sequence[int]]
 
@@ -30,12 +33,12 @@ def tensor(
     sizes: tuple[int, ...] | None = None,
     contiguous: bool = True,
 ) -> Leading:
-    """`value` is a tensor whose last dimensions are `last`, of these `sizes`.
+    """Checks that `value` is a tensor whose last dimensions are `last`, of these `sizes`.
 
-    The leading ones are the tokens; `like` names the argument that has the same, with them. Returns
-    what `like` is for other arguments.
+    `like` is the name of an argument and the leading dimensions that `value` must share with it.
+    Returns what `like` is for other arguments.
     """
-    if isinstance(value, Tensor):  # as it should be, in few steps
+    if isinstance(value, Tensor):  # a correct tensor passes in few steps
         before = value.dim() - len(last)
         leading = value.shape[:before]
         if (
@@ -44,14 +47,14 @@ def tensor(
             and value.layout is torch.strided
             and (sizes is None or value.shape[before:] == sizes)
             and (like is None or leading == like[1])
-            and _few(value.numel())
+            and _is_small(value.numel())
             and (not contiguous or value.is_contiguous())
         ):
             return name, leading
-    return _tensor_in_words(name, value, last, dtype, like, sizes, contiguous)
+    return _tensor_or_error(name, value, last, dtype, like, sizes, contiguous)
 
 
-def _tensor_in_words(
+def _tensor_or_error(
     name: str,
     value: Tensor,
     last: tuple[str, ...],
@@ -60,7 +63,7 @@ def _tensor_in_words(
     sizes: tuple[int, ...] | None,
     contiguous: bool,
 ) -> Leading:
-    """What `tensor` checks, with an error that says what is wrong, or a tensor that is large."""
+    """The checks of `tensor` one by one, with error messages; large tensors come here too."""
     before = value.dim() - len(last) if isinstance(value, Tensor) else 0
     if before < 0:
         wanted = ", ".join(("...", *last))
@@ -78,18 +81,18 @@ def _tensor_in_words(
             f"{tuple(value.shape)}"
         )
     tokens = math.prod(leading)
-    if isinstance(tokens, int) and tokens > MOST_TOKENS:
-        raise ValueError(f"{name} must have at most {MOST_TOKENS} tokens, got {tokens}")
+    if isinstance(tokens, int) and tokens > MAX_TOKENS:
+        raise ValueError(f"{name} must have at most {MAX_TOKENS} tokens, got {tokens}")
     return name, leading
 
 
-def _few(count: int) -> bool:
-    """Whether a number is small, and known: under `torch.compile` it may be neither."""
-    return isinstance(count, int) and count <= MOST_TOKENS
+def _is_small(count: int) -> bool:
+    """Whether a number is known to be small; under `torch.compile` it may be symbolic."""
+    return isinstance(count, int) and count <= MAX_TOKENS
 
 
 def streams(name: str, value: Tensor, *, contiguous: bool = True) -> tuple[Leading, int, int]:
-    """`value` is bfloat16 `[..., m, h]`: its leading dimensions, `m` and `h`."""
+    """Checks that `value` is bfloat16 `[..., m, h]`; returns its leading dimensions, `m`, `h`."""
     leading = tensor(name, value, STREAMS, torch.bfloat16, contiguous=contiguous)
     m, h = value.shape[-2:]
     stream_count(name, m)
@@ -99,21 +102,16 @@ def streams(name: str, value: Tensor, *, contiguous: bool = True) -> tuple[Leadi
 
 
 def stream_count(name: str, m: int) -> None:
-    """`name` has a number of streams that kernels are made for."""
-    if not 1 <= m <= MOST_STREAMS:
-        raise ValueError(f"{name} must have 1..{MOST_STREAMS} streams, got {m}")
+    """Checks a number of streams."""
+    if not 1 <= m <= MAX_STREAMS:
+        raise ValueError(f"{name} must have 1..{MAX_STREAMS} streams, got {m}")
 
 
-def rows(value: Tensor, *last: int) -> Tensor:
-    """A contiguous tensor as a kernel sees it: its leading dimensions are one."""
+def parameter(name: str, value: Tensor, size: int) -> None:
+    """Checks that `value` is a vector of `size` learnt numbers."""
+    checks.tensor(name, value, ("size",), torch.float32, shape=(size,), contiguous=True)
+
+
+def rows(value: Any, *last: int) -> Spec:
+    """A tensor as a kernel takes it: contiguous, with the leading dimensions as one."""
     return value.contiguous().view(-1, *last)
-
-
-def common_alignment(*values: Tensor) -> int:
-    """The largest power of two, up to 16 bytes, that divides all the addresses."""
-    if is_recording():
-        return min(alignment(value) for value in values)
-    bits = 16
-    for value in values:
-        bits |= value.data_ptr()
-    return bits & -bits

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels import mhc
-from tile_kernels.mhc.fused import pre_gradients
+from tile_kernels.mhc.pre.op import pre_gradients
 from tile_kernels.modeling.mhc.main_grad import in_float32
 from tile_kernels.modeling.mhc.once import differentiable_once
 from tile_kernels.modeling.mhc.ops.norm_fn import merged

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tile_kernels.mhc.projection import VECTOR
-from tile_kernels.mhc.shapes import MOST_STREAMS
-from tile_kernels.mhc.sinkhorn import MOST_REPEAT
+from tile_kernels.mhc.norm_fn.plan import VECTOR
+from tile_kernels.mhc.shapes import MAX_STREAMS
+from tile_kernels.mhc.sinkhorn.plan import MAX_REPEAT
 from tile_kernels.modeling.mhc.functional import Read, Settings, mhc_head, mhc_post, read
 from tile_kernels.runtime import checks
 
@@ -30,7 +30,7 @@ def _check_sizes(hidden_size: Any, mhc_mult: Any) -> tuple[int, int]:
     hidden_size = checks.integer("hidden_size", hidden_size, 1, checks.MOST_SIZE)
     if hidden_size % VECTOR:
         raise ValueError(f"hidden_size must be a multiple of {VECTOR}, got {hidden_size}")
-    return hidden_size, checks.integer("mhc_mult", mhc_mult, 1, MOST_STREAMS)
+    return hidden_size, checks.integer("mhc_mult", mhc_mult, 1, MAX_STREAMS)
 
 
 class _Streams(nn.Module):
@@ -134,7 +134,7 @@ class HyperConnection(_Streams):
                 raise TypeError(f"block must be callable, got {type(block).__name__}")
             hidden_size, mhc_mult = _check_sizes(hidden_size, mhc_mult)
             post_mult_value = checks.finite("post_mult_value", post_mult_value)
-            sinkhorn_repeat = checks.integer("sinkhorn_repeat", sinkhorn_repeat, 1, MOST_REPEAT)
+            sinkhorn_repeat = checks.integer("sinkhorn_repeat", sinkhorn_repeat, 1, MAX_REPEAT)
             norm_eps = checks.epsilon("norm_eps", norm_eps)
             pre_eps = checks.epsilon("pre_eps", pre_eps)
             sinkhorn_eps = checks.epsilon("sinkhorn_eps", sinkhorn_eps)

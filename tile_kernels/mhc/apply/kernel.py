@@ -1,0 +1,126 @@
+"""What a sublayer reads: the weighted sum of the streams, and its gradients."""
+
+from typing import Any
+
+from tilelang import language as T
+
+from tile_kernels.mhc.primitives import (
+    add_products,
+    load_columns,
+    load_mixes,
+    read_streams,
+    store_columns,
+    sum_of_warps,
+    sum_to_shared,
+    widen,
+)
+from tile_kernels.mhc.tiling import (
+    GradientPlan,
+    MixPlan,
+    columns_of,
+    gradient_access_bits,
+    mix_access_bits,
+    resident,
+)
+from tile_kernels.runtime.device import WARP
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
+from tile_kernels.runtime.launch import kernel
+
+
+@kernel(access_bits=mix_access_bits, pass_configs=EXPLICIT_GUARDS)
+def apply_mix(*static: int) -> Any:
+    """`out = sum_i mix[i] * x[i]`."""
+    plan = MixPlan(*static)
+    streams, hidden, threads, parts = plan.streams, plan.hidden, plan.threads, plan.parts
+    columns = columns_of(hidden)
+    load = load_columns(columns, plan.vector)
+    store = store_columns(columns, plan.vector)
+    load_mix = load_mixes(streams, plan.mix_vector)
+    read = read_streams(streams, columns)
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def applied(
+        x: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
+        mix: T.Tensor[(num_tokens, streams), T.float32],
+        out: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
+    ):
+        with T.Kernel(num_tokens * parts, threads=threads) as block:
+            token = block // parts
+            raw = T.alloc_local((streams, columns), T.bfloat16)
+            weights = T.alloc_local((streams,), T.float32)
+            total = T.alloc_local((columns,), T.float32)
+            load_mix(mix, token, weights)
+            first = (block % parts * threads + T.get_thread_binding()) * columns
+            if first < hidden:
+                for i in T.unroll(streams):
+                    load(x, token, i, first, raw, i)
+                read(weights, raw, total)
+                store(total, out, token, 0, first)
+
+    return applied
+
+
+@kernel(access_bits=gradient_access_bits, pass_configs=EXPLICIT_GUARDS)
+def apply_mix_backward(*static: Any) -> Any:
+    """`grad_x[i] (+)= mix[i] * grad` and `grad_mix[i] = sum over columns of grad * x[i]`."""
+    plan = GradientPlan(*static)
+    streams, hidden, threads = plan.streams, plan.hidden, plan.threads
+    columns = columns_of(hidden)
+    warps = threads // WARP
+    load = load_columns(columns, plan.vector)
+    store = store_columns(columns, plan.vector)
+    load_mix = load_mixes(streams, plan.mix_vector)
+    widened = widen(columns)
+    summed = sum_to_shared(streams, threads)
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def gradients(
+        grad: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
+        x: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
+        mix: T.Tensor[(num_tokens, streams), T.float32],
+        grad_x: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
+        grad_mix: T.Tensor[(num_tokens, streams), T.float32],
+    ):
+        with T.Kernel(num_tokens, threads=threads) as token:
+            T.annotate_min_blocks_per_sm(resident(threads, streams, 72, 128))
+            tx = T.get_thread_binding()
+            raw_grad = T.alloc_local((1, columns), T.bfloat16)
+            raw = T.alloc_local((streams, columns), T.bfloat16)
+            there = T.alloc_local((streams if plan.added else 1, columns), T.bfloat16)
+            weights = T.alloc_local((streams,), T.float32)
+            of_grad = T.alloc_local((columns,), T.float32)
+            wide = T.alloc_local((columns,), T.float32)
+            sums = T.alloc_local((streams,), T.float32)
+            of_warps = T.alloc_shared((streams, warps), T.float32)
+            load_mix(mix, token, weights)
+            for i in T.unroll(streams):
+                sums[i] = T.float32(0)
+            # Not unrolled, which would take twice the registers.
+            for s in T.unroll(plan.steps, unroll_factor=1):
+                first = (s * threads + tx) * columns
+                if first < hidden:
+                    load(grad, token, 0, first, raw_grad, 0)
+                    for i in T.unroll(streams):
+                        load(x, token, i, first, raw, i)
+                    if plan.added:
+                        for i in T.unroll(streams):
+                            load(grad_x, token, i, first, there, i)
+                    widened(raw_grad, 0, of_grad)
+                    for i in T.unroll(streams):
+                        widened(raw, i, wide)
+                        add_products(of_grad, wide, sums, i, columns)
+                        if plan.added:
+                            widened(there, i, wide)
+                            for v in T.unroll(columns):
+                                wide[v] = T.ieee_fmaf(of_grad[v], weights[i], wide[v])
+                        else:
+                            for v in T.unroll(columns):
+                                wide[v] = T.ieee_mul(of_grad[v], weights[i])
+                        store(wide, grad_x, token, i, first)
+            summed(sums, of_warps)
+            if tx < streams:
+                grad_mix[token, tx] = sum_of_warps(of_warps, tx, warps)
+
+    return gradients

@@ -1,0 +1,258 @@
+"""Mixes from their projections: scaled, shifted, turned into weights by sigmoids; the gradients.
+
+The mixes of a token are `pre`, `post` and `comb`, or `pre` alone (`head`). A thread takes
+neighbouring mixes of one kind; a block has `slots` tokens at a time.
+"""
+
+from typing import Any
+
+from tilelang import language as T
+
+from tile_kernels.mhc.mix.plan import MAX_CHUNKS
+from tile_kernels.mhc.primitives import scaled_mix, sigmoid
+from tile_kernels.runtime.kernels.common import is_last_block
+from tile_kernels.runtime.launch import kernel
+
+THREADS = 128
+BACKWARD_THREADS = 256
+TURNS = 2  # tokens of a thread, if there are enough to choose
+BATCH = 8  # loads in flight while summing
+
+
+def access_bits(streams: int, head: bool, vector: int) -> tuple[tuple[int, ...], int]:
+    return tuple(sorted({32, 32 * vector})), 32 * vector
+
+
+def num_mixes(streams: int, head: bool) -> int:
+    return streams if head else streams * (streams + 2)
+
+
+def num_kinds(head: bool) -> int:
+    return 1 if head else 3
+
+
+def kind_of(streams: int, head: bool) -> Any:
+    """A macro: 0, 1 or 2 for a mix of `pre`, `post` or `comb`."""
+
+    @T.macro
+    def kind(mix):
+        if head:
+            return 0
+        return T.Select(mix < streams, 0, T.Select(mix < 2 * streams, 1, 2))
+
+    return kind
+
+
+@kernel(access_bits=access_bits)
+def compute_mixes(streams: int, head: bool, vector: int) -> Any:
+    """`z = x * scale + base`; `sigmoid(z) + eps`, `sigmoid(z) * mult` and `z` as it is."""
+    count = num_mixes(streams, head)
+    lanes = count // vector
+    slots = THREADS // lanes
+    kind = kind_of(streams, head)
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def computed(
+        mixes: T.Tensor[(num_tokens, count), T.float32],
+        scale: T.Tensor[(num_kinds(head),), T.float32],
+        base: T.Tensor[(count,), T.float32],
+        pre: T.Tensor[(num_tokens, streams), T.float32],
+        post: T.Tensor[(num_tokens, streams), T.float32],
+        comb: T.Tensor[(num_tokens, streams * streams), T.float32],
+        post_mult: T.float32,
+        pre_eps: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(num_tokens, slots), threads=THREADS) as block:
+            tx = T.get_thread_binding()
+            token = block * slots + tx // lanes
+            first = tx % lanes * vector
+            x = T.alloc_local((vector,), T.float32)
+            shift = T.alloc_local((vector,), T.float32)
+            z = T.alloc_local((vector,), T.float32)
+            weight = T.alloc_local((vector,), T.float32)
+            if tx < slots * lanes and token < num_tokens:
+                factor = T.alloc_var(T.float32, init=scale[kind(first)])
+                for v in T.vectorized(vector):
+                    x[v] = mixes[token, first + v]
+                for v in T.vectorized(vector):
+                    shift[v] = base[first + v]
+                for v in T.unroll(vector):
+                    z[v] = scaled_mix(x[v], factor, shift[v])
+                    weight[v] = sigmoid(z[v])
+                if head or first < streams:
+                    for v in T.unroll(vector):
+                        weight[v] = T.ieee_add(weight[v], pre_eps)
+                    for v in T.vectorized(vector):
+                        pre[token, first + v] = weight[v]
+                elif first < 2 * streams:
+                    for v in T.unroll(vector):
+                        weight[v] = T.ieee_mul(weight[v], post_mult)
+                    for v in T.vectorized(vector):
+                        post[token, first - streams + v] = weight[v]
+                else:
+                    for v in T.vectorized(vector):
+                        comb[token, first - 2 * streams + v] = z[v]
+
+    return computed
+
+
+# ---- gradients ----------------------------------------------------------------------------------
+
+
+def sum_columns(columns: int, threads: int) -> Any:
+    """A macro: `totals[c]`, the sum of column `c` over `num_rows` rows, in a fixed order.
+
+    Threads beyond the columns take part of the rows, every `parts`-th; `of_parts`, shared, holds
+    their sums. It is a barrier before the totals are written.
+    """
+    parts = threads // columns
+
+    @T.macro
+    def summed(rows, num_rows, of_parts, totals):
+        tx = T.get_thread_binding()
+        column = tx % columns
+        part = tx // columns
+        loaded = T.alloc_local((BATCH,), T.float32)
+        total = T.alloc_var(T.float32, init=T.float32(0))
+        if part < parts:
+            for batch in T.serial(T.ceildiv(num_rows, BATCH * parts)):
+                for i in T.unroll(BATCH):
+                    row = (batch * BATCH + i) * parts + part
+                    loaded[i] = T.float32(0)
+                    if row < num_rows:
+                        loaded[i] = rows[row, column]
+                for i in T.unroll(BATCH):
+                    total = T.ieee_add(total, loaded[i])
+            of_parts[part, column] = total
+        T.sync_threads()
+        if tx < columns:
+            total = of_parts[0, tx]
+            for p in T.unroll(parts - 1):
+                total = T.ieee_add(total, of_parts[p + 1, tx])
+            totals[tx] = total
+
+    return summed
+
+
+def backward_access_bits(
+    streams: int, head: bool, vector: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    widths = tuple(sorted({32, 32 * vector}))
+    return widths, widths
+
+
+@kernel(
+    access_bits=backward_access_bits,
+    pass_configs={"tl.disable_thread_storage_sync": True},  # all barriers are written out
+)
+def mixes_backward(streams: int, head: bool, vector: int) -> Any:
+    """`dz` from the gradients of the three results; `d_x = dz * scale`, and sums over the tokens.
+
+    Each block has its sums of `dz` and of `dz * x` for every mix; the last one adds those of all.
+    How many blocks there are follows from the number of tokens alone, and with it the result.
+    """
+    count = num_mixes(streams, head)
+    lanes = count // vector
+    slots = BACKWARD_THREADS // lanes
+    parts = BACKWARD_THREADS // (2 * count)
+    kind = kind_of(streams, head)
+    sum_rows = sum_columns(2 * count, BACKWARD_THREADS)
+    kinds = [(0, 0, streams)]  # each with its first mix and how many there are
+    if not head:
+        kinds += [(1, streams, streams), (2, 2 * streams, streams * streams)]
+    num_tokens, num_tickets = T.dynamic("num_tokens num_tickets")
+
+    @T.macro
+    def load_grad(grad_pre, grad_post, grad_comb, token, first, grad):
+        if head or first < streams:
+            for v in T.vectorized(vector):
+                grad[v] = grad_pre[token, first + v]
+        elif first < 2 * streams:
+            for v in T.vectorized(vector):
+                grad[v] = grad_post[token, first - streams + v]
+        else:
+            for v in T.vectorized(vector):
+                grad[v] = grad_comb[token, first - 2 * streams + v]
+
+    @T.prim_func
+    def gradients(
+        mixes: T.Tensor[(num_tokens, count), T.float32],
+        scale: T.Tensor[(num_kinds(head),), T.float32],
+        base: T.Tensor[(count,), T.float32],
+        grad_pre: T.Tensor[(num_tokens, streams), T.float32],
+        grad_post: T.Tensor[(num_tokens, streams), T.float32],
+        grad_comb: T.Tensor[(num_tokens, streams * streams), T.float32],
+        d_mixes: T.Tensor[(num_tokens, count), T.float32],
+        d_scale: T.Tensor[(num_kinds(head),), T.float32],
+        d_base: T.Tensor[(count,), T.float32],
+        partials: T.Tensor[(MAX_CHUNKS, 2 * count), T.float32],
+        tickets: T.Tensor[(num_tickets,), T.int32],
+        ticket: T.int32,
+        post_mult: T.float32,
+    ):
+        with T.Kernel(
+            T.min(T.ceildiv(num_tokens, slots * TURNS), MAX_CHUNKS), threads=BACKWARD_THREADS
+        ) as block:
+            tx = T.get_thread_binding()
+            chunks = T.min(T.ceildiv(num_tokens, slots * TURNS), MAX_CHUNKS)
+            slot = tx // lanes
+            first = tx % lanes * vector
+            x = T.alloc_local((vector,), T.float32)
+            grad = T.alloc_local((vector,), T.float32)
+            shift = T.alloc_local((vector,), T.float32)
+            sums = T.alloc_local((2, vector), T.float32)
+            factor = T.alloc_var(T.float32, init=T.float32(0))
+            weight = T.alloc_var(T.float32)
+            of_slots = T.alloc_shared((slots, 2 * count), T.float32)
+            of_parts = T.alloc_shared((parts, 2 * count), T.float32)
+            totals = T.alloc_shared((2 * count,), T.float32)
+            for v in T.unroll(vector):
+                sums[0, v] = T.float32(0)
+                sums[1, v] = T.float32(0)
+            if slot < slots:
+                factor = scale[kind(first)]
+                for v in T.vectorized(vector):
+                    shift[v] = base[first + v]
+            for turn in T.serial(T.ceildiv(num_tokens, slots * chunks)):
+                token = T.alloc_var(T.int32, init=(turn * chunks + block) * slots + slot)
+                if slot < slots and token < num_tokens:
+                    for v in T.vectorized(vector):
+                        x[v] = mixes[token, first + v]
+                    load_grad(grad_pre, grad_post, grad_comb, token, first, grad)
+                    if head or first < 2 * streams:
+                        for v in T.unroll(vector):
+                            weight = sigmoid(scaled_mix(x[v], factor, shift[v]))
+                            if not head:
+                                if first >= streams:
+                                    grad[v] = T.ieee_mul(grad[v], post_mult)
+                            weight = T.ieee_mul(weight, T.ieee_sub(T.float32(1), weight))
+                            grad[v] = T.ieee_mul(weight, grad[v])
+                    for v in T.unroll(vector):
+                        sums[0, v] = T.ieee_add(sums[0, v], grad[v])
+                        sums[1, v] = T.ieee_fmaf(grad[v], x[v], sums[1, v])
+                        grad[v] = T.ieee_mul(grad[v], factor)
+                    for v in T.vectorized(vector):
+                        d_mixes[token, first + v] = grad[v]
+            if slot < slots:
+                for v in T.unroll(vector):
+                    of_slots[slot, first + v] = sums[0, v]
+                    of_slots[slot, count + first + v] = sums[1, v]
+            T.sync_threads()
+            sum_rows(of_slots, slots, of_parts, totals)
+            T.sync_threads()
+            if tx < 2 * count:
+                partials[block, tx] = totals[tx]
+            if is_last_block(tickets, ticket, chunks):
+                sum_rows(partials, chunks, of_parts, totals)
+                T.sync_threads()
+                if tx < count:
+                    d_base[tx] = totals[tx]
+                for k, start, size in kinds:
+                    if tx == k:
+                        factor = T.float32(0)
+                        for j in T.serial(size):
+                            factor = T.ieee_add(factor, totals[count + start + j])
+                        d_scale[k] = factor
+
+    return gradients

@@ -1,0 +1,415 @@
+"""The projection of the streams to mixes, on tensor cores, and its gradients.
+
+A TF32 number has 11 bits, which are two bfloat16: its rounding to 8 bits, and the rest. So products
+with bfloat16 streams are two products of bfloat16, exact before they are summed, at the full speed
+of the matrix units and without widening the streams. Where two TF32 numbers meet, in the gradient
+of the streams, the product of the two rests is left out: 2**-18 of the whole.
+"""
+
+from typing import Any
+
+from tilelang import language as T
+from tilelang.layout import make_swizzled_layout
+
+from tile_kernels.mhc.norm_fn.plan import GRADIENT_ROWS, VECTOR, ProductPlan, gradient_columns
+from tile_kernels.runtime.device import WARP
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
+from tile_kernels.runtime.launch import kernel
+
+WEIGHTS = 4  # float32 of 16 bytes
+UNIT = 64  # columns that are multiplied at once
+
+
+# ---- weights as two parts -----------------------------------------------------------------------
+
+
+@T.macro
+def tf32(value):
+    """float32 rounded to TF32, to nearest, ties away from zero; infinities and NaN stay."""
+    bits = T.alloc_var(T.uint32, init=T.reinterpret(value, T.uint32))
+    if (bits & T.uint32(0x7F800000)) != T.uint32(0x7F800000):
+        bits = (bits + T.uint32(0x1000)) & T.uint32(0xFFFFE000)
+    return T.reinterpret(bits, T.float32)
+
+
+@T.macro
+def in_two(value, high, low, place):
+    """`tf32(value) = high + low`, both exact; what is not finite in bfloat16 has no low part."""
+    rounded = T.alloc_var(T.float32, init=tf32(value))
+    high[place] = T.cast(rounded, T.bfloat16)
+    low[place] = T.cast(T.ieee_sub(rounded, T.cast(high[place], T.float32)), T.bfloat16)
+    if (T.reinterpret(T.cast(high[place], T.float32), T.uint32) & T.uint32(0x7F800000)) == T.uint32(
+        0x7F800000
+    ):
+        low[place] = T.bfloat16(0)
+
+
+def cut_weights(mixes: int, padded: int, columns: int, size: int, threads: int) -> Any:
+    """A macro: `columns` of the weights to `parts`, first one part of all, then the other.
+
+    They are those of `source[slot]` from `column` on, of `size`; what is beyond is zero, and so are
+    rows of padding.
+    """
+    accesses = columns // WEIGHTS  # of a row
+
+    @T.macro
+    def cut(source, slot, column, parts):
+        weights = T.alloc_local((WEIGHTS,), T.float32)
+        high = T.alloc_local((WEIGHTS,), T.bfloat16)
+        low = T.alloc_local((WEIGHTS,), T.bfloat16)
+        for turn in T.unroll(-(-padded * accesses // threads)):
+            place = turn * threads + T.get_thread_binding()
+            row = place // accesses
+            first = place % accesses * WEIGHTS
+            if place < padded * accesses:
+                for e in T.vectorized(WEIGHTS):
+                    weights[e] = T.float32(0)
+                if row < mixes and column + first < size:
+                    for e in T.vectorized(WEIGHTS):
+                        weights[e] = source[slot, row, column + first + e]
+                for e in T.unroll(WEIGHTS):
+                    in_two(weights[e], high, low, e)
+                for e in T.vectorized(WEIGHTS):
+                    parts[row, first + e] = high[e]
+                for e in T.vectorized(WEIGHTS):
+                    parts[padded + row, first + e] = low[e]
+
+    return cut
+
+
+# ---- products -----------------------------------------------------------------------------------
+
+
+def fetch_step(mixes: int, size: int, tile: int, depth: int) -> Any:
+    """A macro: start the copies of a step to `slot`, streams and weights, as one group.
+
+    Of `x` the rows from `row` on; zeros where there are none, and beyond the last column.
+    """
+    threads = 2 * tile
+    of_row, of_weights = depth // VECTOR, depth // WEIGHTS  # accesses
+
+    @T.macro
+    def fetch(x, fn, of_x, of_fn, row, rows, column, slot):
+        tx = T.get_thread_binding()
+        for turn in T.unroll(tile * of_row // threads):
+            line = turn * (threads // of_row) + tx // of_row
+            inside = tx % of_row * VECTOR
+            T.ptx_cp_async(
+                T.access_ptr(of_x[slot, line, inside], "w", VECTOR),
+                T.access_ptr(x[row + line, column + inside], "r", VECTOR),
+                VECTOR, row + line < rows and column + inside < size,
+            )  # fmt: skip
+        for turn in T.unroll(-(-mixes * of_weights // threads)):
+            line = (turn * threads + tx) // of_weights
+            inside = (turn * threads + tx) % of_weights * WEIGHTS
+            if line < mixes:
+                T.ptx_cp_async(
+                    T.access_ptr(of_fn[slot, line, inside], "w", WEIGHTS),
+                    T.access_ptr(fn[line, column + inside], "r", WEIGHTS),
+                    WEIGHTS, column + inside < size,
+                )  # fmt: skip
+        T.ptx_commit_group()
+
+    return fetch
+
+
+def multiply_step(padded: int, tile: int, depth: int, unit: int) -> Any:
+    """A macro: products and squares of a step, `unit` columns at a time, whatever its depth.
+
+    A warp has whole rows of them in registers, for both.
+    """
+
+    @T.macro
+    def multiply(of_x, slot, parts, held, sums, squared):
+        for first in tuple(range(0, depth, unit)):
+            columns = slice(first, first + unit)
+            T.copy(of_x[slot, :, columns], held)
+            for part in (0, padded):
+                T.gemm(
+                    held, parts[part : part + padded, columns], sums, transpose_B=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                )  # fmt: skip
+            for i, j in T.Parallel(tile, unit):
+                squared[i, j] = T.fma(
+                    T.cast(held[i, j], T.float32), T.cast(held[i, j], T.float32), squared[i, j]
+                )
+
+    return multiply
+
+
+@kernel(
+    access_bits=lambda *_: ((), (32, 64)),
+    # All barriers are written out.
+    pass_configs={**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True},
+)
+def products(*static: Any) -> Any:
+    """`mul` and `s` of a share of the columns, for each share: the products and the squares.
+
+    Streams and weights are copied some steps ahead; the weights of a step are cut in two when they
+    have arrived.
+    """
+    mixes, padded, size, tile, splits, depth, steps, stages, fenced = ProductPlan(*static)
+    rows = T.dynamic("rows")
+    unit = min(depth, UNIT)
+    fetch = fetch_step(mixes, size, tile, depth)
+    cut = cut_weights(mixes, padded, depth, depth, 2 * tile)
+    multiply = multiply_step(padded, tile, depth, unit)
+
+    @T.prim_func
+    def product_tiles(
+        x: T.Tensor[(rows, size), T.bfloat16],
+        fn: T.Tensor[(mixes, size), T.float32],
+        mul: T.Tensor[(splits, rows, padded), T.float32],
+        squares: T.Tensor[(splits, rows), T.float32],
+    ):
+        with T.Kernel(T.ceildiv(rows, tile), splits, threads=2 * tile) as (block, split):
+            of_x = T.alloc_shared((stages, tile, depth), T.bfloat16)
+            of_fn = T.alloc_shared((stages, mixes, depth), T.float32)
+            parts = T.alloc_shared((2 * padded, depth), T.bfloat16)
+            held = T.alloc_fragment((tile, unit), T.bfloat16)
+            sums = T.alloc_fragment((tile, padded), T.float32)
+            squared = T.alloc_fragment((tile, unit), T.float32)
+            of_rows = T.alloc_fragment((tile,), T.float32)
+            T.annotate_layout({of_x: make_swizzled_layout(of_x)})
+            start = split * steps * depth
+            T.clear(sums)
+            T.clear(squared)
+            for ahead in T.serial(stages - 1):
+                fetch(x, fn, of_x, of_fn, block * tile, rows, start + ahead * depth, ahead)
+            for step in T.serial(steps):
+                T.ptx_wait_group(stages - 2)
+                T.sync_threads()  # the step is here for all, and all are done with the one before
+                ahead = step + stages - 1
+                if ahead < steps:
+                    column = start + ahead * depth
+                    fetch(x, fn, of_x, of_fn, block * tile, rows, column, ahead % stages)
+                else:
+                    T.ptx_commit_group()
+                cut(of_fn, step % stages, 0, parts)
+                if fenced:
+                    T.fence_proxy_async()
+                T.sync_threads()
+                multiply(of_x, step % stages, parts, held, sums, squared)
+            T.reduce_sum(squared, of_rows, dim=1)
+            for i, j in T.Parallel(tile, padded):
+                if block * tile + i < rows:
+                    mul[split, block * tile + i, j] = sums[i, j]
+            for i in T.Parallel(tile):
+                if block * tile + i < rows:
+                    squares[split, block * tile + i] = of_rows[i]
+
+    return product_tiles
+
+
+# ---- mixes from products ------------------------------------------------------------------------
+
+
+@T.macro
+def inverse_norm(square, size, eps):
+    """What divides by the norm of a token."""
+    return T.rsqrt(T.ieee_fmaf(square, T.float32(1 / size), eps))
+
+
+def sum_of_products(splits: int, size: int) -> Any:
+    """A macro: `totals` of a token are `mul` of one mix, `s`, and what divides by the norm.
+
+    The shares of the columns are added in order, wherever this is called.
+    """
+
+    @T.macro
+    def summed(mul, squares, token, mix, eps, totals):
+        totals[0] = mul[0, token, mix]
+        totals[1] = squares[0, token]
+        for i in T.unroll(splits - 1):
+            totals[0] = T.ieee_add(totals[0], mul[i + 1, token, mix])
+            totals[1] = T.ieee_add(totals[1], squares[i + 1, token])
+        totals[2] = inverse_norm(totals[1], size, eps)
+
+    return summed
+
+
+MIX_THREADS = 128
+
+
+@kernel(
+    access_bits=lambda *_: (32, 32),
+    pass_configs=EXPLICIT_GUARDS,
+)
+def mixes_of_products(mixes: int, padded: int, size: int, splits: int) -> Any:
+    """A thread per mix: the shares summed, and divided by the norm of the token."""
+    rows = T.dynamic("rows")
+    slots = MIX_THREADS // mixes  # tokens of a block
+    summed = sum_of_products(splits, size)
+
+    @T.prim_func
+    def mix_entries(
+        mul: T.Tensor[(splits, rows, padded), T.float32],
+        squares: T.Tensor[(splits, rows), T.float32],
+        out: T.Tensor[(rows, mixes), T.float32],
+        products_out: T.Tensor[(rows, mixes), T.float32],
+        squares_out: T.Tensor[(rows,), T.float32],
+        eps: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(rows, slots), threads=MIX_THREADS) as block:
+            token = block * slots + T.get_thread_binding() // mixes
+            mix = T.get_thread_binding() % mixes
+            totals = T.alloc_local((3,), T.float32)
+            if T.get_thread_binding() < slots * mixes and token < rows:
+                summed(mul, squares, token, mix, eps, totals)
+                out[token, mix] = T.ieee_mul(totals[0], totals[2])
+                products_out[token, mix] = totals[0]
+                if mix == 0:
+                    squares_out[token] = totals[1]
+
+    return mix_entries
+
+
+# ---- backward -----------------------------------------------------------------------------------
+
+GRADIENT_WARPS = 4
+# That matrix units sum by themselves. They cut off what they add to a sum instead of rounding it:
+# over a hundred thousand rows the third digit would be wrong.
+GRADIENT_TILES = 16
+
+
+@kernel(
+    access_bits=lambda *_: (32, (16, 32)),
+    pass_configs=EXPLICIT_GUARDS,
+)
+def mix_gradients(mixes: int, padded: int, size: int) -> Any:
+    """A warp per token: the gradient of its products in two parts, and twice that of its squares.
+
+    With `r` the inverse norm: `g r`, rounded to TF32, and `-(sum of g mul) r / (s + eps K)`.
+    """
+    rows = T.dynamic("rows")
+    steps = -(-padded // WARP)
+
+    @T.prim_func
+    def mix_gradient_rows(
+        grad: T.Tensor[(rows, mixes), T.float32],
+        mul: T.Tensor[(rows, mixes), T.float32],
+        squares: T.Tensor[(rows,), T.float32],
+        parts: T.Tensor[(2, rows, padded), T.bfloat16],
+        of_squares: T.Tensor[(rows,), T.float32],
+        eps: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(rows, GRADIENT_WARPS), threads=GRADIENT_WARPS * WARP) as block:
+            row = block * GRADIENT_WARPS + T.get_thread_binding() // WARP
+            lane = T.get_thread_binding() % WARP
+            high = T.alloc_local((1,), T.bfloat16)
+            low = T.alloc_local((1,), T.bfloat16)
+            total = T.alloc_var(T.float32, init=T.float32(0))
+            if row < rows:
+                square = T.alloc_var(T.float32, init=squares[row])
+                inverse = T.alloc_var(T.float32)
+                # In float64 and rounded once: a step of it would move ties of TF32.
+                mean = T.cast(square, T.float64) / T.float64(size)
+                inverse = T.cast(T.float64(1) / T.sqrt(mean + T.cast(eps, T.float64)), T.float32)
+                for i in T.unroll(steps):
+                    mix = i * WARP + lane
+                    if mix < padded:
+                        incoming = T.alloc_var(T.float32, init=T.float32(0))
+                        if mix < mixes:
+                            incoming = grad[row, mix]
+                            total = T.ieee_fmaf(incoming, mul[row, mix], total)
+                        in_two(T.ieee_mul(incoming, inverse), high, low, 0)
+                        parts[0, row, mix] = high[0]
+                        parts[1, row, mix] = low[0]
+                for d in T.unroll(5):
+                    total = T.ieee_add(total, T.shfl_xor(total, T.shift_left(1, d)))
+                if lane == 0:
+                    of_squares[row] = T.ieee_fdiv(
+                        -total * inverse, T.ieee_fmaf(eps, T.float32(size), square)
+                    )
+
+    return mix_gradient_rows
+
+
+@kernel(access_bits=lambda *_: (128, (32, 128)))
+def product_gradients(
+    mixes: int, padded: int, size: int, splits: int, accumulate: bool, stages: int
+) -> Any:
+    """The gradients of streams and weights from one reading of the streams."""
+    rows = T.dynamic("rows")
+    height, width = GRADIENT_ROWS, gradient_columns(padded)
+    cut = cut_weights(mixes, padded, width, size, 128)
+    copies = 5 if accumulate else 4  # for a tile
+
+    @T.macro
+    def fetch(sources, places, chunk, first, tile, tiles):
+        """Start the copies of a tile, each a group."""
+        x, parts, of_squares, grad_x = sources
+        of_x, high, low, squared, old = places
+        if tile < tiles:
+            row = (first + tile) * height
+            slot = tile % stages
+            columns = slice(chunk * width, (chunk + 1) * width)
+            T.async_copy(x[row : row + height, columns], of_x[slot, :, :])
+            T.async_copy(parts[0, row : row + height, 0:padded], high[slot, :, :])
+            T.async_copy(parts[1, row : row + height, 0:padded], low[slot, :, :])
+            T.async_copy(of_squares[row : row + height], squared[slot, :])
+            if accumulate:
+                T.async_copy(grad_x[row : row + height, columns], old[slot, :, :])
+        else:
+            for _ in T.unroll(copies):
+                T.ptx_commit_group()
+
+    @T.prim_func
+    def gradient_tiles(
+        x: T.Tensor[(rows, size), T.bfloat16],
+        fn: T.Tensor[(1, mixes, size), T.float32],
+        parts: T.Tensor[(2, rows, padded), T.bfloat16],
+        of_squares: T.Tensor[(rows,), T.float32],
+        grad_x: T.Tensor[(rows, size), T.bfloat16],
+        grad_fn: T.Tensor[(splits, mixes, size), T.float32],
+        tiles: T.int32,
+    ):
+        with T.Kernel(-(-size // width), splits, threads=128) as (chunk, split):
+            of_weights = T.alloc_shared((2 * padded, width), T.bfloat16)
+            of_x = T.alloc_shared((stages, height, width), T.bfloat16)
+            old = T.alloc_shared((stages, height, width if accumulate else 1), T.bfloat16)
+            high = T.alloc_shared((stages, height, padded), T.bfloat16)
+            low = T.alloc_shared((stages, height, padded), T.bfloat16)
+            squared = T.alloc_shared((stages, height), T.float32)
+            new_x = T.alloc_fragment((height, width), T.float32)
+            sums = T.alloc_fragment((width, padded), T.float32)
+            total = T.alloc_fragment((width, padded), T.float32)
+            sources = (x, parts, of_squares, grad_x)
+            places = (of_x, high, low, squared, old)
+            T.clear(sums)
+            T.clear(total)
+            cut(fn, 0, chunk * width, of_weights)
+            for ahead in T.serial(stages - 1):
+                fetch(sources, places, chunk, split * tiles, ahead, tiles)
+            for tile in T.serial(tiles):
+                fetch(sources, places, chunk, split * tiles, tile + stages - 1, tiles)
+                T.ptx_wait_group(copies * (stages - 1))
+                T.sync_threads()
+                slot = tile % stages
+                T.clear(new_x)
+                T.gemm(high[slot, :, :], of_weights[0:padded, :], new_x)
+                T.gemm(low[slot, :, :], of_weights[0:padded, :], new_x)
+                T.gemm(high[slot, :, :], of_weights[padded : 2 * padded, :], new_x)
+                T.gemm(of_x[slot, :, :], high[slot, :, :], sums, transpose_A=True)
+                T.gemm(of_x[slot, :, :], low[slot, :, :], sums, transpose_A=True)
+                for i, j in T.Parallel(height, width):
+                    new_x[i, j] = T.fma(
+                        T.cast(of_x[slot, i, j], T.float32), squared[slot, i], new_x[i, j]
+                    )
+                if accumulate:
+                    for i, j in T.Parallel(height, width):
+                        new_x[i, j] = T.cast(old[slot, i, j], T.float32) + new_x[i, j]
+                T.copy(new_x, of_x[slot, :, :])  # which all have read by now
+                row = (split * tiles + tile) * height
+                columns = slice(chunk * width, (chunk + 1) * width)
+                T.copy(of_x[slot, :, :], grad_x[row : row + height, columns], disable_tma=True)
+                T.sync_threads()
+                if tile % GRADIENT_TILES == GRADIENT_TILES - 1 or tile == tiles - 1:
+                    for i, j in T.Parallel(width, padded):
+                        total[i, j] = total[i, j] + sums[i, j]
+                    T.clear(sums)
+            for i, j in T.Parallel(width, padded):
+                if chunk * width + i < size and j < mixes:
+                    grad_fn[split, j, chunk * width + i] = total[i, j]
+
+    return gradient_tiles

@@ -1,0 +1,383 @@
+"""`mhc_norm_fn_fwd` and `mhc_norm_fn_bwd`: the projection of a token's streams to its mixes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels.mhc import shapes
+from tile_kernels.mhc.norm_fn.plan import (
+    MAX_MIXES,
+    VECTOR,
+    count_shares,
+    count_splits,
+    gradient_columns,
+    padded,
+    plan_mix_gradients,
+    plan_mixes_of_products,
+    plan_product_gradients,
+    plan_products,
+)
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.torch import mhc_projection as references
+
+_MODULE = "tile_kernels.mhc.norm_fn.kernel"
+_PRODUCTS = Kernel(_MODULE, "products", plan_products)
+_MIXES = Kernel(_MODULE, "mixes_of_products", plan_mixes_of_products)
+_MIX_GRADIENTS = Kernel(_MODULE, "mix_gradients", plan_mix_gradients)
+_GRADIENTS = Kernel(_MODULE, "product_gradients", plan_product_gradients)
+
+
+# ---- the products, which `mhc_pre_fwd` needs too -------------------------------------------------
+
+
+def check_inputs(residual: Tensor, fn: Tensor, eps: float, name: str = "eps") -> shapes.Leading:
+    """Checks streams, weights and `eps`, called `name`; returns what other arguments share."""
+    tokens, streams, hidden = shapes.streams("residual", residual)
+    if hidden % VECTOR:
+        raise ValueError(f"residual must have a multiple of {VECTOR} columns, got {hidden}")
+    checks.tensor(
+        "fn", fn, ("J", "m * h"), torch.float32, shape=(None, streams * hidden), contiguous=True
+    )
+    if not 1 <= fn.shape[0] <= MAX_MIXES:
+        raise ValueError(f"fn must have 1..{MAX_MIXES} rows, got {fn.shape[0]}")
+    checks.epsilon(name, eps)
+    return tokens
+
+
+def _count_tokens(a: Any) -> int:
+    return math.prod(a.residual.shape[:-2])
+
+
+def _count_splits(a: Any) -> int:
+    return count_splits(_count_tokens(a), a.fn.shape[1], a.residual.device)
+
+
+NUM_TOKENS, NUM_SPLITS = Size(_count_tokens), Size(_count_splits)
+
+
+def product_scratch(a: Any) -> tuple[Out, ...]:
+    """`mul` and `s` of each share of the columns, for kernels that add them up."""
+    tokens, splits = _count_tokens(a), _count_splits(a)
+    return (
+        Out("mul", (splits, tokens, padded(a.fn.shape[0])), torch.float32),
+        Out("squares", (splits, tokens), torch.float32),
+    )
+
+
+def _aligned(x: Spec) -> Spec:
+    """`x` at a multiple of 16 bytes, copied if need be."""
+    return x if x.alignment == 16 else x.clone()
+
+
+def launch_products(a: Any, mul: Spec, squares: Spec) -> Launch:
+    """The launch that fills the scratch of `product_scratch`."""
+    mixes, size = a.fn.shape
+    problem = (mixes, padded(mixes), size, NUM_TOKENS, NUM_SPLITS)
+    rows = _aligned(shapes.rows(a.residual, size))
+    return Launch(_PRODUCTS, problem, (rows, _aligned(a.fn), mul, squares))
+
+
+# ---- forward ------------------------------------------------------------------------------------
+
+
+class Arguments(NamedTuple):
+    residual: Tensor
+    fn: Tensor
+    eps: float
+
+
+def check(a: Arguments) -> None:
+    check_inputs(a.residual, a.fn, a.eps)
+
+
+def outputs(a: Arguments) -> tuple[Out, Out, Out]:
+    leading = a.residual.shape[:-2]
+    return (
+        Out("mixes", (*leading, a.fn.shape[0]), torch.float32),
+        Out("mul", (*leading, a.fn.shape[0]), torch.float32),
+        Out("s", leading, torch.float32),
+    )
+
+
+def launches(
+    a: Arguments, mixes: Spec, mul: Spec, s: Spec, split_mul: Spec, split_squares: Spec
+) -> list[Launch]:
+    if a.residual.numel() == 0:
+        return []
+    count, size = a.fn.shape
+    arguments = (
+        split_mul, split_squares, shapes.rows(mixes, count), shapes.rows(mul, count),
+        shapes.rows(s), float(a.eps),
+    )  # fmt: skip
+    return [
+        launch_products(a, split_mul, split_squares),
+        Launch(_MIXES, (count, padded(count), size, NUM_SPLITS), arguments),
+    ]
+
+
+def cost(residual: Tensor, fn: Tensor, eps: float) -> Cost:  # noqa: ARG001
+    rows, mixes = residual.numel() // fn.shape[1], fn.shape[0]
+    return Cost(
+        2 * residual.numel() + 4 * fn.numel() + 8 * rows * mixes + 4 * rows,
+        2 * residual.numel() * (mixes + 1),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.eps = inputs[2]
+    ctx.save_for_backward(*inputs[:2], *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, grad_mixes: Tensor, *_: Any) -> tuple[Any, ...]:
+    residual, fn, mul, s = ctx.saved_tensors
+    return *mhc_norm_fn_bwd(grad_mixes, residual, fn, mul, s, ctx.eps), None
+
+
+MHC_NORM_FN_FWD = Operator(
+    "mhc.mhc_norm_fn_fwd",
+    Arguments,
+    check=check,
+    outputs=outputs,
+    scratch=product_scratch,
+    launches=launches,
+    reference=references.mhc_norm_fn_fwd,
+    cost=cost,
+    dynamic={"residual": 2},
+    backward=_backward,
+    setup_context=_save,
+)
+
+
+@MHC_NORM_FN_FWD.public()
+def mhc_norm_fn_fwd(residual: Tensor, fn: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the mixes of each token: projects its streams and divides by their root mean square.
+
+    With `X` the streams of a token as one row of `K = m * h` numbers and `f` the weights rounded to
+    TF32 (to nearest, ties away from zero),
+
+        mul = X . f^T        s = sum of X^2        mixes = mul / sqrt(s / K + eps)
+
+    summed in float32 in an order that depends on sizes and device alone. The gradient needs `mul`
+    and `s`. A token with NaN or an infinity has mixes that are NaN. Differentiable with respect to
+    `residual` and `fn`, through `mixes`.
+
+    Args:
+        residual: `[..., m, h]`, bfloat16, contiguous; `m` from 1 to 8, `h` a multiple of 8.
+        fn: `[J, m * h]`, float32, contiguous; `J` from 1 to 128.
+        eps: Added to the mean square, at least 0.
+
+    Returns:
+        `(mixes, mul, s)`: `[..., J]`, `[..., J]` and `[...]`, float32, contiguous.
+
+    Raises:
+        TypeError: If a dtype or a type differs.
+        ValueError: If a shape or layout differs, or `eps` is out of range.
+
+    Example:
+        >>> residual = torch.ones(1, 2, 8).bfloat16()
+        >>> mixes, mul, s = mhc_norm_fn_fwd(residual, torch.full((3, 16), 0.25), 0.0)
+        >>> mixes.tolist(), s.tolist()
+        ([[4.0, 4.0, 4.0]], [16.0])
+    """
+    return MHC_NORM_FN_FWD(residual, fn, eps)
+
+
+# ---- backward -----------------------------------------------------------------------------------
+
+
+class BackwardArguments(NamedTuple):
+    grad_mixes: Tensor
+    residual: Tensor
+    fn: Tensor
+    mul: Tensor
+    s: Tensor
+    eps: float
+
+
+class InPlaceArguments(NamedTuple):
+    grad_mixes: Tensor
+    residual: Tensor
+    fn: Tensor
+    mul: Tensor
+    s: Tensor
+    eps: float
+    grad_residual: Tensor
+
+
+def check_backward(a: Any) -> None:
+    tokens = check_inputs(a.residual, a.fn, a.eps)
+    fp32, mixes = torch.float32, (a.fn.shape[0],)
+    shapes.tensor(
+        "grad_mixes", a.grad_mixes, ("J",), fp32, like=tokens, sizes=mixes, contiguous=False
+    )
+    shapes.tensor("mul", a.mul, ("J",), fp32, like=tokens, sizes=mixes)
+    shapes.tensor("s", a.s, (), fp32, like=tokens, sizes=())
+
+
+def check_in_place(a: InPlaceArguments) -> None:
+    check_backward(a)
+    shapes.tensor(
+        "grad_residual", a.grad_residual, shapes.STREAMS, torch.bfloat16,
+        like=("residual", a.residual.shape[:-2]), sizes=tuple(a.residual.shape[-2:]),
+    )  # fmt: skip
+
+
+def outputs_in_place(a: Any) -> Out:
+    return Out("grad_fn", a.fn.shape, torch.float32)
+
+
+def outputs_backward(a: BackwardArguments) -> tuple[Out, Out]:
+    return Out("grad_residual", a.residual.shape, torch.bfloat16), outputs_in_place(a)
+
+
+def _shares(a: Any) -> tuple[int, int]:
+    """Blocks that share the rows, each with partial sums for `grad_fn`, and tiles of each."""
+    columns = gradient_columns(padded(a.fn.shape[0]))
+    return count_shares(_count_tokens(a), a.fn.shape[1], columns, a.residual.device)
+
+
+def scratch_backward(a: Any) -> tuple[Out, ...]:
+    """The gradient of the products in two parts, that of the squares, and partial sums if any."""
+    tokens, shares = _count_tokens(a), _shares(a)[0]
+    return (
+        Out("parts", (2, tokens, padded(a.fn.shape[0])), torch.bfloat16),
+        Out("of_squares", (tokens,), torch.float32),
+        *([Out("partials", (shares, *a.fn.shape), torch.float32)] if shares > 1 else []),
+    )
+
+
+def _sum_shares(partials: Tensor, out: Tensor) -> None:
+    torch.sum(partials, 0, out=out)
+
+
+def _launches_backward(
+    a: Any, accumulate: bool, grad_residual: Any, grad_fn: Spec, parts: Spec, of_squares: Spec,
+    *partials: Spec,
+) -> list[Launch | Host]:  # fmt: skip
+    if a.residual.numel() == 0:
+        return [Host(Tensor.zero_, (grad_fn,))]
+    mixes, size = a.fn.shape
+    width, (shares, tiles) = padded(mixes), _shares(a)
+    rows, fn = _aligned(shapes.rows(a.residual, size)), _aligned(a.fn).view(1, mixes, size)
+    grads = shapes.rows(a.grad_mixes, mixes), shapes.rows(a.mul, mixes), shapes.rows(a.s)
+    grad_rows = shapes.rows(grad_residual, size)
+    grad_buffer = _aligned(grad_rows)
+    sums = partials[0] if partials else grad_fn.view(1, mixes, size)
+    steps: list[Launch | Host] = [
+        Launch(
+            _MIX_GRADIENTS, (mixes, width, size), (*grads, parts, of_squares, float(a.eps))
+        ),
+        Launch(
+            _GRADIENTS, (mixes, width, size, shares, accumulate),
+            (rows, fn, parts, of_squares, grad_buffer, sums, tiles),
+        ),
+    ]  # fmt: skip
+    if grad_buffer is not grad_rows:
+        steps.append(Host(Tensor.copy_, (grad_rows, grad_buffer)))
+    if partials:
+        steps.append(Host(_sum_shares, (sums, grad_fn)))
+    return steps
+
+
+def launches_backward(a: BackwardArguments, *outs: Spec) -> list[Launch | Host]:
+    return _launches_backward(a, False, *outs)
+
+
+def launches_in_place(a: InPlaceArguments, *outs: Spec) -> list[Launch | Host]:
+    return _launches_backward(a, True, a.grad_residual, *outs)
+
+
+def cost_backward(
+    residual: Tensor, fn: Tensor, mul: Tensor, grad_residual: Tensor | None = None, **_: Any
+) -> Cost:
+    return Cost(
+        (4 if grad_residual is None else 6) * residual.numel() + 8 * fn.numel() + 8 * mul.numel(),
+        4 * residual.numel() * fn.shape[0],
+    )
+
+
+def _reference_in_place(*arguments: Any) -> Tensor:
+    return references.mhc_norm_fn_bwd(*arguments)[1]
+
+
+# The number of tokens is not dynamic: whether `grad_fn` is summed from shares depends on it.
+MHC_NORM_FN_BWD = Operator(
+    "mhc.mhc_norm_fn_bwd",
+    BackwardArguments,
+    check=check_backward,
+    outputs=outputs_backward,
+    scratch=scratch_backward,
+    launches=launches_backward,
+    reference=references.mhc_norm_fn_bwd,
+    cost=cost_backward,
+)
+
+_IN_PLACE = Operator(
+    "mhc._mhc_norm_fn_bwd_in_place",
+    InPlaceArguments,
+    check=check_in_place,
+    outputs=outputs_in_place,
+    scratch=scratch_backward,
+    launches=launches_in_place,
+    reference=_reference_in_place,
+    mutates=("grad_residual",),
+    serves="mhc_norm_fn_bwd",
+)
+
+
+@MHC_NORM_FN_BWD.public(reference=references.mhc_norm_fn_bwd, mutates=("grad_residual",))
+def mhc_norm_fn_bwd(
+    grad_mixes: Tensor,
+    residual: Tensor,
+    fn: Tensor,
+    mul: Tensor,
+    s: Tensor,
+    eps: float,
+    grad_residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Computes the gradients of `mhc_norm_fn_fwd`; that of the streams may be added to another one.
+
+    With `r = 1 / sqrt(s / K + eps)` and `gm = grad_mixes * r`, rounded to TF32,
+
+        grad_residual = gm . f - X * (sum of grad_mixes * mul) * r / (s + eps * K)
+        grad_fn       = gm^T . X
+
+    in float32; a given `grad_residual` is read, added to and rounded once more. Deterministic.
+
+    Args:
+        grad_mixes: `[..., J]`, float32, any strides.
+        residual: As for `mhc_norm_fn_fwd`.
+        fn: As for `mhc_norm_fn_fwd`.
+        mul: `[..., J]`, float32, contiguous: a result of `mhc_norm_fn_fwd`.
+        s: `[...]`, float32, contiguous: a result of `mhc_norm_fn_fwd`.
+        eps: As for `mhc_norm_fn_fwd`.
+        grad_residual: `[..., m, h]`, bfloat16, contiguous, to be added to in place; or None. It
+            must not share memory with another argument.
+
+    Returns:
+        `(grad_residual, grad_fn)`: `[..., m, h]`, bfloat16, new or the one given, and
+        `[J, m * h]`, float32; both contiguous.
+
+    Raises:
+        TypeError: If a dtype or a type differs.
+        ValueError: If a shape or layout differs, or `eps` is out of range.
+
+    Example:
+        >>> residual, fn = torch.ones(1, 2, 8).bfloat16(), torch.full((1, 16), 0.25)
+        >>> mixes, mul, s = mhc_norm_fn_fwd(residual, fn, 0.0)
+        >>> grad_residual, grad_fn = mhc_norm_fn_bwd(torch.ones(1, 1), residual, fn, mul, s, 0.0)
+        >>> grad_residual.abs().max().item(), grad_fn[0, 0].item()
+        (0.0, 1.0)
+    """
+    if grad_residual is None:
+        return MHC_NORM_FN_BWD(grad_mixes, residual, fn, mul, s, eps)
+    return grad_residual, _IN_PLACE(grad_mixes, residual, fn, mul, s, eps, grad_residual)

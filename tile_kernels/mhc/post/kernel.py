@@ -1,0 +1,157 @@
+"""What a sublayer writes: the next residual, and the gradients of its inputs."""
+
+from typing import Any
+
+from tilelang import language as T
+
+from tile_kernels.mhc.primitives import (
+    add_products,
+    add_weighted,
+    load_columns,
+    load_mixes,
+    store_columns,
+    sum_of_warps,
+    sum_to_shared,
+    widen,
+    write_stream,
+)
+from tile_kernels.mhc.tiling import (
+    GradientPlan,
+    MixPlan,
+    columns_of,
+    gradient_access_bits,
+    mix_access_bits,
+    resident,
+)
+from tile_kernels.runtime.device import WARP
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
+from tile_kernels.runtime.launch import kernel
+
+
+@kernel(access_bits=mix_access_bits, pass_configs=EXPLICIT_GUARDS)
+def post(*static: int) -> Any:
+    """`out[j] = post[j] * x + sum_i comb[i, j] * residual[i]`."""
+    plan = MixPlan(*static)
+    streams, hidden, threads, parts = plan.streams, plan.hidden, plan.threads, plan.parts
+    columns = columns_of(hidden)
+    load = load_columns(columns, plan.vector)
+    store = store_columns(columns, plan.vector)
+    load_post = load_mixes(streams, plan.mix_vector)
+    load_comb = load_mixes(streams * streams, plan.mix_vector)
+    widened = widen(columns)
+    write = write_stream(streams, columns)
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def written(
+        x: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
+        residual: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
+        post_mix: T.Tensor[(num_tokens, streams), T.float32],
+        comb_mix: T.Tensor[(num_tokens, streams * streams), T.float32],
+        out: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
+    ):
+        with T.Kernel(num_tokens * parts, threads=threads) as block:
+            T.annotate_min_blocks_per_sm(resident(threads, streams, 72, 128))
+            token = block // parts
+            raw_x = T.alloc_local((1, columns), T.bfloat16)
+            raw = T.alloc_local((streams, columns), T.bfloat16)
+            of_post = T.alloc_local((streams,), T.float32)
+            of_comb = T.alloc_local((streams * streams,), T.float32)
+            output = T.alloc_local((columns,), T.float32)
+            total = T.alloc_local((columns,), T.float32)
+            load_post(post_mix, token, of_post)
+            load_comb(comb_mix, token, of_comb)
+            first = (block % parts * threads + T.get_thread_binding()) * columns
+            if first < hidden:
+                load(x, token, 0, first, raw_x, 0)
+                for i in T.unroll(streams):
+                    load(residual, token, i, first, raw, i)
+                widened(raw_x, 0, output)
+                for j in T.unroll(streams):
+                    write(j, output, of_post, of_comb, raw, total)
+                    store(total, out, token, j, first)
+
+    return written
+
+
+@kernel(access_bits=gradient_access_bits, pass_configs=EXPLICIT_GUARDS)
+def post_backward(*static: Any) -> Any:
+    """With `g` the gradient: `d_x = sum_j post[j] * g[j]`, `d_residual[i] = sum_j comb[i, j] *
+    g[j]`, and over the columns `d_post[j] = sum x * g[j]`, `d_comb[i, j] = sum residual[i] * g[j]`.
+    """
+    plan = GradientPlan(*static)
+    streams, hidden, threads = plan.streams, plan.hidden, plan.threads
+    columns = columns_of(hidden)
+    warps = threads // WARP
+    count = streams * (streams + 1)  # sums of a token: those of `post`, then those of `comb`
+    load = load_columns(columns, plan.vector)
+    store = store_columns(columns, plan.vector)
+    load_post = load_mixes(streams, plan.mix_vector)
+    load_comb = load_mixes(streams * streams, plan.mix_vector)
+    widened = widen(columns)
+    summed = sum_to_shared(count, threads)
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def gradients(
+        x: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
+        residual: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
+        post_mix: T.Tensor[(num_tokens, streams), T.float32],
+        comb_mix: T.Tensor[(num_tokens, streams * streams), T.float32],
+        grad: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
+        d_x: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
+        d_residual: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
+        d_post: T.Tensor[(num_tokens, streams), T.float32],
+        d_comb: T.Tensor[(num_tokens, streams * streams), T.float32],
+    ):
+        with T.Kernel(num_tokens, threads=threads) as token:
+            T.annotate_min_blocks_per_sm(resident(threads, streams, 96, 255))
+            tx = T.get_thread_binding()
+            raw_x = T.alloc_local((1, columns), T.bfloat16)
+            raw = T.alloc_local((streams, columns), T.bfloat16)
+            raw_grad = T.alloc_local((streams, columns), T.bfloat16)
+            of_post = T.alloc_local((streams,), T.float32)
+            of_comb = T.alloc_local((streams * streams,), T.float32)
+            total = T.alloc_local((columns,), T.float32)
+            wide = T.alloc_local((columns,), T.float32)
+            of_grad = T.alloc_local((columns,), T.float32)
+            sums = T.alloc_local((count,), T.float32)
+            of_warps = T.alloc_shared((count, warps), T.float32)
+            load_post(post_mix, token, of_post)
+            load_comb(comb_mix, token, of_comb)
+            for i in T.unroll(count):
+                sums[i] = T.float32(0)
+            for s in T.serial(plan.steps):
+                first = (s * threads + tx) * columns
+                if first < hidden:
+                    for j in T.unroll(streams):
+                        load(grad, token, j, first, raw_grad, j)
+                    load(x, token, 0, first, raw_x, 0)
+                    for i in T.unroll(streams):
+                        load(residual, token, i, first, raw, i)
+                    for v in T.unroll(columns):
+                        total[v] = T.float32(0)
+                    widened(raw_x, 0, wide)
+                    for j in T.unroll(streams):
+                        widened(raw_grad, j, of_grad)
+                        add_weighted(of_post[j], of_grad, total, columns)
+                        add_products(wide, of_grad, sums, j, columns)
+                    store(total, d_x, token, 0, first)
+                    for i in T.unroll(streams):
+                        for v in T.unroll(columns):
+                            total[v] = T.float32(0)
+                        widened(raw, i, wide)
+                        for j in T.unroll(streams):
+                            widened(raw_grad, j, of_grad)
+                            add_weighted(of_comb[i * streams + j], of_grad, total, columns)
+                            add_products(wide, of_grad, sums, (i + 1) * streams + j, columns)
+                        store(total, d_residual, token, i, first)
+            summed(sums, of_warps)
+            if tx < streams:
+                d_post[token, tx] = sum_of_warps(of_warps, tx, warps)
+            for turn in T.unroll(-(-streams * streams // threads)):
+                place = turn * threads + tx
+                if place < streams * streams:
+                    d_comb[token, place] = sum_of_warps(of_warps, streams + place, warps)
+
+    return gradients

@@ -1,0 +1,377 @@
+"""`mhc_pre_big_fuse` and `mhc_pre_fwd`: from the residual to the input of a sublayer.
+
+Both are the projection, the split of the mixes, Sinkhorn and the weighted sum of the streams in two
+launches; the second also returns what gradients need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels.mhc import shapes
+from tile_kernels.mhc.apply.op import mhc_pre_apply_mix_bwd
+from tile_kernels.mhc.mix.op import mhc_pre_split_mixes_bwd
+from tile_kernels.mhc.norm_fn.op import (
+    NUM_SPLITS,
+    NUM_TOKENS,
+    check_inputs,
+    launch_products,
+    mhc_norm_fn_bwd,
+    product_scratch,
+)
+from tile_kernels.mhc.norm_fn.plan import padded
+from tile_kernels.mhc.pre.plan import plan_read
+from tile_kernels.mhc.sinkhorn.op import check_steps, sinkhorn_normalize_bwd
+from tile_kernels.mhc.sinkhorn.plan import is_near
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Launch, Out, Spec, alignment
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.torch import mhc as references
+from tile_kernels.torch.mhc_projection import mhc_norm_fn_fwd as norm_fn_reference
+
+_READ = Kernel("tile_kernels.mhc.pre.kernel", "read_from_products", plan_read)
+
+Pre = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+# ---- both ---------------------------------------------------------------------------------------
+
+
+def check(a: Any) -> None:
+    check_inputs(a.residual, a.fn, a.rms_eps, name="rms_eps")
+    m = a.residual.shape[-2]
+    count = m * (m + 2)
+    if a.fn.shape[0] != count:
+        raise ValueError(f"fn must have {count} rows for {m} streams, got {a.fn.shape[0]}")
+    shapes.parameter("mhc_scale", a.mhc_scale, 3)
+    shapes.parameter("mhc_base", a.mhc_base, count)
+    checks.epsilon("mhc_pre_eps", a.mhc_pre_eps)
+    checks.number("mhc_post_mult_value", a.mhc_post_mult_value)
+    check_steps(a.sinkhorn_repeat, a.mhc_sinkhorn_eps, "sinkhorn_repeat", "mhc_sinkhorn_eps")
+
+
+def _results(a: Any) -> tuple[Out, Out, Out]:
+    """Layer input, `post` and `comb`."""
+    *leading, m, h = a.residual.shape
+    return (
+        Out("layer_input", (*leading, h), torch.bfloat16),
+        Out("post_mix", (*leading, m, 1), torch.float32),
+        Out("comb_mix", (*leading, m, m), torch.float32),
+    )
+
+
+def _launches(
+    a: Any, results: Sequence[Spec], saved: Sequence[Spec], mul: Spec, squares: Spec
+) -> list[Launch]:
+    """`saved`: mixes, `mul`, `s`, `pre` and logits for the gradients, or nothing."""
+    if a.residual.numel() == 0:
+        return []
+    m, h = a.residual.shape[-2:]
+    count = m * (m + 2)
+    residual, layer_input = shapes.rows(a.residual, m, h), shapes.rows(results[0], 1, h)
+    post, comb = shapes.rows(results[1], m), shapes.rows(results[2], m, m)
+    sizes = ((count,), (count,), (), (m,), (m, m))
+    kept: list[Any] = [None] * len(sizes)
+    if saved:
+        kept = [shapes.rows(x, *last) for x, last in zip(saved, sizes)]
+    problem = (
+        m, h, NUM_TOKENS, alignment(residual, layer_input), padded(count), NUM_SPLITS,
+        is_near(a.mhc_sinkhorn_eps), bool(saved),
+    )  # fmt: skip
+    arguments = (
+        residual, mul, squares, a.mhc_scale, a.mhc_base, post, comb, layer_input, *kept,
+        float(a.rms_eps), float(a.mhc_pre_eps), float(a.mhc_sinkhorn_eps),
+        float(a.mhc_post_mult_value), a.sinkhorn_repeat,
+    )  # fmt: skip
+    return [launch_products(a, mul, squares), Launch(_READ, problem, arguments)]
+
+
+# ---- without gradients --------------------------------------------------------------------------
+
+
+class BigFuseArguments(NamedTuple):
+    residual: Tensor
+    fn: Tensor
+    mhc_scale: Tensor
+    mhc_base: Tensor
+    rms_eps: float
+    mhc_pre_eps: float
+    mhc_sinkhorn_eps: float
+    mhc_post_mult_value: float
+    sinkhorn_repeat: int
+    n_splits: int
+
+
+def check_big_fuse(a: BigFuseArguments) -> None:
+    check(a)
+    checks.integer("n_splits", a.n_splits, 1)
+
+
+def outputs_big_fuse(a: BigFuseArguments) -> tuple[Out, Out, Out]:
+    layer_input, post, comb = _results(a)
+    return post, comb, layer_input
+
+
+def launches_big_fuse(
+    a: BigFuseArguments, post: Spec, comb: Spec, layer_input: Spec, mul: Spec, squares: Spec
+) -> list[Launch]:
+    return _launches(a, (layer_input, post, comb), (), mul, squares)
+
+
+def cost_big_fuse(residual: Tensor, fn: Tensor, **_: Any) -> Cost:
+    m = residual.shape[-2]
+    tokens = residual.numel() // fn.shape[1]
+    return Cost(
+        2 * residual.numel()
+        + 4 * fn.numel()
+        + 2 * residual.numel() // m
+        + 4 * tokens * m * (m + 1),
+        2 * residual.numel() * (fn.shape[0] + 2),
+    )
+
+
+def reference_big_fuse(
+    *given: Any,
+    n_splits: int = 16,  # noqa: ARG001
+    **named: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    layer_input, post, comb, *_ = reference(*given[:9], **named)
+    return post, comb, layer_input
+
+
+MHC_PRE_BIG_FUSE = Operator(
+    "mhc.mhc_pre_big_fuse",
+    BigFuseArguments,
+    check=check_big_fuse,
+    outputs=outputs_big_fuse,
+    scratch=product_scratch,
+    launches=launches_big_fuse,
+    reference=reference_big_fuse,
+    cost=cost_big_fuse,
+    dynamic={"residual": 2},
+    instead="tile_kernels.mhc.mhc_pre_fwd",
+)
+
+
+@MHC_PRE_BIG_FUSE.public()
+def mhc_pre_big_fuse(
+    residual: Tensor,
+    fn: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    rms_eps: float,
+    mhc_pre_eps: float,
+    mhc_sinkhorn_eps: float,
+    mhc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    n_splits: int = 16,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes all that comes before a sublayer, without gradients: its mixes and its input.
+
+    The results have the bits of `mhc_norm_fn_fwd`, `mhc_pre_split_mixes`, `sinkhorn_normalize` and
+    `mhc_pre_apply_mix` one after the other, in two launches. `mhc_pre_fwd` is the same with
+    gradients.
+
+    Args:
+        residual: `[..., m, h]`, bfloat16, contiguous; `m` from 1 to 8, `h` a multiple of 8.
+        fn: `[m * (m + 2), m * h]`, float32, contiguous.
+        mhc_scale: `[3]`, float32, contiguous.
+        mhc_base: `[m * (m + 2)]`, float32, contiguous.
+        rms_eps: `eps` of `mhc_norm_fn_fwd`.
+        mhc_pre_eps: As for `mhc_pre_split_mixes`.
+        mhc_sinkhorn_eps: `eps` of `sinkhorn_normalize`.
+        mhc_post_mult_value: As for `mhc_pre_split_mixes`.
+        sinkhorn_repeat: `repeat` of `sinkhorn_normalize`, at least 1.
+        n_splits: At least 1; it has no effect.
+
+    Returns:
+        `(post_mix, comb_mix, layer_input)`: `[..., m, 1]`, float32; `[..., m, m]`, float32;
+        `[..., h]`, bfloat16; all contiguous.
+
+    Raises:
+        TypeError: If a dtype or a type differs.
+        ValueError: If a shape or layout differs, or a number is out of range.
+
+    Example:
+        >>> residual, fn = torch.ones(1, 1, 8).bfloat16(), torch.zeros(3, 8)
+        >>> scale, base = torch.ones(3), torch.tensor([0.0, 0.0, 5.0])
+        >>> post, comb, layer_input = mhc_pre_big_fuse(
+        ...     residual, fn, scale, base, 1e-6, 0.0, 1e-6, 2.0, 3
+        ... )
+        >>> post.item(), round(comb.item(), 4), layer_input[0, 0].item()
+        (1.0, 1.0, 0.5)
+    """
+    return MHC_PRE_BIG_FUSE(
+        residual, fn, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps,
+        mhc_post_mult_value, sinkhorn_repeat, n_splits,
+    )  # fmt: skip
+
+
+# ---- with gradients -----------------------------------------------------------------------------
+
+
+class Arguments(NamedTuple):
+    residual: Tensor
+    fn: Tensor
+    mhc_scale: Tensor
+    mhc_base: Tensor
+    rms_eps: float
+    mhc_pre_eps: float
+    mhc_sinkhorn_eps: float
+    mhc_post_mult_value: float
+    sinkhorn_repeat: int
+
+
+def outputs(a: Arguments) -> tuple[Out, Out, Out, Out, Out, Out, Out, Out]:
+    *leading, m, _ = a.residual.shape
+    return (
+        *_results(a),
+        Out("pre_mix", (*leading, m, 1), torch.float32),
+        Out("mixes", (*leading, m * (m + 2)), torch.float32),
+        Out("mul", (*leading, m * (m + 2)), torch.float32),
+        Out("s", leading, torch.float32),
+        Out("logits", (*leading, m, m), torch.float32),
+    )
+
+
+def launches(a: Arguments, *outs: Spec) -> list[Launch]:
+    *results, pre, mixes, mul, s, logits, split_mul, split_squares = outs
+    return _launches(a, results, (mixes, mul, s, pre, logits), split_mul, split_squares)
+
+
+def cost(residual: Tensor, fn: Tensor, **_: Any) -> Cost:
+    m = residual.shape[-2]
+    tokens = residual.numel() // fn.shape[1]
+    least = cost_big_fuse(residual, fn)
+    return Cost(least.bytes + 4 * tokens * (2 * fn.shape[0] + 1 + m * (m + 1)), least.flops)
+
+
+def reference(
+    residual: Tensor,
+    fn: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    rms_eps: float,
+    mhc_pre_eps: float,
+    mhc_sinkhorn_eps: float,
+    mhc_post_mult_value: float,
+    sinkhorn_repeat: int,
+) -> Pre:
+    mixes, mul, s = norm_fn_reference(residual, fn, rms_eps)
+    pre, post, logits = references.mhc_pre_split_mixes(
+        mixes, mhc_scale, mhc_base, residual.shape[-2], mhc_post_mult_value, mhc_pre_eps
+    )
+    comb = references.sinkhorn_normalize(logits, sinkhorn_repeat, mhc_sinkhorn_eps)
+    return references.mhc_pre_apply_mix(residual, pre), post, comb, pre, mixes, mul, s, logits
+
+
+def pre_gradients(
+    saved: Sequence[Tensor],
+    grads: tuple[Tensor, Tensor, Tensor],
+    total: Tensor | None,
+    numbers: tuple[float, float, float, int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `mhc_pre_fwd` from those of layer input, `post` and `comb`.
+
+    `saved` are its four tensors and the last five of its results; `total`, a gradient of the
+    residual, is added to in place. `numbers` are `rms_eps`, `mhc_sinkhorn_eps`,
+    `mhc_post_mult_value` and `sinkhorn_repeat`.
+    """
+    residual, fn, scale, base, pre, mixes, mul, s, logits = saved
+    rms_eps, sinkhorn_eps, post_mult, repeat = numbers
+    total, d_pre = mhc_pre_apply_mix_bwd(grads[0], residual, pre, total)
+    d_logits = sinkhorn_normalize_bwd(grads[2], logits, repeat, sinkhorn_eps)
+    d_mixes, d_scale, d_base = mhc_pre_split_mixes_bwd(
+        d_pre, grads[1], d_logits, mixes, scale, base, post_mult
+    )
+    total, d_fn = mhc_norm_fn_bwd(d_mixes, residual, fn, mul, s, rms_eps, total)
+    return total, d_fn, d_scale, d_base
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Pre) -> None:
+    ctx.save_for_backward(*inputs[:4], *output[3:])
+    ctx.numbers = inputs[4], *inputs[6:]
+    ctx.mark_non_differentiable(*output[3:])
+
+
+def _backward(
+    ctx: Any, d_layer_input: Tensor, d_post: Tensor, d_comb: Tensor, *_: Any
+) -> tuple[Any, ...]:
+    grads = d_layer_input, d_post, d_comb
+    return *pre_gradients(ctx.saved_tensors, grads, None, ctx.numbers), *(None,) * 5
+
+
+MHC_PRE_FWD = Operator(
+    "mhc.mhc_pre_fwd",
+    Arguments,
+    check=check,
+    outputs=outputs,
+    scratch=product_scratch,
+    launches=launches,
+    reference=reference,
+    cost=cost,
+    dynamic={"residual": 2},
+    backward=_backward,
+    setup_context=_save,
+)
+
+
+@MHC_PRE_FWD.public()
+def mhc_pre_fwd(
+    residual: Tensor,
+    fn: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    rms_eps: float,
+    mhc_pre_eps: float,
+    mhc_sinkhorn_eps: float,
+    mhc_post_mult_value: float,
+    sinkhorn_repeat: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Computes all that comes before a sublayer in training: `mhc_pre_big_fuse` with gradients.
+
+    The results have the bits of `mhc_norm_fn_fwd`, `mhc_pre_split_mixes`, `sinkhorn_normalize` and
+    `mhc_pre_apply_mix` one after the other, in two launches. Differentiable in the four tensors,
+    through `layer_input`, `post_mix` and `comb_mix`, by the gradients of those four operators.
+
+    Args:
+        residual: As for `mhc_pre_big_fuse`.
+        fn: As for `mhc_pre_big_fuse`.
+        mhc_scale: As for `mhc_pre_big_fuse`.
+        mhc_base: As for `mhc_pre_big_fuse`.
+        rms_eps: As for `mhc_pre_big_fuse`.
+        mhc_pre_eps: As for `mhc_pre_big_fuse`.
+        mhc_sinkhorn_eps: As for `mhc_pre_big_fuse`.
+        mhc_post_mult_value: As for `mhc_pre_big_fuse`.
+        sinkhorn_repeat: As for `mhc_pre_big_fuse`.
+
+    Returns:
+        `(layer_input, post_mix, comb_mix, pre_mix, mixes, mul, s, logits)`, contiguous, float32
+        except `layer_input`, which is bfloat16 `[..., h]`. `post_mix` and `pre_mix` are
+        `[..., m, 1]`, `comb_mix` is `[..., m, m]`. `mixes` and `mul`, `[..., m * (m + 2)]`, and
+        `s`, `[...]`, are the results of `mhc_norm_fn_fwd`; `logits`, `[..., m, m]`, is `comb` of
+        `mhc_pre_split_mixes`.
+
+    Raises:
+        TypeError: If a dtype or a type differs.
+        ValueError: If a shape or layout differs, or a number is out of range.
+
+    Example:
+        >>> residual, fn = torch.ones(1, 1, 8).bfloat16(), torch.zeros(3, 8)
+        >>> scale, base = torch.ones(3), torch.tensor([0.0, 0.0, 5.0])
+        >>> layer_input, post, comb, pre, *saved = mhc_pre_fwd(
+        ...     residual, fn, scale, base, 1e-6, 0.0, 1e-6, 2.0, 3
+        ... )
+        >>> layer_input[0, 0].item(), pre.item(), [tuple(each.shape) for each in saved]
+        (0.5, 0.5, [(1, 3), (1, 3), (1,), (1, 1, 1)])
+    """
+    return MHC_PRE_FWD(
+        residual, fn, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps,
+        mhc_post_mult_value, sinkhorn_repeat,
+    )  # fmt: skip

@@ -1,0 +1,46 @@
+"""Tile sizes of the kernel between the projection and a sublayer. Needs no TileLang."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tile_kernels.mhc.tiling import access, columns_of, cut_row, whole_row
+from tile_kernels.runtime.device import Device
+
+
+class ReadPlan(NamedTuple):
+    """`padded` columns and `splits` shares of the products; `near` as in `sinkhorn`.
+
+    With `saving`, what gradients need is written too.
+    """
+
+    streams: int
+    hidden: int
+    vector: int
+    threads: int
+    steps: int
+    parts: int
+    padded: int
+    splits: int
+    near: bool
+    saving: bool
+
+
+def plan_read(
+    streams: int,
+    hidden: int,
+    num_tokens: int,
+    alignment: int,
+    padded: int,
+    splits: int,
+    near: bool,
+    saving: bool,
+    device: Device,
+) -> ReadPlan:
+    """A block per token, which computes its mixes; a part of one, if there are few."""
+    if num_tokens < 2 * device.num_sms:
+        (threads, parts), steps = cut_row(hidden, num_tokens, device), 1
+    else:
+        (threads, steps), parts = whole_row(hidden), 1
+    vector = access(columns_of(hidden), 2, alignment)
+    return ReadPlan(streams, hidden, vector, threads, steps, parts, padded, splits, near, saving)

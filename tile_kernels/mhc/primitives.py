@@ -1,0 +1,161 @@
+"""Device macros of the streams and their mixes, for single operators and for fused ones.
+
+A thread owns some neighbouring columns of all streams of a token (`tiling.py`). Streams stay
+bfloat16 in registers, mixes and sums are float32. Each term of a sum is one fused multiply-add,
+streams in order, so that every kernel which mixes gives the same bits.
+"""
+
+from typing import Any
+
+from tilelang import language as T
+
+from tile_kernels.runtime.device import WARP
+
+# ---- columns of a token -------------------------------------------------------------------------
+
+
+def load_columns(columns: int, vector: int) -> Any:
+    """A macro: the `columns` from `first` on of one stream, to row `at` of `raw`."""
+
+    @T.macro
+    def load(x, token, stream, first, raw, at):
+        for c in T.unroll(columns // vector):
+            for v in T.vectorized(vector):
+                raw[at, c * vector + v] = x[token, stream, first + c * vector + v]
+
+    return load
+
+
+def store_columns(columns: int, vector: int) -> Any:
+    """A macro: a float32 `total` for each column, rounded, to its place in a stream."""
+
+    @T.macro
+    def store(total, out, token, stream, first):
+        rounded = T.alloc_local((columns,), T.bfloat16)
+        for v in T.vectorized(columns):
+            rounded[v] = T.cast(total[v], T.bfloat16)
+        for c in T.unroll(columns // vector):
+            for v in T.vectorized(vector):
+                out[token, stream, first + c * vector + v] = rounded[c * vector + v]
+
+    return store
+
+
+def load_mixes(count: int, vector: int) -> Any:
+    """A macro: the `count` mixes of a token, row `token` of `mixes`, to `values`."""
+
+    @T.macro
+    def load(mixes, token, values):
+        for c in T.unroll(count // vector):
+            for v in T.vectorized(vector):
+                values[c * vector + v] = mixes[token, c * vector + v]
+
+    return load
+
+
+# ---- mixes --------------------------------------------------------------------------------------
+
+
+@T.macro
+def scaled_mix(x, scale, base):
+    """`x * scale + base`, rounded once."""
+    return T.ieee_fmaf(x, scale, base)
+
+
+@T.macro
+def sigmoid(z):
+    """`1 / (1 + exp(-z))`."""
+    return T.ieee_frcp(T.ieee_add(T.float32(1), T.exp(-z)))
+
+
+# ---- weighted sums ------------------------------------------------------------------------------
+
+
+def widen(columns: int) -> Any:
+    """A macro: row `at` of `raw` as float32."""
+
+    @T.macro
+    def widened(raw, at, wide):
+        for v in T.vectorized(columns):
+            wide[v] = T.cast(raw[at, v], T.float32)
+
+    return widened
+
+
+@T.macro
+def add_weighted(weight, wide, total, columns):
+    """`total = weight * wide + total` for each column."""
+    for v in T.unroll(columns):
+        total[v] = T.ieee_fmaf(wide[v], weight, total[v])
+
+
+def read_streams(streams: int, columns: int) -> Any:
+    """A macro: `total = sum_i mix[i] * raw[i]`, what a sublayer reads; starts at +0."""
+    widened = widen(columns)
+
+    @T.macro
+    def read(mix, raw, total):
+        wide = T.alloc_local((columns,), T.float32)
+        for v in T.unroll(columns):
+            total[v] = T.float32(0)
+        for i in T.unroll(streams):
+            widened(raw, i, wide)
+            add_weighted(mix[i], wide, total, columns)
+
+    return read
+
+
+def write_stream(streams: int, columns: int) -> Any:
+    """A macro: `total = post[j] * output + sum_i comb[i, j] * raw[i]`, stream `j` written.
+
+    `output` is float32; `comb` is flat, row-major.
+    """
+    widened = widen(columns)
+
+    @T.macro
+    def write(j, output, post, comb, raw, total):
+        wide = T.alloc_local((columns,), T.float32)
+        for v in T.unroll(columns):
+            total[v] = T.ieee_mul(output[v], post[j])
+        for i in T.unroll(streams):
+            widened(raw, i, wide)
+            add_weighted(comb[i * streams + j], wide, total, columns)
+
+    return write
+
+
+@T.macro
+def add_products(a, b, total, at, columns):
+    """`total[at] += sum of a * b` over a thread's columns, one after the other."""
+    for v in T.unroll(columns):
+        total[at] = T.ieee_fmaf(a[v], b[v], total[at])
+
+
+def sum_to_shared(count: int, threads: int) -> Any:
+    """A macro: `count` sums of a block's threads, in a fixed order.
+
+    Threads `0 .. count - 1` (or, in turns, more than there are) have theirs by `sum_of_warps`
+    afterwards. It is a barrier, and all threads must call it.
+    """
+
+    @T.macro
+    def summed(values, of_warps):
+        tx = T.get_thread_binding()
+        for d in T.unroll(5):  # outside, so that shuffles do not wait for each other
+            for i in T.unroll(count):
+                values[i] = T.ieee_add(values[i], T.shfl_xor(values[i], T.shift_left(1, d)))
+        if tx % WARP == 0:
+            for i in T.unroll(count):
+                of_warps[i, tx // WARP] = values[i]
+        T.sync_threads()
+
+    return summed
+
+
+@T.macro
+def sum_of_warps(of_warps, i, warps):
+    """Sum `i` over the warps, in order."""
+    total = T.alloc_var(T.float32, init=of_warps[i, 0])
+    for w in T.unroll(warps - 1):
+        total = T.ieee_add(total, of_warps[i, w + 1])
+    return total

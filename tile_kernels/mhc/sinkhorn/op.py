@@ -1,0 +1,195 @@
+"""`sinkhorn_normalize` and its gradient: logits to nearly doubly stochastic matrices."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels.mhc import shapes
+from tile_kernels.mhc.sinkhorn.plan import MAX_REPEAT, is_near, plan
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Launch, Out, Spec, alignment
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.torch import mhc as references
+
+_NORMALIZE = Kernel("tile_kernels.mhc.sinkhorn.kernel", "sinkhorn_normalize", plan)
+_BACKWARD = Kernel("tile_kernels.mhc.sinkhorn.kernel", "sinkhorn_backward", plan)
+
+
+class Arguments(NamedTuple):
+    x: Tensor
+    repeat: int
+    eps: float
+
+
+def check_steps(
+    repeat: int, eps: float, repeat_name: str = "repeat", eps_name: str = "eps"
+) -> None:
+    """Checks that `repeat` is at least 1 and `eps` not negative."""
+    checks.integer(repeat_name, repeat, 1, MAX_REPEAT)
+    checks.epsilon(eps_name, eps)
+
+
+def check(a: Any) -> None:
+    shapes.tensor("x", a.x, ("M", "M"), torch.float32, contiguous=False)
+    size = a.x.shape[-1]
+    if a.x.shape[-2] != size or not 1 <= size <= shapes.MAX_STREAMS:
+        raise ValueError(
+            f"x must hold square matrices of 1..{shapes.MAX_STREAMS} rows, got shape "
+            f"{tuple(a.x.shape)}"
+        )
+    check_steps(a.repeat, a.eps)
+
+
+def outputs(a: Arguments) -> Out:
+    return Out("out", a.x.shape, torch.float32)
+
+
+def launches(a: Arguments, out: Spec) -> Launch | None:
+    if out.numel() == 0:
+        return None
+    size = out.shape[-1]
+    x, out = shapes.rows(a.x, size, size), shapes.rows(out, size, size)
+    problem = (size, alignment(x, out), is_near(a.eps))
+    return Launch(_NORMALIZE, problem, (x, out, a.repeat, float(a.eps)))
+
+
+def cost(x: Tensor, **_: Any) -> Cost:
+    return Cost(bytes=8 * x.numel())
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(inputs[0])
+    ctx.steps = inputs[1:]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (x,) = ctx.saved_tensors
+    return sinkhorn_normalize_bwd(grad, x, *ctx.steps), None, None
+
+
+SINKHORN_NORMALIZE = Operator(
+    "mhc.sinkhorn_normalize",
+    Arguments,
+    check=check,
+    outputs=outputs,
+    launches=launches,
+    reference=references.sinkhorn_normalize,
+    cost=cost,
+    dynamic={"x": 2},
+    backward=_backward,
+    setup_context=_save,
+)
+
+
+@SINKHORN_NORMALIZE.public()
+def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor:
+    """Normalises rows and columns of positive matrices in turn, until both nearly sum to 1.
+
+    `y = softmax(x) + eps` along rows, then columns are divided by `sum + eps`, then `repeat - 1`
+    times rows and columns are divided by `sum + eps`. Columns come last and sum to 1 up to `eps`;
+    the sums of rows come closer to 1 with a larger `repeat`. Sums add neighbours first; quotients
+    are correctly rounded. A matrix with NaN, +inf or a row of -inf becomes NaN. Differentiable, by
+    `sinkhorn_normalize_bwd`.
+
+    Args:
+        x: `[..., M, M]`, float32: logits, `M` from 1 to 8, any strides.
+        repeat: The number of normalisations of the columns, at least 1.
+        eps: Added to the softmax and to every sum, at least 0.
+
+    Returns:
+        `[..., M, M]`, float32, contiguous.
+
+    Raises:
+        TypeError: If a dtype or a type differs.
+        ValueError: If the matrices are not square, `M` is not in 1 to 8, or a number is out of
+            range.
+
+    Example:
+        >>> sinkhorn_normalize(torch.tensor([[0.0, 1.0986123], [0.0, 0.0]]), 2)
+        tensor([[0.3636, 0.6316],
+                [0.6364, 0.3684]])
+    """
+    return SINKHORN_NORMALIZE(x, repeat, eps)
+
+
+# ---- the gradient -------------------------------------------------------------------------------
+
+
+class BackwardArguments(NamedTuple):
+    grad_out: Tensor
+    x: Tensor
+    repeat: int
+    eps: float
+
+
+def check_backward(a: BackwardArguments) -> None:
+    check(a)
+    shapes.tensor(
+        "grad_out", a.grad_out, ("M", "M"), torch.float32, like=("x", a.x.shape[:-2]),
+        sizes=tuple(a.x.shape[-2:]), contiguous=False,
+    )  # fmt: skip
+
+
+def outputs_backward(a: BackwardArguments) -> Out:
+    return Out("grad_x", a.x.shape, torch.float32)
+
+
+def launches_backward(a: BackwardArguments, grad_x: Spec) -> Launch | None:
+    if grad_x.numel() == 0:
+        return None
+    size = grad_x.shape[-1]
+    x, grad_out, grad_x = (shapes.rows(t, size, size) for t in (a.x, a.grad_out, grad_x))
+    problem = (size, alignment(x, grad_out, grad_x), is_near(a.eps))
+    return Launch(_BACKWARD, problem, (grad_out, x, grad_x, a.repeat, float(a.eps)))
+
+
+def cost_backward(x: Tensor, **_: Any) -> Cost:
+    return Cost(bytes=12 * x.numel())
+
+
+SINKHORN_NORMALIZE_BWD = Operator(
+    "mhc.sinkhorn_normalize_bwd",
+    BackwardArguments,
+    check=check_backward,
+    outputs=outputs_backward,
+    launches=launches_backward,
+    reference=references.sinkhorn_normalize_bwd,
+    cost=cost_backward,
+    dynamic={"grad_out": 2, "x": 2},
+)
+
+
+@SINKHORN_NORMALIZE_BWD.public()
+def sinkhorn_normalize_bwd(
+    grad_out: Tensor, x: Tensor, repeat: int = 10, eps: float = 1e-6
+) -> Tensor:
+    """Computes the gradient of `sinkhorn_normalize`; its steps are computed again.
+
+    A step `y' = y / d` with `d = sum(y) + eps` has the gradient `(g - sum(g * y')) / d`, the
+    softmax `p` has `(g - sum(g * p)) * p`. Only the time grows with `repeat`, not the memory.
+
+    Args:
+        grad_out: `[..., M, M]`, float32, any strides: the gradient of the result.
+        x: `[..., M, M]`, float32, `M` from 1 to 8, any strides: the logits.
+        repeat: As for `sinkhorn_normalize`, at least 1.
+        eps: As for `sinkhorn_normalize`, at least 0.
+
+    Returns:
+        The gradient of `x`: `[..., M, M]`, float32, contiguous.
+
+    Raises:
+        TypeError: If a dtype or a type differs.
+        ValueError: If a shape differs, `M` is not in 1 to 8, or a number is out of range.
+
+    Example:
+        >>> x = torch.tensor([[0.0, 1.0986123], [0.0, 0.0]])
+        >>> sinkhorn_normalize_bwd(torch.tensor([[1.0, 0.0], [0, 0]]), x, 2)
+        tensor([[ 0.1240, -0.1240],
+                [-0.1198,  0.1198]])
+    """
+    return SINKHORN_NORMALIZE_BWD(grad_out, x, repeat, eps)
