@@ -488,7 +488,7 @@ class Operator(registry.Registered):
         """Written tensors share memory with no other, unless `in_place` allows it."""
         if not given and not self._mutated:
             return
-        outs = [(f"out[{i}]" if len(given) > 1 else "out", x) for i, x in enumerate(given)]
+        outs = list(zip(self.outputs, given))
         allowed = [args[i] for i in self._in_place if any(args[i] is x for _, x in outs)]
         read = []
         written = outs
