@@ -9,7 +9,7 @@ from tilelang import language as T
 
 import tile_kernels
 from tests.requirements import GROUNDS
-from tile_kernels.quant.kernels.activation import NEAR, near_swiglu, swiglu_value
+from tile_kernels.quant.swiglu.primitives import NEAR, near_swiglu, swiglu_value
 
 KERNEL_GROUNDS = [ground for ground in GROUNDS if ground.values[0][0] != "torch"]
 THREADS = 128

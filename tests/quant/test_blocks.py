@@ -17,11 +17,10 @@ from tile_kernels.quant import (
     per_token_cast_back,
     unpack_from_e2m1fn_x2,
 )
-from tile_kernels.quant.back import cast_back_e5m6
-from tile_kernels.quant.cases import PACKED, hexed, words
-from tile_kernels.quant.cases.back import codes
-from tile_kernels.quant.kernels import back as kernels_back
-from tile_kernels.quant.kernels.blocks import THREADS, tile_of
+from tile_kernels.quant.back import plan as back_plan
+from tile_kernels.quant.cast_back_e5m6_kernel import cast_back_e5m6
+from tile_kernels.quant.per_block.plan import THREADS, tile_of
+from tile_kernels.quant.samples import PACKED, codes, hexed, words
 from tile_kernels.testing.poison import poisoned_empty
 
 BACKENDS = ["torch", "emulate"]
@@ -45,7 +44,7 @@ def test_several_rows_per_thread(
     fmt: str, block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a large tensor: the last thread has fewer rows, scales are shared or not."""
-    monkeypatch.setattr(kernels_back, "BUSY", 0)
+    monkeypatch.setattr(back_plan, "BUSY", 0)
     torch.manual_seed(0)
     x = codes(7, 64, fmt, torch.device("cpu"))
     sf = torch.exp2(torch.arange(-(-7 // block[0]) * (64 // block[1])).float() / 3)

@@ -720,12 +720,16 @@ def test_formats_on_cuda_give_the_same_bytes() -> None:
                 assert_equal(tensor.cpu(), kept)
 
 
-def test_nothing_is_written_where_a_buffer_does_not_fit() -> None:
-    data = torch.zeros(4, 64).to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"per_token_cast: .* must have shape \[4, 2\]"):
-        tile_kernels.quant.per_token_cast(
-            torch.randn(4, 64), "e4m3", 32, out=(data, torch.empty(2, 2))
-        )
+@pytest.mark.parametrize("backend", ["torch", "emulate"])
+def test_nothing_is_written_where_a_buffer_does_not_fit(backend: str) -> None:
+    x, data = torch.randn(4, 64), torch.zeros(4, 64).to(torch.float8_e4m3fn)
+    with tile_kernels.backend(backend):
+        with pytest.raises(ValueError, match=r"per_token_cast: .* must have shape \[4, 2\]"):
+            tile_kernels.quant.per_token_cast(x, "e4m3", 32, out=(data, torch.empty(2, 2)))
+        with pytest.raises(TypeError, match="per_token_cast: out_sf must be a tensor, got int"):
+            tile_kernels.quant.per_token_cast(x, "e4m3", 32, out=(data, 3))
+        with pytest.raises(TypeError, match="fake_cast: out must be a tensor, got int"):
+            tile_kernels.quant.fake_cast(x, "e4m3", 32, out=3)
+        with pytest.raises(TypeError, match="per_token_cast: out must be 2 tensors, got int"):
+            tile_kernels.quant.per_token_cast(x, "e4m3", 32, out=3)
     assert not data.float().any()
-    with pytest.raises(TypeError, match="must be a tensor, got int"):
-        tile_kernels.quant.fake_cast(torch.randn(4, 64), "e4m3", 32, out=3)

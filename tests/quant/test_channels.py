@@ -14,8 +14,9 @@ from tile_kernels.quant import (
     per_channel_cast_fused,
     swiglu_forward_and_per_channel_cast_and_transpose,
 )
-from tile_kernels.quant.cases.channels import worked_codes, worked_example
-from tile_kernels.quant.kernels.channels import access_bits, plan
+from tile_kernels.quant.per_channel.cases import worked_codes, worked_example
+from tile_kernels.quant.per_channel.kernel import access_bits
+from tile_kernels.quant.per_channel.plan import plan
 from tile_kernels.runtime.cases import assert_equal_results
 from tile_kernels.runtime.device import Device
 from tile_kernels.torch import quant as oracles

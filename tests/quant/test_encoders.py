@@ -148,10 +148,11 @@ def test_casts_by_instruction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A GPU that has no such instruction does the same by CUDA's own long way round."""
-    from tile_kernels.quant.kernels import blocks, tokens
+    from tile_kernels.quant.per_block import plan as per_block_plan
+    from tile_kernels.quant.per_token import plan as per_token_plan
 
-    for module in (blocks, tokens):
-        monkeypatch.setattr(module, "way_to_e2m1", lambda *_: "instruction")
+    for module in (per_block_plan, per_token_plan):
+        monkeypatch.setattr(module, "e2m1_conversion", lambda *_: "instruction")
     backend, device = ground
     torch.manual_seed(0)
     x = torch.randn(70, 88) * torch.randn(70, 1).exp()

@@ -1,4 +1,4 @@
-"""Utilities for quantised data."""
+"""Utilities for quantized data."""
 
 from tile_kernels.torch.quant import unpack_from_e2m1fn_x2
 

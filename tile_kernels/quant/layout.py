@@ -1,16 +1,18 @@
-"""What the hosts of all casts share: names of sources and formats, layouts of scales."""
+"""What the declarations of all casts share: names of dtypes and formats, checks, results."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tile_kernels.quant.storage import COLUMN, PACKED, ROW
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.outputs import check_output
+from tile_kernels.runtime.declaration import Out
 from tile_kernels.torch import formats
-from tile_kernels.torch.scales import QuantTensor as QuantTensor  # noqa: PLC0414
 from tile_kernels.utils import align, ceil_div
 
 PLAIN = (torch.bfloat16, torch.float32)
@@ -26,7 +28,6 @@ OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # What has a gradient where casts have none.
 CAST_INSTEAD = "tile_kernels.quant.fake_cast, whose gradient passes straight through the rounding"
 SWIGLU_INSTEAD = "tile_kernels.modeling.quant.swiglu_cast"
-ROW, COLUMN, PACKED = "row", "column", "packed"
 
 
 def layout_of(use_tma_aligned_col_major_sf: bool, use_packed_ue8m0: bool) -> str:
@@ -80,8 +81,8 @@ def check_width(fmt: str, width: int) -> None:
         raise ValueError("x must have at least one channel, got 0")
 
 
-def check_source_scales(x: Tensor, x_sf: Tensor, block: tuple[int, int]) -> None:
-    """The scales of a quantised `x` in blocks, in any layout."""
+def check_source_scales(x: Tensor, x_sf: Tensor, block: Sequence[int]) -> None:
+    """The scales of a quantized `x` in blocks, in any layout."""
     checks.tensor("x_sf", x_sf, ("row_blocks", "channel_blocks"), (torch.float32, torch.int32))
     rows, groups = ceil_div(x.shape[0], block[0]), ceil_div(values_in(x), block[1])
     if x_sf.dtype == torch.int32:
@@ -98,31 +99,31 @@ def check_swiglu_clamp(value: float | None) -> None:
         raise ValueError(f"swiglu_clamp_value must be at least 0, or None, got {value}")
 
 
-def pair(x: Any) -> tuple[Tensor, Tensor | None]:
-    """The data and the scales of a quantised tensor, or a plain one and None."""
-    if not isinstance(x, tuple):
-        return x, None
-    if len(x) != 2 or not all(isinstance(part, Tensor) for part in x):
+def swiglu_clamp(value: float | None) -> float:
+    """The bound of SwiGLU's halves as kernels take it."""
+    return math.inf if value is None else float(value)
+
+
+def pair(x: Any) -> tuple[Any, Tensor | None]:
+    """Data and scales of a quantized `x`; anything else and None, for the checks to refuse."""
+    if isinstance(x, tuple) and len(x) == 2:
+        data, scales = x
+        if isinstance(data, Tensor) and isinstance(scales, Tensor):
+            return data, scales
+    return x, None
+
+
+def check_plain_or_pair(x: object) -> None:
+    """`x`, what `pair` left of an argument, is not a tuple of other things."""
+    if isinstance(x, tuple):
         given = ", ".join(type(part).__name__ for part in x)
         raise TypeError(f"x must be a tensor, or a tuple of data and scales, got ({given})")
-    return x
 
 
-def buffers(out: Any) -> tuple[Tensor, ...]:
-    """What a cast's `out` brings: data and scales, or nothing."""
-    if out is None:
-        return ()
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        given = f"{len(out)} parts" if isinstance(out, (tuple, list)) else type(out).__name__
-        raise TypeError(f"out must be a tuple of data and scales, got {given}")
-    return tuple(out)
-
-
-def check_pair(x: Any, *_: Any, **__: Any) -> None:
-    """`x`, the first argument of an operator, is a tuple of data and scales."""
-    if not isinstance(x, tuple) or len(x) != 2 or not all(isinstance(t, Tensor) for t in x):
-        parts = x if isinstance(x, tuple) else (x,)
-        given = ", ".join(type(part).__name__ for part in parts)
+def check_pair(x: object, x_sf: Tensor | None) -> None:
+    """`pair` found data and scales."""
+    if x_sf is None:
+        given = ", ".join(type(part).__name__ for part in (x if isinstance(x, tuple) else (x,)))
         raise TypeError(f"x must be a tuple of data and scales, two tensors, got ({given})")
 
 
@@ -134,43 +135,36 @@ def values_in(x: Tensor) -> int:
     return width * 2 // 3 if x.dtype == torch.uint8 else width
 
 
-def data_shape(fmt: str, rows: int, width: int) -> tuple[int, int]:
-    """The shape of data in a format."""
-    return rows, {"e4m3": width, "e2m1": width // 2, "e5m6": width * 3 // 2}[fmt]
+def data_width(fmt: str, width: int) -> int:
+    """The elements of a row of `width` channels in a format."""
+    return {"e4m3": width, "e2m1": width // 2, "e5m6": width * 3 // 2}[fmt]
 
 
-def as_words(data: Tensor) -> Tensor:
-    """Data as kernels see it: bytes of e2m1 unsigned, e5m6 in words of four bytes."""
+def data_out(fmt: str, rows: int, width: int) -> Out:
+    """The data of a result of `rows x width` values."""
+    return Out("out", (rows, data_width(fmt, width)), FORMATS[fmt].dtype)
+
+
+def scale_out(name: str, rows: int, groups: int, layout: str) -> Out:
+    """The scales of a result of `rows x groups` blocks.
+
+    Kernels also write the padding of the columns, so that they get the buffer behind the result.
+    """
+    if layout == ROW:
+        return Out(name, (rows, groups), torch.float32)
+    padded, dtype = align(rows, 4), torch.float32
+    if layout == PACKED:
+        groups, dtype = ceil_div(groups, 4), torch.int32
+    return Out(name, (rows, groups), dtype, (1, padded), base=(groups, padded))
+
+
+def scale_bytes(rows: int, groups: int, packed: bool) -> int:
+    """The bytes of the scales of `rows x groups` blocks, without padding."""
+    return 4 * rows * (ceil_div(groups, 4) if packed else groups)
+
+
+def as_words(data: Any) -> Any:
+    """The spec of data as kernels see it: bytes of e2m1 unsigned, e5m6 in words of four bytes."""
     if data.dtype == torch.int8:
         return data.view(torch.uint8)
     return data.view(torch.int32) if data.dtype == torch.uint8 else data
-
-
-def scale_shape(rows: int, groups: int, layout: str) -> tuple[int, int]:
-    """The shape of the scales of `rows x groups` blocks."""
-    return rows, ceil_div(groups, 4) if layout == PACKED else groups
-
-
-def scale_buffer(
-    name: str, given: Tensor | None, like: Tensor, rows: int, groups: int, layout: str
-) -> tuple[Tensor, Tensor]:
-    """Scales to return, `[rows, ...]`, and the buffer behind them that a kernel fills."""
-    shape = scale_shape(rows, groups, layout)
-    dtype = torch.int32 if layout == PACKED else torch.float32
-    if layout == ROW:
-        if given is None:
-            given = like.new_empty(shape, dtype=dtype)
-        else:
-            check_output(name, given, shape, dtype)
-        return given, given
-    padded = align(rows, 4)
-    if given is None:
-        buffer = like.new_empty((shape[1], padded), dtype=dtype)
-        return buffer.T[:rows], buffer
-    check_output(name, given, shape, dtype, (1, padded))
-    needed = given.storage_offset() + shape[1] * padded
-    if given.untyped_storage().nbytes() < needed * given.element_size():
-        raise ValueError(
-            f"{name} must be a view of a [{shape[1]}, {padded}] buffer, padding rows included"
-        )
-    return given, given.as_strided((shape[1], padded), (padded, 1))

@@ -1,4 +1,4 @@
-"""Types of the quantising operators."""
+"""Types of the quantizing operators."""
 
 from tile_kernels.torch.scales import QuantTensor
 

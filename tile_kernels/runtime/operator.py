@@ -315,6 +315,10 @@ class Operator(registry.Registered):
         if not self._has_lists:
             values[: len(args)] = args
         self._checked(args)
+        for name, buffer in zip(self.outputs, given):
+            if not isinstance(buffer, Tensor):
+                kind = type(buffer).__name__
+                raise TypeError(f"{self._label}: {name} must be a tensor, got {kind}")
         self._check_apart(args, given)
         device, plain = self._inspect(args, given)
         if self.differentiable:
@@ -519,8 +523,7 @@ class Operator(registry.Registered):
         """Written tensors share memory with no other, unless `in_place` allows it."""
         if not given and not self._mutated:
             return
-        outs = [(f"out[{i}]" if len(given) > 1 else "out", x) for i, x in enumerate(given)]
-        outs = [each for each in outs if isinstance(each[1], Tensor)]
+        outs = list(zip(self.outputs, given))
         allowed = [args[i] for i in self._in_place if any(args[i] is x for _, x in outs)]
         read = []
         written = outs

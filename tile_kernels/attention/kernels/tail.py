@@ -15,7 +15,7 @@ from tile_kernels.attention.kernels.common import (
 from tile_kernels.attention.kernels.compress import Plan as CompressPlan
 from tile_kernels.attention.kernels.compress import plan as compress_plan
 from tile_kernels.attention.kernels.compress import window_walk
-from tile_kernels.quant.kernels.common import CLAMP_MIN, encode_and_store, group_amax, scale_of
+from tile_kernels.quant.primitives import CLAMP_MIN, encode_and_store, group_amax, scale_of
 from tile_kernels.runtime.device import Device
 from tile_kernels.runtime.kernels.common import WARP
 from tile_kernels.runtime.launch import kernel

@@ -1,0 +1,473 @@
+"""Casts with scales along channels: a scale for every 32 or 128 tokens of a channel."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels.quant import layout
+from tile_kernels.quant.per_channel.plan import (
+    CLAMPED_SWIGLU,
+    GROUPS,
+    NONE,
+    SCALE_COLUMNS,
+    SWIGLU,
+    plan,
+)
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, alignment
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.torch import formats
+from tile_kernels.torch import quant as references
+from tile_kernels.torch.scales import QuantTensor
+from tile_kernels.utils import ceil_div
+
+_CAST_COLUMNS = Kernel("tile_kernels.quant.per_channel.kernel", "cast_columns", plan)
+
+
+def _check_flags(fmt: str, num_per_tokens: int, round_sf: bool) -> None:
+    checks.one_of("fmt", fmt, ("e4m3",))
+    checks.integer("num_per_tokens", num_per_tokens, 1)
+    checks.one_of("num_per_tokens", num_per_tokens, GROUPS)
+    checks.boolean("round_sf", round_sf)
+
+
+def _outputs(rows: int, width: int, num_per_tokens: int, transposed: bool) -> tuple[Out, Out]:
+    shape = (width, rows) if transposed else (rows, width)
+    return (
+        Out("out", shape, torch.float8_e4m3fn),
+        Out("out_sf", (ceil_div(rows, num_per_tokens), width), torch.float32),
+    )
+
+
+_NUM_TOKENS = Size(lambda a: a.x.shape[0])
+
+
+def _launch(
+    x: Any,
+    out: Spec,
+    out_sf: Spec,
+    num_per_tokens: int,
+    round_sf: bool,
+    *,
+    x_sf: Any = None,
+    pos_to_token: Any = None,
+    rows: Size = _NUM_TOKENS,
+    transposed: bool = False,
+    activation: str = NONE,
+    clamp: float = math.inf,
+) -> Launch | None:
+    if out.numel() == 0:
+        return None
+    problem = (
+        layout.SOURCES[x.dtype], activation, transposed, num_per_tokens, round_sf,
+        pos_to_token is not None, rows, out_sf.shape[1], x.stride(0), alignment(x), alignment(out),
+    )  # fmt: skip
+    arguments = (x, x_sf, pos_to_token, out, out_sf, formats.E4M3.clamp_min, clamp)
+    return Launch(_CAST_COLUMNS, problem, arguments)
+
+
+def _cost(read: int, rows: int, width: int, num_per_tokens: int) -> Cost:
+    return Cost(bytes=read + rows * width + 4 * ceil_div(rows, num_per_tokens) * width)
+
+
+# ---- as it is, or transposed ---------------------------------------------------------------------
+
+
+class Arguments(NamedTuple):
+    x: Tensor
+    fmt: str
+    num_per_tokens: int
+    round_sf: bool
+
+
+def check(a: Arguments) -> None:
+    layout.check_plain(a.x)
+    layout.check_width("e4m3", a.x.shape[1])
+    _check_flags(a.fmt, a.num_per_tokens, a.round_sf)
+
+
+def outputs(a: Arguments) -> tuple[Out, Out]:
+    rows, width = a.x.shape
+    return _outputs(rows, width, a.num_per_tokens, transposed=False)
+
+
+def transposed_outputs(a: Arguments) -> tuple[Out, Out]:
+    rows, width = a.x.shape
+    return _outputs(rows, width, a.num_per_tokens, transposed=True)
+
+
+def launches(a: Arguments, out: Spec, out_sf: Spec) -> Launch | None:
+    return _launch(a.x, out, out_sf, a.num_per_tokens, a.round_sf)
+
+
+def transposed_launches(a: Arguments, out: Spec, out_sf: Spec) -> Launch | None:
+    return _launch(a.x, out, out_sf, a.num_per_tokens, a.round_sf, transposed=True)
+
+
+def cost(x: Tensor, num_per_tokens: int, **_: Any) -> Cost:
+    rows, width = x.shape
+    return _cost(x.numel() * x.element_size(), rows, width, num_per_tokens)
+
+
+PER_CHANNEL_CAST = Operator(
+    "quant.per_channel_cast",
+    Arguments,
+    check=check,
+    outputs=outputs,
+    launches=launches,
+    reference=references.per_channel_cast,
+    cost=cost,
+    dynamic={"x": 1},
+    out=("out", "out_sf"),
+    instead=layout.CAST_INSTEAD,
+)
+
+PER_CHANNEL_CAST_AND_TRANSPOSE = Operator(
+    "quant.per_channel_cast_and_transpose",
+    Arguments,
+    check=check,
+    outputs=transposed_outputs,
+    launches=transposed_launches,
+    reference=references.per_channel_cast_and_transpose,
+    cost=cost,
+    dynamic={"x": 1},
+    out=("out", "out_sf"),
+    instead=layout.CAST_INSTEAD,
+)
+
+
+@PER_CHANNEL_CAST.public()
+def per_channel_cast(
+    x: Tensor,
+    fmt: str,
+    num_per_tokens: int,
+    round_sf: bool = False,
+    out: QuantTensor | None = None,
+) -> QuantTensor:
+    """Quantizes with a scale for every 32 or 128 tokens of a channel.
+
+    A value is `code * scale`, and its code is `encode(value * inv)`. With `a` the largest magnitude
+    among the tokens of a scale, but at least 1e-4, `scale = a / 448` and `inv = 448 / a`. The last
+    tokens may be fewer. A NaN becomes a NaN and does not count for the scale; an infinity counts as
+    the largest float32 and saturates. Not differentiable.
+
+    Args:
+        x: `[num_tokens, hidden]`, bfloat16 or float32, any row stride.
+        fmt: `"e4m3"`.
+        num_per_tokens: Tokens of a scale: 32 or 128.
+        round_sf: Takes the next power of two as scale.
+        out: Buffers `(data, scales)` that are filled and returned.
+
+    Returns:
+        `(data, scales)`: `[num_tokens, hidden]` float8_e4m3fn, and
+        `[ceil(num_tokens / num_per_tokens), hidden]` float32, both contiguous.
+
+    Raises:
+        TypeError: If a dtype or the kind of an argument differs.
+        ValueError: If a shape, a layout or a value is not one of these.
+
+    Example:
+        >>> data, scales = per_channel_cast(torch.tensor([[1.0, -2.0], [7.0, 0.5]]), "e4m3", 32)
+        >>> data.float().tolist(), (scales * 448).tolist()
+        ([[64.0, -448.0], [448.0, 112.0]], [[7.0, 2.0]])
+    """
+    return PER_CHANNEL_CAST(x, fmt, num_per_tokens, round_sf, out=out)
+
+
+@PER_CHANNEL_CAST_AND_TRANSPOSE.public()
+def per_channel_cast_and_transpose(
+    x: Tensor,
+    fmt: str,
+    num_per_tokens: int,
+    round_sf: bool = False,
+    out: QuantTensor | None = None,
+) -> QuantTensor:
+    """`per_channel_cast` with the data transposed, not the scales.
+
+    Fastest where `num_tokens` is a multiple of 16 and `hidden` of 8. Not differentiable.
+
+    Args:
+        x: `[num_tokens, hidden]`, bfloat16 or float32, any row stride.
+        fmt: `"e4m3"`.
+        num_per_tokens: Tokens of a scale: 32 or 128.
+        round_sf: Takes the next power of two as scale.
+        out: Buffers `(data, scales)` that are filled and returned.
+
+    Returns:
+        `(data, scales)`: `[hidden, num_tokens]` float8_e4m3fn, and
+        `[ceil(num_tokens / num_per_tokens), hidden]` float32, both contiguous.
+
+    Raises:
+        TypeError: If a dtype or the kind of an argument differs.
+        ValueError: If a shape, a layout or a value is not one of these.
+
+    Example:
+        >>> x = torch.tensor([[1.0, -2.0], [7.0, 0.5]])
+        >>> data, scales = per_channel_cast_and_transpose(x, "e4m3", 32)
+        >>> data.float().tolist(), (scales * 448).tolist()
+        ([[64.0, 448.0], [-448.0, 112.0]], [[7.0, 2.0]])
+    """
+    return PER_CHANNEL_CAST_AND_TRANSPOSE(x, fmt, num_per_tokens, round_sf, out=out)
+
+
+# ---- gathered, of a plain or a quantized source --------------------------------------------------
+
+
+class FusedArguments(NamedTuple):
+    x: Tensor
+    x_sf: Tensor | None
+    fmt: str
+    num_per_tokens: int
+    round_sf: bool
+    num_per_channels: int | None
+    pos_to_token: Tensor | None
+
+
+def check_fused(a: FusedArguments) -> None:
+    layout.check_plain_or_pair(a.x)
+    if a.num_per_channels is not None:
+        checks.integer("num_per_channels", a.num_per_channels, 1)
+        checks.one_of("num_per_channels", a.num_per_channels, (SCALE_COLUMNS,))
+    if a.x_sf is None:
+        layout.check_plain(a.x)
+    else:
+        dims = ("num_tokens", "hidden")
+        checks.tensor("x", a.x, dims, torch.float8_e4m3fn, unit_inner_stride=True)
+        dims = ("num_tokens", "channel_blocks")
+        blocks = (a.x.shape[0], ceil_div(a.x.shape[1], SCALE_COLUMNS))
+        checks.tensor("x_sf", a.x_sf, dims, torch.float32, shape=blocks)
+        if a.num_per_channels is None:
+            raise ValueError(
+                f"num_per_channels must be {SCALE_COLUMNS} for a quantised x, got None"
+            )
+    layout.check_width("e4m3", a.x.shape[1])
+    _check_flags(a.fmt, a.num_per_tokens, a.round_sf)
+    if a.pos_to_token is not None:
+        checks.tensor(
+            "pos_to_token", a.pos_to_token, ("num_positions",), torch.int32, contiguous=True
+        )
+
+
+def check_positions(a: FusedArguments) -> None:
+    """Negative positions are padding, the others name a row of `x`."""
+    checks.in_range("pos_to_token", a.pos_to_token, -(2**31), a.x.shape[0] - 1)
+
+
+def _num_positions(a: FusedArguments) -> int:
+    return a.x.shape[0] if a.pos_to_token is None else a.pos_to_token.shape[0]
+
+
+def fused_outputs(a: FusedArguments) -> tuple[Out, Out]:
+    return _outputs(_num_positions(a), a.x.shape[1], a.num_per_tokens, transposed=False)
+
+
+def _row_of_zeros(x: Any) -> Any:
+    """A tensor of one row instead of `x`, which has none."""
+    shape = (1, x.shape[1])
+    like = Spec(shape, (x.shape[1], 1), x.dtype, x.device)
+    return x.apply(Tensor.new_zeros, shape, like=like)
+
+
+def fused_launches(a: FusedArguments, out: Spec, out_sf: Spec) -> Launch | None:
+    x, x_sf = a.x, a.x_sf
+    if x.numel() == 0:  # all positions are padding
+        x, x_sf = _row_of_zeros(x), None if x_sf is None else _row_of_zeros(x_sf)
+    return _launch(
+        x, out, out_sf, a.num_per_tokens, a.round_sf, x_sf=x_sf, pos_to_token=a.pos_to_token,
+        rows=Size(_num_positions),
+    )  # fmt: skip
+
+
+def _fused_reference(
+    x: Tensor,
+    x_sf: Tensor | None,
+    fmt: str,
+    num_per_tokens: int,
+    round_sf: bool,
+    num_per_channels: int | None,
+    pos_to_token: Tensor | None,
+) -> QuantTensor:
+    source = x if x_sf is None else (x, x_sf)
+    if pos_to_token is not None:
+        pos_to_token = pos_to_token.masked_fill(pos_to_token >= x.shape[0], -1)
+    return references.per_channel_cast_fused(
+        source, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token
+    )
+
+
+def fused_cost(
+    x: Tensor | QuantTensor, num_per_tokens: int, pos_to_token: Tensor | None, **_: Any
+) -> Cost:
+    data, sf = layout.pair(x)
+    rows = data.shape[0] if pos_to_token is None else pos_to_token.shape[0]
+    read = data.numel() * data.element_size() + (0 if sf is None else 4 * sf.numel())
+    read += 0 if pos_to_token is None else 4 * rows
+    return _cost(read, rows, data.shape[1], num_per_tokens)
+
+
+PER_CHANNEL_CAST_FUSED = Operator(
+    "quant.per_channel_cast_fused",
+    FusedArguments,
+    check=check_fused,
+    outputs=fused_outputs,
+    launches=fused_launches,
+    reference=_fused_reference,
+    cost=fused_cost,
+    dynamic={"x": 1, "x_sf": 1, "pos_to_token": 0},
+    out=("out", "out_sf"),
+    values=check_positions,
+    instead=layout.CAST_INSTEAD,
+)
+
+
+@PER_CHANNEL_CAST_FUSED.public(reference=references.per_channel_cast_fused)
+def per_channel_cast_fused(
+    x: Tensor | QuantTensor,
+    fmt: str,
+    num_per_tokens: int,
+    round_sf: bool = False,
+    num_per_channels: int | None = None,
+    pos_to_token: Tensor | None = None,
+    out: QuantTensor | None = None,
+) -> QuantTensor:
+    """Quantizes gathered tokens, plain or quantized ones, as `per_channel_cast` does.
+
+    Row `i` of the result is that of `x[pos_to_token[i]]`. A position that is negative or not below
+    `num_tokens` makes a row of zeros. Without `pos_to_token` the rows stay as they are. A quantized
+    `x` is multiplied by its scales first, `(code * scale) * inv`. See `per_channel_cast` for
+    scales, codes, NaN and infinity. Not differentiable.
+
+    Args:
+        x: `[num_tokens, hidden]`, bfloat16 or float32, any row stride. Or `(data, scales)`:
+            `[num_tokens, hidden]` float8_e4m3fn, any row stride, and
+            `[num_tokens, ceil(hidden / 128)]` float32, any strides.
+        fmt: `"e4m3"`.
+        num_per_tokens: Tokens of a scale: 32 or 128.
+        round_sf: Takes the next power of two as scale.
+        num_per_channels: 128 for a quantized `x`; ignored for a plain one.
+        pos_to_token: `[num_positions]`, int32, contiguous; or None.
+        out: Buffers `(data, scales)` that are filled and returned.
+
+    Returns:
+        `(data, scales)`: `[num_positions, hidden]` float8_e4m3fn, and
+        `[ceil(num_positions / num_per_tokens), hidden]` float32, both contiguous.
+
+    Raises:
+        TypeError: If a dtype or the kind of an argument differs; `x_sf` names the scales of `x`.
+        ValueError: If a shape, a layout or a value is not one of these; in the checked mode also if
+            a position is not below `num_tokens`.
+
+    Example:
+        >>> x, index = torch.tensor([[1.0], [2.0]]), torch.tensor([1, -1, 0], dtype=torch.int32)
+        >>> data, scales = per_channel_cast_fused(x, "e4m3", 32, pos_to_token=index)
+        >>> data.float().tolist(), (scales * 448).tolist()
+        ([[448.0], [0.0], [224.0]], [[2.0]])
+    """
+    data, sf = layout.pair(x)
+    return PER_CHANNEL_CAST_FUSED(
+        data, sf, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token, out=out
+    )
+
+
+# ---- of SwiGLU -----------------------------------------------------------------------------------
+
+
+class SwigluArguments(NamedTuple):
+    x: Tensor
+    fmt: str
+    num_per_tokens: int
+    round_sf: bool
+    without_transpose: bool
+    swiglu_clamp_value: float | None
+
+
+def check_swiglu(a: SwigluArguments) -> None:
+    layout.check_plain(a.x)
+    layout.check_width("e4m3", a.x.shape[1])
+    if a.x.shape[1] % 2:
+        raise ValueError(
+            f"x must have an even number of channels, gate and value, got {a.x.shape[1]}"
+        )
+    _check_flags(a.fmt, a.num_per_tokens, a.round_sf)
+    checks.boolean("without_transpose", a.without_transpose)
+    layout.check_swiglu_clamp(a.swiglu_clamp_value)
+
+
+def swiglu_outputs(a: SwigluArguments) -> tuple[Out, Out]:
+    rows, width = a.x.shape[0], a.x.shape[1] // 2
+    return _outputs(rows, width, a.num_per_tokens, transposed=not a.without_transpose)
+
+
+def swiglu_launches(a: SwigluArguments, out: Spec, out_sf: Spec) -> Launch | None:
+    return _launch(
+        a.x, out, out_sf, a.num_per_tokens, a.round_sf, transposed=not a.without_transpose,
+        activation=SWIGLU if a.swiglu_clamp_value is None else CLAMPED_SWIGLU,
+        clamp=layout.swiglu_clamp(a.swiglu_clamp_value),
+    )  # fmt: skip
+
+
+def swiglu_cost(x: Tensor, num_per_tokens: int, **_: Any) -> Cost:
+    return _cost(x.numel() * x.element_size(), x.shape[0], x.shape[1] // 2, num_per_tokens)
+
+
+SWIGLU_FORWARD_AND_PER_CHANNEL_CAST_AND_TRANSPOSE = Operator(
+    "quant.swiglu_forward_and_per_channel_cast_and_transpose",
+    SwigluArguments,
+    check=check_swiglu,
+    outputs=swiglu_outputs,
+    launches=swiglu_launches,
+    reference=references.swiglu_forward_and_per_channel_cast_and_transpose,
+    cost=swiglu_cost,
+    dynamic={"x": 1},
+    out=("out", "out_sf"),
+    instead=layout.SWIGLU_INSTEAD,
+)
+
+
+@SWIGLU_FORWARD_AND_PER_CHANNEL_CAST_AND_TRANSPOSE.public()
+def swiglu_forward_and_per_channel_cast_and_transpose(
+    x: Tensor,
+    fmt: str,
+    num_per_tokens: int,
+    round_sf: bool = False,
+    without_transpose: bool = False,
+    swiglu_clamp_value: float | None = None,
+    out: QuantTensor | None = None,
+) -> QuantTensor:
+    """SwiGLU, rounded to bfloat16, then `per_channel_cast_and_transpose`.
+
+    The activation is `(l / (1 + exp(-l))) * r` in float32, with `l` the gate and `r` the value.
+    With a clamp value `c`, first `l = min(l, c)` and `r = min(max(r, -c), c)`. Not differentiable.
+
+    Args:
+        x: `[num_tokens, 2 * hidden]`, gate then value, bfloat16 or float32, any row stride.
+        fmt: `"e4m3"`.
+        num_per_tokens: Tokens of a scale: 32 or 128.
+        round_sf: Takes the next power of two as scale.
+        without_transpose: True for data as `per_channel_cast` returns them.
+        swiglu_clamp_value: The clamp value, at least 0, or None.
+        out: Buffers `(data, scales)` that are filled and returned.
+
+    Returns:
+        `(data, scales)`: `[hidden, num_tokens]` float8_e4m3fn, or `[num_tokens, hidden]` without
+        transpose, and `[ceil(num_tokens / num_per_tokens), hidden]` float32, both contiguous.
+
+    Raises:
+        TypeError: If a dtype or the kind of an argument differs.
+        ValueError: If a shape, a layout or a value is not one of these.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 3.0], [2.0, 1.0]])
+        >>> data, scales = swiglu_forward_and_per_channel_cast_and_transpose(x, "e4m3", 32)
+        >>> data.float().tolist(), (scales * 448).tolist()
+        ([[448.0, 352.0]], [[2.1875]])
+    """
+    return SWIGLU_FORWARD_AND_PER_CHANNEL_CAST_AND_TRANSPOSE(
+        x, fmt, num_per_tokens, round_sf, without_transpose, swiglu_clamp_value, out=out
+    )

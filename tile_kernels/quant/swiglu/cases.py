@@ -1,0 +1,409 @@
+"""Argument sets of SwiGLU and its gradient with casts along rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tile_kernels.quant.samples import (
+    COLUMN,
+    LAYOUTS,
+    PACKED,
+    ROUNDED,
+    ROW,
+    Flags,
+    all_flags,
+    hexed,
+    numbers,
+    placed,
+    within_one_step,
+)
+from tile_kernels.runtime.cases import (
+    Arguments,
+    Benchmark,
+    Build,
+    Cases,
+    Reject,
+    Sample,
+    Vector,
+    changed,
+    close_results,
+    edited,
+    misaligned,
+)
+from tile_kernels.torch.cast import cast
+
+_BF16, _FP32 = torch.bfloat16, torch.float32
+_E4M3, _INT32 = torch.float8_e4m3fn, torch.int32
+
+
+def _maps(rows: int, num_tokens: int, num_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows to random weights and back; about an eighth of the rows are padding."""
+    slots = num_tokens * num_topk
+    places = torch.randperm(slots)[:rows]
+    index = torch.full((rows,), -1, dtype=_INT32)
+    index[torch.randperm(rows)[: places.numel()]] = places.to(_INT32)
+    index.masked_fill_(torch.rand(rows) < 0.125, -1)
+    inverse = torch.full((slots,), -1, dtype=_INT32)
+    mapped = index >= 0
+    inverse[index[mapped].long()] = torch.arange(rows, dtype=_INT32)[mapped]
+    return index, inverse.view(num_tokens, num_topk)
+
+
+# ---- forward ------------------------------------------------------------------------------------
+
+
+def _forward(
+    rows: int,
+    hidden: int,
+    group: int,
+    dtype: torch.dtype = _BF16,
+    *,
+    weighted: bool = False,
+    padded: bool = False,
+    clamp: float | None = None,
+    counted: bool = False,
+    bound: float | None = None,
+    special: bool = False,
+    extra: int = 0,
+    shift: bool = False,
+    flags: Flags = ROW,
+) -> Build:
+    def make(device: torch.device) -> Arguments:
+        if special:
+            x = numbers(rows, 2 * hidden, dtype, device, special=True)
+        else:
+            x = (4 * torch.randn(rows, 2 * hidden, device=device)).to(dtype)
+        x = placed(x, extra, shift)
+        num_tokens = rows + 2
+        return {
+            "x": x,
+            "fmt": "e4m3",
+            "num_per_channels": group,
+            **all_flags(flags),
+            "pos_to_token_topk": _maps(rows, num_tokens, 2)[0].to(device) if weighted else None,
+            "topk_weights": torch.randn(num_tokens, 2).to(device) if weighted else None,
+            "pos_to_expert": (
+                torch.randint(-2, 5, (rows,), dtype=_INT32).to(device) if padded else None
+            ),
+            "swiglu_clamp_value": clamp,
+            "clamped_count": torch.tensor([5, 2**40, 0]).to(device) if counted else None,
+            "sf_clamp_min": bound,
+        }
+
+    return make
+
+
+_X = [[1.0, -2.0, 12.0, 3.0], [0.0, 5.0, -0.25, -20.0]]
+
+
+def _vector_arguments(**changes: Any) -> Arguments:
+    return {
+        "x": torch.tensor(_X),
+        "fmt": "e4m3",
+        "num_per_channels": 2,
+        **all_flags(ROUNDED),
+        **changes,
+    }
+
+
+def _with_maps(arguments: Arguments, name: str, value: int) -> Arguments:
+    """One element of an index replaced."""
+    index = arguments[name].clone()
+    index.view(-1)[1] = value
+    return {**arguments, name: index}
+
+
+def _short(arguments: Arguments, name: str) -> Arguments:
+    return {**arguments, name: arguments[name][:-1]}
+
+
+_SHAPES = [(5, 576, 128), (3, 256, 16), (4, 200, 64), (6, 1056, 32), (2, 33, 16)]
+_ROW_SHAPES = [(5, 576), (3, 1000), (2, 33)]
+_ALL: dict[str, Any] = {"weighted": True, "padded": True}
+
+_SWIGLU_FORWARD_AND_CAST = Cases(
+    small=[
+        Sample("6x96.32.all", _forward(6, 96, 32, **_ALL, clamp=2.0, counted=True)),
+        Sample("0x128", _forward(0, 128, 128)),
+        Sample("0x128.all", _forward(0, 128, 128, **_ALL, clamp=1.0, counted=True, flags=PACKED)),
+        Sample("1x256", _forward(1, 256, 128)),
+        *(
+            Sample(f"{t}x{h}.{g}.{name}", _forward(t, h, g, flags=flags, clamp=4.0, **_ALL))
+            for t, h, g in _SHAPES
+            for name, flags in LAYOUTS.items()
+        ),
+        *(
+            Sample(f"rows.{t}x{h}.{name}", _forward(t, h, h, flags=flags, clamp=4.0, **_ALL))
+            for t, h in _ROW_SHAPES
+            for name, flags in LAYOUTS.items()
+        ),
+        Sample("plain.5x640", _forward(5, 640, 128)),
+        Sample("plain.rows", _forward(5, 640, 640)),
+        Sample("weighted", _forward(5, 128, 128, weighted=True, flags=PACKED)),
+        Sample("padded", _forward(9, 128, 64, padded=True, flags=PACKED)),
+        Sample("rows.2x20000", _forward(2, 20000, 20000, clamp=1.0)),
+        Sample("rows.3x70000", _forward(3, 70_000, 70_000, clamp=1.0, counted=True, **_ALL)),
+        Sample("counted", _forward(9, 1056, 128, clamp=0.5, counted=True, flags=PACKED, **_ALL)),
+        Sample("counted.rows", _forward(9, 576, 576, clamp=0.5, counted=True, padded=True)),
+        Sample("counted.0", _forward(3, 40, 16, clamp=0.0, counted=True)),
+        Sample("counted.blocks", _forward(4300, 33, 16, _FP32, clamp=4.0, counted=True)),
+        Sample("bound", _forward(4, 64, 32, bound=100.0)),
+        Sample("bound.least", _forward(4, 64, 32, padded=True, bound=2.0**-119, flags=PACKED)),
+        Sample("float32", _forward(4, 320, 128, _FP32, clamp=3.0, weighted=True)),
+        Sample("special", _forward(9, 160, 32, special=True)),
+        Sample("special.packed", _forward(9, 160, 32, _FP32, special=True, flags=PACKED, **_ALL)),
+        Sample("special.clamped", _forward(9, 160, 160, special=True, clamp=3.0, counted=True)),
+        Sample("strided", _forward(5, 128, 64, extra=64)),
+        Sample("strided.odd", _forward(5, 128, 64, extra=3)),
+        Sample("misaligned", _forward(4, 128, 32, shift=True)),
+    ],
+    large=[
+        *(
+            Sample(
+                f"{t}x{h}.{g}.{c}.{name}",
+                _forward(t, h, g, clamp=c, flags=flags, padded=True, weighted=name != "packed"),
+            )
+            for t, h in ((27008, 1024), (13000, 3584))
+            for g in (128, h)
+            for c in (None, 10.0, 0.5)
+            for name, flags in (("rounded", ROUNDED), ("packed", PACKED))
+        ),
+        Sample("counted", _forward(27008, 2048, 128, clamp=0.5, counted=True, **_ALL)),
+        Sample("counted.rows", _forward(4001, 2048, 2048, clamp=0.5, counted=True, **_ALL)),
+        Sample("special.4001x2048", _forward(4001, 2048, 128, special=True, flags=COLUMN)),
+        Sample("270001x4096", _forward(270_001, 4096, 128)),  # beyond 2^31 elements
+    ],
+    benchmarks=[
+        Benchmark("128", _forward(8192, 4096, 128), goal_us=42.4),
+        Benchmark("128.small", _forward(64, 4096, 128), goal_us=2.3),
+        Benchmark(
+            "128.counted", _forward(8192, 4096, 128, clamp=10.0, counted=True, flags=PACKED, **_ALL)
+        ),
+        Benchmark("rows", _forward(8192, 4096, 4096)),
+    ],
+    vectors=[
+        Vector(
+            "weighted",
+            lambda: _vector_arguments(
+                topk_weights=torch.tensor([[0.5, 2.0]]),
+                pos_to_token_topk=torch.tensor([1, -1], dtype=_INT32),
+            ),
+            lambda: ((hexed("79DB/8080", _E4M3), torch.tensor([[2.0**-4], [2.0**-22]])), None),
+        ),
+        Vector(
+            # 7.3105859756, -0.7152175307 and -0.0, -49.6653556824
+            "counted",
+            lambda: _vector_arguments(
+                swiglu_clamp_value=10.0, clamped_count=torch.tensor([100, 0, 0])
+            ),
+            lambda: (
+                (
+                    torch.tensor([[240.0, -22.0], [-0.0, -400.0]]).to(_E4M3),
+                    torch.tensor([[2.0**-5], [2.0**-3]]),
+                ),
+                torch.tensor([100, 1, 1]),
+            ),
+        ),
+    ],
+    rejects=[
+        Reject("fmt", "e2m1", changed(fmt="e2m1")),
+        Reject("num_per_channels", "48", changed(num_per_channels=48)),
+        Reject("use_packed_ue8m0", "unrounded", changed(use_packed_ue8m0=True)),
+        Reject("round_sf", "an int", changed(round_sf=1)),
+        Reject("x", "odd width", lambda a: {**a, "x": a["x"][:, :191]}),
+        Reject("x", "no channels", lambda a: {**a, "x": a["x"][:, :0]}),
+        Reject("topk_weights", "missing", changed(topk_weights=None)),
+        Reject("pos_to_token_topk", "short", lambda a: _short(a, "pos_to_token_topk")),
+        Reject("pos_to_expert", "short", lambda a: _short(a, "pos_to_expert")),
+        Reject("swiglu_clamp_value", "negative", changed(swiglu_clamp_value=-1.0)),
+        Reject("clamped_count", "without a clamp", changed(swiglu_clamp_value=None)),
+        Reject("clamped_count", "short", lambda a: _short(a, "clamped_count")),
+        Reject("sf_clamp_min", "zero", changed(sf_clamp_min=0.0)),
+        Reject("sf_clamp_min", "negative", changed(sf_clamp_min=-1.0)),
+        Reject("sf_clamp_min", "tiny", changed(sf_clamp_min=1e-37)),
+        Reject("sf_clamp_min", "NaN", changed(sf_clamp_min=float("nan"))),
+        Reject("sf_clamp_min", "infinite", changed(sf_clamp_min=float("inf"))),
+        Reject("sf_clamp_min", "text", changed(sf_clamp_min="1")),
+    ],
+    bad_values=[
+        Reject("pos_to_token_topk", "too large", lambda a: _with_maps(a, "pos_to_token_topk", 16)),
+        Reject("pos_to_token_topk", "below -1", lambda a: _with_maps(a, "pos_to_token_topk", -2)),
+    ],
+    compare=within_one_step,
+)  # fmt: skip
+
+
+# ---- backward -----------------------------------------------------------------------------------
+
+
+def _backward(
+    rows: int,
+    hidden: int,
+    group: int,
+    num_tokens: int = 5,
+    num_topk: int = 2,
+    *,
+    round_sf: bool = False,
+    clamp: float | None = None,
+    special: bool = False,
+    shift: bool = False,
+    leading: bool = False,
+) -> Build:
+    def make(device: torch.device) -> Arguments:
+        x = torch.randn(rows, 2 * hidden, device=device)
+        grad = torch.randn(rows, hidden, device=device)
+        if special:
+            x = numbers(rows, 2 * hidden, torch.float32, device, special=True)
+            grad = numbers(rows, hidden, torch.float32, device, special=True)
+        data, sf = cast(x, "e4m3", (1, group))
+        if special:
+            data = torch.where(x.isnan(), torch.nan, data.float()).to(_E4M3)
+        grad = grad.bfloat16()
+        if shift:
+            data = misaligned(data.view(torch.uint8)).view(_E4M3)
+            sf, grad = misaligned(sf), misaligned(grad)
+        index, inverse = (m.to(device) for m in _maps(rows, num_tokens, num_topk))
+        if leading:
+            data, sf, grad = (t.unflatten(0, (-1, 2)) for t in (data, sf, grad))
+        return {
+            "x": (data, sf),
+            "grad_out": grad,
+            "weight": torch.rand(num_tokens, num_topk).to(device),
+            "pos_to_token_topk": index,
+            "token_topk_to_pos": inverse,
+            "num_per_channels": group,
+            "round_sf": round_sf,
+            "swiglu_clamp_value": clamp,
+        }
+
+    return make
+
+
+_close_sums = close_results(rtol=1e-4, atol=1e-4)
+
+
+def _compare_backward(result: Any, expected: Any) -> None:
+    """`weight_grad`, a sum in another order, to a tolerance."""
+    _close_sums(result[3], expected[3])
+    within_one_step(result[:3], expected[:3])
+
+
+def _wide(*rows: list[float]) -> torch.Tensor:
+    """Rows of 4 channels, in rows of 32 that end with zeros."""
+    return torch.tensor([[*row, *[0.0] * 28] for row in rows])
+
+
+def _backward_vector(clamp: float | None) -> Arguments:
+    left = _wide([1.0, -2.0, 12.0, 0.0], [2.0, 0.5, 0.0, 0.0], [0.0] * 4)
+    right = _wide([3.0, 1.0, -0.5, 20.0], [1.0, 1.0, 0.0, 0.0], [0.0] * 4)
+    return {
+        "x": (torch.cat((left, right), 1).to(_E4M3), torch.ones(3, 2)),
+        "grad_out": _wide(*[[1.0, 2.0, -1.0, 0.5]] * 3).bfloat16(),
+        "weight": torch.tensor([[0.5, 2.0], [1.0, 3.0]]),
+        "pos_to_token_topk": torch.tensor([1, 2, -1], dtype=_INT32),
+        "token_topk_to_pos": torch.tensor([[-1, 0], [1, -1]], dtype=_INT32),
+        "num_per_channels": 32,
+        "round_sf": True,
+        "swiglu_clamp_value": clamp,
+    }
+
+
+def _backward_result() -> Any:
+    """Of the worked example without a clamp; the second row by the formulas in exact arithmetic."""
+    out = _wide([4.375, -0.4765625, -12.0, 0.0], [1.7578125, 0.310546875, 0.0, 0.0], [0.0] * 4)
+    left = _wide(
+        [5.5660233, -0.3631370, 1.0000682, 10.0], [1.0907842, 1.4799224, -0.0, 0.0],
+        [0.0, 0.0, -0.0, 0.0],
+    )  # fmt: skip
+    right = _wide(
+        [1.4621172, -0.9536234, -23.9998512, 0.0], [1.7615942, 0.6224593, -0.0, 0.0],
+        [0.0, 0.0, -0.0, 0.0],
+    )  # fmt: skip
+    codes_left = _wide(
+        [176.0, -12.0, 32.0, 320.0], [288.0, 384.0, -0.0, 0.0], [0.0, 0.0, -0.0, 0.0]
+    )
+    codes_right = _wide([24.0, -15.0, -384.0, 0.0], [224.0, 80.0, -0.0, 0.0], [0.0, 0.0, -0.0, 0.0])
+    scales = torch.tensor([[2.0**-5, 2.0**-4], [2.0**-8, 2.0**-7], [2.0**-22, 2.0**-22]])
+    return (
+        out.bfloat16(),
+        (torch.cat((codes_left, codes_right), 1).to(_E4M3), scales),
+        torch.cat((left, right), 1).bfloat16(),
+        torch.tensor([[0.0, 7.7163267], [2.3840535, 0.0]]),
+    )
+
+
+def _narrow_halves(arguments: Arguments) -> Arguments:
+    data, sf = arguments["x"]
+    return {**arguments, "x": (data[:, :192].clone(), sf[:, :2]), "num_per_channels": 128}
+
+
+_SWIGLU_BACKWARD_AND_CAST = Cases(
+    small=[
+        Sample("6x128.32", _backward(6, 128, 32, round_sf=True, clamp=1.0)),
+        Sample("0x64", _backward(0, 64, 32)),
+        Sample("1x32", _backward(1, 32, 32, 1, 1)),
+        *(
+            Sample(f"{t}x{h}.{g}.{c}", _backward(t, h, g, round_sf=c is None, clamp=c))
+            for t, h, g in ((5, 384, 128), (3, 1056, 32), (2, 2560, 128), (4, 32, 32))
+            for c in (None, 0.5)
+        ),
+        Sample("7x7168", _backward(2, 7168, 128, clamp=10.0)),
+        Sample("no weights", _backward(3, 64, 32, 0, 2)),
+        Sample("more weights", _backward(3, 64, 32, 130, 3)),
+        Sample("leading", _backward(4, 64, 32, leading=True)),
+        Sample("special", _backward(9, 160, 32, 9, 2, special=True)),
+        Sample("special.clamped", _backward(9, 128, 128, 9, 2, special=True, clamp=3.0)),
+        Sample("misaligned", _backward(4, 128, 32, shift=True)),
+    ],
+    large=[
+        *(
+            Sample(
+                f"{t}x{h}.{g}.{r}.{c}", _backward(t, h, g, t // 4, 6, round_sf=r, clamp=c)
+            )
+            for t, h in ((26304, 2048), (9088, 7168))
+            for g in (32, 128)
+            for r, c in ((False, None), (True, 10.0), (True, 0.5))
+        ),
+        # Beyond 2^31 elements, of which the reference needs about 100 GiB at a time.
+        Sample("262401x4096", _backward(262_401, 4096, 128, 65_601, 6)),
+    ],
+    benchmarks=[
+        Benchmark("128", _backward(26_320, 4096, 128, 17_600, 6), goal_us=340.0),
+        Benchmark("32.clamped", _backward(26_320, 4096, 32, 17_600, 6, clamp=0.5)),
+    ],
+    vectors=[Vector("H=32", lambda: _backward_vector(None), _backward_result)],
+    rejects=[
+        Reject("x", "no tuple", lambda a: {**a, "x": a["x"][0]}),
+        Reject("x", "three tensors", lambda a: {**a, "x": (*a["x"], a["x"][1])}),
+        Reject("x", "bfloat16", lambda a: {**a, "x": (a["x"][0].bfloat16(), a["x"][1])}),
+        Reject("x", "odd", lambda a: {**a, "x": (a["x"][0][:, :255].clone(), a["x"][1])}),
+        Reject("x_sf", "too few", lambda a: {**a, "x": (a["x"][0], a["x"][1][:, :-1].clone())}),
+        Reject("x_sf", "double", lambda a: {**a, "x": (a["x"][0], a["x"][1].double())}),
+        Reject("num_per_channels", "64", changed(num_per_channels=64)),
+        Reject("num_per_channels", "no divisor", _narrow_halves),
+        Reject("grad_out", "float32", lambda a: {**a, "grad_out": a["grad_out"].float()}),
+        Reject("pos_to_token_topk", "short", lambda a: _short(a, "pos_to_token_topk")),
+        Reject("token_topk_to_pos", "short", lambda a: _short(a, "token_topk_to_pos")),
+        Reject("round_sf", "an int", changed(round_sf=1)),
+        Reject("swiglu_clamp_value", "NaN", changed(swiglu_clamp_value=float("nan"))),
+    ],
+    bad_values=[
+        Reject("pos_to_token_topk", "too large", lambda a: _with_maps(a, "pos_to_token_topk", 10)),
+        Reject("pos_to_token_topk", "below -1", lambda a: _with_maps(a, "pos_to_token_topk", -2)),
+        Reject("token_topk_to_pos", "too large", lambda a: _with_maps(a, "token_topk_to_pos", 6)),
+        Reject("token_topk_to_pos", "below -1", lambda a: _with_maps(a, "token_topk_to_pos", -2)),
+        Reject("token_topk_to_pos", "no inverse", edited("token_topk_to_pos", lambda m: m.flip(0))),
+        *(
+            Reject(name, "names nothing", edited(name, lambda m: torch.full_like(m, -1)))
+            for name in ("pos_to_token_topk", "token_topk_to_pos")
+        ),
+    ],
+    compare=_compare_backward,
+)  # fmt: skip
+
+CASES = {
+    "swiglu_forward_and_per_token_cast": _SWIGLU_FORWARD_AND_CAST,
+    "swiglu_backward_and_per_token_cast": _SWIGLU_BACKWARD_AND_CAST,
+}

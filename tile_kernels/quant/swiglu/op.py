@@ -1,0 +1,491 @@
+"""SwiGLU and its gradient, with casts along rows (tokens)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels.quant import layout
+from tile_kernels.quant.storage import GROUPS
+from tile_kernels.quant.swiglu.plan import (
+    BACKWARD_GROUPS,
+    FMT,
+    MAX_SF_CLAMP,
+    MIN_SF_CLAMP,
+    plan,
+    plan_backward,
+)
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Host, Launch, Out, Spec, row_alignment
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.torch import formats
+from tile_kernels.torch import quant as references
+from tile_kernels.torch.scales import QuantTensor
+from tile_kernels.utils import ceil_div
+
+_GROUPS = Kernel("tile_kernels.quant.swiglu.kernel", "swiglu_groups", plan)
+_WHOLE_ROWS = Kernel("tile_kernels.quant.swiglu.kernel", "swiglu_whole_rows", plan)
+_BACKWARD = Kernel("tile_kernels.quant.swiglu.kernel", "swiglu_backward", plan_backward)
+
+
+def _check_halves(x: Tensor) -> None:
+    if x.shape[1] == 0 or x.shape[1] % 2:
+        raise ValueError(
+            f"x must have an even, positive number of channels, gate and value, got {x.shape[1]}"
+        )
+
+
+def _check_positions(name: str, value: Tensor, rows: int) -> None:
+    checks.tensor(name, value, ("num_positions",), torch.int32, shape=(rows,), contiguous=True)
+
+
+def _check_weights(name: str, value: Tensor) -> None:
+    checks.tensor(name, value, ("num_tokens", "num_topk"), torch.float32, contiguous=True)
+
+
+def _only_in_range(index: Tensor, weights: Tensor) -> Tensor:
+    """An index for the reference, which takes no value beyond the weights: -1 instead."""
+    return index.masked_fill(index >= weights.numel(), -1)
+
+
+# ---- forward ------------------------------------------------------------------------------------
+
+
+class Arguments(NamedTuple):
+    x: Tensor
+    fmt: str
+    num_per_channels: int
+    pos_to_token_topk: Tensor | None
+    topk_weights: Tensor | None
+    pos_to_expert: Tensor | None
+    use_tma_aligned_col_major_sf: bool
+    round_sf: bool
+    use_packed_ue8m0: bool
+    swiglu_clamp_value: float | None
+    clamped_count: Tensor | None
+    sf_clamp_min: float | None
+
+
+def check(a: Arguments) -> None:
+    layout.check_plain(a.x)
+    _check_halves(a.x)
+    rows, hidden = a.x.shape[0], a.x.shape[1] // 2
+    checks.one_of("fmt", a.fmt, (FMT,))
+    checks.integer("num_per_channels", a.num_per_channels, 1)
+    if a.num_per_channels not in GROUPS and a.num_per_channels != hidden:
+        allowed = ", ".join(map(str, GROUPS))
+        raise ValueError(
+            f"num_per_channels must be {allowed} or half the row width {hidden}, "
+            f"got {a.num_per_channels}"
+        )
+    layout.check_flags(a.use_tma_aligned_col_major_sf, a.round_sf, a.use_packed_ue8m0)
+    if a.pos_to_token_topk is not None:
+        _check_positions("pos_to_token_topk", a.pos_to_token_topk, rows)
+        if a.topk_weights is None:
+            raise ValueError("topk_weights must be given with pos_to_token_topk, got None")
+    if a.topk_weights is not None:
+        _check_weights("topk_weights", a.topk_weights)
+    if a.pos_to_expert is not None:
+        _check_positions("pos_to_expert", a.pos_to_expert, rows)
+    layout.check_swiglu_clamp(a.swiglu_clamp_value)
+    if a.sf_clamp_min is not None:
+        checks.number("sf_clamp_min", a.sf_clamp_min)
+        if not MIN_SF_CLAMP <= a.sf_clamp_min <= MAX_SF_CLAMP:
+            raise ValueError(
+                f"sf_clamp_min must be in 2**-119..2**127, so that scales and their inverses are "
+                f"finite, got {a.sf_clamp_min}"
+            )
+    if a.clamped_count is not None:
+        checks.tensor(
+            "clamped_count", a.clamped_count, ("3",), torch.int64, shape=(3,), contiguous=True
+        )
+        if a.swiglu_clamp_value is None:
+            raise ValueError("clamped_count counts what swiglu_clamp_value changes, which is None")
+
+
+def check_index(a: Arguments) -> None:
+    """Every index is that of a weight, or -1."""
+    if a.pos_to_token_topk is not None and a.topk_weights is not None:
+        last = a.topk_weights.numel() - 1
+        checks.in_range("pos_to_token_topk", a.pos_to_token_topk, -1, last)
+
+
+def outputs(a: Arguments) -> tuple[Out, Out]:
+    rows, hidden = a.x.shape[0], a.x.shape[1] // 2
+    groups = ceil_div(hidden, a.num_per_channels)
+    scale_layout = layout.layout_of(a.use_tma_aligned_col_major_sf, a.use_packed_ue8m0)
+    return (
+        layout.data_out(FMT, rows, hidden),
+        layout.scale_out("out_sf", rows, groups, scale_layout),
+    )
+
+
+def launches(a: Arguments, out: Spec, out_sf: Spec) -> Launch | None:
+    if a.x.numel() == 0:
+        return None
+    weights = None
+    if a.pos_to_token_topk is not None and a.topk_weights is not None:
+        weights = a.topk_weights.view(-1)
+    scale_layout = layout.layout_of(a.use_tma_aligned_col_major_sf, a.use_packed_ue8m0)
+    problem = (
+        layout.SOURCES[a.x.dtype], a.x.shape[1] // 2, a.num_per_channels, scale_layout, a.round_sf,
+        weights is not None, a.pos_to_expert is not None, a.swiglu_clamp_value is not None,
+        a.clamped_count is not None, row_alignment(a.x), row_alignment(out),
+    )  # fmt: skip
+    sf_clamp_min = formats.E4M3.clamp_min if a.sf_clamp_min is None else float(a.sf_clamp_min)
+    arguments = (
+        a.x, a.pos_to_token_topk, weights, a.pos_to_expert, out, out_sf, a.clamped_count,
+        layout.swiglu_clamp(a.swiglu_clamp_value), sf_clamp_min,
+    )  # fmt: skip
+    kernel = _GROUPS if a.num_per_channels in GROUPS else _WHOLE_ROWS
+    return Launch(kernel, problem, arguments)
+
+
+def _reference(*args: Any) -> QuantTensor:
+    a = Arguments(*args)
+    if a.pos_to_token_topk is not None and a.topk_weights is not None:
+        index = _only_in_range(a.pos_to_token_topk, a.topk_weights)
+        a = a._replace(pos_to_token_topk=index)
+    return references.swiglu_forward_and_per_token_cast(*a)
+
+
+def cost(x: Tensor, num_per_channels: int, use_packed_ue8m0: bool, **_: Any) -> Cost:
+    """`x`, the data and the scales; the index and the weights are small."""
+    rows, hidden = x.shape[0], x.shape[1] // 2
+    scales = layout.scale_bytes(rows, ceil_div(hidden, num_per_channels), use_packed_ue8m0)
+    return Cost(bytes=x.numel() * x.element_size() + rows * hidden + scales)
+
+
+_DYNAMIC = {"x": 1, "pos_to_token_topk": 0, "topk_weights": 1, "pos_to_expert": 0}
+
+SWIGLU_FORWARD_AND_PER_TOKEN_CAST = Operator(
+    "quant.swiglu_forward_and_per_token_cast",
+    Arguments,
+    check=check,
+    outputs=outputs,
+    launches=launches,
+    reference=_reference,
+    cost=cost,
+    dynamic=_DYNAMIC,
+    out=("out", "out_sf"),
+    values=check_index,
+    instead=layout.SWIGLU_INSTEAD,
+)
+
+# With a `clamped_count`: the dispatcher has no optional argument that is written.
+_SWIGLU_FORWARD_AND_COUNT = Operator(
+    "quant._swiglu_forward_and_count",
+    Arguments,
+    check=check,
+    outputs=outputs,
+    launches=launches,
+    reference=_reference,
+    dynamic=_DYNAMIC,
+    mutates=("clamped_count",),
+    out=("out", "out_sf"),
+    values=check_index,
+    instead=layout.SWIGLU_INSTEAD,
+    serves="swiglu_forward_and_per_token_cast",
+)
+
+
+@SWIGLU_FORWARD_AND_PER_TOKEN_CAST.public(
+    reference=references.swiglu_forward_and_per_token_cast, mutates=("clamped_count",)
+)
+def swiglu_forward_and_per_token_cast(
+    x: Tensor,
+    fmt: str,
+    num_per_channels: int,
+    pos_to_token_topk: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    pos_to_expert: Tensor | None = None,
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+    swiglu_clamp_value: float | None = None,
+    clamped_count: Tensor | None = None,
+    sf_clamp_min: float | None = None,
+    out: QuantTensor | None = None,
+) -> QuantTensor:
+    """SwiGLU of rows, times the weights of their experts, and its float32 result to e4m3.
+
+    The activation is `(l / (1 + exp(-l))) * r` in float32, with `l` the gate and `r` the value,
+    times the weight if there is an index. It is cast as `per_token_cast` does it; a group's largest
+    magnitude counts as at least `sf_clamp_min`.
+
+    With a clamp value `c`, first `l = min(l, c)` and `r = min(max(r, -c), c)`; the numbers of
+    `l > c`, `r > c` and `r < -c` are added to `clamped_count`.
+
+    A padding row is not read and not counted; its data and scales are zero. An index that is
+    negative, or beyond the weights, means weight 0. Weights without an index are ignored. Not
+    differentiable: see `tile_kernels.modeling.quant.swiglu_cast`.
+
+    Args:
+        x: `[num_positions, 2 * hidden]`, gate then value, bfloat16 or float32, any row stride.
+        fmt: `"e4m3"`.
+        num_per_channels: Channels of a scale: 16, 32, 64, 128, or `hidden`.
+        pos_to_token_topk: `[num_positions]`, int32: the index of the row's weight among all
+            weights, or -1; or None for no weights.
+        topk_weights: `[num_tokens, num_topk]`, float32, contiguous; or None.
+        pos_to_expert: `[num_positions]`, int32: the row's expert, negative for padding; or None for
+            no padding.
+        use_tma_aligned_col_major_sf: As in `per_token_cast`.
+        round_sf: As in `per_token_cast`.
+        use_packed_ue8m0: As in `per_token_cast`.
+        swiglu_clamp_value: The clamp value, at least 0, or None.
+        clamped_count: `[3]`, int64, added to in place; or None.
+        sf_clamp_min: `2**-119` to `2**127`, by default 1e-4.
+        out: Buffers `(data, scales)` that are filled and returned.
+
+    Returns:
+        `(data, scales)`: `[num_positions, hidden]` float8_e4m3fn, and `[num_positions, groups]`
+        float32, or int32 if packed, laid out as `per_token_cast` returns them.
+
+    Raises:
+        TypeError: If a dtype or the kind of an argument differs.
+        ValueError: If a shape, a layout or a value is not one of these; in the checked mode also if
+            an index is not -1 and not that of a weight.
+
+    Example:
+        >>> x = torch.tensor([[1.0, -2.0, 12.0, 3.0], [1.0, 1.0, 1.0, 1.0]])
+        >>> expert = torch.tensor([3, -1], dtype=torch.int32)
+        >>> data, scales = swiglu_forward_and_per_token_cast(
+        ...     x, "e4m3", 2, pos_to_expert=expert, round_sf=True
+        ... )
+        >>> data.float().tolist(), scales.tolist()
+        ([[288.0, -22.0], [0.0, 0.0]], [[0.03125], [0.0]])
+    """
+    counting = clamped_count is not None
+    cast = _SWIGLU_FORWARD_AND_COUNT if counting else SWIGLU_FORWARD_AND_PER_TOKEN_CAST
+    return cast(
+        x, fmt, num_per_channels, pos_to_token_topk, topk_weights, pos_to_expert,
+        use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, swiglu_clamp_value, clamped_count,
+        sf_clamp_min, out=out,
+    )  # fmt: skip
+
+
+# ---- backward -----------------------------------------------------------------------------------
+
+
+class BackwardArguments(NamedTuple):
+    x: Tensor
+    x_sf: Tensor
+    grad_out: Tensor
+    weight: Tensor
+    pos_to_token_topk: Tensor
+    token_topk_to_pos: Tensor
+    num_per_channels: int
+    round_sf: bool
+    swiglu_clamp_value: float | None
+
+
+def check_backward(a: BackwardArguments) -> None:
+    layout.check_pair(a.x, a.x_sf)
+    dims = ("num_positions", "channels")
+    checks.tensor("x", a.x, dims, torch.float8_e4m3fn, contiguous=True)
+    _check_halves(a.x)
+    rows, hidden = a.x.shape[0], a.x.shape[1] // 2
+    checks.integer("num_per_channels", a.num_per_channels, 1)
+    checks.one_of("num_per_channels", a.num_per_channels, BACKWARD_GROUPS)
+    if hidden % a.num_per_channels:
+        raise ValueError(
+            f"num_per_channels must divide half the row width, {hidden}, got {a.num_per_channels}"
+        )
+    groups = 2 * hidden // a.num_per_channels
+    checks.tensor(
+        "x_sf", a.x_sf, ("num_positions", "groups"), torch.float32, shape=(rows, groups),
+        contiguous=True,
+    )  # fmt: skip
+    checks.tensor(
+        "grad_out", a.grad_out, ("num_positions", "hidden"), torch.bfloat16, shape=(rows, hidden),
+        contiguous=True,
+    )  # fmt: skip
+    _check_weights("weight", a.weight)
+    _check_positions("pos_to_token_topk", a.pos_to_token_topk, rows)
+    checks.tensor(
+        "token_topk_to_pos", a.token_topk_to_pos, ("num_tokens", "num_topk"), torch.int32,
+        shape=tuple(a.weight.shape), contiguous=True,
+    )  # fmt: skip
+    checks.boolean("round_sf", a.round_sf)
+    layout.check_swiglu_clamp(a.swiglu_clamp_value)
+
+
+def check_maps(a: BackwardArguments) -> None:
+    """The maps stay within bounds and are inverses of each other."""
+    checks.in_range("pos_to_token_topk", a.pos_to_token_topk, -1, a.weight.numel() - 1)
+    checks.in_range("token_topk_to_pos", a.token_topk_to_pos, -1, a.x.shape[0] - 1)
+    to_weight = ("pos_to_token_topk", a.pos_to_token_topk)
+    to_row = ("token_topk_to_pos", a.token_topk_to_pos)
+    _check_inverse(*to_weight, *to_row)
+    _check_inverse(*to_row, *to_weight)
+
+
+def _check_inverse(name: str, value: Tensor, inverse_name: str, inverse: Tensor) -> None:
+    """What an element of `value` names, in `inverse`, names that element; -1 names nothing."""
+    position = torch.arange(value.numel(), device=value.device).view(value.shape)
+    named = (value >= 0).nonzero(as_tuple=True)
+    bad = inverse.view(-1)[value[named].long()] != position[named]
+    if bad.any():
+        where = [int(index[bad][0]) for index in named]
+        found = int(value[tuple(where)])
+        back = int(inverse.view(-1)[found])
+        raise ValueError(
+            f"{name} must be the inverse of {inverse_name}, but element {where} is {found}, which "
+            f"{inverse_name} maps to {back}"
+        )
+
+
+def backward_outputs(a: BackwardArguments) -> tuple[Out, Out, Out, Out, Out]:
+    return (
+        Out("out", a.grad_out.shape, torch.bfloat16),
+        Out("x_grad_fp8", a.x.shape, torch.float8_e4m3fn),
+        Out("x_grad_sf", a.x_sf.shape, torch.float32),
+        Out("x_grad", a.x.shape, torch.bfloat16),
+        Out("weight_grad", a.weight.shape, torch.float32),
+    )
+
+
+def backward_launches(
+    a: BackwardArguments,
+    out: Spec,
+    x_grad_fp8: Spec,
+    x_grad_sf: Spec,
+    x_grad: Spec,
+    weight_grad: Spec,
+) -> Launch | Host:
+    if a.x.numel() == 0:
+        return Host(Tensor.zero_, (weight_grad,))
+    problem = (
+        a.x.shape[1] // 2, a.num_per_channels, a.round_sf, a.swiglu_clamp_value is not None,
+        row_alignment(a.x), row_alignment(a.grad_out), row_alignment(out),
+        row_alignment(x_grad_fp8), row_alignment(x_grad),
+    )  # fmt: skip
+    arguments = (
+        a.x, a.x_sf, a.grad_out, a.weight.view(-1), a.pos_to_token_topk,
+        a.token_topk_to_pos.view(-1), out, x_grad_fp8, x_grad_sf, x_grad, weight_grad.view(-1),
+        layout.swiglu_clamp(a.swiglu_clamp_value), formats.E4M3.clamp_min,
+    )  # fmt: skip
+    return Launch(_BACKWARD, problem, arguments)
+
+
+def _backward_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x, x_sf, grad_out, weight, index, *rest = args
+    index = _only_in_range(index, weight)
+    out, (data, sf), x_grad, weight_grad = references.swiglu_backward_and_per_token_cast(
+        (x, x_sf), grad_out, weight, index, *rest
+    )
+    return out, data, sf, x_grad, weight_grad
+
+
+def backward_cost(x: QuantTensor, weight: Tensor, **_: Any) -> Cost:
+    """Every argument once, every result once."""
+    data, sf = x
+    rows = data.numel() // data.shape[-1]
+    return Cost(bytes=6 * data.numel() + 8 * sf.numel() + 4 * rows + 12 * weight.numel())
+
+
+SWIGLU_BACKWARD_AND_PER_TOKEN_CAST = Operator(
+    "quant.swiglu_backward_and_per_token_cast",
+    BackwardArguments,
+    check=check_backward,
+    outputs=backward_outputs,
+    launches=backward_launches,
+    reference=_backward_reference,
+    cost=backward_cost,
+    dynamic={
+        "x": 1,
+        "x_sf": 1,
+        "grad_out": 1,
+        "weight": 1,
+        "pos_to_token_topk": 0,
+        "token_topk_to_pos": 1,
+    },
+    out=("out", "x_grad_fp8", "x_grad_sf", "x_grad", "weight_grad"),
+    values=check_maps,
+)
+
+
+def _as_rows(x: Tensor, dims: int) -> Tensor:
+    """All leading dimensions as one, if there are `dims` dimensions."""
+    return x.flatten(0, -2) if x.dim() == dims else x
+
+
+@SWIGLU_BACKWARD_AND_PER_TOKEN_CAST.public(reference=references.swiglu_backward_and_per_token_cast)
+def swiglu_backward_and_per_token_cast(
+    x: QuantTensor,
+    grad_out: Tensor,
+    weight: Tensor,
+    pos_to_token_topk: Tensor,
+    token_topk_to_pos: Tensor,
+    num_per_channels: int,
+    round_sf: bool = False,
+    swiglu_clamp_value: float | None = None,
+    out: tuple[Any, ...] | None = None,
+) -> tuple[Tensor, QuantTensor, Tensor, Tensor]:
+    """Weighted SwiGLU of a quantized `x` again, and its gradients; that of `x` also in e4m3.
+
+    With `l` and `r` the halves of a dequantized row, clamped as in
+    `swiglu_forward_and_per_token_cast`, `s = 1 / (1 + exp(-l))`, `g` the row of `grad_out` and `w`
+    its weight:
+
+    - `act = (l / (1 + exp(-l))) * r`, `out = act * w`;
+    - with `q = (g * w) * s`, the halves of the gradient are `(q * r) * fma(l, 1 - s, 1)` and
+      `q * l`, and 0 where the clamp changed `l` or `r`;
+    - `weight_grad` is the sum of `g * act` over the row of that weight, in a fixed order.
+
+    All in float32. `x_grad` is the gradient rounded to bfloat16, `x_grad_fp8` the float32 gradient
+    cast as `per_token_cast` does it.
+
+    A row whose index is -1 has weight 0: its results are zeros with the signs of the formulas. So
+    has one whose index is beyond the weights. `weight_grad` is 0 for a weight without a row, and
+    for one whose row does not have its index. Not differentiable.
+
+    Args:
+        x: `(data, scales)`: `[num_positions, 2 * hidden]` float8_e4m3fn, gate then value, and
+            `[num_positions, 2 * hidden / num_per_channels]` float32. `x` and `grad_out` may have
+            more leading dimensions; results have one. All tensors are contiguous.
+        grad_out: `[num_positions, hidden]`, bfloat16.
+        weight: `[num_tokens, num_topk]`, float32.
+        pos_to_token_topk: `[num_positions]`, int32: the index of the row's weight among all
+            weights, or -1.
+        token_topk_to_pos: `[num_tokens, num_topk]`, int32: the inverse, -1 for none.
+        num_per_channels: Channels of a scale: 32 or 128, a divisor of `hidden`.
+        round_sf: Takes the next power of two as scale of the result.
+        swiglu_clamp_value: The clamp value, at least 0, or None.
+        out: Buffers as they are returned, or five tensors in that order; filled and returned.
+
+    Returns:
+        `(out, (x_grad_fp8, x_grad_sf), x_grad, weight_grad)`: `[num_positions, hidden]` bfloat16;
+        data and scales like `x`; `[num_positions, 2 * hidden]` bfloat16; `[num_tokens, num_topk]`
+        float32. All are contiguous.
+
+    Raises:
+        TypeError: If a dtype or the kind of an argument differs; `x_sf` names the scales of `x`.
+        ValueError: If a shape, a layout or a value is not one of these; in the checked mode also if
+            the maps leave their bounds or are not inverses of each other.
+
+    Example:
+        >>> x = torch.zeros(1, 64), torch.ones(1, 2)
+        >>> x[0][:, 0], x[0][:, 32] = 1.0, 3.0
+        >>> index = torch.zeros(1, 1, dtype=torch.int32)
+        >>> out, (data, sf), x_grad, weight_grad = swiglu_backward_and_per_token_cast(
+        ...     (x[0].to(torch.float8_e4m3fn), x[1]), torch.ones(1, 32).bfloat16(),
+        ...     torch.tensor([[2.0]]), index[0], index, 32, round_sf=True
+        ... )
+        >>> out[0, 0].item(), x_grad[0, ::32].tolist(), (data.float()[0, ::32] * sf).tolist()
+        (4.375, [5.5625, 1.4609375], [[5.5, 1.5]])
+    """
+    data, sf = layout.pair(x)
+    if sf is not None and data.dim() > 2 and isinstance(grad_out, Tensor):
+        data, sf, grad_out = (_as_rows(part, data.dim()) for part in (data, sf, grad_out))
+    if isinstance(out, (tuple, list)) and len(out) == 4 and isinstance(out[1], (tuple, list)):
+        out = (out[0], *out[1], *out[2:])
+    activation, codes, scales, x_grad, weight_grad = SWIGLU_BACKWARD_AND_PER_TOKEN_CAST(
+        data, sf, grad_out, weight, pos_to_token_topk, token_topk_to_pos, num_per_channels,
+        round_sf, swiglu_clamp_value, out=out,
+    )  # fmt: skip
+    return activation, (codes, scales), x_grad, weight_grad
