@@ -147,7 +147,7 @@ class Spec:
             return self._view_as(shape[0])
         known = math.prod(size for size in shape if size >= 0)
         full = tuple(self.numel() // max(known, 1) if size < 0 else size for size in shape)
-        if full == self.shape:
+        if full == self.shape and 1 not in full[1:]:  # a dynamic size may be 1 this time alone
             return self
         strides = contiguous_strides(full)
         like = Spec(full, strides, self.dtype, self.device, self.alignment)

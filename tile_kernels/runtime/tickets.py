@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
+from tile_kernels.runtime.declaration import Spec
 from tile_kernels.runtime.launch import is_recording
 from tile_kernels.runtime.road import repeated
 
@@ -48,6 +50,22 @@ _lock = threading.Lock()
 def take(device: torch.device) -> tuple[Tensor, int]:
     """A counter for one launch on `device`: the tensor that holds it, and its place in there."""
     return repeated(_take, device)
+
+
+_tensor, _index = itemgetter(0), itemgetter(1)
+
+
+def counter(x: Spec) -> tuple[Spec, Spec]:
+    """A counter on the device of `x` as two launch arguments, the tensor and the index in it.
+
+    It is taken at every call.
+    """
+    taken = x.apply(_take_beside)
+    return taken.apply(_tensor), taken.apply(_index)
+
+
+def _take_beside(x: Tensor) -> tuple[Tensor, int]:
+    return take(x.device)
 
 
 def _take(device: torch.device) -> tuple[Tensor, int]:
