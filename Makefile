@@ -1,25 +1,30 @@
 # Each command sets up what it needs: a virtual environment in .venv with the tested versions.
 
 PYTHON ?= python3
+# The PyTorch to install: a requirement or the path of a wheel.
+TORCH ?=
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: demo check docs test lint format test-arches clean help
+.PHONY: demo check docs test test-fast test-full lint format clean help FORCE
 
 help:
 	@echo "make demo         train a small model made of everything here"
 	@echo "make check        run every operator on this machine"
-	@echo "make test         all tests that this machine can run"
+	@echo "make test         all tests that this machine can run, with a sample of each kind of kernel"
+	@echo "make test OP=quant.per_token_cast   the tests of one operator"
+	@echo "make test-fast    what to run after every edit: no emulation, no compiler, one process"
+	@echo "make test-full    every sample emulated, every kernel compiled for every architecture (hours)"
 	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make lint         ruff and mypy"
-	@echo "make test-arches  compile every kernel with nvcc for all architectures (slow)"
+	@echo "PYTHON=... is the interpreter, TORCH=... a requirement or wheel of PyTorch to install"
 
-# PyTorch comes first and exactly as pinned, so that nothing after it asks for another build.
-.venv/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check $(shell grep '^torch==' constraints.txt)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+# PyTorch comes first: one that $(PYTHON) or .venv has is reused; TORCH=... installs that one instead.
+.venv/ready: pyproject.toml constraints.txt tools/setup_env.py $(if $(TORCH),FORCE)
+	$(PYTHON) tools/setup_env.py $(if $(TORCH),--torch '$(TORCH)')
 	touch $@
+
+FORCE:
 
 demo: .venv/ready
 	$(BIN)/python -m examples.tiny_v4.train
@@ -30,8 +35,17 @@ check: .venv/ready
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+OP ?=
+
 test: .venv/ready
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+	$(PYTEST) $(if $(OP),--op $(OP))
+
+test-fast: .venv/ready
+	$(PYTEST) -m "not emulated and not compiled and not multiprocess and not slow"
+
+test-full: .venv/ready
+	$(PYTEST) --full
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -41,9 +55,6 @@ lint: .venv/ready
 format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
-test-arches: .venv/ready
-	TILE_KERNELS_TEST_ARCHES=1 $(BIN)/python -m pytest -q -n $(JOBS) tests/test_compile.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

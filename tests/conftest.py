@@ -2,16 +2,71 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from tile_kernels.runtime import registry
 from tile_kernels.testing.bench import dtype_to_str
 from tile_kernels.testing.numeric import count_bytes
 
 pytest_plugins = ["tile_kernels.testing.pytest_plugin", "pytester"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tile_kernels")
+    group.addoption("--full", action="store_true", help="every sample and every architecture")
+    group.addoption("--op", metavar="FAMILY.NAME", help="only the tests of one operator")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in (
+        "emulated: runs kernels on the CPU; seconds each where the cache of compiled ones is cold",
+        "compiled: compiles kernels with nvcc",
+        "multiprocess: starts other processes",
+        "slow: takes seconds for another reason",
+    ):
+        config.addinivalue_line("markers", line)
+
+
+# Test files by marker, where all of their tests are of that kind.
+_MARKED_FILES = {
+    "emulated": ("tests/emulator/", "tests/runtime/test_emulation.py"),
+    "multiprocess": (
+        "tests/ep/test_processes.py",
+        "tests/ep/test_failures.py",
+        "tests/test_install.py",
+    ),
+    "slow": ("tests/examples/", "tests/test_docs.py"),
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker, paths in _MARKED_FILES.items():
+            if any(path in item.path.as_posix() for path in paths):
+                item.add_marker(marker)
+    _select_operator(config, items)
+
+
+def _select_operator(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`--op`: the op suite for this operator, and the test file named like its folder."""
+    name = config.getoption("--op")
+    if name is None:
+        return
+    op = registry.get(name)
+    folder = op.function.__module__.split(".")[-2]
+    file = f"{op.family}/test_{folder}.py"
+    kept, others = [], []
+    for item in items:
+        of_operator = name in re.split(r"[\[\]-]", item.name)
+        kept_item = of_operator or item.path.as_posix().endswith(file)
+        (kept if kept_item else others).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = kept
 
 
 @pytest.fixture

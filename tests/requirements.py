@@ -19,7 +19,7 @@ needs_nvcc = pytest.mark.skipif(
 # Where an operator runs: backend and device.
 GROUNDS = [
     pytest.param(("torch", "cpu"), id="torch"),
-    pytest.param(("emulate", "cpu"), id="emulate"),
+    pytest.param(("emulate", "cpu"), id="emulate", marks=pytest.mark.emulated),
     pytest.param(("tilelang", "cuda"), id="cuda", marks=pytest.mark.gpu),
 ]
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +20,8 @@ import torch
 import tile_kernels
 from tests.requirements import needs_nvcc
 from tile_kernels import cli
-from tile_kernels.runtime import logs
+from tile_kernels.commands import check, pool
+from tile_kernels.runtime import emulation, logs, registry, terminal
 from tile_kernels.runtime import op as ops
 from tile_kernels.testing import benchmark
 
@@ -34,12 +43,36 @@ def test_ops_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
     assert "moe.topk_gate" in text
     assert "(scores: Tensor, num_topk: int) -> Tensor" in text
     assert "moe.topk_gate" not in said(capsys, "ops", "transpose")
-    assert "no family or operator 'nothing'; there are" in said(capsys, "ops", "nothing", status=2)
 
 
-def test_check_on_the_oracles(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "check", "transpose.transpose", "--backend", "torch")
-    assert "cases passed" in text
+def test_operators_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the family where that leaves no doubt; the closest three for an unknown name."""
+    assert "moe.topk_gate" in said(capsys, "ops", "topk_gate")
+    refused = said(capsys, "ops", "topkgate", status=2)
+    assert "no family or operator 'topkgate'; did you mean moe.topk_gate or " in refused
+    assert refused.count(" or ") == 3
+    assert "did you mean transpose or " in said(capsys, "ops", "transpos", status=2)
+    refused = said(capsys, "source", "moe.topk_gat", status=2)
+    assert "no operator 'moe.topk_gat'; did you mean moe.topk_gate or " in refused
+    assert "._" not in refused
+    assert "__global__" in said(capsys, "source", "topk_gate", "--arch", "sm_80")
+
+
+def test_check_of_references_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That no kernel ran is a failure unless it was asked for, and is never left out."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(emulation, "missing", lambda: "missing: a compiler")
+    refused = said(capsys, "check", "transpose.transpose", status=2)
+    assert "no kernel ran: there is no CUDA device, and kernels cannot be emulated" in refused
+    assert "missing: a compiler" in refused
+    for words in (("--references-only",), ("--backend", "torch")):
+        text = said(capsys, "check", "transpose.transpose", "--jobs", "1", *words)
+        assert "all 48 cases passed on torch" in text
+        assert "no kernel ran" in text
+    words = ("check", "--references-only", "--backend", "emulate")
+    assert "--references-only runs no kernel" in said(capsys, *words, status=2)
 
 
 def test_check_reports_a_wrong_result(
@@ -48,10 +81,94 @@ def test_check_reports_a_wrong_result(
     from tile_kernels.transpose import batched
 
     monkeypatch.setattr(batched, "_launch", lambda _x, out, *_: out.zero_())
-    assert cli.main(["check", "transpose.transpose", "--backend", "emulate"]) == 1
+    words = ["check", "transpose.transpose", "--backend", "emulate", "--full", "--jobs", "1"]
+    assert cli.main(words) == 1
     captured = capsys.readouterr()
     assert "cases failed" in captured.out
     assert "transpose.transpose 64i+j: AssertionError: contents differ" in captured.err
+
+
+def test_check_in_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "check", "transpose", "--backend", "emulate", "--jobs", "2")
+    assert "all 4 cases passed on emulate" in text
+    assert "These are 4 of 73 cases" in text
+    assert "--full runs all" in text
+    assert "--jobs must be at least 1, got 0" in said(capsys, "check", "--jobs", "0", status=2)
+
+
+def test_check_reaches_every_kernel_by_default() -> None:
+    cases = [case for op in ops.all_ops() for case in check._cases(op, "emulate")]
+    chosen = check._cheapest(cases)
+    assert len(chosen) < len(cases) / 8
+    reached = {(case.op, kernel) for case in chosen for kernel in case.kernels}
+    assert reached == {(case.op, kernel) for case in cases for kernel in case.kernels}
+    assert {case.op for case in chosen} == {op.name for op in ops.all_ops()}
+    worked = {case.op for case in chosen if case.kind == "vectors"}
+    assert worked == {op.name for op in ops.all_ops() if op.cases.vectors}
+
+
+def test_an_interrupted_check_shows_what_it_has(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = check._error, []
+
+    def interrupted(backend: str, case: Any) -> str | None:
+        calls.append(case)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(backend, case)
+
+    monkeypatch.setattr(check, "_error", interrupted)
+    words = ("check", "transpose.transpose", "--references-only", "--jobs", "1")
+    text = said(capsys, *words, status=130)
+    assert "stopped after 2 of 48 cases, of which 0 failed, on torch" in text
+    assert "46 not run" in text
+    monkeypatch.setattr(pool, "each", lambda *_: throw(OSError("no more processes")))
+    assert cli.main(words) == 2
+    captured = capsys.readouterr()
+    assert "stopped after 0 of 48 cases" in captured.out
+    assert "no more processes" in captured.err
+
+
+def test_progress_in_a_file_is_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no bar can be drawn: the share that is done and an estimate, now and then."""
+    seconds = iter([0.0, 10.0, 31.0, 40.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(seconds))
+    with terminal.progress_bar(4, "checking") as advance:
+        for _ in range(3):
+            advance("x")
+    assert capsys.readouterr().err == "checking: 50 % after 31 s, about 31 s left\n"
+
+
+def throw(error: Exception) -> Any:
+    raise error
+
+
+def sleep_or_die(item: str) -> str | None:
+    if item == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60 if item == "sleep" else 0)
+    return None if item == "good" else item
+
+
+def test_a_worker_that_dies_is_one_failure() -> None:
+    found = sorted(pool.each(sleep_or_die, ["good", "die", "bad", "good"], 2), key=str)
+    died = "the process that ran it died with exit code -9"
+    assert found == [("bad", "bad"), ("die", died), ("good", None), ("good", None)]
+
+
+def test_ctrl_c_ends_the_workers() -> None:
+    results = pool.each(sleep_or_die, ["good", "good", "sleep", "sleep"], 2)
+    assert next(results) == ("good", None)
+    started = time.perf_counter()
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(results)
+    assert time.perf_counter() - started < 30
+    assert not multiprocessing.active_children()
 
 
 def test_what_cannot_be_done_is_a_sentence(
@@ -82,21 +199,96 @@ def test_files_of_others_are_refused_in_words(
         )
     assert "must hold a list of" in said(capsys, "warmup", "--calls", str(text), status=2)
     assert "jobs must be at least 1" in said(capsys, "warmup", "--jobs", "0", status=2)
-    refused = said(capsys, "source", "moe.nothing", status=2)
-    assert "moe.topk_gate" in refused
-    assert "._" not in refused
 
 
-def test_replay_of_a_dumped_call(
+# ---- calls that the log saved -------------------------------------------------------------------
+
+
+@pytest.fixture
+def dumps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The folder in which calls are saved while the test runs."""
+    monkeypatch.setattr(logs.settings, "folder", tmp_path)
+    tile_kernels.set_log_level(3)
+    yield tmp_path
+    tile_kernels.set_log_level(0)
+
+
+@pytest.mark.parametrize("op", ops.all_ops(), ids=lambda op: op.name)
+def test_every_saved_call_can_be_replayed(
+    op: ops.Op, dumps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the operators behind the public function too."""
+    known = {**registry._registry, **registry._dispatched}
+    serving = {name for name, one in known.items() if one.serves == op.name}
+    samples = op.cases.small if serving else [op.cases.ordinary()]
+    for sample in samples:
+        op.function(**sample.build("cpu"))
+    if op.name == "moe.top2_sum_gate":  # has an operator for calls with a gradient
+        arguments = op.cases.ordinary().build("cpu")
+        op.function(**{**arguments, "logits": arguments["logits"].requires_grad_()})
+    tile_kernels.set_log_level(0)
+    files = {path.name.partition("-")[0]: path for path in dumps.iterdir()}
+    assert {op.name, *serving} <= set(files)
+    for path in files.values():
+        said(capsys, "check", "--replay", str(path), "--backend", "torch")
+
+
+@pytest.mark.parametrize(
+    "name", ["quant.per_token_cast", "moe.reduce_fused", "mhc.mhc_pre_apply_mix_bwd"]
+)
+def test_a_saved_call_runs_the_kernel(
+    name: str, dumps: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = ops.get(name)
+    with tile_kernels.backend("emulate"):
+        op.function(**op.cases.ordinary().build("cpu"))
+    tile_kernels.set_log_level(0)
+    (path,) = dumps.glob(f"{name}-*")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = said(capsys, "check", "--replay", str(path))
+    assert "equal to the reference on the backend emulate" in text
+
+
+def test_a_saved_call_with_a_buffer_for_its_result(
+    dumps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    op = ops.get("quant.per_token_cast")
+    arguments = op.cases.ordinary().build("cpu")
+    buffers = [torch.empty_like(result) for result in op.oracle(**arguments)]
+    with tile_kernels.backend("emulate"):
+        op.function(**arguments, **op.buffers(*buffers))
+    tile_kernels.set_log_level(0)
+    (path,) = dumps.iterdir()
+    assert set(ops.dispatched(op.name).outputs) <= torch.load(path)["arguments"].keys()
+    said(capsys, "check", "--replay", str(path), "--backend", "emulate")
+
+
+def test_a_wrong_saved_call(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Bad arguments are reported by the checks, a wrong result by the comparison."""
     monkeypatch.setattr(logs.settings, "folder", tmp_path)
-    path = logs.dump("moe.topk_gate", {"scores": torch.randn(3, 8), "num_topk": 2})
-    assert "equal to the oracle" in said(capsys, "check", "--replay", str(path))
-    declared = ops.get("moe.topk_gate")
-    wrong = replace(declared, oracle=lambda **_: torch.full((3, 2), 9))
-    monkeypatch.setattr(ops, "get", lambda _: wrong)
-    assert "contents differ in 6 of 6" in said(capsys, "check", "--replay", str(path), status=1)
+
+    def replayed(status: int, backend: str = "torch", **arguments: Any) -> str:
+        path = str(logs.dump("moe.topk_gate", arguments))
+        return said(capsys, "check", "--replay", path, "--backend", backend, status=status)
+
+    scores = torch.randn(3, 8)
+    refused = replayed(2, scores=scores, num_topk=9)
+    assert "topk_gate: num_topk must be in 1..8 (the number of experts), got 9" in refused
+    refused = replayed(2, scores=scores, topk=2)
+    assert "topk_gate: missing a required argument: 'num_topk'" in refused
+    path = tmp_path / "code.pt"
+    torch.save({"op": "moe.topk_gate", "arguments": {"scores": Path}}, path)
+    refused = said(capsys, "check", "--replay", str(path), "--backend", "torch", status=2)
+    assert "is not a call that was saved" in refused
+    wrong = replace(ops.get("moe.topk_gate"), oracle=lambda *_: torch.full((3, 2), 9))
+    monkeypatch.setattr(ops, "dispatched", lambda _: wrong)
+    text = replayed(1, "torch", scores=scores, num_topk=2)
+    assert "contents differ in 6 of 6" in text
+
+
+# ---- source, warmup, bench ----------------------------------------------------------------------
 
 
 def test_source(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,6 +334,9 @@ def test_bench_without_a_gpu_measures_the_host(
     assert all(result.device_us is None for result in report.results)
     folder = str(tmp_path / "cpu")
     assert "moe.topk_gate.256.8" in said(capsys, "bench", "--load", folder)
+    assert "moe.topk_gate.256.8" in said(capsys, "bench", "--load", folder, "topk_gate")
+    refused = said(capsys, "bench", "--load", folder, "transpose", status=2)
+    assert f"no results of transpose in {folder}" in refused
     assert "no results in" in said(capsys, "bench", "--load", str(tmp_path), status=2)
     saved = json.loads((tmp_path / "cpu" / "moe.topk_gate.json").read_text())
     assert saved["machine"]["torch"] == torch.__version__
@@ -205,6 +400,17 @@ def test_ep_model_simulates_and_draws(capsys: pytest.CaptureFixture[str], tmp_pa
     drawn = picture.read_text()
     assert drawn.lstrip().startswith("<?xml")
     assert len(drawn) > 10_000
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    for words in (("ep-model", "--simulate", "--plot", "x.png"), ("bench", "--plot")):
+        assert cli.main(words) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "--plot needs matplotlib: pip install 'tile-kernels[bench]'" in captured.err
 
 
 def test_ep_model_errors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ as wide as the plan promises.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import pytest
@@ -19,31 +18,36 @@ from tile_kernels.runtime.op import Op
 from tile_kernels.runtime.warmup import Call, Compilation, compilations
 
 OPS = ops.all_ops()
-EVERY_ARCH = "TILE_KERNELS_TEST_ARCHES" in os.environ
+# Without --full: lowered for an architecture with little shared memory and for one after Hopper;
+# compiled for Hopper.
+BY_DEFAULT = {"test_lowers": ["sm_89", "sm_100a"], "test_compiles_well": ["sm_90a"]}
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 
-def one_of_each(op: Op, arch: str) -> list[Compilation]:
-    """For each kernel of an operator's benchmarks its first use."""
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "arch" in metafunc.fixturenames:
+        full = metafunc.config.getoption("--full")
+        metafunc.parametrize(
+            "arch", list(DESCRIBED) if full else BY_DEFAULT[metafunc.function.__name__]
+        )
+
+
+@pytest.fixture
+def full(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--full"))
+
+
+def kernels(op: Op, arch: str, full: bool) -> list[Compilation]:
+    """The first use of each kernel in an operator's benchmarks; with `full` every use, and of the
+    small samples those with other access widths."""
     found = compilations(calls(op, "benchmarks"), DESCRIBED[arch])
     assert found, f"{op.name} launches no kernel"
-    return list({item.kernel.name: item for item in reversed(found)}.values())
-
-
-def kernels(op: Op, arch: str) -> list[Compilation]:
-    """The kernels of the benchmarks, and of the small samples those with other access widths.
-
-    The latter for sm_90a only, where emulation has lowered them anyway; for every architecture in
-    the slow run.
-    """
-    found = compilations(calls(op, "benchmarks"), DESCRIBED[arch])
+    if not full:
+        return list({item.kernel.name: item for item in reversed(found)}.values())
     seen = {kind_of(item) for item in found}
-    small = calls(op, "small") if EVERY_ARCH or arch == "sm_90a" else []
-    for item in compilations(small, DESCRIBED[arch]):
-        if kind_of(item) not in seen:
-            seen.add(kind_of(item))
-            found.append(item)
-    return list(dict.fromkeys(found))
+    small = compilations(calls(op, "small"), DESCRIBED[arch])
+    others = {kind_of(item): item for item in small if kind_of(item) not in seen}
+    return list(dict.fromkeys([*found, *others.values()]))
 
 
 def calls(op: Op, kind: str) -> list[Call]:
@@ -56,23 +60,26 @@ def kind_of(item: Compilation) -> tuple[object, ...]:
     return (item.kernel.name, *promised(*item.static))
 
 
-@pytest.mark.parametrize("arch", DESCRIBED)
 @each_op
-def test_lowers(op: Op, arch: str) -> None:
-    for item in kernels(op, arch) if EVERY_ARCH else one_of_each(op, arch):
+def test_plans(op: Op) -> None:
+    """Every sample has a plan on every architecture."""
+    for arch in DESCRIBED:
+        for kind in ("benchmarks", "small", "large"):
+            compilations(calls(op, kind), DESCRIBED[arch])
+
+
+@each_op
+def test_lowers(op: Op, arch: str, full: bool) -> None:
+    for item in kernels(op, arch, full):
         source = sources.cuda_source(item.kernel.definition, item.static, arch)
         assert "__global__" in source, item.label
 
 
-def arches() -> list[str]:
-    return list(DESCRIBED) if EVERY_ARCH else ["sm_90a"]
-
-
 @needs_nvcc
-@pytest.mark.parametrize("arch", arches())
+@pytest.mark.compiled
 @each_op
-def test_compiles_well(op: Op, arch: str) -> None:
-    for item in kernels(op, arch):
+def test_compiles_well(op: Op, arch: str, full: bool) -> None:
+    for item in kernels(op, arch, full):
         definition = item.kernel.definition
         source = sources.cuda_source(definition, item.static, arch)
         functions = sources.compile_source(source, arch)

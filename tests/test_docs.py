@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import runpy
 import shlex
@@ -50,9 +51,10 @@ def test_pictures_show_the_results() -> None:
 def scripts(path: Path) -> list[str]:
     """The Python examples of a page.
 
-    A block that begins with `# NAME.py, continued` goes on after those of that name.
+    A block that begins with `# NAME.py, continued` goes on after those of that name. Files of a
+    folder (`# FOLDER/NAME.py`) have a test of their own.
     """
-    blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(), flags=re.S | re.M)
+    blocks = re.findall(r"^```python\n(?!# \w+/)(.*?)^```", path.read_text(), flags=re.S | re.M)
     found: dict[str, str] = {}
     for number, block in enumerate(blocks):
         first = re.match(r"# (\w+\.py)(, continued)?$", block, flags=re.M)
@@ -76,6 +78,62 @@ def test_examples_run(path: Path, tmp_path: Path) -> None:
             assert "race" in done.stderr
         else:
             assert done.returncode == 0, done.stderr
+
+
+NEW_OPERATOR = """
+import torch
+
+import tile_kernels
+from scale.op import SCALE_ROWS, scale_rows
+from tile_kernels.runtime import registry, sources
+from tile_kernels.runtime.device import described
+from tile_kernels.runtime.warmup import compilations
+
+cases = SCALE_ROWS.cases
+assert registry.get("family.scale_rows") is SCALE_ROWS
+for sample in cases.small:
+    given = sample.build("cpu")
+    with tile_kernels.backend("emulate"):
+        cases.compare(scale_rows(**given), SCALE_ROWS.reference(**given))
+for vector in cases.vectors:
+    cases.compare(scale_rows(**vector.arguments()), vector.expected())
+for reject in cases.rejects:
+    try:
+        scale_rows(**reject.change(cases.small[-1].build("cpu")))
+    except ValueError as error:
+        assert str(error).startswith(f"scale_rows: {reject.argument}")
+    else:
+        raise AssertionError(f"{reject.label} was not refused")
+x = torch.randn(3, 8).bfloat16().requires_grad_()
+torch.compile(scale_rows, fullgraph=True, backend="aot_eager")(x, 0.5).sum().backward()
+assert x.grad.eq(0.5).all()
+(item,) = compilations([("family.scale_rows", cases.benchmarks[0].build("meta"))], described())
+assert "__global__" in sources.cuda_source(item.kernel.definition, item.static, item.arch)
+"""
+
+
+def test_the_new_operator_of_contributing_runs(tmp_path: Path) -> None:
+    """Its files as they are printed, in fewer than 120 lines of code, in a fresh interpreter."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    blocks = re.findall(r"^```python\n# (\w+/\w+\.py)\n(.*?)^```", text, flags=re.S | re.M)
+    assert {Path(name).name for name, _ in blocks} == {
+        "cases.py", "kernel.py", "op.py", "plan.py", "reference.py",
+    }  # fmt: skip
+    assert sum(bool(line.strip()) for _, code in blocks for line in code.splitlines()) < 120
+    for name, code in blocks:
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(code)
+    (tmp_path / "run.py").write_text(NEW_OPERATOR)
+    done = subprocess.run(
+        [sys.executable, "run.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def commands() -> Iterator[Any]:
@@ -114,7 +172,7 @@ def messages() -> Iterator[list[str]]:
                 yield "".join(map(str, parts)).split("\0")
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield [node.value]
-    for file in (ROOT / "tile_kernels" / "runtime" / "emulator" / "include").iterdir():
+    for file in (ROOT / "tile_kernels" / "emulator" / "include").iterdir():
         if file.is_file():
             for text in re.findall(r'"((?:race|out of bounds): .*?)"', file.read_text()):
                 yield re.split(r"%\w+", text)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tile_kernels
 from tests.requirements import GROUNDS
+from tests.selection import emulated_by_default
 from tile_kernels.runtime import launch
 from tile_kernels.runtime import op as ops
 from tile_kernels.runtime.cases import (
@@ -62,26 +63,49 @@ def check_unchanged(op: Op, arguments: Arguments, before: Arguments) -> None:
                 assert_equal_results(now.cpu(), then.cpu())
 
 
-@each_ground
-@pytest.mark.parametrize(("op", "sample"), samples("small"))
-def test_small_sample(op: Op, sample: Sample, ground: tuple[str, str]) -> None:
-    """Equal to the oracle, twice; every output element written; inputs untouched.
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`emulated`: small samples for the emulator, those of `tests/selection.py` or all of them."""
+    if "emulated" in metafunc.fixturenames:
+        full = metafunc.config.getoption("--full")
+        chosen = [
+            pytest.param((op, sample), id=f"{op.name}-{sample.label}")
+            for op in OPS
+            for sample in (op.cases.small if full else emulated_by_default(op))
+        ]
+        metafunc.parametrize("emulated", chosen)
 
-    Emulated, every memory access is checked, in three orders of threads and blocks.
+
+@pytest.mark.emulated
+def test_emulated_sample(emulated: tuple[Op, Sample], request: pytest.FixtureRequest) -> None:
+    """The kernel gives the reference's result, with every memory access checked.
+
+    Every byte of the results is written: they hold a pattern before. Inputs stay as they are.
+    Threads and blocks take turns in another order in the second run, in two others with `--full`.
     """
-    backend, device = ground
-    arguments = sample.build(device)
+    op, sample = emulated
+    arguments = sample.build("cpu")
+    before = copies(arguments)
+    expected = op.outcome(op.oracle, copies(arguments))
+    with tile_kernels.backend("emulate"), poisoned_empty(0xA5):
+        op.cases.compare(op.outcome(op.function, arguments), expected)
+    check_unchanged(op, arguments, before)
+    for order in ("random", "reverse") if request.config.getoption("--full") else ("random",):
+        with tile_kernels.backend("emulate", order=order):
+            op.cases.compare(op.outcome(op.function, copies(before)), expected)
+
+
+@on_gpu
+@pytest.mark.parametrize(("op", "sample"), samples("small"))
+def test_small_sample(op: Op, sample: Sample) -> None:
+    """On the GPU: the reference's result at the first call, at a cached one, and poisoned."""
+    arguments = sample.build("cuda")
     before = copies(arguments)
     expected = op.outcome(op.oracle, copies(moved(arguments, "cpu")))
-    with tile_kernels.backend(backend):
+    for _ in range(2):
         op.cases.compare(moved(op.outcome(op.function, copies(arguments)), "cpu"), expected)
-        with poisoned_empty(0xA5):
-            op.cases.compare(moved(op.outcome(op.function, arguments), "cpu"), expected)
+    with poisoned_empty(0xA5):
+        op.cases.compare(moved(op.outcome(op.function, arguments), "cpu"), expected)
     check_unchanged(op, arguments, before)
-    if backend == "emulate":
-        for order in ("reverse", "random"):
-            with tile_kernels.backend(backend, order=order):
-                op.cases.compare(op.outcome(op.function, copies(before)), expected)
 
 
 @on_gpu
@@ -143,7 +167,7 @@ def results_of(op: Op, arguments: Arguments) -> tuple[torch.Tensor, ...]:
 @each_writing_op
 def test_results_into_buffers(op: Op, ground: tuple[str, str]) -> None:
     backend, device = ground
-    for sample in op.cases.small:
+    for sample in emulated_by_default(op)[:8] if backend == "emulate" else op.cases.small:
         arguments = sample.build(device)
         with tile_kernels.backend(backend):
             expected = op.function(**arguments)
@@ -447,13 +471,18 @@ def test_device_that_is_not_current(op: Op) -> None:
 
 
 @on_gpu
-@pytest.mark.parametrize(("op", "sample"), samples("small"))
-def test_emulator_gives_the_bits_of_the_device(op: Op, sample: Sample) -> None:
-    arguments = sample.build("cuda")
-    with tile_kernels.backend("emulate", mode="fast"):
-        emulated = op.outcome(op.function, moved(arguments, "cpu"))
-    # Equal bits where the operator promises them; CUDA's exp and the CPU's differ in the last.
-    op.cases.compare(moved(op.outcome(op.function, arguments), "cpu"), emulated)
+@pytest.mark.parametrize(
+    "op",
+    [op for op in OPS if op.cases.compare is not assert_equal_results],
+    ids=lambda op: op.name,
+)
+def test_emulator_agrees_with_the_device(op: Op) -> None:
+    """For operators that are compared to a tolerance; others equal the reference on both."""
+    for sample in emulated_by_default(op):
+        arguments = sample.build("cuda")
+        with tile_kernels.backend("emulate", mode="fast"):
+            emulated = op.outcome(op.function, moved(arguments, "cpu"))
+        op.cases.compare(moved(op.outcome(op.function, arguments), "cpu"), emulated)
 
 
 @on_gpu

@@ -28,18 +28,18 @@ if TYPE_CHECKING:
         utils,
     )
     from tile_kernels.config import get_device_num_sms, get_num_sms, set_num_sms
+    from tile_kernels.emulator import EmulationError, emulate
     from tile_kernels.runtime.backends import backend, checked
-    from tile_kernels.runtime.emulator import EmulationError, emulate
     from tile_kernels.runtime.logs import set_log_level
     from tile_kernels.runtime.warmup import warmup
 
 FAMILIES = ("attention", "engram", "mhc", "moe", "quant", "transpose")
-_SUBMODULES = (*FAMILIES, "config", "ep", "modeling", "testing", "torch", "utils")
+_SUBMODULES = (*FAMILIES, "config", "emulator", "ep", "modeling", "testing", "torch", "utils")
 _FUNCTIONS = {
-    "EmulationError": "tile_kernels.runtime.emulator",
+    "EmulationError": "tile_kernels.emulator",
     "backend": "tile_kernels.runtime.backends",
     "checked": "tile_kernels.runtime.backends",
-    "emulate": "tile_kernels.runtime.emulator",
+    "emulate": "tile_kernels.emulator",
     "get_device_num_sms": "tile_kernels.config",
     "get_num_sms": "tile_kernels.config",
     "set_log_level": "tile_kernels.runtime.logs",

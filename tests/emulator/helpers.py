@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tile_kernels.runtime.emulator import Emulated, EmulationError, Report
-from tile_kernels.runtime.emulator.lowering import Kernel, Lowered, Param, SharedBuffer
+from tile_kernels.emulator import Emulated, EmulationError, Report
+from tile_kernels.emulator.lowering import Kernel, Lowered, Param, SharedBuffer
 
 from .sample_kernels import PLAIN
 
@@ -47,7 +47,7 @@ def reports_in_all_orders(
     for order in ("forward", "reverse", "random"):
         try:
             emulated(*make_args(), order=order)
-        except EmulationError as e:  # noqa: PERF203
+        except EmulationError as e:
             reports.append(e)
     return reports
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tile_kernels.runtime.emulator import Emulated, EmulationError, staging
-from tile_kernels.runtime.emulator.launch import _check_map
+from tile_kernels.emulator import Emulated, EmulationError, staging
+from tile_kernels.emulator.launch import _check_map
 
 from . import sample_kernels as k
 from .helpers import cuda_source, fails, rand, replace_nth, run

@@ -9,7 +9,7 @@ import tilelang
 import torch
 from tilelang import language as T
 
-from tile_kernels.runtime.emulator import emulate
+from tile_kernels.emulator import emulate
 
 from . import sample_kernels as k
 from .helpers import fails, rand, run, unpack_fp4

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from tile_kernels.runtime.emulator import EmulationError
+from tile_kernels.emulator import EmulationError
 
 from .helpers import cuda_source, rand, reports_in_all_orders
 
@@ -149,6 +149,43 @@ def test_nan_rules_of_min_max_and_clamp() -> None:
     want = torch.tensor([1, 2, torch.nan, 1, 3, torch.nan, 3])
     assert torch.equal(y.isnan(), want.isnan())
     assert torch.equal(y.nan_to_num(-1), want.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("nan", [0x7F810000, 0xFF810000, 0x7FA00001, 0x7FC00000, 0xFFFFFFFF])
+def test_max_and_min_drop_every_nan(nan: int) -> None:
+    """Quiet and signalling, on either side, as PTX defines max and min."""
+    names = "fmaxf", "fminf", "fmax", "fmin", "max", "min", "tl::fast_max", "tl::fast_min"
+    names = *names, "tl::MaxOp()", "tl::MinOp()"
+    calls = [call for name in names for call in (f"{name}(n, o)", f"{name}(o, n)")]
+    narrow = [f"bfloat16_t({x})" for x in ("n", "o")]
+    shims = "tl::MaxOp()", "tl::MinOp()", "tl::max", "tl::min", "max", "min"
+    calls += [f"float({name}({a}, {b}))" for name in shims for a, b in (narrow, narrow[::-1])]
+    pair = "make_float2(n, o), make_float2(o, n)"
+    calls += [f"tl::{name}({pair}).{part}" for name in ("max2", "min2") for part in "xy"]
+    probe = cuda_source(
+        f"float n = x[0], o = x[1];\n{' '.join(f'y[{i}] = {c};' for i, c in enumerate(calls))}",
+        {"x": "float", "y": "float"},
+        threads=1,
+    )
+    x = torch.tensor([nan, 0x40400000]).to(torch.int32).view(torch.float32)
+    y = torch.zeros(len(calls))
+    probe(x, y)
+    assert [call for call, value in zip(calls, y.tolist()) if value != 3.0] == []
+
+
+def test_max_and_min_of_two_nans_and_of_zeros() -> None:
+    probe = cuda_source(
+        "float s = x[0], q = x[1], p = x[2], m = x[3];\n"
+        "y[0] = fmaxf(s, q); y[1] = fminf(s, s); y[2] = max(q, s); y[3] = tl::MinOp()(q, q);\n"
+        "y[4] = fmaxf(p, m); y[5] = max(m, p); y[6] = fminf(p, m); y[7] = min(m, p);",
+        {"x": "float", "y": "float"},
+        threads=1,
+    )
+    x = torch.tensor([0x7F810000, 0xFFC00000, 0, 0x80000000]).to(torch.int32).view(torch.float32)
+    y = torch.zeros(8)
+    probe(x, y)
+    bits = [value & 0xFFFFFFFF for value in y.view(torch.int32).tolist()]
+    assert bits == [0x7FFFFFFF] * 4 + [0, 0, 0x80000000, 0x80000000]
 
 
 def test_explicitly_rounded_operations_are_never_fused() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tile_kernels.runtime.emulator import Emulated
-from tile_kernels.runtime.emulator.build import cache_dir
-from tile_kernels.runtime.emulator.lowering import Lowered, lower
+from tile_kernels.emulator import Emulated
+from tile_kernels.emulator.cache import open_cache
+from tile_kernels.emulator.lowering import Lowered, lower
 
 from . import sample_kernels as k
 from .helpers import rand, replace_nth, reports_in_all_orders
@@ -116,7 +116,7 @@ BREAKS_AN_MBARRIER = {
 
 def _lowered(name: str) -> Lowered:
     prim, configs, arch, _ = KERNELS[name]
-    return lower(prim(), arch=arch, pass_configs=configs, cache_dir=cache_dir())
+    return lower(prim(), arch=arch, pass_configs=configs, cache_dir=open_cache())
 
 
 def _mutations() -> list[tuple[str, str, int]]:

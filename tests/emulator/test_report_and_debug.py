@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tile_kernels.runtime.emulator import Emulated, EmulationError
+from tile_kernels.emulator import Emulated, EmulationError
 
 from . import sample_kernels as k
 from .helpers import rand, run
@@ -137,7 +137,7 @@ def test_two_processes_may_fill_one_cache(tmp_path: Path) -> None:
     folder = Path(__file__).parent
     (tmp_path / "tests_helper.py").write_text(
         f"import sys; sys.path[:0] = [{str(folder)!r}, {str(folder.parents[1])!r}]\n"
-        "import sample_kernels as k\nfrom tile_kernels.runtime.emulator import Emulated\n"
+        "import sample_kernels as k\nfrom tile_kernels.emulator import Emulated\n"
     )
     env = {**os.environ, "TILE_KERNELS_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-c", RACE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -15,15 +16,15 @@ import pytest
 import torch
 from tilelang import tvm
 
-from tile_kernels.runtime.emulator import Emulated, EmulationError, build, emulate
-from tile_kernels.runtime.emulator.lowering import (
+from tile_kernels.emulator import Emulated, EmulationError, build, cache, emulate
+from tile_kernels.emulator.lowering import (
     Lowered,
     SharedBuffer,
     compile_expressions,
     lower,
     to_python,
 )
-from tile_kernels.runtime.emulator.rewrite import rewrite
+from tile_kernels.emulator.rewrite import rewrite
 
 from . import sample_kernels as k
 from .helpers import cuda_source, rand, run
@@ -183,7 +184,7 @@ def test_lowering_wants_a_prim_func() -> None:
 
 
 def test_importing_the_emulator_does_not_import_tilelang() -> None:
-    code = "import sys, tile_kernels.runtime.emulator as e; sys.exit('tilelang' in sys.modules)"
+    code = "import sys, tile_kernels.emulator as e; sys.exit('tilelang' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -244,10 +245,68 @@ def test_a_wrong_include_folder_is_an_error(
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TILE_KERNELS_CACHE", str(tmp_path))
-    assert build.cache_dir() == tmp_path / "emulator"
+    assert cache.cache_dir() == tmp_path / "emulator"
     monkeypatch.delenv("TILE_KERNELS_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert build.cache_dir() == Path("/somewhere/tile_kernels/emulator")
+    assert cache.cache_dir() == Path("/somewhere/tile_kernels/emulator")
+
+
+def test_a_cache_of_others_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It holds code that is executed."""
+    monkeypatch.setenv("TILE_KERNELS_CACHE", str(tmp_path))
+    folder = cache.open_cache()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    problem = rf"belongs to another user \(uid {folder.stat().st_uid}\); set TILE_KERNELS_CACHE to"
+    with pytest.raises(EmulationError, match=problem) as caught:
+        reverse_works()
+    assert caught.value.kind == "cache"
+    monkeypatch.undo()
+    monkeypatch.setenv("TILE_KERNELS_CACHE", str(tmp_path))
+    for mode in (0o770, 0o702):
+        folder.chmod(mode)
+        with pytest.raises(EmulationError, match=f"can be written by others .* mode is {mode:o}"):
+            reverse_works()
+    folder.chmod(0o755)
+    assert cache.open_cache() == folder
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither a folder that cannot be created, nor one in which no file can be."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TILE_KERNELS_CACHE", str(tmp_path / "file"))
+    with pytest.raises(EmulationError, match=r"cannot be created: .*; set TILE_KERNELS_CACHE to"):
+        reverse_works()
+    monkeypatch.setenv("TILE_KERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda *_: False)  # permissions do not bind root
+    with pytest.raises(EmulationError, match=r"cannot be written; set TILE_KERNELS_CACHE to"):
+        reverse_works()
+
+
+def test_the_least_recently_used_kernels_are_evicted(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, limit = time.time(), 100 * 10**6
+    monkeypatch.setenv("TILE_KERNELS_CACHE_MB", "100")
+
+    def entry(name: str, size: int, age: float) -> Path:
+        path = own_cache / name
+        path.write_bytes(bytes(size))
+        os.utime(path, (now - age, now - age))
+        return path
+
+    oldest = [entry("oldest.so", limit // 2, 9000), entry("oldest.cpp", 10, 9000)]
+    half_old = [entry("half.so", limit // 2, 5000), entry("half.cpp", 10, 50)]  # used recently
+    old = entry("old.json", limit // 4, 4000)
+    recent = entry("recent.so", limit // 4, 60)
+    abandoned = entry(".killed.so.1", 10, 2 * 24 * 3600)
+    reverse_works()  # a new kernel: what it adds is more than allowed
+    assert not any(path.exists() for path in (*oldest, abandoned, old))
+    assert all(path.exists() for path in (*half_old, recent))
+    assert build._header_is_intact(next(own_cache.glob("header-*")))
+    monkeypatch.setenv("TILE_KERNELS_CACHE_MB", "much")
+    with pytest.raises(EmulationError, match=r"CACHE_MB must be a whole number .*, got 'much'"):
+        cache.limit_bytes()
 
 
 def test_second_build_runs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,12 +337,11 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache of this test's own that starts with the compiled runtime and header."""
     options = build.flags("check")
     runtime, header = build.runtime_library(), build._precompiled_header(options)
-    cache = tmp_path / "emulator"
-    cache.mkdir()
-    shutil.copy(runtime, cache)
-    shutil.copytree(header, cache / header.name)
     monkeypatch.setenv("TILE_KERNELS_CACHE", str(tmp_path))
-    return cache
+    folder = cache.open_cache()
+    shutil.copy(runtime, folder)
+    shutil.copytree(header, folder / header.name)
+    return folder
 
 
 def reverse_works() -> None:
@@ -306,21 +364,23 @@ def test_a_damaged_cache_is_rebuilt(own_cache: Path) -> None:
         whole = path.read_bytes()
         middle = len(whole) // 2
         broken = [b"", whole[:middle], whole[:middle] + b"?!" + whole[middle + 2 :]]
-        if path.suffix == ".json":
-            broken.pop()  # text that still parses is taken at its word
         for content in broken[1:2] if path is files["runtime"] else broken:  # 3 s to compile
             damage(path, content)
             reverse_works()
             assert path.suffix == ".so" or path.read_bytes() == whole
-            assert path.suffix != ".so" or build.is_intact(path)
+            assert path.suffix != ".so" or cache.read_sealed(path) is not None
     assert not [p.name for p in own_cache.iterdir() if p.name.startswith(".")]
 
 
-def test_a_damaged_header_is_rebuilt(own_cache: Path) -> None:
+@pytest.mark.parametrize("kind", ["shorter", "other bytes"])
+def test_a_damaged_header_is_rebuilt(own_cache: Path, kind: str) -> None:
     header = next(own_cache.glob("header-*/emu.h.gch"))
-    size = header.stat().st_size
-    damage(header, header.read_bytes()[: size // 2])
+    whole = header.read_bytes()
+    middle = len(whole) // 2
+    rest = b"" if kind == "shorter" else bytes(len(whole) - middle)
+    damage(header, whole[:middle] + rest)
     reverse_works()
+    assert header.read_bytes() != whole[:middle] + rest
     assert build._header_is_intact(header.parent)
 
 

@@ -169,7 +169,7 @@ def test_layer_learns_which_positions_count() -> None:
 
 
 def test_arguments_are_explained() -> None:
-    with pytest.raises(ValueError, match="window must be an int of at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"KVCompressor: window must be in 1\.\.65536, got 0"):
         KVCompressor(4, 4, 0)
     layer = KVCompressor(4, 4, 2, norm_eps=None)
     with pytest.raises(ValueError, match=r"x must be \[B, S, 4\] or .* got shape \(3, 5\)"):

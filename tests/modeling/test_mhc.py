@@ -912,7 +912,7 @@ def test_words_of_the_modules() -> None:
     module = connection(norm_weight=True)
     with pytest.raises(ValueError, match=r"HyperConnection: residual must be \[..., 4, 32\], got"):
         module(torch.zeros(3, 2, 32).bfloat16())
-    with pytest.raises(ValueError, match=r"HyperHead: mhc_mult must be 1\.\.8, got 9"):
+    with pytest.raises(ValueError, match=r"HyperHead: mhc_mult must be in 1\.\.8, got 9"):
         HyperHead(32, 9)
     with pytest.raises(ValueError, match="hidden_size must be a multiple of 8, got 20"):
         HyperConnection(Block(), 20)

@@ -161,9 +161,14 @@ def test_groups_are_honoured() -> None:
     torch.testing.assert_close(weights.sum(1), torch.ones(50))
 
 
-def test_no_tokens_and_one() -> None:
-    layer = layer_of(num_shared_experts=1)
+@pytest.mark.parametrize("groups", [(0, 0), (4, 2)])
+def test_no_tokens(groups: tuple[int, int]) -> None:
+    layer = layer_of(num_experts=8, num_groups=groups[0], num_topk_groups=groups[1])
     assert layer(torch.empty(0, 24)).shape == (0, 24)
+
+
+def test_one_token() -> None:
+    layer = layer_of(num_shared_experts=1)
     x = torch.randn(24)
     torch.testing.assert_close(layer(x), plain(layer, x), rtol=1e-4, atol=1e-5)
 
@@ -290,7 +295,7 @@ def test_wrong_arguments_in_words() -> None:
         ({"scoring_func": "tanh"}, "scoring_func must be one of sigmoid"),
         ({"balancing": "hope"}, "balancing must be one of bias, loss, none, got 'hope'"),
         ({"engine": "fast"}, "engine must be one of auto"),
-        ({"num_shared_experts": -1}, "num_shared_experts must be at least 0"),
+        ({"num_shared_experts": -1}, "num_shared_experts must be in 0"),
         ({"fp8": True, "intermediate": 24}, "intermediate must be a multiple of 32 with fp8"),
     ):
         with pytest.raises(ValueError, match=f"MoELayer: {words}"):

@@ -24,6 +24,7 @@ from tests.quant.helpers import (
     random_float32,
     values_of_codes,
 )
+from tests.requirements import GROUNDS
 from tile_kernels.testing.generator import generate_e5m6_inputs, generate_rand_float
 from tile_kernels.testing.numeric import assert_equal, calc_diff, check_bias
 from tile_kernels.torch import (
@@ -400,6 +401,23 @@ def test_infinity_saturates(fmt: str, round_sf: bool, dtype: torch.dtype) -> Non
     assert_equal(codes[~infinite], codes_in(expected_data, fmt)[~infinite])
 
 
+@pytest.mark.parametrize("ground", GROUNDS)
+@pytest.mark.parametrize("round_sf", [False, True])
+@pytest.mark.parametrize("fmt", ["e4m3", "e2m1", "e5m6"])
+def test_the_largest_numbers_come_back(fmt: str, round_sf: bool, ground: tuple[str, str]) -> None:
+    """As infinity where code times scale overflows, which docs/quant.md says."""
+    backend, device = ground
+    largest = FLOAT32_MAX, torch.finfo(torch.bfloat16).max
+    special = fmt if fmt == "e5m6" else None
+    with tile_kernels.backend(backend):
+        for value, out in zip(largest, ("fp32", "bf16")):
+            x = torch.full((1, 64), value, device=device)
+            quantised = tile_kernels.quant.per_token_cast(x, fmt, 64, round_sf=round_sf)
+            back = tile_kernels.quant.per_token_cast_back(quantised, out, 64, special)
+            infinite = round_sf or (fmt == "e5m6" and out == "fp32")
+            assert (back == (INF if infinite else value)).all()
+
+
 def test_nan_and_infinity_with_given_scales() -> None:
     x = float32(NAN, INF, -INF, 1.0)[None]
     assert hex_rows(cast(x, "e4m3", (1, 4), sf=torch.ones(1, 1))) == "7F 7E FE 38"
@@ -640,6 +658,26 @@ def test_lossless_ignores_bytes_of_missing_groups() -> None:
 
 
 # ---- the same on every device ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ground", GROUNDS)
+@pytest.mark.parametrize("num_per_channels", [16, 32, 96])
+@pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
+def test_every_nan_of_bfloat16_is_dropped(
+    fmt: str, num_per_channels: int, ground: tuple[str, str]
+) -> None:
+    """Quiet or signalling, of either sign: one in each row, which counts for no scale."""
+    backend, device = ground
+    nans = torch.tensor([sign | 0x7F80 | m for sign in (0, 0x8000) for m in range(1, 128)])
+    x = torch.full((254, 96), FORMATS[fmt].max, dtype=torch.bfloat16)
+    rows = torch.arange(254)
+    x.view(torch.int16)[rows, rows % 96] = nans.to(torch.int16)
+    with tile_kernels.backend(backend):
+        data, sf = tile_kernels.quant.per_token_cast(x.to(device), fmt, num_per_channels)
+    assert (sf == 1).all()
+    codes = torch.full((254, 96), {"e4m3": 0x7E, "e2m1": 7}[fmt], dtype=torch.uint8)
+    codes[rows, rows % 96] = {"e4m3": 0x7F, "e2m1": 7}[fmt]
+    assert_equal(codes_in(data.cpu(), fmt).to(torch.uint8), codes)
 
 
 @pytest.mark.gpu

@@ -250,6 +250,18 @@ def test_encoding_subnormal_e5m6(value: float) -> None:
     assert codes_of(float32(value), E5M6) == [sign + code]
 
 
+def test_subnormal_e5m6_is_off_by_up_to_a_step() -> None:
+    """What the documentation says of magnitudes below 2**-14, for every 4075th of them."""
+    x = torch.arange(0, 0x38800001, 0xFEB, dtype=torch.int32).view(torch.float32)
+    exact = x.double() * 2**20
+    codes = formats.e5m6_codes(x)
+    assert ((codes - exact).abs() <= 1).all()
+    assert ((codes == exact.floor()) | (codes == exact.floor() + 1)).all()
+    assert (codes != exact.round()).double().mean() > 0.1
+    tiny = x[(x > 0) & (x < 2**-24)]
+    assert set(formats.e5m6_codes(tiny).tolist()) == {0, 1}
+
+
 @settings(deadline=None)
 @given(any_float32)
 def test_encoding_is_odd_and_decodes_nearby(value: float) -> None:

@@ -11,10 +11,22 @@ from hypothesis import strategies as st
 
 from tests.quant.helpers import INF, LAYOUTS, NAN, bits, float32, hex_rows
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch import cast, cast_back, quant, scales, swiglu_backward, swiglu_forward
-from tile_kernels.torch.swiglu import activate, fused_multiply_add, split_halves, swiglu_gradients
+from tile_kernels.torch import (
+    arithmetic,
+    cast,
+    cast_back,
+    quant,
+    scales,
+    swiglu_backward,
+    swiglu_forward,
+)
+from tile_kernels.torch.swiglu import activate, split_halves, swiglu_gradients
 
 CLAMPS = [None, 10.0, 0.5]
+
+
+def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: float) -> torch.Tensor:
+    return arithmetic.fused_multiply_add(a, b, torch.tensor(c, device=a.device))
 
 
 def close_to(found: torch.Tensor, *expected: float) -> None:

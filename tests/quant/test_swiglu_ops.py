@@ -88,6 +88,23 @@ def test_counts_and_buffers_under_compile() -> None:
     assert_equal_results((out, arguments["clamped_count"]), expected)
 
 
+@pytest.mark.parametrize("inverse", [[[1, 0]], [[-1, -1]]])
+@pytest.mark.parametrize("backend", ["torch", "emulate"])
+def test_weights_whose_rows_name_others_have_no_gradient(
+    backend: str, inverse: list[list[int]]
+) -> None:
+    x = torch.ones(3, 64).to(torch.float8_e4m3fn), torch.ones(3, 2)
+    index = torch.tensor([0, 1, -1], dtype=INT32)
+    arguments = (x, torch.ones(3, 32).bfloat16(), torch.ones(1, 2), index)
+    with tile_kernels.backend(backend):
+        consistent = torch.tensor([[0, 1]], dtype=INT32)
+        assert BACKWARD.function(*arguments, consistent, 32)[3].count_nonzero() == 2
+        found = BACKWARD.function(*arguments, torch.tensor(inverse, dtype=INT32), 32)
+        assert found[3].tolist() == [[0.0, 0.0]]
+        with tile_kernels.checked(), pytest.raises(ValueError, match=r"inverse of .*element \[0\]"):
+            BACKWARD.function(*arguments, torch.tensor(inverse, dtype=INT32), 32)
+
+
 @pytest.mark.parametrize("order", ["forward", "reverse", "random"])
 def test_weight_gradients_of_maps_that_disagree(order: str) -> None:
     """Each weight has one writer: the row that it names, if that names it back; else it is 0."""
@@ -99,6 +116,8 @@ def test_weight_gradients_of_maps_that_disagree(order: str) -> None:
         weight_grad = BACKWARD.function(**{**arguments, **maps})[3]
     alone = {**maps, "pos_to_token_topk": torch.tensor([-1, 0, 3, 9, -1, -1], dtype=INT32)}
     expected = BACKWARD.oracle(**{**arguments, **alone})[3]
+    with tile_kernels.backend("torch"):
+        assert_equal_results(BACKWARD.function(**{**arguments, **maps})[3], expected)
     assert weight_grad.flatten()[[0, 3, 9]].count_nonzero() == 3
     torch.testing.assert_close(weight_grad, expected, rtol=1e-5, atol=1e-5)
 

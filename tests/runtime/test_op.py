@@ -139,7 +139,7 @@ def test_no_gradient_is_an_error_not_a_silent_cut() -> None:
     x = torch.randn(4, requires_grad=True)
     with torch.no_grad():
         assert negated(x).tolist() == (-x).tolist()
-    with pytest.raises(RuntimeError, match="^negated has no gradient; call it under"):
+    with pytest.raises(RuntimeError, match=r"^negated has no gradient; call it under"):
         negated(x).sum().backward()
     with fwAD.dual_level(), pytest.raises(RuntimeError, match="forward-mode derivatives"):
         negated(fwAD.make_dual(torch.ones(2), torch.ones(2)))

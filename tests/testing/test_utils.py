@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tile_kernels import utils
+from tile_kernels.testing import generator, quant
 
 sizes = st.integers(0, 2**70)
 divisors = st.integers(1, 2**40)
@@ -41,3 +42,8 @@ def test_align_is_the_next_multiple(x, y):
 @given(st.integers(-(2**70), 2**70))
 def test_is_power_of_two_counts_bits(x):
     assert utils.is_power_of_two(x) == (x > 0 and bin(x).count("1") == 1)
+
+
+def test_names_of_tilekernels() -> None:
+    assert generator.align is quant.align is utils.align
+    assert quant.ceil_div is utils.ceil_div

@@ -173,7 +173,11 @@ def kv_compress_norm_rope_cast(
     with `x0, x1` the pair `k` of the last `rope_dim` channels and `c, s` those of position
     `i * window` for window `i` of its sequence. The other channels, a multiple of 64, are cast as
     `quant.per_token_cast(x, "e4m3", 64, round_sf=True)` does: `codes * sf`, with powers of two.
-    Positions past the tables take their last row. Without a gradient.
+    Without a gradient.
+
+    The tables must have the positions of all windows. Without `cu_seqlens` their sizes tell, and
+    fewer rows raise. With it, only the device knows the lengths: positions past the tables take
+    their last row, and the checked mode raises.
 
     Windows of up to 4 tokens with two series, or 8 with one, of rows up to 1 KiB, are done in one
     pass; others go through a buffer of entries.

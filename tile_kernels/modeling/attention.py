@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from tile_kernels import attention
 from tile_kernels.attention import KVCompressorState
+from tile_kernels.attention.windows import DTYPES, MOST_WINDOW
+from tile_kernels.runtime import checks
 
 
 class KVCompressor(nn.Module):
@@ -48,11 +50,15 @@ class KVCompressor(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("hidden", hidden), ("channels", channels), ("window", window)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"KVCompressor: {name} must be an int of at least 1, got {value!r}"
-                )
+        with checks.named("KVCompressor"):
+            hidden = checks.integer("hidden", hidden, 1, checks.MOST_SIZE)
+            channels = checks.integer("channels", channels, 1, checks.MOST_SIZE)
+            window = checks.integer("window", window, 1, MOST_WINDOW)
+            overlap = checks.boolean("overlap", overlap)
+            if norm_eps is not None:
+                norm_eps = checks.epsilon("norm_eps", norm_eps)
+            checks.device("device", device)
+            checks.parameter_dtype("dtype", dtype, DTYPES)
         self.hidden, self.channels, self.window, self.overlap = hidden, channels, window, overlap
         self.norm_eps = norm_eps
         self.width = (2 if overlap else 1) * channels  # of values, and of scores
@@ -130,6 +136,7 @@ class KVCompressor(nn.Module):
         `x` is `[num_tokens, hidden]`; state, slots and results are as those of
         `attention.kv_compress_step`. Without a gradient.
         """
+        checks.tensor_for("KVCompressor: x", x, self.projection.weight)
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ValueError(
                 f"KVCompressor: x must be [num_tokens, {self.hidden}], got shape {tuple(x.shape)}"
@@ -174,6 +181,7 @@ class KVCompressor(nn.Module):
         self, x: Tensor, cu_seqlens: Tensor | None, num_windows: int | None
     ) -> tuple[Tensor, Tensor, Tensor | None, int | None, tuple[int, ...]]:
         """Values and scores of tokens in rows, their sequences, and the shape of the entries."""
+        checks.tensor_for("KVCompressor: x", x, self.projection.weight)
         if x.dim() not in (2, 3) or x.shape[-1] != self.hidden:
             wanted = f"[B, S, {self.hidden}] or [num_tokens, {self.hidden}]"
             raise ValueError(f"KVCompressor: x must be {wanted}, got shape {tuple(x.shape)}")
@@ -194,6 +202,10 @@ class KVCompressor(nn.Module):
 
     def _check_state(self, state: KVCompressorState) -> None:
         """Whether it is one of such windows."""
+        if not isinstance(state, KVCompressorState):
+            raise TypeError(
+                f"KVCompressor: state must be a KVCompressorState, got {type(state).__name__}"
+            )
 
         def in_words(overlap: bool, window: int, channels: int) -> str:
             kind = "overlapping " if overlap else ""

@@ -12,6 +12,10 @@ from torch import Tensor, nn
 
 from tile_kernels import moe
 from tile_kernels.modeling.quant import swiglu_cast
+from tile_kernels.moe.gates import check_groups
+from tile_kernels.moe.plan import MAX_SLOTS
+from tile_kernels.moe.topk.plan import MAX_EXPERTS
+from tile_kernels.runtime import checks
 
 if TYPE_CHECKING:
     from tile_kernels.ep import ElasticBuffer
@@ -126,30 +130,40 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _one_of("scoring_func", scoring_func, SCORING_FUNCTIONS)
-        _one_of("balancing", balancing, BALANCING)
-        _one_of("engine", engine, ENGINES)
-        if not 1 <= num_topk <= num_experts:
-            raise ValueError(
-                f"MoELayer: num_topk must be in 1..{num_experts} (the experts), got {num_topk}"
-            )
-        if num_shared_experts < 0:
-            raise ValueError(
-                f"MoELayer: num_shared_experts must be at least 0, got {num_shared_experts}"
-            )
-        if num_groups and num_experts % num_groups:
-            raise ValueError(
-                f"MoELayer: num_groups must divide the {num_experts} experts, got {num_groups}"
-            )
-        if ep is not None and num_experts % ep.num_ranks:
-            raise ValueError(
-                f"MoELayer: num_experts must be a multiple of the {ep.num_ranks} ranks of ep, got "
-                f"{num_experts}"
-            )
-        if fp8 and intermediate % 32:
-            raise ValueError(
-                f"MoELayer: intermediate must be a multiple of 32 with fp8, got {intermediate}"
-            )
+        with checks.named("MoELayer"):
+            hidden = checks.integer("hidden", hidden, 1, checks.MOST_SIZE)
+            intermediate = checks.integer("intermediate", intermediate, 1, checks.MOST_SIZE // 2)
+            num_experts = checks.integer("num_experts", num_experts, 1, MAX_EXPERTS)
+            most = min(num_experts, MAX_SLOTS)
+            because = f"(experts, and at most {MAX_SLOTS})"
+            num_topk = checks.integer("num_topk", num_topk, 1, most, because=because)
+            checks.one_of("scoring_func", scoring_func, SCORING_FUNCTIONS)
+            num_groups = checks.integer("num_groups", num_groups, 0)
+            if num_groups and num_experts % num_groups:
+                raise ValueError(
+                    f"num_groups must divide the {num_experts} experts, got {num_groups}"
+                )
+            num_topk_groups = checks.integer("num_topk_groups", num_topk_groups, 0)
+            check_groups(num_experts, num_topk, num_topk_groups, num_groups)
+            routed_scaling_factor = checks.finite("routed_scaling_factor", routed_scaling_factor)
+            most = checks.MOST_SIZE // (2 * intermediate)
+            num_shared_experts = checks.integer("num_shared_experts", num_shared_experts, 0, most)
+            checks.one_of("balancing", balancing, BALANCING)
+            fp8 = checks.boolean("fp8", fp8)
+            if fp8 and intermediate % 32:
+                raise ValueError(
+                    f"intermediate must be a multiple of 32 with fp8, got {intermediate}"
+                )
+            checks.one_of("engine", engine, ENGINES)
+            if ep is not None and not isinstance(getattr(ep, "num_ranks", None), int):
+                raise TypeError(f"ep must be an ElasticBuffer or None, got {type(ep).__name__}")
+            if ep is not None and num_experts % ep.num_ranks:
+                raise ValueError(
+                    f"num_experts must be a multiple of the {ep.num_ranks} ranks of ep, got "
+                    f"{num_experts}"
+                )
+            checks.device("device", device)
+            checks.parameter_dtype("dtype", dtype)
         self.hidden, self.intermediate = hidden, intermediate
         self.num_experts, self.num_topk = num_experts, num_topk
         self.scoring_func, self.routed_scaling_factor = scoring_func, routed_scaling_factor
@@ -217,6 +231,7 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` to the same."""
+        checks.tensor_for("MoELayer: x", x, self.w_in)
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ValueError(
                 f"MoELayer: x must have {self.hidden} channels, got shape {tuple(x.shape)}"
@@ -303,9 +318,5 @@ class MoELayer(nn.Module):
                 f'MoELayer: update_bias needs balancing="bias", got {self.balancing!r}'
             )
         load = (self.load if self.ep is None else self.ep.sum_over_ranks(self.load)).float()
+        step = checks.finite("MoELayer: step", step)
         self.expert_bias += step * torch.sign(load.mean() - load)
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"MoELayer: {name} must be one of {', '.join(allowed)}, got {value!r}")

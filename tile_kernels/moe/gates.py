@@ -1,10 +1,11 @@
-"""Checks of the arguments that several gates share."""
+"""Checks of the arguments that several gates, and the layers built on them, share."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from tile_kernels.moe.plan import MAX_GROUPS, MAX_SLOTS
 from tile_kernels.runtime import checks
 from tile_kernels.torch.scoring import ScoringFunc
 
@@ -20,6 +21,27 @@ def check_scoring(scoring_func: str) -> None:
     if not known:
         allowed = "sigmoid, sqrtsoftplus or softmax"
         raise ValueError(f"scoring_func must be {allowed}, got {scoring_func!r}")
+
+
+def check_groups(num_experts: int, num_topk: int, num_topk_groups: int, num_groups: int) -> None:
+    """Refuses bad groups of experts; as many groups kept as there are means no groups."""
+    checks.integer("num_groups", num_groups, 0)
+    checks.integer("num_topk_groups", num_topk_groups, 0, num_groups, because="(the groups)")
+    if num_groups == num_topk_groups:
+        return  # not grouped
+    if num_groups > MAX_GROUPS or num_topk_groups > MAX_SLOTS:
+        limits = f"{MAX_SLOTS} of {MAX_GROUPS}"
+        given = f"{num_topk_groups} of {num_groups}"
+        raise ValueError(f"num_topk_groups of num_groups must be at most {limits}, got {given}")
+    if num_topk_groups == 0:
+        raise ValueError(f"num_topk_groups must be at least 1 with {num_groups} groups, got 0")
+    if num_experts % num_groups:
+        raise ValueError(
+            f"num_groups must divide the number of experts {num_experts}, got {num_groups}"
+        )
+    if num_topk > num_experts // num_groups * num_topk_groups:
+        kept = f"{num_topk_groups} groups of {num_experts // num_groups} experts"
+        raise ValueError(f"num_topk must be at most what {kept} have, got {num_topk}")
 
 
 def check_mask(mask: Tensor | None, num_tokens: int) -> None:

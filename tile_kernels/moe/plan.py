@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.device import WARP, Device
 
-WARP = 32
 ACCESS_BYTES = 16  # the widest global access
 
 # ---- gates --------------------------------------------------------------------------------------

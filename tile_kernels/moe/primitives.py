@@ -4,7 +4,8 @@ from typing import Any
 
 from tilelang import language as T
 
-from tile_kernels.moe.plan import SOFTMAX, WARP, Gate
+from tile_kernels.moe.plan import SOFTMAX, Gate
+from tile_kernels.runtime.device import WARP
 
 LANES = WARP
 FULL_WARP = 0xFFFFFFFF

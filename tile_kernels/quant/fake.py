@@ -44,7 +44,8 @@ def fake_cast(
 
     The result is that of `per_token_cast` and `per_token_cast_back`, bit for bit, without the
     quantised tensor in between. Its gradient with respect to `x` is the identity, as
-    quantisation-aware training wants it: rounding has no useful derivative.
+    quantisation-aware training wants it: rounding has no useful derivative. What `per_token_cast`
+    says of e5m6 below `2**-14`, and of the largest finite float32, holds here.
 
     Raises `TypeError` or `ValueError` with the argument's name.
 

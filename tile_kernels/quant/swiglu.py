@@ -322,6 +322,24 @@ def _check_map_values(
 ) -> None:
     checks.in_range("pos_to_token_topk", pos_to_token_topk, -1, weight.numel() - 1)
     checks.in_range("token_topk_to_pos", token_topk_to_pos, -1, x.shape[0] - 1)
+    maps = ("pos_to_token_topk", pos_to_token_topk), ("token_topk_to_pos", token_topk_to_pos)
+    _check_inverse(*maps[0], *maps[1])
+    _check_inverse(*maps[1], *maps[0])
+
+
+def _check_inverse(name: str, value: Tensor, inverse_name: str, inverse: Tensor) -> None:
+    """What an element of `value` names, in `inverse`, names that element; -1 names nothing."""
+    place = torch.arange(value.numel(), device=value.device).view(value.shape)
+    named = (value >= 0).nonzero(as_tuple=True)
+    bad = inverse.view(-1)[value[named].long()] != place[named]
+    if bad.any():
+        where = [int(index[bad][0]) for index in named]
+        found = int(value[tuple(where)])
+        back = int(inverse.view(-1)[found])
+        raise ValueError(
+            f"{name} must be the inverse of {inverse_name}, but element {where} is {found}, which "
+            f"{inverse_name} maps to {back}"
+        )
 
 
 Backward = tuple[Tensor, QuantTensor, Tensor, Tensor]

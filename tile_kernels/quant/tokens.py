@@ -206,6 +206,11 @@ float8_e4m3fn, int8, uint8 |
     A NaN gets the NaN of the format (e2m1: 6) and does not count for the scale; an infinity counts
     as the largest float32 and saturates.
 
+    Codes are the nearest, ties to even. e5m6 makes an exception of scaled magnitudes below
+    `2**-14`: these are truncated to a multiple of `2**-20`, plus a carry that the low 17 bits of
+    the float32 decide, so that even the smallest can become `2**-20`. In e5m6, and with `round_sf`
+    in every format, the largest finite float32 comes back as infinity.
+
     Raises `TypeError` or `ValueError` with the argument's name. Not differentiable: see
     `fake_cast`.
 
@@ -231,6 +236,8 @@ def per_token_cast_to_e5m6(
     out: QuantTensor | None = None,
 ) -> QuantTensor:
     """`per_token_cast(x, "e5m6", ...)`: `num_per_channels` is the row width.
+
+    What that says of magnitudes below `2**-14`, which are not rounded to nearest, holds here.
 
     >>> per_token_cast_to_e5m6(torch.ones(1, 8), 8)[0].shape
     torch.Size([1, 12])

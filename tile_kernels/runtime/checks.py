@@ -6,9 +6,10 @@ They run on every call, so the good path is a few attribute reads; sentences are
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from tile_kernels.runtime.road import repeated
 MOST_SIZE = 2**31 - 2**16
 _INT64_MAX = 2**63 - 1
 _FLOAT_MAX = int(sys.float_info.max)
+PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
 _NUMPY_IN_GRAPH = "an operator takes a NumPy scalar; a Python int or float needs no graph break"
 
 
@@ -149,12 +152,11 @@ def integer(name: str, value: Any, low: int, high: int | None = None, *, because
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < low or value > (_INT64_MAX if high is None else high):
-        bounds = f"in {low}..{_INT64_MAX if high is None else high}"
-        if high is None and value < low:
-            bounds = f"at least {low}"
+    most = _INT64_MAX if high is None else high
+    if value < low or value > most:
+        bounds = f"at least {low}" if high is None and value < low else f"in {low}..{most}"
         raise ValueError(f"{name} must be {bounds}{because and ' ' + because}, got {shown(value)}")
-    return value
+    return value  # type: ignore[return-value]  # a SymInt under torch.compile
 
 
 def number(name: str, value: Any) -> float:
@@ -164,6 +166,14 @@ def number(name: str, value: Any) -> float:
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if isinstance(value, int) and not -_FLOAT_MAX <= value <= _FLOAT_MAX:
         raise ValueError(f"{name} must be a number that a float can hold, got {shown(value)}")
+    return value  # type: ignore[return-value]
+
+
+def finite(name: str, value: Any) -> float:
+    """`value`, a number that is neither infinite nor NaN."""
+    value = number(name, value)
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{name} must be finite, got {shown(value)}")
     return value
 
 
@@ -201,6 +211,74 @@ def shown(value: Any) -> str:
     if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.SymInt)):
         return repr(value)
     return f"a value of type {type(value).__name__}"
+
+
+# ---- of modules ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def named(owner: str) -> Iterator[None]:
+    """Errors of the checks inside start with `owner`, the name of a module or function."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{owner}: {error}") from None
+
+
+def device(name: str, value: Any) -> None:
+    """`value` is what PyTorch takes for a device, or None."""
+    if value is None or isinstance(value, torch.device):
+        return
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a torch.device, a str or None, got {shown(value)}")
+    try:
+        torch.device(value)
+    except (RuntimeError, OverflowError, TypeError, ValueError):
+        raise ValueError(f"{name} must be a device, such as 'cuda', got {shown(value)}") from None
+
+
+def parameter_dtype(
+    name: str, value: Any, allowed: Sequence[torch.dtype] = PARAMETER_DTYPES
+) -> None:
+    """`value` is a dtype for parameters, or None."""
+    if value is None:
+        return
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name} must be a torch.dtype or None, got {shown(value)}")
+    if value not in allowed:
+        raise ValueError(f"{name} must be {_dtypes(tuple(allowed))}, got {_dtypes((value,))}")
+
+
+def tensor_for(name: str, value: Any, weight: torch.Tensor) -> None:
+    """`value` is a tensor that can be multiplied by `weight`: on its device, of its dtype.
+
+    Under `torch.autocast`, which converts both, any floating-point dtype will do.
+    """
+    tensor_on(name, value, weight.device)
+    if value.dtype == weight.dtype:
+        return
+    kind = value.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if not (autocast and value.is_floating_point()):
+        raise TypeError(
+            f"{name} must be {_dtypes((weight.dtype,))} like the weights, or be given under "
+            f"torch.autocast, got {_dtypes((value.dtype,))}"
+        )
+
+
+def tensor_on(
+    name: str,
+    value: Any,
+    device: torch.device | None,
+    dtypes: tuple[torch.dtype, ...] | None = None,
+) -> None:
+    """`value` is a tensor on `device`, of one of the `dtypes`; None: any."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if dtypes is not None and value.dtype not in dtypes:
+        raise TypeError(f"{name} must be {_dtypes(dtypes)}, got {_dtypes((value.dtype,))}")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name} must be on {device} like the weights, got {value.device}")
 
 
 def in_range(name: str, value: torch.Tensor | None, low: int, high: int) -> None:

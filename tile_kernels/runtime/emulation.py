@@ -1,7 +1,7 @@
 """The `emulate` backend: a launch on CPU tensors runs the kernel's generated CUDA on the CPU.
 
 Same plan, same builder, same pass configs as on a GPU; only the hardware is described instead of
-present (`runtime/device.py`) and the compiler is g++ (`runtime/emulator`).
+present (`runtime/device.py`) and the compiler is g++ (`emulator`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tile_kernels.runtime import checks
 from tile_kernels.runtime.device import DEFAULT_ARCH, DESCRIBED, Device, described
 
 if TYPE_CHECKING:
-    from tile_kernels.runtime.emulator import Report
+    from tile_kernels.emulator import Report
     from tile_kernels.runtime.launch import Kernel
 
 MODES = ("fast", "check")
@@ -112,7 +112,7 @@ def run(kernel: Kernel, problem: tuple[Any, ...], arguments: tuple[Any, ...]) ->
 
 def missing() -> str:
     """What this machine lacks to emulate kernels, in words; empty if nothing."""
-    from tile_kernels.runtime.emulator import build
+    from tile_kernels.emulator import build
 
     if importlib.util.find_spec("tilelang") is None:
         return "missing: TileLang"
@@ -125,7 +125,7 @@ def missing() -> str:
 
 
 def _build(kernel: Kernel, static: tuple[Any, ...], options: Options) -> Any:
-    from tile_kernels.runtime.emulator import Emulated
+    from tile_kernels.emulator import Emulated
 
     definition = kernel.definition
     return Emulated.build(

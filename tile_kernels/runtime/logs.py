@@ -8,7 +8,8 @@
 | 3 | also saves every call's inputs to `TILE_KERNELS_LOG_DIR` (default `tile_kernels_dump`) |
 
 Inputs are saved before the call runs, so that `tile-kernels check --replay FILE` can reproduce a
-failure.
+failure. They are those of the operator that PyTorch's dispatcher sees (`op.dispatched`), since
+compiled code calls nothing else.
 
 Lines go to the standard logger `tile_kernels`.
 """
@@ -55,7 +56,7 @@ def call(op: str, backend: str, arguments: Mapping[str, object]) -> None:
     words = [op, f"on {backend}"]
     if settings.level >= 2:
         words.append(", ".join(f"{name}={describe(value)}" for name, value in arguments.items()))
-    if settings.level >= 3:
+    if settings.level >= 3 and backend != "meta":  # which has no values to save
         words.append(f"-> {dump(op, arguments)}")
     logger.info(" ".join(words))
 

@@ -46,13 +46,14 @@ from tile_kernels.runtime.cases import Cases, Cost, tensors_in
 from tile_kernels.runtime.launch import recording
 from tile_kernels.runtime.outputs import check_output
 from tile_kernels.runtime.pytorch import LateAutograd
-from tile_kernels.runtime.registry import all_ops, get, load_all
+from tile_kernels.runtime.registry import all_ops, dispatched, get, load_all, select
 from tile_kernels.runtime.replay import remembering
 from tile_kernels.runtime.road import road as state
 
 __all__ = [
     "Op",
     "all_ops",
+    "dispatched",
     "face",
     "get",
     "gradient",
@@ -60,11 +61,13 @@ __all__ = [
     "load_all",
     "op",
     "refuse_tangents",
+    "select",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _registry: dict[str, Any] = registry._registry
+_dispatched = registry._dispatched
 _NO_CASES = Cases(small=())
 
 
@@ -83,6 +86,7 @@ class Op:
     outputs: tuple[str, ...]
     signature: inspect.Signature
     custom_op: CustomOpDef
+    serves: str | None
 
     @property
     def short_name(self) -> str:
@@ -184,7 +188,7 @@ def op(
                 no_gradient,
             )  # fmt: skip
             road.dispatched_out = writing._opoverload
-        _registry[full_name] = Op(
+        _registry[full_name] = _dispatched[full_name] = Op(
             name=full_name,
             function=function,
             body=body,
@@ -196,6 +200,7 @@ def op(
             outputs=road.outputs,
             signature=seen,
             custom_op=custom_op,
+            serves=serves and f"{family}.{serves}",
         )
         return function  # type: ignore[return-value]
 

@@ -54,6 +54,11 @@ def _no_scratch(arguments: Any) -> tuple[Out, ...]:  # noqa: ARG001
     return ()
 
 
+class _Dispatched(registry.Registered):
+    oracle: Callable[..., Any]
+    cases: Cases
+
+
 class Operator(registry.Registered):
     """One operator, declared by pure functions of its arguments.
 
@@ -104,12 +109,14 @@ class Operator(registry.Registered):
         serves: str | None = None,
     ) -> None:
         self.name, self._label = name, serves or name.rpartition(".")[2]
+        self.serves = f"{self.family}.{serves}" if serves else None
         self.arguments, self.check, self.reference, self.cost = arguments, check, reference, cost
         self._outputs, self._scratch, self._launches = outputs, scratch, launches
         self.differentiable, self.values, self.oracle = differentiable, values, reference
         hints = typing.get_type_hints(arguments)
         self.parameters = tuple(hints)
         self.mutates, self.outputs = mutates, ()
+        self._schema_mutates = mutates
         self._mutated = tuple(self.parameters.index(each) for each in mutates)
         self._in_place = tuple(self.parameters.index(each) for each in in_place)
         self._has_lists = list[Tensor] in hints.values()
@@ -188,6 +195,25 @@ class Operator(registry.Registered):
         """The argument sets of `cases.py` beside the operator's file: `CASES[short_name]`."""
         module = importlib.import_module(f"{self.function.__module__.rpartition('.')[0]}.cases")
         return module.CASES[self.short_name]
+
+    def dispatched(self) -> registry.Registered:
+        """The operator with the signature of its custom op, in which the log saves its calls."""
+        found = _Dispatched()
+        found.name, found.mutates, found.outputs = self.name, self._schema_mutates, self.outputs
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        buffers = [inspect.Parameter(each, kind, default=None) for each in self.outputs]
+        found.signature = inspect.Signature(
+            [inspect.Parameter(each, kind) for each in self.parameters] + buffers
+        )
+        count = len(self.parameters)
+
+        def call(*values: Any) -> Any:
+            out = values[count:] or None
+            return self(*values[:count], out=out[0] if out and self._single else out)
+
+        found.function, found.oracle = call, self.reference
+        found.cases = registry.get(f"{self.family}.{self._label}").cases
+        return found
 
     # ---- the call ----
 
@@ -313,7 +339,8 @@ class Operator(registry.Registered):
         try:
             backend = backends.choose(device)
             if logs.settings.level:
-                logs.call(self.name, backend, dict(zip(self.parameters, args)))
+                named = zip((*self.parameters, *self.outputs), (*args, *given))
+                logs.call(self.name, backend, dict(named))
             if self.values is not None and backend != "meta" and backends.is_checked():
                 self.values(self.arguments(*args))
             if backend == "torch":
@@ -342,7 +369,8 @@ class Operator(registry.Registered):
         specs = [Spec.of(x, i) if isinstance(x, Tensor) else x for i, x in enumerate(values)]
         num_args = len(values) - len(given)
         written = tuple(i for i in self._written(args) if isinstance(values[i], Tensor))
-        plan = Plan(outs, self.num_results, specs[num_args:], len(values), written, device)
+        buffers, cached = specs[num_args:], key is not None
+        plan = Plan(outs, self.num_results, buffers, len(values), written, device, cached)
         launches = self._launched(self.arguments(*self._nested(args, specs)), plan.specs)
         if backend == "meta":
             if road.recorded is not None:

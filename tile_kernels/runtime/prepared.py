@@ -100,9 +100,13 @@ class Plan:
         num_values: int,
         written: tuple[int, ...],
         device: torch.device,
+        cached: bool,
     ) -> None:
-        """`outs` are the results, then scratch. `num_values` counts arguments and buffers."""
-        self.device, self.written = device, written
+        """`outs` are the results, then scratch. `num_values` counts arguments and buffers.
+
+        Calls that are not cached allocate by the dispatcher, which modes can see.
+        """
+        self.device, self.written, self.cached = device, written, cached
         self.calls: dict[tuple[Any, ...], Call] = {}
         self._num_given, self._first_out = len(given), num_values - len(given)
         view_at = self._first_out + len(outs)
@@ -188,7 +192,8 @@ class Plan:
             tensors = [(i, x) for i, x in enumerate(values) if isinstance(x, Tensor)]
             call.spans = tuple((i, _byte_span(x)) for i, x in tensors)
         call.device = self.device.index or 0
-        call.allocate = empty_strided_cuda(self.device) or functools.partial(_allocate, self.device)
+        fast = empty_strided_cuda(self.device) if self.cached else None
+        call.allocate = fast or functools.partial(_allocate, self.device)
         return call
 
     def _views(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, get_args
 
 from torch import Tensor
 
 _registry: dict[str, Any] = {}
+_dispatched: dict[str, Any] = {}  # operators of `@op` with the signature of their custom op
 
 
 class Registered:
@@ -66,17 +69,52 @@ def register(operator: Any) -> None:
 
 
 def get(function: str | Callable[..., Any]) -> Any:
-    """The declaration of an operator, by `family.name` or by its public function."""
+    """The declaration of an operator, by its public function or by name, `family.name`.
+
+    The name alone is enough where only one family has it.
+    """
     if not isinstance(function, str):
         for declared in _registry.values():
             if declared.function is function:
                 return declared
         raise KeyError(f"{function!r} is not a declared operator")
     load_all()
-    if function not in _registry:
-        names = ", ".join(name for name in sorted(_registry) if "._" not in name)
-        raise KeyError(f"no operator {function!r}; there are {names}")
-    return _registry[function]
+    return _registry[_full_name(function)]
+
+
+def _full_name(name: str, families: Iterable[str] = ()) -> str:
+    """The registered name for `name`, which may lack the family where that is unambiguous."""
+    if name in _registry:
+        return name
+    public = [known for known in sorted(_registry) if "._" not in known]
+    meant = [known for known in public if known.partition(".")[2] == name]
+    if len(meant) == 1:
+        return meant[0]
+
+    def likeness(known: str) -> float:
+        words = (known, known.rpartition(".")[2])
+        return max(difflib.SequenceMatcher(None, name, word).ratio() for word in words)
+
+    closest = meant or sorted((*families, *public), key=likeness, reverse=True)[:3]
+    kind = "family or operator" if families else "operator"
+    raise KeyError(f"no {kind} {name!r}; did you mean {' or '.join(closest)}?")
+
+
+def select(which: Iterable[str]) -> list[Any]:
+    """Public operators by family or name; all of them for none."""
+    found = all_ops()
+    families = {declared.family for declared in found}
+    names = [name if name in families else _full_name(name, sorted(families)) for name in which]
+    return [op for op in found if not names or op.family in names or op.name in names]
+
+
+def dispatched(name: str) -> Any:
+    """An operator with the signature of its custom op, in which the log saves its calls."""
+    operator = get(name)
+    if operator.name not in _dispatched:
+        return operator.dispatched()
+    declared = _dispatched[operator.name]
+    return replace(declared, cases=get(declared.serves).cases) if declared.serves else declared
 
 
 def all_ops() -> list[Any]:

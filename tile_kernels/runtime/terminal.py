@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,17 +33,54 @@ def show_table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[st
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, what: str) -> Iterator[Callable[[str], None]]:
-    """A progress bar; call what it yields with a label at each of `total` steps."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def progress_bar(total: float, what: str) -> Iterator[Callable[..., None]]:
+    """A progress bar with an estimate of the time left; lines on stderr where none can be drawn.
+
+    Call what it yields with a label, and with the share of `total` that is done (default 1).
+    """
+    shown = console()
+    if not shown.is_terminal:
+        yield _progress_lines(total, what)
+        return
+    from rich import progress as rich_progress
 
     columns = (
-        TextColumn(f"[bold]{what}[/]"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
+        rich_progress.TextColumn(f"[bold]{what}[/]"),
+        rich_progress.BarColumn(),
+        rich_progress.TaskProgressColumn(),
+        rich_progress.TimeElapsedColumn(),
+        rich_progress.TextColumn("left:"),
+        rich_progress.TimeRemainingColumn(),
+        rich_progress.TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console(), transient=True) as progress:
+    with rich_progress.Progress(
+        *columns, console=shown, transient=True, speed_estimate_period=120
+    ) as progress:
         task = progress.add_task("", total=total)
-        yield lambda label: progress.update(task, advance=1, description=label)
+        yield lambda label, share=1: progress.update(task, advance=share, description=label)
+
+
+_SECONDS_PER_LINE = 30
+
+
+def _progress_lines(total: float, what: str) -> Callable[..., None]:
+    started = written = time.monotonic()
+    done = 0.0
+
+    def advance(_label: str, share: float = 1) -> None:
+        nonlocal written, done
+        done += share
+        now = time.monotonic()
+        if now - written >= _SECONDS_PER_LINE:
+            written, spent = now, now - started
+            left = spent * (total - done) / done if done else 0.0
+            text = f"{100 * done / total:.0f} % after {spent:.0f} s, about {left:.0f} s left"
+            print(f"{what}: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+    return advance
+
+
+def need_matplotlib() -> None:
+    """Raise before a long command whose last step would draw."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib: pip install 'tile-kernels[bench]'")

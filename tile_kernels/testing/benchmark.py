@@ -89,7 +89,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "tilelang": importlib.metadata.version("tilelang"),
         "tile_kernels": tile_kernels.__version__,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
 

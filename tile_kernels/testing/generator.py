@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
-from tile_kernels import config, utils
+from tile_kernels import config
+from tile_kernels.utils import align
 
 __all__ = [
+    "align",
     "generate_e5m6_inputs",
     "generate_hidden_sizes",
     "generate_moe_params",
@@ -58,7 +60,7 @@ def generate_num_tokens(alignment: int = 1, is_benchmark: bool = False) -> list[
     num_tokens = [4001, 8001]
     if _is_full_test() and not is_benchmark:
         num_tokens.insert(0, 0)
-    return [utils.align(n, alignment) for n in num_tokens]
+    return [align(n, alignment) for n in num_tokens]
 
 
 def generate_hidden_sizes(align: int = 64) -> list[int]:

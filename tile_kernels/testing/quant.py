@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels import utils
+from tile_kernels.utils import align, ceil_div
 
-__all__ = ["clear_unused_sf"]
+__all__ = ["align", "ceil_div", "clear_unused_sf"]
 
 
 def clear_unused_sf(sf: torch.Tensor, hidden: int, num_per_channels: int) -> torch.Tensor:
@@ -34,8 +34,8 @@ def clear_unused_sf(sf: torch.Tensor, hidden: int, num_per_channels: int) -> tor
             f"clear_unused_sf: hidden and num_per_channels must be positive, "
             f"got {hidden} and {num_per_channels}"
         )
-    num_used = utils.ceil_div(hidden, num_per_channels)
-    num_columns = utils.align(num_used, 4)
+    num_used = ceil_div(hidden, num_per_channels)
+    num_columns = align(num_used, 4)
     num_bytes = sf.numel() * sf.element_size()
     if num_bytes % num_columns != 0:
         raise ValueError(

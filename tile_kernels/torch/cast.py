@@ -7,6 +7,7 @@ from typing import overload
 import torch
 
 from tile_kernels.torch import formats, scales
+from tile_kernels.torch.arithmetic import row_chunks
 from tile_kernels.torch.scales import QuantTensor
 
 _CAST_FORMATS = {fmt.name: fmt for fmt in (formats.E4M3, formats.E2M1)}
@@ -55,7 +56,12 @@ def block_amax(values: torch.Tensor, block_size: tuple[int, int]) -> torch.Tenso
     >>> block_amax(torch.tensor([[1.0, -2.0, float("nan")], [3.0, 0.0, 0.5]]), (2, 2)).tolist()
     [[3.0, 0.5]]
     """
-    return scales.block_max(values.abs().nan_to_num(), block_size)
+    if not values.is_cpu:  # where looking at the result would wait for it
+        return scales.block_max(values.nan_to_num(), block_size)
+    largest = scales.block_max(values, block_size)
+    if largest.isnan().any():
+        largest = scales.block_max(values.nan_to_num(nan=0.0), block_size)
+    return largest.nan_to_num()
 
 
 def quantize(
@@ -79,6 +85,24 @@ def quantize(
     sf, inv = formats.scale_from_amax(amax, fmt, round_sf, clamp_min)
     data = encode_scaled(values, fmt, block_size, inv)
     return data, scales.lay_out_sf(sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+
+
+def scale_factors(
+    x: torch.Tensor,
+    fmt: str,
+    block_size: tuple[int, int],
+    round_sf: bool = False,
+    use_tma_aligned_col_major_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> torch.Tensor:
+    """The scale factors of `cast` without the data.
+
+    >>> scale_factors(torch.tensor([[1.0, -2.0, 3.0, 7.0]]), "e4m3", (1, 4)).tolist()
+    [[0.015625]]
+    """
+    amax = block_amax(to_float32(x, x_block_size=None), block_size)
+    sf, _ = formats.scale_from_amax(amax, _CAST_FORMATS[fmt], round_sf)
+    return scales.lay_out_sf(sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
 
 
 def quantize_with_sf(
@@ -111,8 +135,14 @@ def encode_scaled(
     >>> encode_scaled(torch.tensor([[2.0, -3.0]]), formats.E2M1, (1, 1), torch.tensor([[2.0, 1.0]]))
     tensor([[-42]], dtype=torch.int8)
     """
-    scaled = values * scales.expand_blocks(inv, block_size, values.shape)
-    return fmt.encode(scaled.clamp(-fmt.max, fmt.max))
+    num_rows, width = values.shape
+    chunks = row_chunks(num_rows, width, block_size[0]) if values.is_cpu else [slice(num_rows)]
+    encoded = []
+    for rows in chunks or [slice(0)]:
+        factors = inv[rows.start // block_size[0] if rows.start else 0 :]
+        scaled = scales.times_blocks(values[rows], factors, block_size)
+        encoded.append(fmt.encode(scaled.clamp_(-fmt.max, fmt.max)))
+    return torch.cat(encoded)
 
 
 @overload

@@ -25,7 +25,9 @@ def cast_to_e5m6(
     | returns scale factors | see `tile_kernels.torch.scales` | float32, int32 |
 
     NaN becomes `0x7E0` in its own place; infinity counts as the largest finite float32 for the
-    scale and becomes 65024 of its sign.
+    scale and becomes 65024 of its sign. The largest finite float32 comes back as infinity, since
+    its scale is rounded up. Scaled magnitudes below `2**-14` are not rounded to nearest:
+    `tile_kernels.torch.formats.e5m6_codes` says how.
 
     >>> x = torch.tensor([[0.5, -1, 0.25, 2, 0, 0.001, -3, 4]])
     >>> data, sf = cast_to_e5m6(x, 8, round_sf=True)

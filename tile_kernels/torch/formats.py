@@ -55,7 +55,8 @@ def encode_e4m3(x: torch.Tensor) -> torch.Tensor:
     [1.0, -16.0, 448.0]
     """
     codes = x.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    return codes.masked_fill(x.isnan(), _E4M3_NAN).view(torch.float8_e4m3fn)
+    codes.masked_fill_(codes & _E4M3_NAN == _E4M3_NAN, _E4M3_NAN)  # of either sign
+    return codes.view(torch.float8_e4m3fn)
 
 
 def decode_e4m3(data: torch.Tensor) -> torch.Tensor:

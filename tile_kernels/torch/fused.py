@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tile_kernels.torch.arithmetic import fused_multiply_add
 from tile_kernels.torch.formats import encode_e4m3
 
 
@@ -55,35 +56,7 @@ def expand_to_fused_with_sf(
     return out, out_sf
 
 
-def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """`a * b + c` of float32 tensors with a single rounding, on any device.
-
-    The product of two float32 is exact in float64: 24 + 24 significant bits are at most 53, and
-    the exponents (-298..255) are far inside the range. The sum with `c` is then rounded *to odd*:
-    if it is not exact, to that neighbour whose last bit is set. Every float32, and every midpoint
-    between two of them, has at most 25 significant bits, so as a float64 its last bit is clear.
-    Hence an inexact sum stays strictly on its side of all of these, and rounding it to float32
-    gives what rounding the exact sum gives: in the normal range, below it, and at the overflow.
-
-    `sum + error` is the exact sum (Knuth's TwoSum; nothing overflows or underflows in float64).
-    The sum is the neighbour nearest to it; if its last bit is clear, the other neighbour, one step
-    in the direction of the error, is the odd one. Zeros, infinities and NaN have no error to heed.
-
-    >>> a, b = torch.tensor(2.0**-24 + 2.0**-47), torch.tensor(1 - 2.0**-23)
-    >>> c = torch.tensor(1 + 2.0**-23)  # a * b is 2**-70 short of half a step of c
-    >>> bool(fused_multiply_add(a, b, c) == c), bool((a.double() * b + c).float() == c)
-    (True, False)
-    """
-    product, c = a.double() * b.double(), c.double()
-    total = product + c
-    of_c = total - product
-    error = (product - (total - of_c)) + (c - of_c)
-    bits = total.view(torch.int64)
-    step = torch.where((error > 0) == (total > 0), 1, -1)  # larger bits: larger magnitude
-    inexact = (error != 0) & total.isfinite()
-    odd = torch.where(inexact & (bits & 1 == 0), bits + step, bits)
-    return odd.view(torch.float64).float()
-
+_TOKENS_AT_ONCE = 128  # whose rows stay in a CPU's caches from slot to slot
 
 # What arithmetic on the devices returns for NaN.
 _NAN_BITS = {
@@ -117,14 +90,21 @@ def reduce_fused(
     rows, x_sf = x if isinstance(x, tuple) else (x, None)
     num_tokens, num_topk = token_topk_to_pos.shape
     total = rows.new_zeros((num_tokens, rows.shape[1]), dtype=torch.float32)
-    for k in range(num_topk):
-        position = token_topk_to_pos[:, k].long()
-        token = ((position >= 0) & (position < rows.shape[0])).nonzero()[:, 0]
-        position = position[token]
-        scale = total.new_ones(token.shape) if topk_weights is None else topk_weights[token, k]
-        if x_sf is not None:
-            scale = scale * x_sf[position]
-        total[token] = fused_multiply_add(rows[position].float(), scale[:, None], total[token])
+    at_once = _TOKENS_AT_ONCE if rows.is_cpu else max(num_tokens, 1)
+    for first in range(0, num_tokens, at_once):
+        some = slice(first, first + at_once)
+        for k in range(num_topk):
+            position = token_topk_to_pos[some, k].long()
+            token = ((position >= 0) & (position < rows.shape[0])).nonzero()[:, 0]
+            position = position[token]
+            row, token = rows[position].float(), token + first
+            scale = None if topk_weights is None else topk_weights[token, k]
+            if x_sf is not None:
+                scale = x_sf[position] if scale is None else scale * x_sf[position]
+            if scale is None:
+                total.index_add_(0, token, row)  # a sum has one rounding; each token comes once
+            else:
+                total[token] = fused_multiply_add(row, scale[:, None], total[token])
     if sf is not None:
         total = total * sf
     dtype = out_dtype or (torch.float8_e4m3fn if fp8_format == "e4m3" else rows.dtype)

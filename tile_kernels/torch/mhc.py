@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tile_kernels.torch import fused
+from tile_kernels.torch.arithmetic import fused_multiply_add
 
 # ---- references ---------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """`a * b + c`, rounded once in float32."""
     if torch.float64 in (a.dtype, b.dtype, c.dtype):
         return a * b + c
-    return fused.fused_multiply_add(a, b, c)
+    return fused_multiply_add(a, b, c)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

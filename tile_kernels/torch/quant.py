@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from tile_kernels.torch import formats, scales
-from tile_kernels.torch.cast import cast, dequantize, quantize
+from tile_kernels.torch.cast import cast, dequantize, quantize, scale_factors
 from tile_kernels.torch.cast import cast_back as _cast_back
 from tile_kernels.torch.e5m6 import cast_back_from_e5m6, cast_to_e5m6
 from tile_kernels.torch.per_channel_cast_fused import (
@@ -76,7 +76,9 @@ def per_token_cast_with_sf_only(
     torch.Size([1, 2])
     """
     flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
-    return cast(x, fmt, (1, num_per_channels), None, x_block_size, *flags)[1]
+    if x_block_size is not None:
+        raise ValueError(f"x_block_size is for a quantised x only, got {x_block_size}")
+    return scale_factors(x, fmt, (1, num_per_channels), *flags)
 
 
 def per_token_cast_with_precomputed_sf(
@@ -151,7 +153,7 @@ def per_block_cast_with_sf_only(
     [[1.0], [1.0]]
     """
     flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
-    return cast(x, fmt, block_size, None, None, *flags)[1]
+    return scale_factors(x, fmt, block_size, *flags)
 
 
 def per_block_cast_with_precomputed_sf(
@@ -357,13 +359,17 @@ def swiglu_forward_and_per_token_cast(
     """
     if fmt != formats.E4M3.name:
         raise ValueError(f"fmt must be 'e4m3', got {fmt!r}")
-    real = x.new_ones(x.shape[0], dtype=torch.bool) if pos_to_expert is None else pos_to_expert >= 0
+    rest = topk_weights, swiglu_clamp_value, clamped_count
+    flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
+    block = 1, num_per_channels
+    if pos_to_expert is None:
+        out = swiglu_forward(x, pos_to_token_topk, *rest)
+        return quantize(out, formats.E4M3, block, *flags, clamp_min=sf_clamp_min)
+    real = pos_to_expert >= 0
     index = None if pos_to_token_topk is None else pos_to_token_topk[real]
     out = x.new_zeros((x.shape[0], x.shape[1] // 2), dtype=torch.float32)
-    out[real] = swiglu_forward(x[real], index, topk_weights, swiglu_clamp_value, clamped_count)
-
-    flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
-    data, sf = quantize(out, formats.E4M3, (1, num_per_channels), *flags, clamp_min=sf_clamp_min)
+    out[real] = swiglu_forward(x[real], index, *rest)
+    data, sf = quantize(out, formats.E4M3, block, *flags, clamp_min=sf_clamp_min)
     return data, sf.masked_fill_(~real[:, None], 0)
 
 

@@ -24,6 +24,7 @@ import torch
 
 from tile_kernels import utils
 from tile_kernels.torch import formats
+from tile_kernels.torch.arithmetic import row_chunks
 
 # Quantised data and its scale factors.
 QuantTensor = tuple[torch.Tensor, torch.Tensor]
@@ -117,17 +118,44 @@ def expand_blocks(
     return by_rows.repeat_interleave(block_size[1], dim=1)[:, : shape[1]]
 
 
-def block_max(values: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
-    """The largest of the non-negative values in each block of `[T, H]`: `[M, G]`.
+def times_blocks(
+    values: torch.Tensor, per_block: torch.Tensor, block_size: tuple[int, int]
+) -> torch.Tensor:
+    """`values` `[T, H]` times the factors of their blocks, `[M, G]` or more: a new tensor.
 
-    >>> block_max(torch.tensor([[1, 2, 3], [4, 0, 5]]), (2, 2)).tolist()
+    >>> times_blocks(torch.ones(2, 5), torch.tensor([[1.0, 2.0]]), (2, 3)).tolist()
+    [[1.0, 1.0, 1.0, 2.0, 2.0], [1.0, 1.0, 1.0, 2.0, 2.0]]
+    """
+    rows, columns = num_blocks(values.shape, block_size)
+    if tuple(values.shape) != (rows * block_size[0], columns * block_size[1]):
+        return values * expand_blocks(per_block, block_size, values.shape)
+    scaled = _in_blocks(values, block_size) * per_block[:rows, None, :columns, None]
+    return scaled.reshape(values.shape)
+
+
+def block_max(values: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
+    """The largest magnitude of the values in each block of `[T, H]`: `[M, G]`.
+
+    >>> block_max(torch.tensor([[1, 2, 3], [4, 0, -5]]), (2, 2)).tolist()
     [[4, 5]]
     """
     block_rows, block_columns = block_size
     rows, columns = num_blocks(values.shape, block_size)
-    padded = values.new_zeros((rows * block_rows, columns * block_columns))
-    padded[: values.shape[0], : values.shape[1]] = values
-    return padded.view(rows, block_rows, columns, block_columns).amax(dim=(1, 3))
+    missing = columns * block_columns - values.shape[1], rows * block_rows - values.shape[0]
+    if any(missing):
+        values = torch.nn.functional.pad(values, (0, missing[0], 0, missing[1]))
+    out = values.new_empty((rows, columns))
+    blocks = _in_blocks(values, block_size)
+    chunks = row_chunks(rows, block_rows * columns * block_columns)
+    for some in chunks if values.is_cpu else [slice(rows)]:
+        out[some] = blocks[some].abs().amax(dim=(1, 3))
+    return out
+
+
+def _in_blocks(values: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
+    """A view `[M, rows, G, channels]` of whole blocks."""
+    rows, columns = num_blocks(values.shape, block_size)
+    return values.unflatten(1, (columns, block_size[1])).unflatten(0, (rows, block_size[0]))
 
 
 def _is_packed(sf: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from tile_kernels.torch.arithmetic import fused_multiply_add
 from tile_kernels.torch.cast import dequantize
 from tile_kernels.torch.gather import gather_or_zero
 from tile_kernels.torch.scales import QuantTensor
@@ -80,7 +81,8 @@ def swiglu_backward(
 
     Leading dimensions of `x` and `grad_out` may be more than one. A padding row is computed like
     any other with weight 0, so its results are zeros with the signs the formulas give.
-    `weight_grad` sums its float32 products in float64. `x_grad` is that of `swiglu_gradients`.
+    A row belongs to a weight if each map names the other. `weight_grad` sums its float32 products
+    in float64. `x_grad` is that of `swiglu_gradients`.
 
     >>> x = torch.tensor([[1.0, 3.0]]).to(torch.float8_e4m3fn), torch.ones(1, 1)
     >>> index, inverse = torch.tensor([0]), torch.tensor([[0]])
@@ -102,9 +104,11 @@ def swiglu_backward(
     )
 
     grad_of_row = (grad_out * act).sum(dim=1, dtype=torch.float64).to(weight.dtype)
-    mapped = pos_to_token_topk >= 0
-    weight_grad = weight.new_zeros(weight.numel())
-    weight_grad[pos_to_token_topk[mapped].long()] = grad_of_row[mapped]
+    row = token_topk_to_pos.flatten().long()
+    row = row.masked_fill(row >= grad_of_row.shape[0], -1)
+    place = torch.arange(weight.numel(), device=weight.device)
+    mutual = gather_or_zero(pos_to_token_topk, row) == place
+    weight_grad = gather_or_zero(grad_of_row, row.masked_fill(~mutual, -1))
     x_grad = torch.cat((grad_left, grad_right), dim=1)
     return act * weight_of_row, x_grad, weight_grad.view(weight.shape)
 
@@ -137,9 +141,16 @@ def swiglu_gradients(
     act, denominator = activate(left, right)
     sigmoid = torch.ones_like(denominator) / denominator
     shared = grad_out * weight_of_row * sigmoid
-    grad_left = shared * right * fused_multiply_add(left, 1 - sigmoid, 1.0)
+    grad_left = shared * right * _slope(left, sigmoid)
     grad_right = shared * left
     return act, grad_left.masked_fill(left_clamped, 0.0), grad_right.masked_fill(right_clamped, 0.0)
+
+
+def _slope(left: torch.Tensor, sigmoid: torch.Tensor) -> torch.Tensor:
+    """`l * (1 - s) + 1` with one rounding; two in float64, for which there is no wider format."""
+    if left.dtype == torch.float64:
+        return left * (1 - sigmoid) + 1
+    return fused_multiply_add(left, 1 - sigmoid, left.new_ones(()))
 
 
 def split_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,29 +204,3 @@ def weights_of_rows(weights: torch.Tensor, pos_to_token_topk: torch.Tensor) -> t
     [[2.0], [0.0]]
     """
     return gather_or_zero(weights.flatten(), pos_to_token_topk)[:, None]
-
-
-def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: float) -> torch.Tensor:
-    """`a * b + c` of float32 tensors with one rounding, as one instruction does it on a GPU.
-
-    float64 tensors, for which PyTorch has no wider format, are rounded twice.
-
-    >>> a, b = torch.tensor([1.0 + 2**-23]), torch.tensor([1.0 - 2**-23])
-    >>> (a * b - 1).item(), fused_multiply_add(a, b, -1.0).item() == -(2.0**-46)
-    (0.0, True)
-    """
-    if a.dtype == torch.float64:
-        return a * b + c
-    # Products of float32 are exact in float64. Their sum with c is not, and rounding it again to
-    # float32 could be wrong at a tie. So the sum is "rounded to odd": if it was inexact, the one of
-    # its two float64 neighbours with an odd mantissa stands for it, which is never such a tie.
-    product = a.double() * b  # in float64, without a copy of b
-    total = product + c
-    addend = total - product
-    error = (product - (total - addend)) + (c - addend)
-    del product, addend  # so that tensors of billions of elements fit a GPU
-    inexact = (error != 0) & total.isfinite()
-    even = total.view(torch.int64) & 1 == 0
-    beyond = torch.where(error > 0, torch.inf, -torch.inf).to(total)
-    total = torch.where(inexact & even, torch.nextafter(total, beyond), total)
-    return total.float()

@@ -18,8 +18,19 @@ def stable_topk(scores: torch.Tensor, num_topk: int) -> torch.Tensor:
     >>> stable_topk(torch.tensor([[1.0, float("nan"), 3.0, 3.0]]), 3).tolist()
     [[1, 2, 3]]
     """
-    order = torch.sort(_with_one_nan(scores), dim=1, descending=True, stable=True).indices
-    return order[:, :num_topk].clone(memory_format=torch.contiguous_format)
+    num_topk = min(num_topk, scores.shape[1])
+    if not scores.is_cpu:  # where looking for ties would wait for the result
+        return _sorted_experts(scores)[:, :num_topk].clone(memory_format=torch.contiguous_format)
+    # One score more than wanted: if they all differ, their order is the only one.
+    values, order = scores.topk(min(num_topk + 1, scores.shape[1]), dim=1)
+    order = order[:, :num_topk].clone(memory_format=torch.contiguous_format)
+    tied = (~(values[:, :-1] > values[:, 1:])).any(1).nonzero()[:, 0]  # also where there is NaN
+    order[tied] = _sorted_experts(scores[tied])[:, :num_topk]
+    return order
+
+
+def _sorted_experts(scores: torch.Tensor) -> torch.Tensor:
+    return torch.sort(_with_one_nan(scores), dim=1, descending=True, stable=True).indices
 
 
 def topk_sum_and_topk_group_idx(
@@ -61,6 +72,13 @@ def gate_scores(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
     raise ValueError(f"{scoring_func} scores nothing; a gate needs another scoring function")
 
 
+def _chosen_scores(logits: torch.Tensor, idx: torch.Tensor, scoring_func: str) -> torch.Tensor:
+    """`gate_scores` at `idx`; only those are computed, unless they depend on the whole row."""
+    if ScoringFunc.from_str(scoring_func) is ScoringFunc.SOFTMAX:
+        return gate_scores(logits, scoring_func).gather(1, idx)
+    return gate_scores(logits.gather(1, idx), scoring_func)
+
+
 def topk_weights(
     logits: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -77,8 +95,7 @@ def topk_weights(
     """
     num_experts = logits.shape[1]
     valid = (topk_idx >= 0) & (topk_idx < num_experts)
-    chosen = gate_scores(logits, scoring_func).gather(1, topk_idx.where(valid, 0))
-    chosen = torch.where(valid, chosen, 0)
+    chosen = torch.where(valid, _chosen_scores(logits, topk_idx.where(valid, 0), scoring_func), 0)
     total = logits.new_full(logits.shape[:1], 1e-20)
     for column in chosen.unbind(1):
         total = total + column
@@ -100,16 +117,16 @@ def best_experts(
     ranks = (logits if softmax else gate_scores(logits, scoring_func)) + bias
     if num_groups == num_topk_groups:
         return stable_topk(ranks, num_topk)
+    size = num_experts // num_groups
     groups = topk_sum_and_topk_group_idx(
-        ranks.view(num_tokens, num_groups, -1), min(2, num_experts // num_groups), num_topk_groups
+        ranks.view(num_tokens, num_groups, size), min(2, size), num_topk_groups
     )
-    keep = torch.zeros(num_tokens, num_groups, dtype=torch.bool, device=logits.device)
-    keep.scatter_(1, groups, True)
-    keep = keep.repeat_interleave(num_experts // num_groups, dim=1)
-    # Experts of other groups come after all others, also after -inf: two stable sorts.
-    order = stable_topk(ranks, num_experts)
-    last = (~keep).gather(1, order).to(torch.int8).sort(dim=1, stable=True).indices
-    return order.gather(1, last)[:, :num_topk].contiguous()
+    # Kept groups in their order, so that ties among their experts go to the smaller index.
+    experts = groups.sort(dim=1).values[:, :, None] * size + torch.arange(
+        size, device=logits.device
+    )
+    experts = experts.flatten(1)
+    return experts.gather(1, stable_topk(ranks.gather(1, experts), num_topk))
 
 
 def top2_sum_gate(

@@ -36,7 +36,7 @@ def _gradients(
         given = forward(device)
         indices = torch.randint(max(keys, 1), (tokens, chosen), device=device)
         indices = indices.sort(dim=1).values
-        indices[:, chosen - chosen // 4 :] = -1
+        indices[:, chosen - chosen // 4 if keys else 0 :] = -1
         grad = torch.randn(tokens, chosen, device=device)
         if exact:
             grad = grad.round()
@@ -72,6 +72,7 @@ INDEXER_LOGITS_BWD = Cases(
         Sample("5x70.20", _gradients(5, 70, 20)),
         Sample("no queries", _gradients(0, 70, 20)),
         Sample("no keys", _gradients(2, 0, 0)),
+        Sample("no keys.e4m3.20", _gradients(2, 0, 20, source=E4M3)),
         Sample("none chosen", _gradients(2, 70, 0)),
         Sample("one of one", _gradients(1, 1, 1)),
         Sample("exact.3x300.150.64x128", _gradients(3, 300, 150, 64, 128, exact=True)),

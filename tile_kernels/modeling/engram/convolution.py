@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tile_kernels.runtime import checks
+
 
 class CausalConvolution(nn.Module):
     """`silu(convolution(norm(y)))`: RMSNorm of each stream, then taps into the past.
@@ -29,6 +31,14 @@ class CausalConvolution(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        with checks.named("CausalConvolution"):
+            num_streams = checks.integer("num_streams", num_streams, 1, checks.MOST_SIZE)
+            hidden_size = checks.integer("hidden_size", hidden_size, 1, checks.MOST_SIZE)
+            kernel_size = checks.integer("kernel_size", kernel_size, 1, checks.MOST_SIZE)
+            dilation = checks.integer("dilation", dilation, 1, checks.MOST_SIZE)
+            eps = checks.epsilon("eps", eps)
+            checks.device("device", device)
+            checks.parameter_dtype("dtype", dtype)
         self.dilation, self.eps = dilation, eps
         shape = num_streams, hidden_size
         self.norm_weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tile_kernels import engram as ops
+from tile_kernels.engram.hashing import MOST_LAYERS, MOST_WINDOW
+from tile_kernels.runtime import checks
 from tile_kernels.torch.engram import make_offsets
 
 _INT32_MAX = 2**31 - 1
@@ -64,12 +66,8 @@ def prime_table_sizes(
     [[[11, 13], [101, 103]], [[17, 19], [107, 109]]]
     """
     orders = max_ngram_size - 1
-    wanted = [table_rows] * orders if isinstance(table_rows, int) else list(table_rows)
-    if len(wanted) != orders:
-        raise ValueError(
-            f"prime_table_sizes: table_rows must be one number or {orders}, one for each order "
-            f"from 2 to {max_ngram_size}, got {len(wanted)}"
-        )
+    with checks.named("prime_table_sizes"):
+        wanted = _rows_of_orders(table_rows, orders)
     taken: set[int] = set()
     searches = {rows: _primes_from(rows, taken) for rows in wanted}
     sizes = [
@@ -78,6 +76,19 @@ def prime_table_sizes(
     ]
     flat = torch.tensor(sizes, dtype=torch.int32, device="cpu")
     return flat.view(num_layers, orders, num_tables)
+
+
+def _rows_of_orders(table_rows: Any, orders: int) -> list[int]:
+    """The least rows of a table for each order of n-grams."""
+    given = checks.plain(table_rows)
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        given = [given] * orders
+    if len(given) != orders:
+        raise ValueError(
+            f"table_rows must be one number or {orders}, one for each order from 2 to "
+            f"{orders + 1}, got {len(given)}"
+        )
+    return [checks.integer("table_rows", rows, 1) for rows in given]
 
 
 def _primes_from(start: int, taken: set[int]) -> Iterator[int]:
@@ -172,18 +183,29 @@ class EngramHasher(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        for name, number, least in (
-            ("num_layers", num_layers, 1),
-            ("max_ngram_size", max_ngram_size, 2),
-            ("num_tables", num_tables, 1),
-        ):
-            if number < least:
-                raise ValueError(f"EngramHasher: {name} must be at least {least}, got {number}")
+        with checks.named("EngramHasher"):
+            num_layers = checks.integer("num_layers", num_layers, 1, MOST_LAYERS)
+            max_ngram_size = checks.integer("max_ngram_size", max_ngram_size, 2, MOST_WINDOW)
+            table_rows = _rows_of_orders(table_rows, max_ngram_size - 1)
+            for rows in table_rows:
+                checks.integer("table_rows", rows, 1, _INT32_MAX)
+            num_tables = checks.integer("num_tables", num_tables, 1, MOST_LAYERS)
+            pad_id = checks.integer("pad_id", pad_id, -_INT32_MAX - 1, _INT32_MAX)
+            seed = checks.integer("seed", seed, -(2**62), 2**62)
+            if token_map is None:
+                vocab_size = checks.integer("vocab_size", vocab_size, 1, _INT32_MAX + 1)
+            else:
+                checks.tensor("token_map", token_map, ("V",), checks.INTEGERS)
+                if token_map.is_meta or token_map.numel() == 0:
+                    raise ValueError("token_map must hold the id of each token, got no values")
+                checks.in_range("token_map", token_map, 0, _INT32_MAX)
+            checks.device("device", device)
         if token_map is not None:
             vocab_size = int(token_map.max()) + 1
             if 0 <= pad_id < len(token_map):
                 pad_id = int(token_map[pad_id])
-        sizes = prime_table_sizes(num_layers, max_ngram_size, num_tables, table_rows)
+        with checks.named("EngramHasher"):
+            sizes = prime_table_sizes(num_layers, max_ngram_size, num_tables, table_rows)
         wide = max(_rows_per_layer(sizes)) > 2**31
         initial = _Constants(
             odd_multipliers(num_layers, max_ngram_size, vocab_size, seed),
@@ -231,8 +253,7 @@ class EngramHasher(nn.Module):
 
     def layer(self, layer: int) -> EngramHasher:
         """A hasher for one of the layers, with buffers of its own."""
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"EngramHasher: layer must be 0..{self.num_layers - 1}, got {layer}")
+        layer = checks.integer("EngramHasher: layer", layer, 0, self.num_layers - 1)
         one = EngramHasher.__new__(EngramHasher)
         nn.Module.__init__(one)
         constants, part = self._on_host(), slice(layer, layer + 1)
@@ -247,6 +268,9 @@ class EngramHasher(nn.Module):
         Rows are on the device of the ids, whatever that of the buffers. Ids in host memory never
         wait for a GPU.
         """
+        if not isinstance(token_ids, Tensor):
+            kind = type(token_ids).__name__
+            raise TypeError(f"EngramHasher: token_ids must be a torch.Tensor, got {kind}")
         device = token_ids.device
         if device.type == "cpu":
             constants = self._on_host()

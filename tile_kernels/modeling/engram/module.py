@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tile_kernels.engram.gate import MOST_STREAMS, VECTOR
 from tile_kernels.modeling.engram.convolution import CausalConvolution
 from tile_kernels.modeling.engram.gate import engram_gate
 from tile_kernels.modeling.engram.hashing import EngramHasher
 from tile_kernels.modeling.engram.tables import EngramTable
+from tile_kernels.runtime import checks
 
 
 class EngramModule(nn.Module):
@@ -57,6 +59,22 @@ class EngramModule(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        with checks.named("EngramModule"):
+            if not isinstance(hasher, EngramHasher):
+                raise TypeError(f"hasher must be an EngramHasher, got {type(hasher).__name__}")
+            layer = checks.integer("layer", layer, 0, hasher.num_layers - 1)
+            hidden_size = checks.integer("hidden_size", hidden_size, 1, checks.MOST_SIZE)
+            if hidden_size % VECTOR:
+                raise ValueError(f"hidden_size must be a multiple of {VECTOR}, got {hidden_size}")
+            num_streams = checks.integer("num_streams", num_streams, 1, MOST_STREAMS)
+            embed_dim = checks.integer("embed_dim", embed_dim, 1, checks.MOST_SIZE)
+            kernel_size = checks.integer("kernel_size", kernel_size, 1, checks.MOST_SIZE)
+            clamp_value = checks.epsilon("clamp_value", clamp_value)
+            eps = checks.epsilon("eps", eps)
+            sparse = checks.boolean("sparse", sparse)
+            host_resident = checks.boolean("host_resident", host_resident)
+            checks.device("device", device)
+            checks.parameter_dtype("dtype", dtype)
         self.hidden_size, self.num_streams = hidden_size, num_streams
         self.clamp_value, self.eps = clamp_value, eps
         self.hasher = hasher.layer(layer)
@@ -127,7 +145,7 @@ class EngramModule(nn.Module):
         the start of a document; give it with `indices` too. A pad token inside a row ends n-grams
         only. With a table in host memory `token_ids` may be there as well.
         """
-        self._check(hidden_states, token_ids, indices)
+        self._check(hidden_states, token_ids, indices, cu_seqlens)
         device, embeddings = hidden_states.device, None
         if self.table.host_resident:
             embeddings = self.table.prefetched((token_ids, indices, cu_seqlens), device)
@@ -171,8 +189,16 @@ class EngramModule(nn.Module):
         return rows
 
     def _check(
-        self, hidden_states: Tensor, token_ids: Tensor | None, indices: Tensor | None
+        self,
+        hidden_states: Tensor,
+        token_ids: Tensor | None,
+        indices: Tensor | None,
+        cu_seqlens: Tensor | None,
     ) -> None:
+        device = self.projection.weight.device
+        checks.tensor_on(
+            "EngramModule: hidden_states", hidden_states, device, checks.PARAMETER_DTYPES
+        )
         shape = list(hidden_states.shape)
         streams = [self.num_streams, self.hidden_size]
         if len(shape) not in (3, 4) or shape[-2:] != streams:
@@ -180,12 +206,19 @@ class EngramModule(nn.Module):
                 f"EngramModule: hidden_states must be [B, S, {streams[0]}, {streams[1]}] or "
                 f"[S, {streams[0]}, {streams[1]}], got {shape}"
             )
+        if cu_seqlens is not None:
+            checks.tensor("EngramModule: cu_seqlens", cu_seqlens, ("D + 1",), checks.INTEGERS)
         tokens = shape[:-2]
         for name, tensor, expected in (
             ("token_ids", token_ids, tokens),
             ("indices", indices, [*tokens, self.hasher.num_columns]),
         ):
-            if tensor is not None and list(tensor.shape) != expected:
+            if tensor is None:
+                continue
+            on_host = self.table.host_resident and getattr(tensor, "is_cpu", False)
+            where = torch.device("cpu") if on_host else device
+            checks.tensor_on(f"EngramModule: {name}", tensor, where, checks.INTEGERS)
+            if list(tensor.shape) != expected:
                 raise ValueError(
                     f"EngramModule: {name} must be {expected} for hidden_states of {shape}, got "
                     f"{list(tensor.shape)}"

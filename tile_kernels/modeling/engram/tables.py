@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tile_kernels.runtime import checks
+
 Source = tuple[Tensor | None, ...]
 
 
@@ -54,6 +56,13 @@ class EngramTable(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        with checks.named("EngramTable"):
+            num_rows = checks.integer("num_rows", num_rows, 1)
+            embed_dim = checks.integer("embed_dim", embed_dim, 1, checks.MOST_SIZE)
+            sparse = checks.boolean("sparse", sparse)
+            host_resident = checks.boolean("host_resident", host_resident)
+            checks.device("device", device)
+            checks.parameter_dtype("dtype", dtype)
         self.sparse, self.host_resident = sparse, host_resident
         device = torch.get_default_device() if device is None else torch.device(device)
         if host_resident and device.type != "meta":
@@ -105,6 +114,10 @@ class EngramTable(nn.Module):
 
     def forward(self, indices: Tensor, device: torch.device | None = None) -> Tensor:
         """Embeddings on `device`, by default that of `indices`."""
+        where = None if self.host_resident else self.weight.device
+        checks.tensor_on("EngramTable: indices", indices, where, checks.INTEGERS)
+        if indices.dim() == 0:
+            raise ValueError("EngramTable: indices must be [*, C], got a tensor without dimensions")
         if not self.host_resident:
             return F.embedding(indices, self.weight, sparse=self.sparse).flatten(-2)
         device = indices.device if device is None else device

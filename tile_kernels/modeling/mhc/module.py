@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tile_kernels.mhc.projection import VECTOR
 from tile_kernels.mhc.shapes import MOST_STREAMS
+from tile_kernels.mhc.sinkhorn import MOST_REPEAT
 from tile_kernels.modeling.mhc.functional import Read, Settings, mhc_head, mhc_post, read
+from tile_kernels.runtime import checks
 
 _SCALE = 0.01  # of the part that depends on the token, at the start
 _STAYS = 0.99  # of a stream, at the start
@@ -20,6 +23,14 @@ _MOST = 0.999  # of a sigmoid: one has no logit
 def _logit(share: float) -> float:
     share = min(share, _MOST)
     return math.log(share / (1 - share))
+
+
+def _check_sizes(hidden_size: Any, mhc_mult: Any) -> tuple[int, int]:
+    """Columns and streams that the operators take."""
+    hidden_size = checks.integer("hidden_size", hidden_size, 1, checks.MOST_SIZE)
+    if hidden_size % VECTOR:
+        raise ValueError(f"hidden_size must be a multiple of {VECTOR}, got {hidden_size}")
+    return hidden_size, checks.integer("mhc_mult", mhc_mult, 1, MOST_STREAMS)
 
 
 class _Streams(nn.Module):
@@ -36,11 +47,10 @@ class _Streams(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
-        if not 1 <= mhc_mult <= MOST_STREAMS:
-            raise ValueError(f"{name}: mhc_mult must be 1..{MOST_STREAMS}, got {mhc_mult}")
-        if hidden_size < 1 or hidden_size % 8:
-            raise ValueError(f"{name}: hidden_size must be a multiple of 8, got {hidden_size}")
+        with checks.named(type(self).__name__):
+            norm_weight = checks.boolean("norm_weight", norm_weight)
+            checks.device("device", device)
+            checks.parameter_dtype("dtype", dtype)
         self.hidden_size, self.mhc_mult = hidden_size, mhc_mult
         size = mhc_mult * hidden_size
         self.fn = nn.Parameter(torch.empty(num_mixes, size, device=device, dtype=dtype))
@@ -58,6 +68,15 @@ class _Streams(nn.Module):
         nn.init.constant_(self.base[: self.mhc_mult], _logit(1 / self.mhc_mult))
         if self.norm_weight is not None:
             nn.init.ones_(self.norm_weight)
+
+    def _check_residual(self, residual: Tensor) -> None:
+        name, sizes = type(self).__name__, (self.mhc_mult, self.hidden_size)
+        checks.tensor_on(f"{name}: residual", residual, self.fn.device, (torch.bfloat16,))
+        if residual.shape[-2:] != sizes:
+            raise ValueError(
+                f"{name}: residual must be [..., {sizes[0]}, {sizes[1]}], got "
+                f"{list(residual.shape)}"
+            )
 
     def extra_repr(self) -> str:
         """Sizes, for `print`."""
@@ -110,6 +129,16 @@ class HyperConnection(_Streams):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        with checks.named("HyperConnection"):
+            if not callable(block):
+                raise TypeError(f"block must be callable, got {type(block).__name__}")
+            hidden_size, mhc_mult = _check_sizes(hidden_size, mhc_mult)
+            post_mult_value = checks.finite("post_mult_value", post_mult_value)
+            sinkhorn_repeat = checks.integer("sinkhorn_repeat", sinkhorn_repeat, 1, MOST_REPEAT)
+            norm_eps = checks.epsilon("norm_eps", norm_eps)
+            pre_eps = checks.epsilon("pre_eps", pre_eps)
+            sinkhorn_eps = checks.epsilon("sinkhorn_eps", sinkhorn_eps)
+            checks.parameter_dtype("block_dtype", block_dtype)
         num_mixes = mhc_mult * (mhc_mult + 2)
         super().__init__(num_mixes, 3, hidden_size, mhc_mult, norm_weight, device, dtype)
         self.block, self.block_dtype = block, block_dtype
@@ -127,12 +156,7 @@ class HyperConnection(_Streams):
 
     def read(self, residual: Tensor, with_pre: bool = False) -> Read:
         """What comes before the block; `residual` is bfloat16 `[..., m, h]`, contiguous."""
-        sizes = (self.mhc_mult, self.hidden_size)
-        if residual.shape[-2:] != sizes:
-            raise ValueError(
-                f"HyperConnection: residual must be [..., {sizes[0]}, {sizes[1]}], got "
-                f"{list(residual.shape)}"
-            )
+        self._check_residual(residual)
         return read(
             residual, self.fn, self.scale, self.base, self.norm_weight, self.settings, carry=True,
             with_pre=with_pre,
@@ -184,12 +208,17 @@ class HyperHead(_Streams):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        with checks.named("HyperHead"):
+            hidden_size, mhc_mult = _check_sizes(hidden_size, mhc_mult)
+            norm_eps = checks.epsilon("norm_eps", norm_eps)
+            pre_eps = checks.epsilon("pre_eps", pre_eps)
         super().__init__(mhc_mult, 1, hidden_size, mhc_mult, norm_weight, device, dtype)
         self.norm_eps, self.pre_eps = norm_eps, pre_eps
         self.reset_parameters()
 
     def forward(self, residual: Tensor) -> Tensor:
         """`residual` is bfloat16 `[..., m, h]`, contiguous; the result `[..., h]`."""
+        self._check_residual(residual)
         return mhc_head(
             residual, self.fn, self.scale, self.base, norm_weight=self.norm_weight,
             norm_eps=self.norm_eps, mhc_mult=self.mhc_mult, pre_eps=self.pre_eps,

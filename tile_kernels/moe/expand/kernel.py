@@ -11,8 +11,8 @@ from typing import Any
 from tilelang import language as T
 
 from tile_kernels.moe.expand.plan import MARKED, SLOTS_IN_FLIGHT, Plan
-from tile_kernels.moe.plan import WARP
 from tile_kernels.moe.primitives import first_lane
+from tile_kernels.runtime.device import WARP
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 

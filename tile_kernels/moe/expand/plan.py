@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from tile_kernels.moe.plan import ACCESS_BYTES, WARP, Split, split
-from tile_kernels.runtime.device import Device
+from tile_kernels.moe.plan import ACCESS_BYTES, Split, split
+from tile_kernels.runtime.device import WARP, Device
 
 EXPAND_LANES, WIDE_LANES = 512, 1024
 WRITTEN_OFTEN = 4  # positions of a token

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tile_kernels.moe.count.plan import THREADS, num_chunks
-from tile_kernels.moe.plan import WARP
-from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.device import WARP, Device
 
 MAX_NUMBERS = 2**31 - 2**20  # results in all, counted in 32 bits, as are slots past the end
 MAX_EXPERTS = 8192  # three counters for each in the shared memory of the smallest supported GPU

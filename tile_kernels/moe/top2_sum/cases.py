@@ -194,6 +194,7 @@ _TOP2_SUM_GATE = Cases(
     small=[
         Sample("5x16.top4", _gate(5, 16, 4)),
         Sample("0x64.top6", _gate(0, 64, 6)),
+        Sample("0x64.4of8", _gate(0, 64, 6, groups=(4, 8))),
         Sample("1x256.top8", _gate(1, 256, 8)),
         Sample("1x1.top1", _gate(1, 1, 1, ranks=(0, 1, 0, 1), unmapped=False)),
         *(Sample(f"9x72.top6.{s}", _gate(9, 72, 6, s, masked=2)) for s in _SCORING),

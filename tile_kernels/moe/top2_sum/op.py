@@ -9,13 +9,14 @@ from torch import Tensor
 
 from tile_kernels import torch as references
 from tile_kernels.moe.gates import (
+    check_groups,
     check_map_values,
     check_mask,
     check_numbering,
     check_scoring,
     experts_per_rank,
 )
-from tile_kernels.moe.plan import MAX_GROUPS, MAX_SLOTS
+from tile_kernels.moe.plan import MAX_SLOTS
 from tile_kernels.moe.top2_sum.plan import MAX_EXPERTS, plan
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.autograd import refuse_tangents
@@ -54,26 +55,6 @@ class Arguments(NamedTuple):
         return self.num_shared_experts if self.use_shared_as_routed else 0
 
 
-def _check_groups(num_experts: int, num_topk: int, num_topk_groups: int, num_groups: int) -> None:
-    checks.integer("num_groups", num_groups, 0)
-    checks.integer("num_topk_groups", num_topk_groups, 0, num_groups, because="(the groups)")
-    if num_groups == num_topk_groups:
-        return  # not grouped
-    if num_groups > MAX_GROUPS or num_topk_groups > MAX_SLOTS:
-        limits = f"{MAX_SLOTS} of {MAX_GROUPS}"
-        given = f"{num_topk_groups} of {num_groups}"
-        raise ValueError(f"num_topk_groups of num_groups must be at most {limits}, got {given}")
-    if num_topk_groups == 0:
-        raise ValueError(f"num_topk_groups must be at least 1 with {num_groups} groups, got 0")
-    if num_experts % num_groups:
-        raise ValueError(
-            f"num_groups must divide the number of experts {num_experts}, got {num_groups}"
-        )
-    if num_topk > num_experts // num_groups * num_topk_groups:
-        kept = f"{num_topk_groups} groups of {num_experts // num_groups} experts"
-        raise ValueError(f"num_topk must be at most what {kept} have, got {num_topk}")
-
-
 def check(a: Arguments) -> None:
     checks.tensor("logits", a.logits, ("num_tokens", "num_experts"), torch.float32, contiguous=True)
     num_tokens, num_experts = a.logits.shape
@@ -84,7 +65,7 @@ def check(a: Arguments) -> None:
     )
     limit = min(num_experts, MAX_SLOTS)
     checks.integer("num_topk", a.num_topk, 1, limit, because="(experts, and at most 32)")
-    _check_groups(num_experts, a.num_topk, a.num_topk_groups, a.num_groups)
+    check_groups(num_experts, a.num_topk, a.num_topk_groups, a.num_groups)
     checks.boolean("use_shared_as_routed", a.use_shared_as_routed)
     if a.use_shared_as_routed:
         checks.integer("num_shared_experts", a.num_shared_experts, 1, MAX_SLOTS)

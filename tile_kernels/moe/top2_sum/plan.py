@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tile_kernels.moe.plan import WARP, Gate, row_vector
-from tile_kernels.runtime.device import Device
+from tile_kernels.moe.plan import Gate, row_vector
+from tile_kernels.runtime.device import WARP, Device
 
 MAX_EXPERTS = 16384  # 512 for each warp of a block
 MAX_PER_LANE = 16  # keys that a lane sorts in registers

@@ -29,6 +29,7 @@ from tile_kernels.runtime.cases import (
     Vector,
     changed,
     close_results,
+    edited,
     misaligned,
 )
 from tile_kernels.torch.cast import cast
@@ -393,6 +394,11 @@ SWIGLU_BACKWARD_AND_CAST = Cases(
         Reject("pos_to_token_topk", "below -1", lambda a: _with_maps(a, "pos_to_token_topk", -2)),
         Reject("token_topk_to_pos", "too large", lambda a: _with_maps(a, "token_topk_to_pos", 6)),
         Reject("token_topk_to_pos", "below -1", lambda a: _with_maps(a, "token_topk_to_pos", -2)),
+        Reject("token_topk_to_pos", "no inverse", edited("token_topk_to_pos", lambda m: m.flip(0))),
+        *(
+            Reject(name, "names nothing", edited(name, lambda m: torch.full_like(m, -1)))
+            for name in ("pos_to_token_topk", "token_topk_to_pos")
+        ),
     ],
     compare=_compare_backward,
 )  # fmt: skip

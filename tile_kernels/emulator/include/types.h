@@ -281,8 +281,8 @@ inline half_t __hfma(half_t a, half_t b, half_t c) {
   return half_t(__double2half(std::fma(double(float(a)), double(float(b)), double(float(c)))));
 }
 template <class T> inline T max(T a, std::enable_if_t<std::is_class_v<T> && sizeof(T) <= 2, T> b) {
-  return T(std::fmax(float(a), float(b)));
+  return T(emu::max_num(float(a), float(b)));
 }
 template <class T> inline T min(T a, std::enable_if_t<std::is_class_v<T> && sizeof(T) <= 2, T> b) {
-  return T(std::fmin(float(a), float(b)));
+  return T(emu::min_num(float(a), float(b)));
 }

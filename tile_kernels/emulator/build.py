@@ -1,8 +1,4 @@
-"""Compile kernels with g++: header search, runtime library, precompiled header, cache.
-
-The cache may be shared by any number of processes: every file is written under a private name and
-renamed into place, and its name is a hash of everything that went into it.
-"""
+"""Compile kernels with g++: header search, runtime library, precompiled header."""
 
 from __future__ import annotations
 
@@ -14,11 +10,10 @@ import re
 import shutil
 import subprocess
 import sysconfig
-import tempfile
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from . import cache
 from .errors import EmulationError
 
 INCLUDE = Path(__file__).parent / "include"
@@ -34,24 +29,6 @@ _OPTIMISE = ["-O1", "-g1"]
 _CONTRACT = ["-O2", "-g1", "-mfma", "-ffp-contract=fast"]
 # Only the compiler half of the sanitizer: each access calls a hook that runtime.cpp defines.
 _CHECK = ["-fsanitize=thread"]
-
-
-def cache_dir() -> Path:
-    """Where compiled kernels are kept: `TILE_KERNELS_CACHE`, or the user's cache folder."""
-    root = os.environ.get("TILE_KERNELS_CACHE")
-    if root:
-        return Path(root).expanduser().absolute() / "emulator"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base).absolute() / "tile_kernels" / "emulator"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that other processes see all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(fd, "w") as f:
-        f.write(text)
-    Path(part).replace(path)
 
 
 @functools.lru_cache(maxsize=1)
@@ -196,8 +173,8 @@ def explain(stderr: str) -> str:
 def runtime_library() -> Path:
     """The emulator's runtime as a shared library, compiled once."""
     options = [*_BASE, "-O2", "-g1", "-shared"]
-    library = cache_dir() / f"runtime-{_hash(options)}.so"
-    if not is_intact(library):
+    library = cache.open_cache() / f"runtime-{_hash(options)}.so"
+    if cache.read_sealed(library) is None:
         soname = f"-Wl,-soname,{library.name}"  # else kernels would look for its absolute path
         _compile(library, [*options, soname, *includes(), INCLUDE / "runtime.cpp"])
     return library
@@ -205,96 +182,67 @@ def runtime_library() -> Path:
 
 def _precompiled_header(options: list[str]) -> Path:
     """Folder with the precompiled emu.h for these flags; g++ uses it only when all flags match."""
-    folder = cache_dir() / f"header-{_hash(options)}"
+    folder = cache.open_cache() / f"header-{_hash(options, 'sha256')}"
     if _header_is_intact(folder):
+        cache.mark_used(folder / "sha256")
         return folder
-    shutil.rmtree(folder, ignore_errors=True)
-    part = _private(folder)
-    part.mkdir(parents=True)
+    cache.remove(folder)
+    part = cache.private(folder)
+    part.mkdir()
     try:
         header = part / "emu.h.gch"
         run_compiler([*options, *includes(), "-x", "c++-header", INCLUDE / "emu.h", "-o", header])
-        (part / "size").write_text(str(header.stat().st_size))
+        (part / "sha256").write_text(hashlib.sha256(header.read_bytes()).hexdigest())
         with contextlib.suppress(OSError):  # another process was faster
             part.rename(folder)
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        cache.remove(part)
     return folder
 
 
 def _header_is_intact(folder: Path) -> bool:
-    """Whether the header was written to its end. Its hash would take as long as a small kernel."""
+    """Whether the header is what g++ wrote."""
+    header = folder / "emu.h.gch"
     try:
-        return str((folder / "emu.h.gch").stat().st_size) == (folder / "size").read_text()
+        found = header.stat()
+        digest = _digest(header, found.st_ino, found.st_mtime_ns, found.st_size)
+        return digest == (folder / "sha256").read_text()
     except OSError:
         return False
 
 
-def _private(path: Path) -> Path:
-    """A name beside `path` that no other thread or process uses."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+@functools.lru_cache(maxsize=16)
+def _digest(path: Path, *_stat: int) -> str:
+    """The hash of a large file, computed once for as long as the file stays as it is."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _compile(output: Path, arguments: Sequence[str | Path]) -> None:
     """Compile to a sealed file that appears under its name only when complete."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    part = _private(output)
+    part = cache.private(output)
     try:
         run_compiler([*arguments, "-o", part])
-        with part.open("ab") as f:
-            f.write(_seal(part.read_bytes()))
-        part.replace(output)
+        cache.write_atomically(output, cache.sealed(part.read_bytes()))
     finally:
         part.unlink(missing_ok=True)
-
-
-_SEAL = b"tile_kernels emulator"
-
-
-def _seal(content: bytes) -> bytes:
-    """What follows a library's content; the loader ignores bytes after the last section."""
-    return _SEAL + hashlib.sha256(content).digest()
-
-
-def is_intact(library: Path) -> bool:
-    """Whether a library is there and is what the linker wrote: a damaged one may kill a process."""
-    try:
-        data = library.read_bytes()
-    except OSError:
-        return False
-    end = len(data) - len(_seal(b""))
-    return end > 0 and data[end:] == _seal(data[:end])
 
 
 def compile_kernel(source: str, options: list[str]) -> Path:
     """Compile a rewritten source to a shared library; its .cpp lies beside it."""
     runtime = runtime_library()
-    library = cache_dir() / f"{_hash(source, options, runtime.name)}.so"
+    library = runtime.parent / f"{_hash(source, options, runtime.name)}.so"
     cpp = library.with_suffix(".cpp")
-    if not cpp.exists() or cpp.read_text() != source:
-        write_atomically(cpp, source)
-    if is_intact(library):
+    if not cpp.exists() or cpp.read_bytes() != source.encode():
+        cache.write_atomically(cpp, source.encode())
+    if cache.read_sealed(library) is not None:
         return library
     # Linked in a second step: the link must not know of the sanitizer, or it would add its library.
-    unit = _private(library.with_suffix(".o"))
+    unit = cache.private(library.with_suffix(".o"))
     try:
-        _compile_unit(cpp, unit, options)
+        header = _precompiled_header(options)
+        run_compiler([*options, f"-I{header}", *includes(), "-c", cpp, "-o", unit])
         _compile(library, ["-shared", unit, runtime, "-Wl,-rpath,$ORIGIN"])
     finally:
         unit.unlink(missing_ok=True)
+    cache.evict(library.parent)
     return library
-
-
-def _compile_unit(cpp: Path, unit: Path, options: list[str]) -> None:
-    def attempt() -> None:
-        header = _precompiled_header(options)
-        run_compiler([*options, f"-I{header}", *includes(), "-c", cpp, "-o", unit])
-
-    try:
-        attempt()
-    except EmulationError as e:
-        if ".gch" not in str(e):
-            raise
-        # g++ stumbled over the header although its size is right: once more, with a new one.
-        shutil.rmtree(_precompiled_header(options), ignore_errors=True)
-        attempt()

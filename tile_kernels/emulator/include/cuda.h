@@ -150,15 +150,29 @@ template <class T> T atomicCAS(T *p, emu::same_t<T> c, emu::same_t<T> v) {
 }
 
 // ---- scalar math -----------------------------------------------------------------------------------------------------
+// max and min of floats as the hardware has them (PTX, without .NaN): a NaN is dropped, also a signalling one, for which
+// std::fmax returns NaN; two NaNs make the canonical one; -0 is below +0.
+namespace emu {
+template <class A, class B> inline auto max_num(A x, B y) {
+  std::common_type_t<A, B> a = x, b = y;
+  if (a != a && b != b) a = __builtin_bit_cast(float, 0x7FFFFFFF);
+  return b != b || b < a || (a == b && !std::signbit(a)) ? a : b;
+}
+template <class A, class B> inline auto min_num(A x, B y) {
+  std::common_type_t<A, B> a = x, b = y;
+  if (a != a && b != b) a = __builtin_bit_cast(float, 0x7FFFFFFF);
+  return b != b || a < b || (a == b && std::signbit(a)) ? a : b;
+}
+}  // namespace emu
 #define EMU_IF_ARITHMETIC class = std::enable_if_t<std::is_arithmetic_v<A> && std::is_arithmetic_v<B>>
 template <class A, class B, EMU_IF_ARITHMETIC> inline auto max(A a, B b) {
   using C = std::common_type_t<A, B>;
-  if constexpr (std::is_floating_point_v<C>) return std::fmax(C(a), C(b));
+  if constexpr (std::is_floating_point_v<C>) return emu::max_num(C(a), C(b));
   else return C(a) < C(b) ? C(b) : C(a);
 }
 template <class A, class B, EMU_IF_ARITHMETIC> inline auto min(A a, B b) {
   using C = std::common_type_t<A, B>;
-  if constexpr (std::is_floating_point_v<C>) return std::fmin(C(a), C(b));
+  if constexpr (std::is_floating_point_v<C>) return emu::min_num(C(a), C(b));
   else return C(b) < C(a) ? C(b) : C(a);
 }
 using std::isfinite; using std::isinf; using std::isnan;

@@ -17,6 +17,7 @@ import torch
 from tile_kernels.runtime.device import DESCRIBED
 
 from . import build as _build
+from . import cache
 from . import debug as _debug
 from .errors import EmulationError
 from .lowering import DEFAULT_ARCH, Kernel, Lowered, Param, compile_expressions, lower
@@ -344,7 +345,7 @@ class Emulated:
         | `transform` | edits the generated source before compilation, for mutation tests |
         """  # noqa: E501
         lowered = lower(
-            prim_func, arch=arch, pass_configs=pass_configs, cache_dir=_build.cache_dir()
+            prim_func, arch=arch, pass_configs=pass_configs, cache_dir=cache.open_cache()
         )
         return cls.from_lowered(
             lowered,

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from . import cache
 from .errors import EmulationError
 
 DEFAULT_ARCH = "sm_90a"
@@ -226,18 +227,14 @@ def lower(
             return known
     result = _lower(prim_func, arch, configs)
     if stored is not None:
-        from .build import write_atomically
-
-        write_atomically(stored, result.to_json())
+        cache.write_atomically(stored, cache.sealed(result.to_json().encode()))
     return result
 
 
 def _read_stored(path: Path) -> Lowered | None:
     """A stored lowering; None when there is none, or only a damaged one."""
-    try:
-        return Lowered.from_json(path.read_text())
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    content = cache.read_sealed(path)
+    return None if content is None else Lowered.from_json(content.decode())
 
 
 def _lower(prim_func: Any, arch: str, configs: dict[str, Any]) -> Lowered:

@@ -97,16 +97,16 @@ template <uint64_t BYTES, uint64_t VALUE> EMU_RT void st_bulk_shared(void *p) {
 
 // ---- math ------------------------------------------------------------------------------------------------------------------
 inline float fast_rcp(float x) { return 1.f / x; }
-template <class T> T fast_max(T a, T b) { if constexpr (std::is_same_v<T, float>) return std::fmax(a, b); else return a < b ? b : a; }
-template <class T> T fast_min(T a, T b) { if constexpr (std::is_same_v<T, float>) return std::fmin(a, b); else return b < a ? b : a; }
+template <class T> T fast_max(T a, T b) { if constexpr (std::is_same_v<T, float>) return emu::max_num(a, b); else return a < b ? b : a; }
+template <class T> T fast_min(T a, T b) { if constexpr (std::is_same_v<T, float>) return emu::min_num(a, b); else return b < a ? b : a; }
 template <int Y = 1, class T> T pow_of_int(T x) { T r = x; for (int i = 1; i < Y; ++i) r *= x; return r; }
-template <class T> T max(T a, T b) { return T(std::fmax(float(a), float(b))); }
-template <class T> T min(T a, T b) { return T(std::fmin(float(a), float(b))); }
+template <class T> T max(T a, T b) { return T(emu::max_num(float(a), float(b))); }
+template <class T> T min(T a, T b) { return T(emu::min_num(float(a), float(b))); }
 // NaN in either operand wins
-inline float max_nan(float a, float b) { return a != a ? a : b != b ? b : std::fmax(a, b); }
-inline float min_nan(float a, float b) { return a != a ? a : b != b ? b : std::fmin(a, b); }
+inline float max_nan(float a, float b) { return a != a ? a : b != b ? b : emu::max_num(a, b); }
+inline float min_nan(float a, float b) { return a != a ? a : b != b ? b : emu::min_num(a, b); }
 template <class T> T clamp(T x, T lo, T hi) {
-  if constexpr (std::is_same_v<T, double>) return x != x ? x : std::fmin(std::fmax(x, lo), hi);
+  if constexpr (std::is_same_v<T, double>) return x != x ? x : lo != lo ? lo : hi != hi ? hi : emu::min_num(emu::max_num(x, lo), hi);
   else return T(min_nan(max_nan(float(x), float(lo)), float(hi)));
 }
 template <class T> T RoundTiesAwayFromZero(T x) { return T(std::round(std::conditional_t<std::is_same_v<T, double>, double, float>(x))); }
@@ -115,7 +115,7 @@ template <class T> T RoundTiesAwayFromZero(T x) { return T(std::round(std::condi
   inline __nv_bfloat162 N(__nv_bfloat162 p, __nv_bfloat162 q) { return __float22bfloat162_rn(N(__bfloat1622float2(p), __bfloat1622float2(q))); } \
   inline __half2 N(__half2 p, __half2 q) { return __float22half2_rn(N(__half22float2(p), __half22float2(q))); }
 EMU_X2(add2, a.x + b.x, a.y + b.y) EMU_X2(sub2, a.x - b.x, a.y - b.y) EMU_X2(mul2, a.x * b.x, a.y * b.y)
-EMU_X2(max2, std::fmax(a.x, b.x), std::fmax(a.y, b.y)) EMU_X2(min2, std::fmin(a.x, b.x), std::fmin(a.y, b.y))
+EMU_X2(max2, emu::max_num(a.x, b.x), emu::max_num(a.y, b.y)) EMU_X2(min2, emu::min_num(a.x, b.x), emu::min_num(a.y, b.y))
 EMU_X2(max2_nan, max_nan(a.x, b.x), max_nan(a.y, b.y)) EMU_X2(min2_nan, min_nan(a.x, b.x), min_nan(a.y, b.y))
 template <class T> T clamp2(T x, T lo, T hi) { return min2_nan(max2_nan(x, lo), hi); }
 inline float2 abs2(float2 a) { return make_float2(std::fabs(a.x), std::fabs(a.y)); }
@@ -148,8 +148,8 @@ template <class T> T shfl_up_sync(unsigned m, T v, int d) { return __shfl_up_syn
 template <class T> T shfl_sync(unsigned m, T v, int l) { return __shfl_sync(m, v, l); }
 #define EMU_OP(N, EXPR) struct N { template <class T> T operator()(const T &x, const T &y) const { return EXPR; } };
 template <class T> constexpr bool is_16bit = std::is_same_v<T, half_t> || std::is_same_v<T, bfloat16_t>;
-template <class T> T op_max(T x, T y) { if constexpr (is_16bit<T>) return T(std::fmax(float(x), float(y))); else return fast_max(x, y); }
-template <class T> T op_min(T x, T y) { if constexpr (is_16bit<T>) return T(std::fmin(float(x), float(y))); else return fast_min(x, y); }
+template <class T> T op_max(T x, T y) { if constexpr (is_16bit<T>) return T(emu::max_num(float(x), float(y))); else return fast_max(x, y); }
+template <class T> T op_min(T x, T y) { if constexpr (is_16bit<T>) return T(emu::min_num(float(x), float(y))); else return fast_min(x, y); }
 template <class T> T op_max_nan(T x, T y) { if constexpr (is_16bit<T>) return T(max_nan(x, y)); else return fast_max(x, y); }
 template <class T> T op_min_nan(T x, T y) { if constexpr (is_16bit<T>) return T(min_nan(x, y)); else return fast_min(x, y); }
 EMU_OP(SumOp, T(x + y)) EMU_OP(MaxOp, op_max(x, y)) EMU_OP(MinOp, op_min(x, y))

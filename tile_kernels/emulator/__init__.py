@@ -1,6 +1,6 @@
 """Run TileLang kernels on a CPU: the generated CUDA itself, every access checked.
 
-    >>> from tile_kernels.runtime.emulator import emulate      # doctest: +SKIP
+    >>> from tile_kernels.emulator import emulate      # doctest: +SKIP
     >>> emulate(factory, (static, args), {"x": x, "y": y})     # doctest: +SKIP
 
 See docs/debugging-kernels.md.
