@@ -8,7 +8,7 @@ import torch
 import tile_kernels
 from tests.requirements import GROUNDS
 from tile_kernels import torch as oracles
-from tile_kernels.moe.cases.hashing import LOGITS, TABLE
+from tile_kernels.moe.hash.cases import LOGITS, TABLE
 
 SCORING = ("sigmoid", "sqrtsoftplus", "softmax")
 each_scoring = pytest.mark.parametrize("scoring", SCORING)

@@ -15,7 +15,7 @@ from tile_kernels.ep.journey import Fabric
 from tile_kernels.ep.model import MOST_TOPK
 from tile_kernels.ep.plan import Leg
 from tile_kernels.ep.rows import Field, field_of
-from tile_kernels.moe.mapping import MOST_EXPERTS
+from tile_kernels.moe.mapping.plan import MAX_EXPERTS
 from tile_kernels.runtime import checks
 
 MOST_PAYLOADS = 8
@@ -228,9 +228,9 @@ def dispatch_request(
         checks.integer("expert_alignment", alignment, 1, MOST_ALIGNMENT)
         num_experts = _num_experts(num_experts, fabric.topology.num_ranks)
         num_local = num_experts // fabric.topology.num_ranks
-        if expand and num_local > MOST_EXPERTS:
+        if expand and num_local > MAX_EXPERTS:
             raise ValueError(
-                f"num_experts must be at most {MOST_EXPERTS} on each rank for the expanded layout, "
+                f"num_experts must be at most {MAX_EXPERTS} on each rank for the expanded layout, "
                 f"got {num_local}"
             )
         most_tokens = default_max_tokens

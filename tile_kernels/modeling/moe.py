@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from tile_kernels import moe
 from tile_kernels.modeling.quant import swiglu_cast
-from tile_kernels.moe.gating import MOST_EXPERTS
-from tile_kernels.moe.routing import MOST_SLOTS, check_groups
+from tile_kernels.moe.gates import check_groups
+from tile_kernels.moe.plan import MAX_SLOTS
+from tile_kernels.moe.topk.plan import MAX_EXPERTS
 from tile_kernels.runtime import checks
 
 if TYPE_CHECKING:
@@ -132,9 +133,9 @@ class MoELayer(nn.Module):
         with checks.named("MoELayer"):
             hidden = checks.integer("hidden", hidden, 1, checks.MOST_SIZE)
             intermediate = checks.integer("intermediate", intermediate, 1, checks.MOST_SIZE // 2)
-            num_experts = checks.integer("num_experts", num_experts, 1, MOST_EXPERTS)
-            most = min(num_experts, MOST_SLOTS)
-            because = f"(experts, and at most {MOST_SLOTS})"
+            num_experts = checks.integer("num_experts", num_experts, 1, MAX_EXPERTS)
+            most = min(num_experts, MAX_SLOTS)
+            because = f"(experts, and at most {MAX_SLOTS})"
             num_topk = checks.integer("num_topk", num_topk, 1, most, because=because)
             checks.one_of("scoring_func", scoring_func, SCORING_FUNCTIONS)
             num_groups = checks.integer("num_groups", num_groups, 0)

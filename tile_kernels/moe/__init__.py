@@ -1,13 +1,15 @@
 """Expert gating and token routing."""
 
-from tile_kernels.moe.counting import aux_fi, group_count
-from tile_kernels.moe.fused import expand_to_fused, expand_to_fused_with_sf, reduce_fused
-from tile_kernels.moe.gating import topk_gate, topk_sum_and_topk_group_idx
-from tile_kernels.moe.hashing import hash_gate
-from tile_kernels.moe.indices import inplace_unique_group_indices, mask_indices_by_tp
-from tile_kernels.moe.mapping import get_fused_mapping
-from tile_kernels.moe.routing import top2_sum_gate, topk_weights
-from tile_kernels.moe.weights import normalize_weight
+from tile_kernels.moe.aux.op import aux_fi
+from tile_kernels.moe.count.op import group_count
+from tile_kernels.moe.expand.op import expand_to_fused, expand_to_fused_with_sf
+from tile_kernels.moe.hash.op import hash_gate
+from tile_kernels.moe.indices.op import inplace_unique_group_indices, mask_indices_by_tp
+from tile_kernels.moe.mapping.op import get_fused_mapping
+from tile_kernels.moe.reduce.op import reduce_fused
+from tile_kernels.moe.top2_sum.op import top2_sum_gate
+from tile_kernels.moe.topk.op import topk_gate, topk_sum_and_topk_group_idx
+from tile_kernels.moe.weight.op import normalize_weight, topk_weights
 
 __all__ = [
     "aux_fi",

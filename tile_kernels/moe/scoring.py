@@ -1,4 +1,4 @@
-"""How a gate turns logits into scores; defined beside the oracles."""
+"""How a gate turns logits into scores; defined beside the references."""
 
 from tile_kernels.torch.scoring import ScoringFunc
 

@@ -117,6 +117,17 @@ def _apart(written: Named, read: Named) -> tuple[()]:
     return ()
 
 
+def writable(name: str, value: object) -> None:
+    """`value` may be written; an inference tensor may be in inference mode only."""
+    if not isinstance(value, torch.Tensor):
+        return  # the checks of its type report it
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} must not be an inference tensor outside of torch.inference_mode(), where it "
+            "cannot be written; pass a clone"
+        )
+
+
 def plain(value: Any) -> Any:
     """The Python number for a NumPy scalar, also inside of a tuple or a list; else `value`.
 

@@ -535,11 +535,7 @@ class Operator(registry.Registered):
                 read += named
         try:
             for name, x in written:
-                if x.is_inference() and not torch.is_inference_mode_enabled():
-                    raise ValueError(
-                        f"{name} must not be an inference tensor outside of "
-                        "torch.inference_mode(), where it cannot be written; pass a clone"
-                    )
+                checks.writable(name, x)
             checks.apart(written, read)
         except ValueError as error:
             raise self._named(error) from None

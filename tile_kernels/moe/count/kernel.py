@@ -1,0 +1,125 @@
+"""Histograms of indices: one per block, summed by the block that finishes last, in one launch.
+
+The macros serve the mapping too: chunks of consecutive indices, one per block, and their counts.
+"""
+
+from typing import Any
+
+from tilelang import language as T
+
+from tile_kernels.moe.count.plan import BATCH, MAX_CHUNKS, THREADS
+from tile_kernels.runtime.kernels.common import is_last_block
+from tile_kernels.runtime.launch import kernel
+
+
+@T.macro
+def load_groups(indices, first, stride, end, count, num_groups, groups):
+    """The groups at `first + i * stride`, before `end`; -1 for none. All loads go out first."""
+    raw = T.alloc_local((BATCH,), T.int64)
+    for i in T.unroll(BATCH):
+        raw[i] = T.int64(-1)
+        if first + i * stride < end and first + i * stride < count:
+            raw[i] = indices[first + i * stride]
+    for i in T.unroll(BATCH):
+        groups[i] = -1
+        if raw[i] >= 0 and raw[i] < num_groups:
+            groups[i] = T.cast(raw[i], T.int32)
+
+
+@T.macro
+def count_chunk(indices, first, end, count, num_groups, counts, chunk):
+    """Count the indices `first .. end - 1` into row `chunk` of `counts`."""
+    tx = T.get_thread_binding()
+    histogram = T.alloc_shared((num_groups,), T.int32)
+    groups = T.alloc_local((BATCH,), T.int32)
+    for step in T.unroll(-(-num_groups // THREADS)):
+        if step * THREADS + tx < num_groups:
+            histogram[step * THREADS + tx] = 0
+    T.sync_threads()
+    for step in T.serial(T.ceildiv(end - first, BATCH * THREADS)):
+        here = first + step * BATCH * THREADS + tx
+        load_groups(indices, here, THREADS, end, count, num_groups, groups)
+        for i in T.unroll(BATCH):
+            if groups[i] >= 0:
+                T.atomic_add(histogram[groups[i]], 1)
+    T.sync_threads()
+    for step in T.unroll(-(-num_groups // THREADS)):
+        if step * THREADS + tx < num_groups:
+            counts[chunk, step * THREADS + tx] = histogram[step * THREADS + tx]
+
+
+@T.macro
+def sum_chunks(counts, chunks, chunk, num_groups, total, earlier):
+    """Add the counts of all chunks to `total`, of those before `chunk` to `earlier` (or None).
+
+    Both are shared and zero before. Threads beyond the groups take part of the chunks.
+    """
+    tx = T.get_thread_binding()
+    parts = max(1, THREADS // num_groups)
+    of_all = T.alloc_var(T.int32)
+    of_earlier = T.alloc_var(T.int32)
+    value = T.alloc_var(T.int32)
+    for step in T.unroll(-(-num_groups // THREADS)):
+        group = tx % num_groups if parts > 1 else step * THREADS + tx
+        part = tx // num_groups if parts > 1 else 0
+        if group < num_groups and part < parts:
+            of_all = 0
+            of_earlier = 0
+            for j in T.unroll(-(-chunks // parts), unroll_factor=8):
+                if j * parts + part < chunks:
+                    value = counts[j * parts + part, group]
+                    of_all = of_all + value
+                    if j * parts + part < chunk:
+                        of_earlier = of_earlier + value
+            T.atomic_add(total[group], of_all)
+            if earlier is not None:
+                T.atomic_add(earlier[group], of_earlier)
+
+
+def access_bits(*_: int) -> tuple[tuple[int, int], int]:
+    return (32, 64), 32  # indices are read one by one, as neighbours fill whole sectors
+
+
+@kernel(
+    access_bits=access_bits,
+    pass_configs={"tl.disable_thread_storage_sync": True},  # all barriers are written out
+)
+def group_count(num_groups: int, chunks: int, as_fraction: bool) -> Any:
+    """Counts as they are, or times the number of groups over `slots`."""
+    count, num_tickets = T.dynamic("count num_tickets")
+    result_dtype = T.float32 if as_fraction else T.int32
+
+    @T.prim_func
+    def counted(
+        indices: T.Tensor[(count,), T.int64],
+        counts: T.Tensor[(MAX_CHUNKS, num_groups), T.int32],
+        result: T.Tensor[(num_groups,), result_dtype],
+        tickets: T.Tensor[(num_tickets,), T.int32],
+        ticket: T.int32,
+        slots: T.float32,
+    ):
+        with T.Kernel(chunks, threads=THREADS) as chunk:
+            tx = T.get_thread_binding()
+            total = T.alloc_shared((num_groups,), T.int32)
+            length = T.ceildiv(count, chunks)
+            for step in T.unroll(-(-num_groups // THREADS)):
+                if step * THREADS + tx < num_groups:
+                    total[step * THREADS + tx] = 0
+            count_chunk(
+                indices, chunk * length, (chunk + 1) * length, count, num_groups, counts, chunk
+            )
+            if is_last_block(tickets, ticket, chunks):
+                sum_chunks(counts, chunks, 0, num_groups, total, None)
+                T.sync_threads()
+                for step in T.unroll(-(-num_groups // THREADS)):
+                    group = step * THREADS + tx
+                    if group < num_groups:
+                        if as_fraction:
+                            scaled = T.ieee_mul(
+                                T.cast(total[group], T.float32), T.float32(num_groups)
+                            )
+                            result[group] = T.ieee_fdiv(scaled, slots)
+                        else:
+                            result[group] = total[group]
+
+    return counted

@@ -1,0 +1,33 @@
+"""Limits and grid of the histograms. Needs no TileLang.
+
+Indices are cut into chunks of consecutive ones. A block counts one chunk in shared memory. The
+mapping (`moe/mapping`) cuts and counts its indices in the same way.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tile_kernels.runtime.device import Device
+
+MAX_GROUPS = 8192  # a histogram in the shared memory of the smallest supported GPU
+MAX_CHUNKS = 128  # blocks, with one histogram each
+THREADS = 512
+BATCH = 4  # loads in flight per thread
+INDICES_PER_CHUNK = BATCH * THREADS
+
+
+def num_chunks(num_indices: int, device: Device) -> int:
+    """Blocks to count with; powers of two, so that few variants are compiled."""
+    wanted = max(1, min(-(-num_indices // INDICES_PER_CHUNK), device.num_sms, MAX_CHUNKS))
+    return min(1 << (wanted - 1).bit_length(), MAX_CHUNKS)
+
+
+class Plan(NamedTuple):
+    num_groups: int
+    chunks: int
+    as_fraction: bool
+
+
+def plan(num_groups: int, num_indices: int, as_fraction: bool, device: Device) -> Plan:
+    return Plan(num_groups, num_chunks(num_indices, device), as_fraction)

@@ -1,0 +1,221 @@
+"""`hash_gate`: experts by token id, weights by the router."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels import torch as references
+from tile_kernels.moe.gates import (
+    check_map_values,
+    check_mask,
+    check_numbering,
+    check_scoring,
+    experts_per_rank,
+)
+from tile_kernels.moe.hash.plan import plan
+from tile_kernels.moe.plan import MAX_SLOTS
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Launch, Out, Spec, dtype_name, row_alignment
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.torch.hashing import hashed_experts
+from tile_kernels.torch.scoring import ScoringFunc
+
+_KERNEL = Kernel("tile_kernels.moe.hash.kernel", "hash_gate", plan)
+
+_FLOATS = (torch.float32, torch.bfloat16)
+_INTEGERS = (torch.int32, torch.int64)
+
+
+class Arguments(NamedTuple):
+    logits: Tensor
+    token_ids: Tensor
+    table: Tensor
+    routed_scaling_factor: float
+    scoring_func: str
+    mask: Tensor | None
+    num_shared_experts: int
+    to_physical_map: Tensor | None
+    logical_count: Tensor | None
+    ep_rank: int
+    num_ep_ranks: int
+    tp_rank: int
+    num_tp_ranks: int
+
+
+def check(a: Arguments) -> None:
+    dims = ("num_tokens", "num_experts")
+    checks.tensor("logits", a.logits, dims, _FLOATS, unit_inner_stride=True)
+    num_tokens, num_experts = a.logits.shape
+    if num_experts < 1:
+        raise ValueError("logits must have at least one expert, got 0")
+    checks.tensor(
+        "token_ids", a.token_ids, ("num_tokens",), _INTEGERS, shape=(num_tokens,), contiguous=True
+    )
+    checks.tensor("table", a.table, ("vocabulary", "num_topk"), _INTEGERS, contiguous=True)
+    if a.table.shape[0] < 1 or not 1 <= a.table.shape[1] <= MAX_SLOTS:
+        raise ValueError(
+            f"table must have at least one row and 1..{MAX_SLOTS} columns, got shape "
+            f"{tuple(a.table.shape)}"
+        )
+    checks.number("routed_scaling_factor", a.routed_scaling_factor)
+    check_scoring(a.scoring_func)
+    check_mask(a.mask, num_tokens)
+    checks.integer("num_shared_experts", a.num_shared_experts, 0, MAX_SLOTS)
+    check_numbering(
+        num_experts, a.num_shared_experts, a.to_physical_map, a.logical_count,
+        a.ep_rank, a.num_ep_ranks, a.tp_rank, a.num_tp_ranks,
+    )  # fmt: skip
+
+
+def check_values(a: Arguments) -> None:
+    """Refuses ids outside the table unless -1 or masked, and entries that are neither experts nor
+    -1."""
+    read = a.token_ids if a.mask is None else torch.where(a.mask.view(-1), a.token_ids, -1)
+    checks.in_range("token_ids", read, -1, a.table.shape[0] - 1)
+    checks.in_range("table", a.table, -1, a.logits.shape[1] - 1)
+    check_map_values(a.logits.shape[1], a.to_physical_map, a.logical_count)
+
+
+def outputs(a: Arguments) -> tuple[Out, Out]:
+    shape = (a.logits.shape[0], a.table.shape[1] + a.num_shared_experts)
+    return Out("topk_idx", shape, torch.int64), Out("topk_weights", shape, torch.float32)
+
+
+def launches(a: Arguments, topk_idx: Spec, topk_weights: Spec) -> Launch | None:
+    if a.logits.numel() == 0:
+        return None
+    num_experts = a.logits.shape[1]
+    problem = (
+        num_experts, a.table.shape[1], a.num_shared_experts,
+        int(ScoringFunc.from_str(a.scoring_func)), a.mask is not None,
+        a.to_physical_map is not None, dtype_name(a.logits), dtype_name(a.token_ids),
+        dtype_name(a.table), row_alignment(a.logits),
+    )  # fmt: skip
+    arguments = (
+        a.logits, a.token_ids, a.table, None if a.mask is None else a.mask.view(-1),
+        a.to_physical_map, a.logical_count, topk_idx, topk_weights,
+        float(a.routed_scaling_factor), a.ep_rank,
+        experts_per_rank(num_experts, a.to_physical_map, a.num_ep_ranks), a.tp_rank,
+        a.num_tp_ranks,
+    )  # fmt: skip
+    return Launch(_KERNEL, problem, arguments)
+
+
+def cost(
+    logits: Tensor,
+    token_ids: Tensor,
+    table: Tensor,
+    scoring_func: str = "sqrtsoftplus",
+    mask: Tensor | None = None,
+    num_shared_experts: int = 0,
+    **_: Any,
+) -> Cost:
+    """Softmax reads every logit, the others those of the chosen experts."""
+    num_tokens, num_topk = logits.shape[0], table.shape[1]
+    read = logits.shape[1] if scoring_func.lower() == "softmax" else num_topk
+    bytes_per_token = (
+        read * logits.element_size()
+        + token_ids.element_size()
+        + num_topk * table.element_size()
+        + 12 * (num_topk + num_shared_experts)
+        + (mask is not None)
+    )
+    return Cost(bytes=num_tokens * bytes_per_token)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    a = Arguments(*inputs)
+    ctx.factor, ctx.scoring_func = a.routed_scaling_factor, a.scoring_func
+    ctx.save_for_backward(a.logits, a.token_ids, a.table, a.mask)
+    ctx.mark_non_differentiable(output[0])
+
+
+def _backward(ctx: Any, _idx: Any, grad_weights: Tensor) -> tuple[Any, ...]:
+    logits, token_ids, table, mask = ctx.saved_tensors
+    chosen = hashed_experts(token_ids, table, mask)
+    grad = references.topk_weights_backward(
+        grad_weights[:, : table.shape[1]], logits.float(), chosen, ctx.scoring_func, ctx.factor
+    )
+    return grad.to(logits.dtype), *(None,) * (len(Arguments._fields) - 1)
+
+
+HASH_GATE = Operator(
+    "moe.hash_gate",
+    Arguments,
+    check=check,
+    outputs=outputs,
+    launches=launches,
+    reference=references.hash_gate,
+    cost=cost,
+    dynamic={"logits": 1, "token_ids": 0, "mask": 0},
+    backward=_backward,
+    setup_context=_setup,
+    values=check_values,
+)
+
+
+@HASH_GATE.public()
+def hash_gate(
+    logits: Tensor,
+    token_ids: Tensor,
+    table: Tensor,
+    routed_scaling_factor: float = 1.0,
+    scoring_func: str = "sqrtsoftplus",
+    mask: Tensor | None = None,
+    num_shared_experts: int = 0,
+    to_physical_map: Tensor | None = None,
+    logical_count: Tensor | None = None,
+    ep_rank: int = 0,
+    num_ep_ranks: int = 1,
+    tp_rank: int = 0,
+    num_tp_ranks: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Takes the experts of each token from a table by its id; weights by the router's logits.
+
+    The experts of token `t` are `table[token_ids[t]]`, in that order; one may stand there twice.
+    Weights are `score / (1e-20 + sum of the chosen scores) * routed_scaling_factor`, summed in slot
+    order in float32, and differentiable with respect to `logits`. There is no bias: nothing is
+    ranked. Shared experts, replicas and ranks follow as in `top2_sum_gate`, steps 3 and 4.
+
+    An entry of the table outside `0..num_experts-1` has index -1 and weight 0 and is not in the
+    sum. A masked token and one whose id is outside the table have -1 and 0 in every slot.
+
+    Args:
+        logits: `[num_tokens, num_experts]`, float32 or bfloat16, `stride(1) == 1`.
+        token_ids: `[num_tokens]`, int32 or int64, contiguous.
+        table: `[vocabulary, num_topk]`, int32 or int64, contiguous, up to 32 columns: experts.
+        routed_scaling_factor: Multiplies the normalised weights.
+        scoring_func: `"sigmoid"`, `"sqrtsoftplus"` or `"softmax"` (`scoring.ScoringFunc`).
+        mask: `num_tokens` elements, bool, or None. Where it is False the token does not route.
+        num_shared_experts: Slots of weight 1 to append, in `0..32`; they need a map.
+        to_physical_map: `[num_experts + shared, 1 + extra]`, int32, or None: the physical experts
+            that are replicas of a logical one.
+        logical_count: `[num_experts + shared]`, int32, or None: the replicas in use of an expert.
+        ep_rank: This expert-parallel rank; this and the next three as in `top2_sum_gate`.
+        num_ep_ranks: The number of expert-parallel ranks.
+        tp_rank: This tensor-parallel rank.
+        num_tp_ranks: The number of tensor-parallel ranks.
+
+    Returns:
+        `(topk_idx, topk_weights)`: both `[num_tokens, num_topk + shared]` and contiguous; int64
+        with -1 for an expert that is not on this rank, and float32.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If a shape, a layout or a number is out of range.
+
+    Example:
+        >>> table = torch.tensor([[0, 3], [2, 1]])
+        >>> idx, weights = hash_gate(torch.zeros(2, 4), torch.tensor([1, 0]), table)
+        >>> idx.tolist(), weights.tolist()
+        ([[2, 1], [0, 3]], [[0.5, 0.5], [0.5, 0.5]])
+    """
+    return HASH_GATE(
+        logits, token_ids, table, routed_scaling_factor, scoring_func, mask, num_shared_experts,
+        to_physical_map, logical_count, ep_rank, num_ep_ranks, tp_rank, num_tp_ranks,
+    )  # fmt: skip

@@ -1,0 +1,323 @@
+"""The scored gate: score, choose, weigh, and number the experts as their ranks do."""
+
+from typing import Any
+
+from tilelang import language as T
+
+from tile_kernels.moe.plan import SOFTMAX, Gate
+from tile_kernels.moe.primitives import (
+    FULL_WARP,
+    LANES,
+    LOWEST_KEY,
+    WARPS,
+    drop,
+    finish,
+    merge_lists,
+    order_key,
+    score_of,
+    sum_key,
+    top2_of_lanes,
+    warp_max_float,
+    warp_sum,
+    warp_topk,
+)
+from tile_kernels.moe.top2_sum.plan import MAX_PER_LANE, PER_WARP, keys_per_lane, lanes_per_group
+from tile_kernels.runtime.launch import kernel
+
+
+def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    gate = Gate(*static)
+    loads = {32, 32 * gate.vector}
+    if gate.has_mask or gate.has_fixed:
+        loads.add(8)
+    if gate.has_fixed:
+        loads.add(64)
+    return tuple(sorted(loads)), (32, 64)
+
+
+def row_of_lane(gate: Gate, per_lane: int) -> Any:
+    """Macros on a lane's experts `first .. first + count - 1`, of at most `per_lane`.
+
+    `load` brings logits and biases; `largest` and `exponentials` are the lane's part of softmax's
+    maximum and sum; `ranks` makes the order keys, LOWEST_KEY beyond the lane's experts.
+    """
+    score = score_of(gate.scoring)
+
+    @T.macro
+    def load(logits, bias, token, first, count, logit, offset):
+        for c in T.unroll(per_lane // gate.vector):
+            if c * gate.vector < count:
+                for v in T.vectorized(gate.vector):
+                    logit[c * gate.vector + v] = logits[token, first + c * gate.vector + v]
+                for v in T.vectorized(gate.vector):
+                    offset[c * gate.vector + v] = bias[first + c * gate.vector + v]
+
+    @T.macro
+    def largest(count, logit):
+        top = T.alloc_var(T.float32, init=-T.infinity(T.float32))
+        for i in T.unroll(per_lane):
+            if i < count:
+                top = T.max(top, logit[i])
+        return top
+
+    @T.macro
+    def exponentials(count, logit, top):
+        total = T.alloc_var(T.float32, init=T.float32(0))
+        for i in T.unroll(per_lane):
+            if i < count:
+                total = T.ieee_add(total, score(logit[i], top))
+        return total
+
+    @T.macro
+    def ranks(count, logit, offset, keys):
+        for i in T.unroll(per_lane):
+            keys[i] = LOWEST_KEY
+            if i < count:
+                if gate.scoring == SOFTMAX:
+                    keys[i] = order_key(T.ieee_add(logit[i], offset[i]))
+                else:
+                    keys[i] = order_key(T.ieee_add(score(logit[i], T.float32(0)), offset[i]))
+
+    return load, largest, exponentials, ranks
+
+
+def prim_func(gate: Gate, threads: int, tokens_per_block: int, body: Any) -> Any:
+    """The kernel around `body`: signature and grid, the same for all gates."""
+    num_tokens, columns, unmapped_stride = T.dynamic("num_tokens columns unmapped_stride")
+    num_logical = gate.num_experts + gate.num_shared
+    slots = gate.num_topk + gate.num_shared
+
+    @T.prim_func
+    def top2_sum_gate(
+        logits: T.Tensor[(num_tokens, gate.num_experts), T.float32],
+        bias: T.Tensor[(gate.num_experts,), T.float32],
+        mask: T.Tensor[(num_tokens,), T.bool],
+        fixed: T.Tensor[(num_tokens,), T.bool],
+        to_physical_map: T.Tensor[(num_logical, columns), T.int32],
+        logical_count: T.Tensor[(num_logical,), T.int32],
+        unmapped: T.StridedTensor[(num_tokens, gate.num_topk), (unmapped_stride, 1), T.int64],
+        topk_idx: T.Tensor[(num_tokens, slots), T.int64],
+        topk_weights: T.Tensor[(num_tokens, slots), T.float32],
+        factor: T.float32,
+        ep_rank: T.int32,
+        per_rank: T.int32,
+        tp_rank: T.int32,
+        num_tp_ranks: T.int32,
+    ):
+        with T.Kernel(T.ceildiv(num_tokens, tokens_per_block), threads=threads) as block:
+            ranks = T.alloc_local((4,), T.int32)
+            ranks[0] = ep_rank
+            ranks[1] = per_rank
+            ranks[2] = tp_rank
+            ranks[3] = num_tp_ranks
+            body(
+                block, num_tokens, logits, bias, mask, fixed, to_physical_map, logical_count,
+                unmapped, topk_idx, topk_weights, ranks, factor,
+            )  # fmt: skip
+
+    return top2_sum_gate
+
+
+@kernel(access_bits=access_bits)
+def top2_sum_gate(*static: Any) -> Any:
+    """One warp per token where its lanes can hold the keys, a block otherwise."""
+    gate = Gate(*static)
+    if gate.num_groups <= LANES and keys_per_lane(gate) <= MAX_PER_LANE:
+        return warp_gate(gate)
+    return block_gate(gate)
+
+
+def warp_gate(gate: Gate) -> Any:
+    """One warp per token, all keys in registers; the lanes of a group are neighbours."""
+    per_lane = keys_per_lane(gate)
+    grouped = gate.num_groups > 0
+    lanes = lanes_per_group(gate) if grouped else LANES
+    group_size = gate.num_experts // max(gate.num_groups, 1)
+    load, largest, exponentials, rank_keys = row_of_lane(gate, per_lane)
+    topk = warp_topk(per_lane, gate.num_topk)
+    topk_groups = warp_topk(1, gate.num_topk_groups) if grouped else None
+    finished, dropped = finish(gate), drop(gate)
+
+    @T.macro
+    def body(
+        block, num_tokens, logits, bias, mask, fixed, to_physical_map, logical_count,
+        unmapped, topk_idx, topk_weights, ranks, factor,
+    ):  # fmt: skip
+        lane = T.get_thread_binding() % LANES
+        token = block * WARPS + T.get_thread_binding() // LANES
+        within = lane % lanes * per_lane  # of the lane's first expert, in its group
+        first = lane // lanes * group_size + within
+        count = T.alloc_var(T.int32, init=0)  # experts of this lane
+        if first < gate.num_experts:
+            count = T.max(T.min(group_size - within, per_lane), 0)
+        logit = T.alloc_local((per_lane,), T.float32)
+        offset = T.alloc_local((per_lane,), T.float32)
+        keys = T.alloc_local((per_lane,), T.int32)
+        won = T.alloc_local((2,), T.int32)
+        expert = T.alloc_local((1,), T.int64)
+        top = T.alloc_var(T.float32, init=-T.infinity(T.float32))
+        denominator = T.alloc_var(T.float32, init=T.float32(0))
+        routes = T.alloc_var(T.bool, init=token < num_tokens)
+        if gate.has_mask:
+            if token < num_tokens:
+                routes = mask[token]
+        if routes:  # the same for the whole warp
+            load(logits, bias, token, first, count, logit, offset)
+            if gate.scoring == SOFTMAX:
+                top = warp_max_float(largest(count, logit))
+                denominator = warp_sum(exponentials(count, logit, top))
+            rank_keys(count, logit, offset, keys)
+            if grouped:
+                best = T.alloc_local((2,), T.int32)
+                group_key = T.alloc_local((1,), T.int32)
+                best[0] = LOWEST_KEY
+                best[1] = LOWEST_KEY
+                for i in T.unroll(per_lane):
+                    best[1] = T.max(best[1], T.min(best[0], keys[i]))
+                    best[0] = T.max(best[0], keys[i])
+                top2_of_lanes(lanes, best)
+                group_key[0] = LOWEST_KEY
+                if lane % lanes == 0 and lane // lanes < gate.num_groups:
+                    group_key[0] = sum_key(best) if group_size > 1 else best[0]
+                topk_groups(lane, group_key, won)
+                chosen = T.alloc_var(T.int32, init=0)  # a bit for each group that is kept
+                if lane < gate.num_topk_groups:
+                    chosen = T.shift_left(1, won[1] // lanes)
+                chosen = T.call_extern(T.int32, "__reduce_or_sync", T.uint32(FULL_WARP), chosen)
+                if (T.shift_right(chosen, lane // lanes) & 1) == 0:
+                    for i in T.unroll(per_lane):
+                        keys[i] = LOWEST_KEY
+            topk(lane, keys, won)
+            expert[0] = T.cast(
+                won[1] // (lanes * per_lane) * group_size + won[1] % (lanes * per_lane), T.int64
+            )
+            if gate.has_fixed:
+                if fixed[token] and lane < gate.num_topk:
+                    expert[0] = unmapped[token, lane]
+            if gate.has_unmapped:
+                if lane < gate.num_topk:
+                    unmapped[token, lane] = expert[0]
+            finished(
+                lane, token, expert, top, denominator, logits, to_physical_map, logical_count,
+                topk_idx, topk_weights, ranks, factor,
+            )  # fmt: skip
+        elif token < num_tokens:
+            dropped(lane, token, unmapped, topk_idx, topk_weights)
+
+    return prim_func(gate, WARPS * LANES, WARPS, body)
+
+
+def block_gate(gate: Gate) -> Any:
+    """One block per token: each warp has 512 experts; groups go through shared memory."""
+    warps = -(-gate.num_experts // PER_WARP)
+    grouped = gate.num_groups > 0
+    group_size = gate.num_experts // max(gate.num_groups, 1)
+    groups_per_lane = -(-gate.num_groups // LANES)
+    load, largest, exponentials, rank_keys = row_of_lane(gate, MAX_PER_LANE)
+    topk = warp_topk(MAX_PER_LANE, gate.num_topk)
+    topk_groups = warp_topk(groups_per_lane, gate.num_topk_groups) if grouped else None
+    finished, dropped = finish(gate), drop(gate)
+
+    @T.macro
+    def body(
+        token, num_tokens, logits, bias, mask, fixed, to_physical_map, logical_count,
+        unmapped, topk_idx, topk_weights, ranks, factor,
+    ):  # fmt: skip
+        lane = T.get_thread_binding() % LANES
+        warp = T.get_thread_binding() // LANES
+        first = warp * PER_WARP + lane * MAX_PER_LANE
+        logit = T.alloc_local((MAX_PER_LANE,), T.float32)
+        offset = T.alloc_local((MAX_PER_LANE,), T.float32)
+        keys = T.alloc_local((MAX_PER_LANE,), T.int32)
+        won = T.alloc_local((2,), T.int32)
+        expert = T.alloc_local((1,), T.int64)
+        list_keys = T.alloc_shared((warps, gate.num_topk), T.int32)
+        list_experts = T.alloc_shared((warps, gate.num_topk), T.int32)
+        chosen = T.alloc_shared((gate.num_topk,), T.int32)
+        top = T.alloc_var(T.float32, init=-T.infinity(T.float32))
+        denominator = T.alloc_var(T.float32, init=T.float32(0))
+        count = T.max(T.min(gate.num_experts - first, MAX_PER_LANE), 0)
+        load(logits, bias, token, first, count, logit, offset)
+        if gate.scoring == SOFTMAX:
+            of_warp = T.alloc_shared((2, warps), T.float32)
+            top = warp_max_float(largest(count, logit))
+            if lane == 0:
+                of_warp[0, warp] = top
+            T.sync_threads()
+            for w in T.unroll(warps):
+                top = T.max(top, of_warp[0, w])
+            denominator = warp_sum(exponentials(count, logit, top))
+            if lane == 0:
+                of_warp[1, warp] = denominator
+            T.sync_threads()
+            denominator = T.float32(0)
+            for w in T.unroll(warps):
+                denominator = T.ieee_add(denominator, of_warp[1, w])
+        rank_keys(count, logit, offset, keys)
+        if grouped:
+            all_keys = T.alloc_shared((gate.num_experts,), T.int32)
+            group_keys = T.alloc_shared((groups_per_lane * LANES,), T.int32)
+            kept = T.alloc_shared((gate.num_groups,), T.int32)
+            best = T.alloc_local((2,), T.int32)
+            mine = T.alloc_local((groups_per_lane,), T.int32)
+            key = T.alloc_var(T.int32)
+            for i in T.unroll(MAX_PER_LANE):
+                if i < count:
+                    all_keys[first + i] = keys[i]
+            T.sync_threads()
+            for step in T.serial(T.ceildiv(groups_per_lane * LANES, warps)):
+                group = step * warps + warp
+                if group < gate.num_groups:
+                    best[0] = LOWEST_KEY
+                    best[1] = LOWEST_KEY
+                    for j in T.serial(T.ceildiv(group_size, LANES)):
+                        if j * LANES + lane < group_size:
+                            key = all_keys[group * group_size + j * LANES + lane]
+                            best[1] = T.max(best[1], T.min(best[0], key))
+                            best[0] = T.max(best[0], key)
+                    top2_of_lanes(LANES, best)
+                    if lane == 0:
+                        group_keys[group] = sum_key(best) if group_size > 1 else best[0]
+                        kept[group] = 0
+                elif group < groups_per_lane * LANES and lane == 0:
+                    group_keys[group] = LOWEST_KEY
+            T.sync_threads()
+            if warp == 0:
+                for g in T.unroll(groups_per_lane):
+                    mine[g] = group_keys[lane * groups_per_lane + g]
+                topk_groups(lane, mine, won)
+                if lane < gate.num_topk_groups:
+                    kept[won[1]] = 1
+            T.sync_threads()
+            for i in T.unroll(MAX_PER_LANE):
+                if i < count:
+                    if kept[(first + i) // group_size] == 0:
+                        keys[i] = LOWEST_KEY
+        topk(lane, keys, won)
+        if lane < gate.num_topk:
+            list_keys[warp, lane] = won[0]
+            list_experts[warp, lane] = warp * PER_WARP + won[1]
+        T.sync_threads()
+        if warp == 0:
+            merge_lists(lane, warps, gate.num_topk, list_keys, list_experts, chosen)
+            T.sync_warp()
+            routes = T.alloc_var(T.bool, init=T.bool(True))
+            if gate.has_mask:
+                routes = mask[token]
+            if routes:
+                expert[0] = T.int64(-1)
+                if lane < gate.num_topk:
+                    expert[0] = T.cast(chosen[lane], T.int64)
+                    if gate.has_fixed:
+                        if fixed[token]:
+                            expert[0] = unmapped[token, lane]
+                    if gate.has_unmapped:
+                        unmapped[token, lane] = expert[0]
+                finished(
+                    lane, token, expert, top, denominator, logits, to_physical_map, logical_count,
+                    topk_idx, topk_weights, ranks, factor,
+                )  # fmt: skip
+            else:
+                dropped(lane, token, unmapped, topk_idx, topk_weights)
+
+    return prim_func(gate, warps * LANES, 1, body)

@@ -1,0 +1,216 @@
+"""Top-k kernels: a warp, several warps or a whole block per token, by the number of experts."""
+
+from typing import Any
+
+from tilelang import language as T
+
+from tile_kernels.moe.primitives import (
+    LANES,
+    LOWEST_KEY,
+    load_keys,
+    merge_lists,
+    order_key,
+    sum_key,
+    top2_of_lanes,
+    warp_topk,
+)
+from tile_kernels.moe.topk.plan import WIDE_PER_LANE
+from tile_kernels.runtime.launch import kernel
+
+
+def access_bits(num_experts: int, num_topk: int, vector: int, *_: int) -> tuple[int, int]:
+    return 32 * vector, 64
+
+
+@kernel(access_bits=access_bits)
+def topk_gate_warp(num_experts: int, num_topk: int, vector: int, warps: int) -> Any:
+    """One warp per token, `warps` tokens per block, all scores in registers."""
+    per_lane = -(-num_experts // (LANES * vector)) * vector
+    load, topk = load_keys(num_experts, per_lane, vector), warp_topk(per_lane, num_topk)
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def topk_gate(
+        scores: T.Tensor[(num_tokens, num_experts), T.float32],
+        topk_idx: T.Tensor[(num_tokens, num_topk), T.int64],
+    ):
+        with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * LANES) as block:
+            lane = T.get_thread_binding() % LANES
+            token = block * warps + T.get_thread_binding() // LANES
+            keys = T.alloc_local((per_lane,), T.int32)
+            won = T.alloc_local((2,), T.int32)
+            if token < num_tokens:  # the same for the whole warp
+                load(scores, token, lane * per_lane, keys)
+                topk(lane, keys, won)
+                if lane < num_topk:
+                    topk_idx[token, lane] = T.cast(won[1], T.int64)
+
+    return topk_gate
+
+
+@kernel(access_bits=access_bits)
+def topk_gate_wide(num_experts: int, num_topk: int, vector: int) -> Any:
+    """One block per token: each warp finds the best of its 512 experts, one warp merges the lists.
+
+    In the merge lane `w` stands for warp `w` and walks down that warp's list. Warps are in the
+    order of the experts, so here too the first lane wins a tie.
+    """
+    per_warp = LANES * WIDE_PER_LANE
+    warps = -(-num_experts // per_warp)
+    load = load_keys(num_experts, WIDE_PER_LANE, vector)
+    topk = warp_topk(WIDE_PER_LANE, num_topk)
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def topk_gate(
+        scores: T.Tensor[(num_tokens, num_experts), T.float32],
+        topk_idx: T.Tensor[(num_tokens, num_topk), T.int64],
+    ):
+        with T.Kernel(num_tokens, threads=warps * LANES) as token:
+            lane = T.get_thread_binding() % LANES
+            warp = T.get_thread_binding() // LANES
+            keys = T.alloc_local((WIDE_PER_LANE,), T.int32)
+            won = T.alloc_local((2,), T.int32)
+            list_keys = T.alloc_shared((warps, num_topk), T.int32)
+            list_experts = T.alloc_shared((warps, num_topk), T.int32)
+            chosen = T.alloc_shared((num_topk,), T.int32)
+            load(scores, token, warp * per_warp + lane * WIDE_PER_LANE, keys)
+            topk(lane, keys, won)
+            if lane < num_topk:
+                list_keys[warp, lane] = won[0]
+                list_experts[warp, lane] = warp * per_warp + won[1]
+            T.sync_threads()
+            if warp == 0:
+                merge_lists(lane, warps, num_topk, list_keys, list_experts, chosen)
+                T.sync_warp()
+                if lane < num_topk:
+                    topk_idx[token, lane] = T.cast(chosen[lane], T.int64)
+
+    return topk_gate
+
+
+# Pairs of one step are disjoint, which TileLang cannot see: it would put barriers between the
+# loads and stores of each. All barriers that are needed are written out.
+@kernel(
+    access_bits=lambda *_: (32, 64),
+    pass_configs={"tl.disable_thread_storage_sync": True},
+)
+def topk_gate_block(num_experts: int, num_topk: int, threads: int) -> Any:
+    """One block per token: a bitonic sort of (key, index) pairs in shared memory, for any top-k."""
+    levels = max(1, (num_experts - 1).bit_length())
+    size = 1 << levels
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def topk_gate(
+        scores: T.Tensor[(num_tokens, num_experts), T.float32],
+        topk_idx: T.Tensor[(num_tokens, num_topk), T.int64],
+    ):
+        with T.Kernel(num_tokens, threads=threads) as token:
+            pairs = T.alloc_shared((size,), T.int64)
+            here = T.alloc_var(T.int32)
+            one = T.alloc_var(T.int64)
+            other = T.alloc_var(T.int64)
+            tx = T.get_thread_binding()
+            for step in T.serial(T.ceildiv(size, threads)):
+                e = step * threads + tx
+                if e < num_experts:
+                    # Equal keys: the smaller index makes the larger pair.
+                    key = T.cast(order_key(scores[token, e]), T.int64)
+                    pairs[e] = key * (1 << 32) + (num_experts - 1 - e)
+                elif e < size:
+                    pairs[e] = T.int64(-(1 << 63))
+            T.sync_threads()
+            for level in T.serial(levels):  # runs of 2 << level become sorted, in turns
+                for sub in T.serial(level + 1):
+                    shift = level - sub
+                    stride = T.shift_left(1, shift)
+                    for step in T.serial(T.ceildiv(size // 2, threads)):
+                        i = step * threads + tx
+                        if i < size // 2:
+                            here = T.shift_left(T.shift_right(i, shift), shift + 1) + (
+                                i & (stride - 1)
+                            )
+                            one = pairs[here]
+                            other = pairs[here + stride]
+                            descending = (here & T.shift_left(2, level)) == 0
+                            if (one < other) == descending:
+                                pairs[here] = other
+                                pairs[here + stride] = one
+                    T.sync_threads()
+            for step in T.serial(T.ceildiv(num_topk, threads)):
+                p = step * threads + tx
+                if p < num_topk:
+                    topk_idx[token, p] = (num_experts - 1) - (pairs[p] & T.int64(0xFFFFFFFF))
+
+    return topk_gate
+
+
+def group_access_bits(
+    num_groups: int, group_size: int, num_topk_sum: int, num_topk_groups: int, vector: int, *_: int
+) -> tuple[int, int]:
+    return 32 * vector, 64
+
+
+@kernel(access_bits=group_access_bits)
+def topk_group(
+    num_groups: int,
+    group_size: int,
+    num_topk_sum: int,
+    num_topk_groups: int,
+    vector: int,
+    warps: int,
+) -> Any:
+    """One warp per token: the two largest keys of each group, then the best groups.
+
+    Up to 32 groups, `lanes` neighbouring lanes share a group; beyond, a lane has several
+    neighbouring groups. Either way lanes are in the order of the groups.
+    """
+    lanes = 1 << (LANES // num_groups).bit_length() - 1 if num_groups <= LANES else 1
+    groups_per_lane = -(-num_groups // LANES)
+    steps = -(-group_size // (lanes * vector))  # loads of a lane in one group
+    topk = warp_topk(groups_per_lane, num_topk_groups)
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.prim_func
+    def group_idx(
+        scores: T.Tensor[(num_tokens, num_groups, group_size), T.float32],
+        topk_group_idx: T.Tensor[(num_tokens, num_topk_groups), T.int64],
+    ):
+        with T.Kernel(T.ceildiv(num_tokens, warps), threads=warps * LANES) as block:
+            lane = T.get_thread_binding() % LANES
+            token = block * warps + T.get_thread_binding() // LANES
+            score = T.alloc_local((vector,), T.float32)
+            keys = T.alloc_local((groups_per_lane,), T.int32)
+            won = T.alloc_local((2,), T.int32)
+            best = T.alloc_local((2,), T.int32)
+            key = T.alloc_var(T.int32)
+            if token < num_tokens:  # the same for the whole warp
+                for g in T.unroll(groups_per_lane):
+                    group = lane // lanes * groups_per_lane + g
+                    best[0] = LOWEST_KEY
+                    best[1] = LOWEST_KEY
+                    if group < num_groups:
+                        for step in T.unroll(steps) if steps <= 8 else T.serial(steps):
+                            expert = (step * lanes + lane % lanes) * vector
+                            if expert < group_size:
+                                for v in T.vectorized(vector):
+                                    score[v] = scores[token, group, expert + v]
+                                for v in T.unroll(vector):
+                                    key = order_key(score[v])
+                                    best[1] = T.max(best[1], T.min(best[0], key))
+                                    best[0] = T.max(best[0], key)
+                    top2_of_lanes(lanes, best)
+                    keys[g] = LOWEST_KEY
+                    if group < num_groups and lane % lanes == 0:
+                        if num_topk_sum == 1:
+                            keys[g] = best[0]
+                        else:
+                            keys[g] = sum_key(best)
+                topk(lane, keys, won)
+                if lane < num_topk_groups:
+                    topk_group_idx[token, lane] = T.cast(
+                        won[1] // lanes if groups_per_lane == 1 else won[1], T.int64
+                    )
+
+    return group_idx

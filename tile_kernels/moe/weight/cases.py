@@ -1,0 +1,138 @@
+"""Argument sets of `topk_weights` and `normalize_weight`."""
+
+from __future__ import annotations
+
+import torch
+
+from tile_kernels.runtime.cases import (
+    Arguments,
+    Benchmark,
+    Build,
+    Cases,
+    Reject,
+    Sample,
+    Vector,
+    changed,
+    close_results,
+    with_value,
+)
+
+_SCORING = ("sigmoid", "sqrtsoftplus", "softmax")
+_INF = float("inf")
+
+
+# ---- weights of a given choice ------------------------------------------------------------------
+
+
+def _chosen(
+    num_tokens: int, num_experts: int, num_topk: int, scoring_func: str, skip: int = 0
+) -> Build:
+    """Choices from -1 to a little beyond the experts."""
+
+    def make(device: torch.device) -> Arguments:
+        flat = torch.randn(num_tokens * num_experts + skip, device=device) * 4
+        return {
+            "logits": flat[skip:].view(num_tokens, num_experts),
+            "topk_idx": torch.randint(-1, num_experts + 2, (num_tokens, num_topk), device=device),
+            "scoring_func": scoring_func,
+            "routed_scaling_factor": 2.5,
+        }
+
+    return make
+
+
+_TOPK_WEIGHTS = Cases(
+    small=[
+        *(
+            Sample(f"{t}x{e}.top{k}.{s}", _chosen(t, e, k, s))
+            for t, e, k in [(0, 8, 2), (1, 256, 8), (1, 1, 1), (5, 33, 7), (9, 64, 32)]
+            for s in _SCORING
+        ),
+        Sample("misaligned", _chosen(5, 64, 6, "softmax", skip=1)),
+    ],
+    large=[Sample(f"8001x256.{s}", _chosen(8001, 256, 8, s)) for s in _SCORING],
+    benchmarks=[Benchmark(f"{s}.256.8", _chosen(8192, 256, 8, s)) for s in _SCORING],
+    vectors=[
+        Vector(
+            "hash gate",
+            lambda: {
+                "logits": torch.tensor(
+                    [[0, 1, 2, -1, 0.5, -0.5], [3, -2, 0, 1, -1, 2], [1.0, 1, 1, 1, 1, 1]]
+                ),
+                "topk_idx": torch.tensor([[2, 5], [4, 1], [1, 1]]),
+                "scoring_func": "sqrtsoftplus",
+                "routed_scaling_factor": 1.5,
+            },
+            lambda: torch.tensor([[1.0189420, 0.4810580], [0.9165684, 0.5834316], [0.75, 0.75]]),
+        )
+    ],
+    bad_values=[
+        Reject("topk_idx", "below -1", with_value("topk_idx", -2)),
+        Reject("topk_idx", "too large", with_value("topk_idx", 10_000)),
+    ],
+    rejects=[
+        Reject("topk_idx", "no columns", lambda a: {**a, "topk_idx": a["topk_idx"][:, :0]}),
+        Reject("topk_idx", "other tokens", lambda a: {**a, "topk_idx": a["topk_idx"][:-1]}),
+        Reject("scoring_func", "unknown", changed(scoring_func="relu")),
+        Reject("logits", "no experts", lambda a: {**a, "logits": a["logits"][:, :0]}),
+        Reject("routed_scaling_factor", "a bool", changed(routed_scaling_factor=True)),
+    ],
+    compare=close_results(rtol=1e-5, atol=1e-8),
+)
+
+
+# ---- normalisation of given weights -------------------------------------------------------------
+
+
+def _weights(num_tokens: int, num_topk: int, skip: int = 0) -> Build:
+    def make(device: torch.device) -> Arguments:
+        flat = torch.rand(num_tokens * num_topk + skip, device=device)
+        return {"topk_weights": flat[skip:].view(num_tokens, num_topk)}
+
+    return make
+
+
+def _extreme_weights(device: torch.device) -> Arguments:
+    """Cancellation, denormals, overflow; nothing that gives NaN, whose bits differ by device."""
+    rows = [[0.0, 0.0, 1.0], [1e30, 1e-30, -1e30], [1e-38, 1e-44, 3e-39], [3e38] * 3]
+    return {"topk_weights": torch.tensor(rows, device=device)}
+
+
+_NORMALIZE_WEIGHT = Cases(
+    small=[
+        *(
+            Sample(f"{t}x{k}", _weights(t, k))
+            for t, k in [(0, 8), (1, 8), (1, 1), (127, 6), (129, 8), (130, 9), (33, 64), (5, 65)]
+        ),
+        Sample("long.3x200", _weights(3, 200)),
+        Sample("misaligned.40x8", _weights(40, 8, skip=1)),
+        Sample("extreme", _extreme_weights),
+    ],
+    large=[Sample(f"{t}x{k}", _weights(t, k)) for t in (4001, 34345) for k in (2, 6, 8, 9)],
+    benchmarks=[Benchmark("32768x8", _weights(32768, 8), goal_us=2.2)],
+    vectors=[
+        Vector(
+            "exact",
+            lambda: {"topk_weights": torch.tensor([[1.0, 2.0, 3.0, 2.0]])},
+            lambda: (torch.tensor([8.0]), torch.tensor([[0.125, 0.25, 0.375, 0.25]])),
+        ),
+        Vector(
+            "sum of one",
+            lambda: {"topk_weights": torch.tensor([[0.1, 0.2, 0.3, 0.4]])},
+            lambda: (torch.tensor([1.0]), torch.tensor([[0.1, 0.2, 0.3, 0.4]])),
+        ),
+        Vector(
+            "zeros, cancellation",
+            lambda: {"topk_weights": torch.tensor([[0.0, 0.0], [1.0, -1.0]])},
+            lambda: (torch.tensor([1e-20, 0.0]), torch.tensor([[0.0, 0.0], [_INF, -_INF]])),
+        ),
+    ],
+    rejects=[
+        Reject("topk_weights", "no columns", lambda a: {"topk_weights": a["topk_weights"][:, :0]}),
+        Reject(
+            "topk_weights", "half precision", lambda a: {"topk_weights": a["topk_weights"].half()}
+        ),
+    ],
+)
+
+CASES = {"topk_weights": _TOPK_WEIGHTS, "normalize_weight": _NORMALIZE_WEIGHT}

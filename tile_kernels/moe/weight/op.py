@@ -1,0 +1,210 @@
+"""`topk_weights` and `normalize_weight`: the weights of the chosen experts."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels import torch as references
+from tile_kernels.moe.gates import check_scoring
+from tile_kernels.moe.plan import MAX_SLOTS
+from tile_kernels.moe.weight.plan import plan_normalize, plan_topk
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Launch, Out, Spec, alignment
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.torch.scoring import ScoringFunc
+
+_TOPK = Kernel("tile_kernels.moe.weight.kernel", "topk_weights", plan_topk)
+_NORMALIZE = Kernel("tile_kernels.moe.weight.kernel", "normalize_weight", plan_normalize)
+
+_DIMS = ("num_tokens", "num_topk")
+
+
+# ---- weights of a given choice ------------------------------------------------------------------
+
+
+class TopkArguments(NamedTuple):
+    logits: Tensor
+    topk_idx: Tensor
+    scoring_func: str
+    routed_scaling_factor: float
+
+
+def check_topk(a: TopkArguments) -> None:
+    checks.tensor("logits", a.logits, ("num_tokens", "num_experts"), torch.float32, contiguous=True)
+    if a.logits.shape[1] < 1:
+        raise ValueError("logits must have at least one expert, got 0")
+    shape = (a.logits.shape[0], None)
+    checks.tensor("topk_idx", a.topk_idx, _DIMS, torch.int64, shape=shape, contiguous=True)
+    if not 1 <= a.topk_idx.shape[1] <= MAX_SLOTS:
+        raise ValueError(f"topk_idx must have 1..{MAX_SLOTS} columns, got {a.topk_idx.shape[1]}")
+    check_scoring(a.scoring_func)
+    checks.number("routed_scaling_factor", a.routed_scaling_factor)
+
+
+def check_topk_values(a: TopkArguments) -> None:
+    checks.in_range("topk_idx", a.topk_idx, -1, a.logits.shape[1] - 1)
+
+
+def topk_outputs(a: TopkArguments) -> Out:
+    return Out("topk_weights", a.topk_idx.shape, torch.float32)
+
+
+def topk_launches(a: TopkArguments, weights: Spec) -> Launch | None:
+    if a.topk_idx.numel() == 0:
+        return None
+    scoring = int(ScoringFunc.from_str(a.scoring_func))
+    problem = (a.logits.shape[1], a.topk_idx.shape[1], scoring, alignment(a.logits))
+    arguments = (a.logits, a.topk_idx, weights, float(a.routed_scaling_factor))
+    return Launch(_TOPK, problem, arguments)
+
+
+def topk_cost(logits: Tensor, topk_idx: Tensor, scoring_func: str = "", **_: Any) -> Cost:
+    """Softmax reads every logit, the others those of the chosen experts."""
+    read = logits.numel() if scoring_func.lower() == "softmax" else topk_idx.numel()
+    return Cost(bytes=4 * read + 12 * topk_idx.numel())
+
+
+def _topk_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    a = TopkArguments(*inputs)
+    ctx.save_for_backward(a.logits, a.topk_idx)
+    ctx.scoring_func, ctx.factor = a.scoring_func, a.routed_scaling_factor
+
+
+def _topk_backward(ctx: Any, grad_weights: Tensor) -> tuple[Any, ...]:
+    logits, topk_idx = ctx.saved_tensors
+    grad = references.topk_weights_backward(
+        grad_weights, logits, topk_idx, ctx.scoring_func, ctx.factor
+    )
+    return grad, None, None, None
+
+
+TOPK_WEIGHTS = Operator(
+    "moe.topk_weights",
+    TopkArguments,
+    check=check_topk,
+    outputs=topk_outputs,
+    launches=topk_launches,
+    reference=references.topk_weights,
+    cost=topk_cost,
+    dynamic={"logits": 1, "topk_idx": 1},
+    backward=_topk_backward,
+    setup_context=_topk_setup,
+    values=check_topk_values,
+)
+
+
+@TOPK_WEIGHTS.public()
+def topk_weights(
+    logits: Tensor,
+    topk_idx: Tensor,
+    scoring_func: str = "sigmoid",
+    routed_scaling_factor: float = 1.0,
+) -> Tensor:
+    """Computes the weights of experts that were chosen elsewhere, differentiable in the logits.
+
+    A weight is `score / (1e-20 + sum of the chosen scores) * routed_scaling_factor`, summed in slot
+    order: step 2 of `top2_sum_gate`. With `topk_gate` it is the plain top-k router.
+
+    Args:
+        logits: `[num_tokens, num_experts]`, float32, contiguous.
+        topk_idx: `[num_tokens, num_topk]`, int64, contiguous, up to 32 columns. Entries outside
+            `0..num_experts-1` get weight 0 and are not in the sum; repeated experts count twice.
+        scoring_func: `"sigmoid"`, `"sqrtsoftplus"` or `"softmax"` (`scoring.ScoringFunc`).
+        routed_scaling_factor: Multiplies the normalised weights.
+
+    Returns:
+        `[num_tokens, num_topk]`, float32, contiguous.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If a shape, a layout or a name differs.
+
+    Example:
+        >>> topk_weights(torch.zeros(1, 4), torch.tensor([[2, -1, 0]])).tolist()
+        [[0.5, 0.0, 0.5]]
+    """
+    return TOPK_WEIGHTS(logits, topk_idx, scoring_func, routed_scaling_factor)
+
+
+# ---- normalisation of given weights -------------------------------------------------------------
+
+
+class NormalizeArguments(NamedTuple):
+    topk_weights: Tensor
+
+
+def check_normalize(a: NormalizeArguments) -> None:
+    checks.tensor("topk_weights", a.topk_weights, _DIMS, torch.float32, contiguous=True)
+    if a.topk_weights.shape[1] < 1:
+        raise ValueError("topk_weights must have at least one column, got 0")
+
+
+def normalize_outputs(a: NormalizeArguments) -> tuple[Out, Out]:
+    shape = a.topk_weights.shape
+    return Out("denominator", shape[:1], torch.float32), Out("normalized", shape, torch.float32)
+
+
+def normalize_launches(a: NormalizeArguments, denominator: Spec, normalized: Spec) -> Launch | None:
+    if a.topk_weights.numel() == 0:
+        return None
+    problem = (a.topk_weights.shape[1], alignment(a.topk_weights))
+    return Launch(_NORMALIZE, problem, (a.topk_weights, denominator, normalized))
+
+
+def normalize_cost(topk_weights: Tensor) -> Cost:
+    return Cost(bytes=8 * topk_weights.numel() + 4 * topk_weights.shape[0])
+
+
+def _normalize_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*output)
+
+
+def _normalize_backward(ctx: Any, grad_denominator: Tensor, grad_normalized: Tensor) -> Tensor:
+    denominator, normalized = ctx.saved_tensors
+    shared = (grad_normalized * normalized).sum(1, keepdim=True)
+    return (grad_normalized - shared) / denominator[:, None] + grad_denominator[:, None]
+
+
+NORMALIZE_WEIGHT = Operator(
+    "moe.normalize_weight",
+    NormalizeArguments,
+    check=check_normalize,
+    outputs=normalize_outputs,
+    launches=normalize_launches,
+    reference=references.normalize_weight,
+    cost=normalize_cost,
+    dynamic={"topk_weights": 1},
+    backward=_normalize_backward,
+    setup_context=_normalize_setup,
+)
+
+
+@NORMALIZE_WEIGHT.public()
+def normalize_weight(topk_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Divides the weights of each token by their sum.
+
+    `denominator = 1e-20 + w[0] + w[1] + ...`, added in that order and rounded at each step;
+    `normalized = w / denominator`, correctly rounded. A row of zeros stays zeros. Both results are
+    differentiable.
+
+    Args:
+        topk_weights: `[num_tokens, num_topk]`, float32, contiguous, at least one column.
+
+    Returns:
+        `(denominator, normalized)`: `[num_tokens]` and `[num_tokens, num_topk]`, float32,
+        contiguous.
+
+    Raises:
+        TypeError: If `topk_weights` has another dtype.
+        ValueError: If `topk_weights` has another rank, is not contiguous or has no columns.
+
+    Example:
+        >>> normalize_weight(torch.tensor([[1.0, 2.0, 3.0, 2.0]]))[0].tolist()
+        [8.0]
+    """
+    return NORMALIZE_WEIGHT(topk_weights)
