@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+WARP = 32  # threads of a warp
+
 
 @dataclass(frozen=True)
 class Device:

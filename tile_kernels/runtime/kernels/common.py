@@ -4,7 +4,8 @@ from typing import Any
 
 from tilelang import language as T
 
-WARP = 32
+from tile_kernels.runtime.device import WARP
+
 # For kernels whose accesses all stand under the conditions they need: no second check of positions.
 EXPLICIT_GUARDS = {"tl.disable_safe_memory_legalize": True}
 
