@@ -13,7 +13,7 @@ import tile_kernels
 from tests.requirements import GROUNDS
 from tile_kernels import attention
 from tile_kernels.attention import windows
-from tile_kernels.attention.cases.compress import (
+from tile_kernels.attention.compress.cases import (
     KV_COMPRESS,
     KV_COMPRESS_BWD,
     bounds,
@@ -21,7 +21,8 @@ from tile_kernels.attention.cases.compress import (
     example,
     series,
 )
-from tile_kernels.attention.cases.tail import KV_COMPRESS_NORM_ROPE_CAST
+from tile_kernels.attention.norm_rope.cases import KV_COMPRESS_NORM_ROPE_CAST
+from tile_kernels.runtime.cases import assert_equal_results
 from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.torch import compress as oracles
 
@@ -203,6 +204,30 @@ def test_blocks_walk_over_windows_to_cast(one_sm: None) -> None:
     KV_COMPRESS_NORM_ROPE_CAST.compare(result, oracles.kv_compress_norm_rope_cast(**given))
 
 
+@pytest.mark.parametrize("backend", ["torch", "emulate"])
+def test_positions_past_the_tables(backend: str) -> None:
+    """Refused where sizes tell, in the checked mode where lengths do; else the last row counts."""
+    given = arguments(32, 80, 4)
+    angle = torch.rand(29, 8)
+    enough = {"weight": torch.rand(80), "cos": angle.cos(), "sin": angle.sin()}
+    few = {**enough, "cos": enough["cos"][:28], "sin": enough["sin"][:28]}
+    bounds = {"cu_seqlens": torch.tensor([0, 32], dtype=torch.int32)}
+    last = [torch.cat((few[name], few[name][-1:])) for name in ("cos", "sin")]
+    message = "kv_compress_norm_rope_cast: cos must have at least 29 rows, got 28"
+    with tile_kernels.backend(backend):
+        whole = attention.kv_compress_norm_rope_cast(**given, **enough)
+        assert_equal_results(
+            attention.kv_compress_norm_rope_cast(**given, **enough, **bounds), whole
+        )
+        with pytest.raises(ValueError, match=message):
+            attention.kv_compress_norm_rope_cast(**given, **few)
+        found = attention.kv_compress_norm_rope_cast(**given, **few, **bounds)
+        repeated = {**enough, "cos": last[0], "sin": last[1]}
+        assert_equal_results(found, attention.kv_compress_norm_rope_cast(**given, **repeated))
+        with tile_kernels.checked(), pytest.raises(ValueError, match=message):
+            attention.kv_compress_norm_rope_cast(**given, **few, **bounds)
+
+
 def test_geometry_holds_what_a_block_can() -> None:
     """Shared memory fits the smallest supported GPU, threads a block, whatever the shape."""
     from tile_kernels.attention.geometry import geometry
@@ -223,9 +248,9 @@ def test_geometry_holds_what_a_block_can() -> None:
 @pytest.mark.parametrize("arch", DESCRIBED)
 @pytest.mark.parametrize("gradient", [False, True])
 def test_copies_ahead_where_blocks_have_room(arch: str, gradient: bool) -> None:
-    from tile_kernels.attention.kernels import compress, gradients
+    from tile_kernels.attention.compress.plan import plan_compress, plan_gradients
 
-    plan = gradients.plan if gradient else compress.plan
+    plan = plan_gradients if gradient else plan_compress
 
     def copies(window: int, vector: int, dtype: str = "bfloat16") -> bool:
         series = 2 if window == 4 else 1

@@ -136,13 +136,15 @@ def selected_gradients(
     q: Tensor, k: Tensor, weights: Tensor, k_sf: Tensor | None, indices: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `scores` for `q`, `k`, `weights`, given `grad` at `indices` `[T, K]`."""
+    grad_q, grad_k = torch.zeros_like(q), torch.zeros_like(k)
+    grad_weights = torch.zeros_like(weights, dtype=q.dtype)
+    if k.shape[0] == 0:  # no key to stand in for those that are missing
+        return grad_q, grad_k, grad_weights
     present = (indices >= 0) & (indices < k.shape[0])
     chosen = indices.long().masked_fill(~present, 0)
     scaled = grad.to(q.dtype).masked_fill(~present, 0)
     if k_sf is not None:
         scaled = scaled * k_sf.to(q.dtype)[chosen]
-    grad_q, grad_k = torch.zeros_like(q), torch.zeros_like(k)
-    grad_weights = torch.zeros_like(weights, dtype=q.dtype)
     for t in range(q.shape[0]):
         keys = k[chosen[t]].masked_fill(~present[t, :, None], 0)  # also where a key is NaN
         dots = keys @ q[t].T  # [K, h]
