@@ -1,4 +1,4 @@
-"""Argument sets of the Engram operators, for tests, benchmarks and warm-up."""
+"""Tensors that argument sets of several operators use."""
 
 from __future__ import annotations
 

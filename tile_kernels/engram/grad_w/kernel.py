@@ -1,101 +1,22 @@
-"""The weights of the gate: the product of two norms' weights, and its rule backwards."""
+"""The gradients of two norms' weights, from partial sums of the gradient of their product."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from tilelang import language as T
 
-from tile_kernels.runtime.device import Device
+from tile_kernels.engram.grad_w.plan import Plan
+from tile_kernels.engram.weight.plan import BITS
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
-THREADS = 256
 
-
-class ProductPlan(NamedTuple):
-    dtype: str
-    vector: int
-
-
-def product_plan(dtype: str, vector: int, device: Device) -> ProductPlan:
-    return ProductPlan(dtype, vector)
-
-
-def bits_of(dtype: str) -> int:
-    """The width of one weight."""
-    return 16 if dtype == "bfloat16" else 32
-
-
-def product_access_bits(*static: Any) -> tuple[int, int]:
-    plan = ProductPlan(*static)
-    return min(128, plan.vector * bits_of(plan.dtype)), min(128, 32 * plan.vector)
-
-
-@kernel(plan=product_plan, access_bits=product_access_bits, pass_configs=EXPLICIT_GUARDS)
-def product(dtype: str, vector: int) -> Any:
-    """The product of two tensors, seen flat, in float32."""
-    count = T.dynamic("count")
-
-    @T.prim_func
-    def products(
-        left: T.Tensor[(count,), dtype],
-        right: T.Tensor[(count,), dtype],
-        out: T.Tensor[(count,), T.float32],
-    ):
-        with T.Kernel(T.ceildiv(count, THREADS * vector), threads=THREADS) as block:
-            first = (block * THREADS + T.get_thread_binding()) * vector
-            lefts = T.alloc_local((vector,), dtype)
-            rights = T.alloc_local((vector,), dtype)
-            results = T.alloc_local((vector,), T.float32)
-            if first < count:
-                for e in T.vectorized(vector):
-                    lefts[e] = left[first + e]
-                for e in T.vectorized(vector):
-                    rights[e] = right[first + e]
-                for e in T.unroll(vector):
-                    results[e] = T.ieee_mul(
-                        T.cast(lefts[e], T.float32), T.cast(rights[e], T.float32)
-                    )
-                for e in T.vectorized(vector):
-                    out[first + e] = results[e]
-
-    return products
-
-
-# ---- sums of partial gradients ------------------------------------------------------------------
-
-AT_ONCE = (1, 3, 6, 9, 12)  # parts that a thread reads at once
-FEW_PARTS, MOST_PARTS = 8, AT_ONCE[-1]
-MOST_WARPS = 16
-MANY_WARPS = 4096  # enough for any device
-
-
-class ReducePlan(NamedTuple):
-    """Each warp of a block adds up a share of the parts, `at_once` at a time, for some columns."""
-
-    dtype: str
-    vector: int
-    warps: int
-    at_once: int
-
-
-def reduce_plan(dtype: str, columns: int, parts: int, vector: int, device: Device) -> ReducePlan:
-    """More warps, the fewer the columns and the more parts there are, whatever the SM budget."""
-    blocks = max(1, -(-columns // (WARP * vector)))
-    warps = max(1, min(MOST_WARPS, -(-parts // FEW_PARTS), MANY_WARPS // blocks))
-    warps = 1 << (warps.bit_length() - 1)
-    turns = max(1, -(-parts // (warps * MOST_PARTS)))
-    at_once = -(-parts // (warps * turns))
-    return ReducePlan(dtype, vector, warps, next(n for n in AT_ONCE if n >= at_once))
-
-
-def reduce_access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
-    plan = ReducePlan(*static)
-    return tuple(sorted({32, bits_of(plan.dtype), 32 * plan.vector})), 32
+def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
+    plan = Plan(*static)
+    return tuple(sorted({32, BITS[plan.dtype], 32 * plan.vector})), 32
 
 
 @kernel(
-    plan=reduce_plan,
-    access_bits=reduce_access_bits,
+    access_bits=access_bits,
     pass_configs={**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True},
 )
 def reduce_gradients(dtype: str, vector: int, warps: int, at_once: int) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tile_kernels.engram.cases import normal
+from tile_kernels.engram.samples import normal
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -19,7 +19,7 @@ from tile_kernels.runtime.cases import (
     changed,
     close_results,
 )
-from tile_kernels.torch import engram as oracles
+from tile_kernels.torch import engram as references
 
 _EPS, _CLAMP = 1e-20, 1e-6
 
@@ -57,7 +57,7 @@ def _gate(
 
 
 def _backward(*shape: int, expanded: bool = False, **how: Any) -> Build:
-    """The arguments of the backward pass, what is saved by the oracle."""
+    """The arguments of the backward pass, with what the reference saves."""
     forward = _gate(*shape, **how)
 
     def make(device: torch.device) -> Arguments:
@@ -67,7 +67,7 @@ def _backward(*shape: int, expanded: bool = False, **how: Any) -> Build:
         if expanded:
             grad_out = grad_out[:1, :1, :1].expand(shape)
         clamp = arguments["clamp_value"]
-        _, *saved = oracles.engram_gate_fwd(**inputs, eps=arguments["eps"], clamp_value=clamp)
+        _, *saved = references.engram_gate_fwd(**inputs, eps=arguments["eps"], clamp_value=clamp)
         names = ("dot", "gate_score", "rstd_x", "rstd_k")
         residual = {key: arguments[key] for key in ("add_residual",) if key in arguments}
         return {
@@ -232,3 +232,5 @@ ENGRAM_GATE_BWD = Cases(
     ],
     compare=_compare,
 )  # fmt: skip
+
+CASES = {"engram_gate_fwd": ENGRAM_GATE_FWD, "engram_gate_bwd": ENGRAM_GATE_BWD}

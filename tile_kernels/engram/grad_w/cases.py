@@ -1,10 +1,10 @@
-"""Argument sets of the gate's weights."""
+"""Argument sets of the sums of partial gradients."""
 
 from __future__ import annotations
 
 import torch
 
-from tile_kernels.engram.cases import normal
+from tile_kernels.engram.weight.cases import weights
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -18,47 +18,6 @@ from tile_kernels.runtime.cases import (
 )
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
-_STREAMS, _HIDDEN = 4, 7168
-
-
-def _weights(streams: int, hidden: int, dtype: torch.dtype = _BF16, skip: int = 0) -> Build:
-    def make(device: torch.device) -> Arguments:
-        return {
-            name: normal(streams, hidden, device=device, skip=skip).to(dtype)
-            for name in ("weight_hidden", "weight_embed")
-        }
-
-    return make
-
-
-FUSED_WEIGHT = Cases(
-    small=[
-        Sample("3x80", _weights(3, 80)),
-        Sample("none", _weights(0, 64)),
-        Sample("one", _weights(1, 1)),
-        Sample("odd.5x77", _weights(5, 77)),
-        Sample("misaligned.4x512", _weights(4, 512, skip=1)),
-        Sample("float32.4x516", _weights(4, 516, _FP32)),
-    ],
-    large=[Sample(f"4x{h}", _weights(4, h)) for h in (2048, 7168)],
-    benchmarks=[Benchmark("4x7168", _weights(_STREAMS, _HIDDEN))],
-    vectors=[
-        Vector(
-            "exact",
-            lambda: {
-                "weight_hidden": torch.tensor([[1.5, -2.0]]).bfloat16(),
-                "weight_embed": torch.tensor([[-2.25, 0.5]]).bfloat16(),
-            },
-            lambda: torch.tensor([[-3.375, -1.0]]),
-        )
-    ],
-    rejects=[
-        Reject("weight_embed", "another dtype", lambda a: changed(
-            weight_embed=a["weight_embed"].float())(a)),
-        Reject("weight_embed", "another shape", lambda a: changed(
-            weight_embed=a["weight_embed"][1:])(a)),
-    ],
-)  # fmt: skip
 
 
 def _partial(
@@ -68,7 +27,7 @@ def _partial(
         flat = torch.randn(parts * streams * hidden + skip, device=device)
         return {
             "grad_w_partial": flat[skip:].view(parts, streams, hidden),
-            **_weights(streams, hidden, dtype)(device),
+            **weights(streams, hidden, dtype)(device),
             "grad_weight_hidden": torch.randn(streams, hidden, device=device),
             "grad_weight_embed": torch.randn(streams, hidden, device=device),
         }
@@ -88,7 +47,7 @@ GRAD_W_REDUCE = Cases(
         Sample("misaligned.8.1x256", _partial(8, 1, 256, skip=1)),
     ],
     large=[Sample(f"132.4x{h}", _partial(132, 4, h)) for h in (2048, 2560, 7168)],
-    benchmarks=[Benchmark("132.4x7168", _partial(132, _STREAMS, _HIDDEN), goal_us=5.5)],
+    benchmarks=[Benchmark("132.4x7168", _partial(132, 4, 7168), goal_us=5.5)],
     vectors=[
         Vector(
             "four parts",
@@ -114,3 +73,5 @@ GRAD_W_REDUCE = Cases(
     ],
     compare=close_results(rtol=1e-5, atol=1e-4),
 )  # fmt: skip
+
+CASES = {"grad_w_reduce": GRAD_W_REDUCE}
