@@ -13,7 +13,7 @@ import tile_kernels
 from tests.requirements import GROUNDS
 from tile_kernels import attention
 from tile_kernels.attention import windows
-from tile_kernels.attention.cases.compress import (
+from tile_kernels.attention.compress.cases import (
     KV_COMPRESS,
     KV_COMPRESS_BWD,
     bounds,
@@ -21,7 +21,7 @@ from tile_kernels.attention.cases.compress import (
     example,
     series,
 )
-from tile_kernels.attention.cases.tail import KV_COMPRESS_NORM_ROPE_CAST
+from tile_kernels.attention.norm_rope.cases import KV_COMPRESS_NORM_ROPE_CAST
 from tile_kernels.runtime.cases import assert_equal_results
 from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.torch import compress as oracles
@@ -248,9 +248,9 @@ def test_geometry_holds_what_a_block_can() -> None:
 @pytest.mark.parametrize("arch", DESCRIBED)
 @pytest.mark.parametrize("gradient", [False, True])
 def test_copies_ahead_where_blocks_have_room(arch: str, gradient: bool) -> None:
-    from tile_kernels.attention.kernels import compress, gradients
+    from tile_kernels.attention.compress.plan import plan_compress, plan_gradients
 
-    plan = gradients.plan if gradient else compress.plan
+    plan = plan_gradients if gradient else plan_compress
 
     def copies(window: int, vector: int, dtype: str = "bfloat16") -> bool:
         series = 2 if window == 4 else 1

@@ -17,8 +17,10 @@ from tile_kernels.attention import (
     indexer_select,
     indexer_topk,
 )
-from tile_kernels.attention.cases.indexer import arguments
-from tile_kernels.attention.indexer import KEYS, share_of_keys
+from tile_kernels.attention.indexer import share_of_keys
+from tile_kernels.attention.indexer_plan import KEYS
+from tile_kernels.attention.logits.cases import arguments
+from tile_kernels.attention.select import op as select_op
 from tile_kernels.runtime import emulation
 from tile_kernels.runtime.cases import moved
 from tile_kernels.runtime.device import DESCRIBED
@@ -113,7 +115,7 @@ def test_keys_expanded_before_change_no_bit(
     given = arguments(5, 300, 4, 128, "e2m1", "causal", exponents)(torch.device("cpu"))
     results = []
     for many in (5, 6):
-        monkeypatch.setattr(indexer, "_MANY_QUERIES", many)
+        monkeypatch.setattr(indexer, "MIN_QUERIES_TO_EXPAND", many)
         with tile_kernels.backend("emulate", mode="fast"):
             results.append((indexer_logits(**given), indexer_select(**given, topk=20)))
     (logits, chosen), (others, other_chosen) = results
@@ -160,8 +162,8 @@ def test_limits_are_as_documented(
     arch: str, source: str, depth: int, heads: int, few: int, many: int, logits: bool
 ) -> None:
     """Plans are made up to the limit, and refused above it with a reason."""
-    from tile_kernels.attention.kernels import indexer_logits as of_logits
-    from tile_kernels.attention.kernels import indexer_select as of_selection
+    from tile_kernels.attention.logits.plan import plan as plan_logits
+    from tile_kernels.attention.select.plan import plan as plan_select
 
     device = DESCRIBED[arch]
     keys_and_roles = [(source, "all")]
@@ -170,7 +172,7 @@ def test_limits_are_as_documented(
 
     def select(topk: int, short: bool) -> None:
         for of_keys, role in keys_and_roles:
-            of_selection.plan(source, of_keys, heads, depth, topk, short, False, role, device)
+            plan_select(source, of_keys, heads, depth, topk, short, False, role, device)
 
     for short, most in ((True, few), (False, many)):
         if most:
@@ -180,7 +182,7 @@ def test_limits_are_as_documented(
                 select(most + 1, short)
     with contextlib.nullcontext() if logits else pytest.raises(ValueError, match="fewer heads"):
         for of_keys, role in keys_and_roles:
-            of_logits.plan(source, of_keys, heads, depth, "float32", role, device)
+            plan_logits(source, of_keys, heads, depth, "float32", role, device)
 
 
 @pytest.mark.parametrize("tokens", [5, 70])
@@ -205,8 +207,8 @@ def test_lists_that_fill_up(
     scales: str, ranges: str, short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One block has all keys, and its lists are shortened again and again, or bounds stay."""
-    monkeypatch.setattr(indexer, "_LEAST_TILES", 10**6)
-    monkeypatch.setattr(indexer, "MOST_SHORT", 1 << 16 if short else 0)
+    monkeypatch.setattr(indexer, "MIN_TILES", 10**6)
+    monkeypatch.setattr(select_op, "MAX_SHORT", 1 << 16 if short else 0)
     num_keys, heads, depth = 1500, 4, 128
     generator = torch.Generator().manual_seed(0)
     factors = {
@@ -309,7 +311,7 @@ def test_selection_is_the_choice_among_logits(
     source: str, short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of inexact logits too: both kernels compute the same ones. Keys of 16 or 32 bits in lists."""
-    monkeypatch.setattr(indexer, "MOST_SHORT", 2**16 if short else 0)
+    monkeypatch.setattr(select_op, "MAX_SHORT", 2**16 if short else 0)
     given = arguments(5, 900, 4, 32, source, "causal")(torch.device("cpu"))
     with tile_kernels.backend("emulate", mode="fast"):
         logits = indexer_logits(**given)
@@ -332,8 +334,11 @@ def test_selection_needs_a_twentieth_of_the_memory(
 
         return count
 
-    for place, name in ((torch.Tensor, "new_empty"), (torch, "empty"), (torch, "empty_like")):
-        monkeypatch.setattr(place, name, counted(getattr(place, name)))
+    for module, name in (
+        (torch.Tensor, "new_empty"), (torch.Tensor, "new_full"), (torch, "empty"),
+        (torch, "empty_like"), (torch, "empty_strided"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
     logits = indexer_logits(**given)
     indexer_topk(logits, 2048, given["end"], start=given["start"])
     two_steps = sum(allocated)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tile_kernels
 from tile_kernels import engram
-from tile_kernels.engram.parts import count_parts
+from tile_kernels.engram.gate.plan import count_parts
 from tile_kernels.testing.numeric import calc_diff
 from tile_kernels.torch.engram import engram_gate_ref
 
@@ -113,7 +113,7 @@ def test_few_blocks_give_the_same_bits(shape: tuple[int, int, int]) -> None:
 
 def test_parts_of_three_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of several warps that takes parts with an odd number of tokens each."""
-    monkeypatch.setattr("tile_kernels.engram.gate.count_parts", lambda *_: 4)
+    monkeypatch.setattr("tile_kernels.engram.gate.op.count_parts", lambda *_: 4)
     x, k, v, *weights = inputs((12, 1, 1024), "cpu")
     num_sms = tile_kernels.get_num_sms()
     tile_kernels.set_num_sms(1)

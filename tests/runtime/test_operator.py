@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.test_ops import copies
-from tile_kernels import config, mhc, transpose
+from tile_kernels import attention, config, mhc, transpose
 from tile_kernels.runtime import emulation, launch, operator, prepared, registry
 from tile_kernels.runtime.cases import assert_equal_results, moved, tensors_in
 from tile_kernels.runtime.declaration import Launch, Size, Spec
@@ -147,6 +147,19 @@ def test_a_dynamic_size_of_one_is_not_special(evaluated: list[str]) -> None:
         hidden = torch.randn(*leading, 16).bfloat16()
         expected = mhc_references.expand_to_mhc(hidden, 2)
         assert_equal_results(mhc.expand_to_mhc(hidden, 2), expected)
+    assert len(evaluated) == 1
+
+
+def test_sizes_without_results_launch_nothing(
+    evaluated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty grid cannot be launched; fewer tokens than a window have no entry."""
+    launched: list[int] = []
+    monkeypatch.setattr(launch.Kernel, "bound", lambda *_: lambda *_: launched.append(1))
+    for tokens, count in ((8, 1), (3, 1), (9, 2)):
+        x = torch.ones(tokens, 8)
+        assert attention.kv_compress(x, x, torch.zeros(4, 8)).shape == (tokens // 4, 8)
+        assert len(launched) == count
     assert len(evaluated) == 1
 
 

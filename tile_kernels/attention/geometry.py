@@ -1,14 +1,17 @@
-"""How the threads of a block share the windows that it compresses."""
+"""How the threads of a block share the windows that it compresses. Needs no TileLang."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+from tile_kernels.runtime.device import Device
+
 THREADS = 128
-HELD = 8  # rows of a window that a thread holds, values and scores, 16 bytes each
-MOST_GROUPS = 16
-MOST_LANES = 64  # 1 KiB of a row; what groups exchange fits the shared memory of small GPUs
-MOST_SLOTS = 64
+MAX_ROWS = 8  # of a window in the registers of a thread, values and scores, 16 bytes each
+MAX_GROUPS = 16
+MAX_LANES = 64  # 1 KiB of a row; what groups exchange fits the shared memory of small GPUs
+MAX_SLOTS = 64
 
 
 def power_of_two(number: int) -> int:
@@ -51,12 +54,12 @@ class Geometry(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Turns that a thread takes for its channels."""
+        """Steps that a thread takes for its channels."""
         return self.vector // self.part
 
     @property
     def rows(self) -> int:
-        """Rows that a thread holds, of all series."""
+        """Rows in the registers of a thread, of all series."""
         return self.series * self.items
 
     @property
@@ -73,22 +76,65 @@ class Geometry(NamedTuple):
 def geometry(channels: int, window: int, series: int, vector: int) -> Geometry:
     """Few groups, so that little is exchanged, then as many channels as there are threads left.
 
-    Long windows are not so many that a block should have several at a time.
+    A block takes several windows at a time only where they fit into its registers.
     """
-    most_items = HELD // series
-    groups = min(MOST_GROUPS, power_of_two(-(-window // most_items)))
-    items = min(most_items, -(-window // groups))
+    max_items = MAX_ROWS // series
+    groups = min(MAX_GROUPS, power_of_two(-(-window // max_items)))
+    items = min(max_items, -(-window // groups))
     chunks = -(-window // (groups * items))
-    lanes = min(power_of_two(-(-channels // vector)), max(1, THREADS // groups), MOST_LANES)
-    slots = min(MOST_SLOTS, max(1, THREADS // (lanes * groups))) if chunks == 1 else 1
+    lanes = min(power_of_two(-(-channels // vector)), max(1, THREADS // groups), MAX_LANES)
+    slots = min(MAX_SLOTS, max(1, THREADS // (lanes * groups))) if chunks == 1 else 1
     return Geometry(channels, window, series, vector, groups, items, chunks, lanes, slots)
 
 
 def blocks_per_sm(geo: Geometry, gradient: bool = False) -> int:
     """Blocks that share a multiprocessor's registers and shared memory.
 
-    Few where the next window is copied meanwhile, which long windows are too large for.
+    They are few where the next window is prefetched, for which long windows are too large.
     """
     if gradient:
         return 2
     return 4 if geo.chunks > 1 else 3 if geo.groups == 1 else 2
+
+
+def bits_of(dtype: str) -> int:
+    """The width of one number."""
+    return 16 if dtype == "bfloat16" else 32
+
+
+def shared_shapes(geo: Geometry) -> tuple[tuple[int, ...], ...]:
+    """Shared memory of a block, in float32: biases, the sums of groups and those of windows."""
+    staged = (geo.series, geo.groups * geo.items, geo.parts, geo.lanes * geo.part)
+    exchange = (1, 1, 1) if geo.groups == 1 else (3, geo.groups, geo.slots * geo.width)
+    return staged if geo.chunks == 1 else (1, 1, 1, 1), exchange, (3, exchange[2])
+
+
+def can_copy_ahead(geo: Geometry, dtype: str, blocks: int, device: Device, others: int = 0) -> bool:
+    """Whether the next window can be prefetched to shared memory.
+
+    `blocks` of a multiprocessor must have room for the rows of one more window each, beside
+    `others` bytes, and threads must have 16 bytes of a row.
+    """
+    rows = 2 * geo.rows * geo.threads * 16
+    shared = sum(4 * math.prod(shape) for shape in shared_shapes(geo))
+    room = device.smem_per_sm // blocks - 1024 - shared - others
+    return geo.chunks == 1 and geo.vector * bits_of(dtype) == 128 and rows <= room
+
+
+class WindowPlan(NamedTuple):
+    """The static arguments of kernels that walk over windows."""
+
+    channels: int
+    window: int
+    series: int
+    ragged: bool
+    dtype: str
+    out_dtype: str
+    vector: int
+    ahead: bool  # copy the rows of the next window while one is computed
+    workers: int = 0  # blocks that share the windows, if that is not up to the launch
+
+    @property
+    def geometry(self) -> Geometry:
+        """How threads share windows."""
+        return geometry(self.channels, self.window, self.series, self.vector)

@@ -107,6 +107,7 @@ class Plan:
         Calls that are not cached allocate by the dispatcher, which modes can see.
         """
         self.device, self.written, self.cached = device, written, cached
+        self._num_results = num_results
         self.calls: dict[tuple[Any, ...], Call] = {}
         self._num_given, self._first_out = len(given), num_values - len(given)
         view_at = self._first_out + len(outs)
@@ -174,18 +175,20 @@ class Plan:
             check_output(out.name, buffer, out.shape, out.dtype, out.strides)
         call.allocations = tuple([out.memory for out in outs[self._num_given :]])
         call.views = self._views(outs, given) if self._has_views else ()
-        call.constants, call.steps, call.results = self._constants, self._steps, self._results
+        call.constants, call.results = self._constants, self._results
         if self._sized_constants:
             call.constants = sized(self._constants, record)
-        handles = self._handles
-        if handles is None or self._sized_problems:
-            handles = tuple(
-                self._handle(each, sized(each.problem, record))
-                if isinstance(each, Launch) else each.function
-                for each in self._launches
-            )  # fmt: skip
-            self._handles = handles
-        call.launches = tuple(zip(handles, self._getters))
+        call.steps, call.launches = (), ()
+        if not self._has_no_effect(outs):
+            handles = self._handles
+            if handles is None or self._sized_problems:
+                handles = tuple(
+                    self._handle(each, sized(each.problem, record))
+                    if isinstance(each, Launch) else each.function
+                    for each in self._launches
+                )  # fmt: skip
+                self._handles = handles
+            call.steps, call.launches = self._steps, tuple(zip(handles, self._getters))
         call.written = (*self.written, *range(first, first + self._num_given))
         call.spans = ()
         if call.written:
@@ -195,6 +198,11 @@ class Plan:
         fast = empty_strided_cuda(self.device) if self.cached else None
         call.allocate = fast or functools.partial(_allocate, self.device)
         return call
+
+    def _has_no_effect(self, outs: Sequence[Out]) -> bool:
+        """Whether all results are empty, as some dynamic sizes make them: a grid would be too."""
+        results = outs[: self._num_results]
+        return bool(results) and not self.written and all(0 in out.shape for out in results)
 
     def _views(
         self, outs: Sequence[Out], given: Sequence[Tensor]

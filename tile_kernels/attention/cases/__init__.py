@@ -1,1 +1,0 @@
-"""Argument sets of the attention operators, for tests, benchmarks and warm-up."""

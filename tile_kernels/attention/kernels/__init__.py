@@ -1,1 +1,0 @@
-"""TileLang kernels of the attention operators; imported at the first launch."""

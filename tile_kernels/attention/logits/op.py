@@ -1,0 +1,373 @@
+"""`indexer_logits`: scores of keys for each query; `indexer_logits_bwd`: their gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels.attention.indexer import (
+    SOURCES,
+    aligned,
+    check_bound,
+    check_operands,
+    joined,
+    num_channels,
+    operand_bytes,
+    pair,
+    queries_per_block,
+    score,
+    score_flops,
+    score_scratch,
+    share_of_keys,
+)
+from tile_kernels.attention.logits.plan import padded_heads, plan, plan_gradients
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec, dtype_name
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.torch import indexer as references
+from tile_kernels.torch.indexer import Operand
+
+OUT_DTYPES = (torch.float32, torch.bfloat16)
+MAX_GRADIENT_ROW = 128 * 128  # heads times channels, whose gradient is in a block's registers
+_LARGEST_E4M3 = 448.0
+_SUM_BITS = 61  # of the integers that shares of a key's gradient are added as
+
+_SCORES = Kernel("tile_kernels.attention.logits.kernel", "score_tiles", plan)
+_GRADIENTS = Kernel("tile_kernels.attention.logits.kernel", "selected_gradients", plan_gradients)
+
+# ---- indexer_logits -----------------------------------------------------------------------------
+
+
+class Arguments(NamedTuple):
+    q: Tensor
+    q_sf: Tensor | None
+    k: Tensor
+    k_sf: Tensor | None
+    weights: Tensor
+    start: Tensor
+    end: Tensor
+    out_dtype: torch.dtype
+
+
+def check(a: Arguments) -> None:
+    check_operands(a.q, a.q_sf, a.k, a.k_sf, a.weights)
+    check_bound("start", a.start, a.q.shape[0])
+    check_bound("end", a.end, a.q.shape[0])
+    checks.one_of("out_dtype", a.out_dtype, OUT_DTYPES)
+
+
+def outputs(a: Arguments) -> Out:
+    return Out("out", (a.q.shape[0], a.k.shape[0]), a.out_dtype)
+
+
+def _share(a: Arguments) -> int:
+    return share_of_keys(a.q.shape[0], a.k.shape[0], a.q.device)
+
+
+def _num_shares(a: Arguments) -> int:
+    return -(-a.k.shape[0] // _share(a))
+
+
+def _queries_per_block(a: Arguments) -> int:
+    return queries_per_block(a.q.shape[0], _num_shares(a), a.q.device)
+
+
+def scratch(a: Arguments) -> tuple[Out, ...]:
+    return score_scratch(a.q, a.k, _num_shares(a))
+
+
+def launches(a: Arguments, out: Spec, *scratch: Spec) -> list[Launch]:
+    source, heads, depth = SOURCES[a.q.dtype], a.q.shape[1], num_channels(a.q)
+
+    def problem(key_format: str, role: str) -> tuple[Any, ...]:
+        return source, key_format, heads, depth, dtype_name(out), role
+
+    results = (out, Size(_share), Size(_queries_per_block))
+    return score(_SCORES, problem, a[:7], scratch, results)
+
+
+def cost(
+    q: Operand,
+    k: Operand,
+    weights: Tensor,
+    start: Tensor,
+    end: Tensor,
+    out_dtype: torch.dtype = torch.float32,
+) -> Cost:
+    queries, num_keys = pair(q)[0], pair(k)[0].shape[0]
+    written = queries.shape[0] * num_keys * out_dtype.itemsize
+    return Cost(operand_bytes(q, k, weights, start, end) + written, score_flops(queries, num_keys))
+
+
+def _reference(
+    q: Tensor, q_sf: Tensor | None, k: Tensor, k_sf: Tensor | None, *rest: Any
+) -> Tensor:
+    *given, out_dtype = rest
+    return references.indexer_logits(joined(q, q_sf), joined(k, k_sf), *given, out_dtype=out_dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    q, _, k, k_sf, weights, start, end, _ = inputs
+    ctx.save_for_backward(q, k, k_sf, weights, start, end)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """All keys of a query's range are selected ones."""
+    if ctx.needs_input_grad[3]:
+        raise RuntimeError("indexer_logits: the scales of k have no gradient; detach them")
+    q, k, k_sf, weights, start, end = ctx.saved_tensors
+    inside = references.in_range(start, end, k.shape[0])
+    keys = torch.arange(k.shape[0], device=q.device, dtype=torch.int32)
+    indices = torch.where(inside, keys, -1)
+    grad_q, grad_k, grad_weights = indexer_logits_bwd(
+        q, joined(k, k_sf), weights, indices, grad.float().contiguous()
+    )
+    return grad_q.to(q.dtype), None, grad_k.to(k.dtype), None, grad_weights, None, None, None
+
+
+INDEXER_LOGITS = Operator(
+    "attention.indexer_logits",
+    Arguments,
+    check=check,
+    outputs=outputs,
+    scratch=scratch,
+    launches=launches,
+    reference=_reference,
+    cost=cost,
+    dynamic={"q": 2, "k": 1, "k_sf": 0, "weights": 1, "start": 0, "end": 0},
+    backward=_backward,
+    setup_context=_save,
+)
+
+# For packed queries the number of queries decides whether keys are expanded before.
+INDEXER_LOGITS_PACKED = Operator(
+    "attention._indexer_logits_packed",
+    Arguments,
+    check=check,
+    outputs=outputs,
+    scratch=scratch,
+    launches=launches,
+    reference=_reference,
+    dynamic={"k": 1, "k_sf": 1},
+    backward=_backward,
+    setup_context=_save,
+    serves="indexer_logits",
+)
+
+
+@INDEXER_LOGITS.public(reference=references.indexer_logits)
+def indexer_logits(
+    q: Operand,
+    k: Operand,
+    weights: Tensor,
+    start: Tensor,
+    end: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """How much each key matters to each query: the logits of the lightning indexer.
+
+        logits[t, s] = k_sf[s] * sum over h of weights[t, h] * relu(q[t, h] . k[s])
+
+    summed in float32, and -inf outside of the query's range, which is cut to `0..S`. `k_sf` is 1
+    where keys have no scales. A NaN in a row makes its logits NaN, and so does the exponent 255;
+    the exponent 0 stands for 0. Weights times the scales of e2m1 must be finite numbers of float32.
+    An infinity of bfloat16 gives infinities or NaN.
+
+    All tensors are contiguous, and `q` and `k` have one format. `h` is in `1..128`, `D` is 32, 64,
+    128 or 256. The result is differentiable with respect to `q`, `k` and `weights`, except in e2m1.
+
+    Args:
+        q: `[T, h, D]`, float8_e4m3fn (with its scale folded into `weights`) or bfloat16; or
+            `(data, exponents)`: `[T, h, D / 2]`, int8 (packed e2m1), and `[T, h, D / 32]`, uint8
+            (ue8m0).
+        k: `(data, scales)`: `[S, D]`, float8_e4m3fn, and `[S]`, float32; or `(data, exponents)`:
+            `[S, D / 2]`, int8, and `[S, D / 32]`, uint8; or `[S, D]`, bfloat16.
+        weights: `[T, h]`, float32.
+        start: `[T]`, int32: the first key of each query.
+        end: `[T]`, int32: the key after its last one.
+        out_dtype: float32 or bfloat16.
+
+    Returns:
+        `[T, S]`, `out_dtype`, contiguous.
+
+    Raises:
+        TypeError: If an argument has another type or dtype, or scales where its format has none.
+        ValueError: If an argument has another shape, or is not contiguous.
+
+    Example:
+        >>> q, k = torch.zeros(1, 2, 32).bfloat16(), torch.zeros(3, 32).bfloat16()
+        >>> q[0, :, 0], k[:, 0] = torch.tensor([1, -1]), torch.tensor([1, -2, 3])
+        >>> weights, ends = torch.tensor([[0.5, 2.0]]), torch.tensor([0, 2]).int()
+        >>> indexer_logits(q, k, weights, ends[:1], ends[1:]).tolist()
+        [[0.5, 4.0, -inf]]
+    """
+    (queries, q_sf), (keys, k_sf) = pair(q), pair(k)
+    operator = INDEXER_LOGITS if q_sf is None else INDEXER_LOGITS_PACKED
+    return operator(queries, q_sf, keys, k_sf, weights, start, end, out_dtype)
+
+
+# ---- indexer_logits_bwd -------------------------------------------------------------------------
+
+
+class BackwardArguments(NamedTuple):
+    q: Tensor
+    k: Tensor
+    k_sf: Tensor | None
+    weights: Tensor
+    indices: Tensor
+    grad: Tensor
+
+
+def check_bwd(a: BackwardArguments) -> None:
+    checks.tensor("q", a.q, ("T", "h", "D"), (torch.bfloat16, torch.float8_e4m3fn))
+    check_operands(a.q, None, a.k, a.k_sf, a.weights)
+    tokens, heads, depth = a.q.shape
+    if padded_heads(heads) * depth > MAX_GRADIENT_ROW:
+        raise ValueError(f"q must have up to 64 heads with {depth} channels, got {heads}")
+    checks.tensor(
+        "indices", a.indices, ("T", "K"), torch.int32, shape=(tokens, None), contiguous=True
+    )
+    checks.tensor(
+        "grad", a.grad, ("T", "K"), torch.float32, shape=tuple(a.indices.shape), contiguous=True
+    )
+
+
+def check_bwd_values(a: BackwardArguments) -> None:
+    checks.in_range("indices", a.indices, -1, a.k.shape[0] - 1)
+
+
+def outputs_bwd(a: BackwardArguments) -> tuple[Out, Out, Out]:
+    return (
+        Out("grad_q", a.q.shape, torch.float32),
+        Out("grad_k", a.k.shape, torch.float32),
+        Out("grad_weights", a.weights.shape, torch.float32),
+    )
+
+
+def scratch_bwd(a: BackwardArguments) -> tuple[Out, ...]:
+    """The gradient of k in integers, and the inverse of their unit."""
+    return Out("counted", a.k.shape, torch.int64), Out("scale", (1,), torch.float32)
+
+
+def _choose_scale(
+    scale: Tensor, q: Tensor, k: Tensor, k_sf: Any, weights: Tensor, indices: Tensor, grad: Tensor
+) -> None:
+    """Writes the inverse of the power of two that shares of a key's gradient are counted in.
+
+    A share is at most `|grad| |k_sf| sum of |weights| max of |q|`; there are as many as indices.
+    """
+    present = (indices >= 0) & (indices < k.shape[0])
+    if k_sf is not None:
+        grad = grad * k_sf[indices.where(present, 0)]
+    largest = torch.where(present, grad, 0).abs().amax() * weights.abs().sum(-1).amax()
+    largest = largest * (q.abs().amax().float() if q.dtype == torch.bfloat16 else _LARGEST_E4M3)
+    bits = _SUM_BITS - math.ceil(math.log2(max(2, grad.numel())))
+    exponent = (bits - largest.log2().ceil()).clamp(-126, 126)
+    scale.copy_(torch.where(largest.isfinite(), exponent.exp2(), torch.nan))
+
+
+def _divide(grad_k: Tensor, counted: Tensor, scale: Tensor) -> None:
+    grad_k.copy_(counted.double() / scale.double())
+
+
+def launches_bwd(
+    a: BackwardArguments,
+    grad_q: Spec,
+    grad_k: Spec,
+    grad_weights: Spec,
+    counted: Spec,
+    scale: Spec,
+) -> list[Launch | Host]:
+    if 0 in (a.q.numel(), a.indices.numel(), a.k.numel()):
+        return [Host(Tensor.zero_, (x,)) for x in (grad_q, grad_k, grad_weights)]
+    problem = (SOURCES[a.q.dtype], a.q.shape[1], a.q.shape[2])
+    arguments = (
+        aligned(a.q), aligned(a.k), a.k_sf, a.weights, a.indices, a.grad, scale, grad_q, counted,
+        grad_weights,
+    )  # fmt: skip
+    return [
+        Host(Tensor.zero_, (counted,)),
+        Host(_choose_scale, (scale, *a)),
+        Launch(_GRADIENTS, problem, arguments),
+        Host(_divide, (grad_k, counted, scale)),
+    ]
+
+
+def cost_bwd(q: Tensor, k: Operand, indices: Tensor, **_: Any) -> Cost:
+    rows = indices.numel() * q.shape[2]
+    keys = pair(k)[0]
+    return Cost(
+        rows * (q.element_size() + 8) + q.numel() * (q.element_size() + 4) + 4 * keys.numel(),
+        6 * rows * q.shape[1],
+    )
+
+
+def _reference_bwd(
+    q: Tensor, k: Tensor, k_sf: Tensor | None, weights: Tensor, indices: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return references.indexer_logits_bwd(q, joined(k, k_sf), weights, indices, grad)
+
+
+INDEXER_LOGITS_BWD = Operator(
+    "attention.indexer_logits_bwd",
+    BackwardArguments,
+    check=check_bwd,
+    outputs=outputs_bwd,
+    scratch=scratch_bwd,
+    launches=launches_bwd,
+    reference=_reference_bwd,
+    cost=cost_bwd,
+    dynamic={"q": 2, "k": 1, "k_sf": 0, "weights": 1, "indices": 0, "grad": 0},
+    values=check_bwd_values,
+)
+
+
+@INDEXER_LOGITS_BWD.public(reference=references.indexer_logits_bwd)
+def indexer_logits_bwd(
+    q: Tensor, k: Operand, weights: Tensor, indices: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `indexer_logits`, given that of the logits at selected keys.
+
+    With `d = grad * k_sf` at key `s` of query `t`, and `c = q[t, h] . k[s]`,
+
+        grad_weights[t, h] = sum over s of d * relu(c)
+        grad_q[t, h]       = sum over s of d * weights[t, h] * [c > 0] * k[s]
+        grad_k[s]          = sum over t, h of d * weights[t, h] * [c > 0] * q[t, h]
+
+    where `d * weights` has 16 bits for the matrix units, sums are in float32, and those over
+    queries exact: deterministic, without floating-point atomics. Indices may come twice, and those
+    outside of `-1..S-1` count as -1. `q` and `k` must be finite; anything else that is not makes
+    all of `grad_k` NaN.
+
+    Args:
+        q: As in `indexer_logits`, but not e2m1; with `D` 256 up to 64 heads.
+        k: As in `indexer_logits`, but not e2m1.
+        weights: As in `indexer_logits`.
+        indices: `[T, K]`, int32, contiguous: keys as `indexer_select` gives them, -1 for none.
+        grad: `[T, K]`, float32, contiguous: the gradient of the logits at these keys.
+
+    Returns:
+        `(grad_q, grad_k, grad_weights)`, float32, contiguous, with the shapes of `q`, of the data
+        of `k`, and of `weights`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype, or `q` is packed.
+        ValueError: If an argument has another shape or is not contiguous, or `q` has too many
+            heads.
+
+    Example:
+        >>> q, k = torch.zeros(1, 1, 32).bfloat16(), torch.zeros(2, 32).bfloat16()
+        >>> q[0, 0, 0], k[:, 0] = 2, torch.tensor([3, -3])
+        >>> indices, grad = torch.tensor([[0, 1]]).int(), torch.tensor([[1.0, 10.0]])
+        >>> grads = indexer_logits_bwd(q, k, torch.tensor([[0.5]]), indices, grad)
+        >>> grads[0][0, 0, 0].item(), grads[1][:, 0].tolist(), grads[2].item()
+        (1.5, [1.0, 0.0], 6.0)
+    """
+    keys, k_sf = pair(k)
+    return INDEXER_LOGITS_BWD(q, keys, k_sf, weights, indices, grad)

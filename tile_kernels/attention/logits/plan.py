@@ -1,0 +1,55 @@
+"""Plans of the indexer's logits and of their gradients. Needs no TileLang."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tile_kernels.attention.indexer_plan import MARKED, tile_plan
+from tile_kernels.runtime.device import Device
+
+MAX_QUERIES = 16  # of a block
+
+
+class Plan(NamedTuple):
+    """The fields of a `Tile`, then the dtype of logits, and which blocks a launch computes."""
+
+    source: str
+    of_keys: str
+    unit: str
+    heads: int
+    padded: int
+    depth: int
+    keys: int
+    queries: int
+    stages: int
+    fenced: bool
+    out_dtype: str
+    role: str
+
+
+def plan(
+    source: str, of_keys: str, heads: int, depth: int, out_dtype: str, role: str, device: Device
+) -> Plan:
+    tile, _ = tile_plan(source, of_keys, role == MARKED, heads, depth, MAX_QUERIES, device)
+    return Plan(*tile, out_dtype, role)
+
+
+# ---- gradients ----------------------------------------------------------------------------------
+
+
+class GradientPlan(NamedTuple):
+    """`padded`: heads, at least as many as rows of a matrix instruction."""
+
+    source: str
+    heads: int
+    padded: int
+    depth: int
+    fenced: bool
+
+
+def plan_gradients(source: str, heads: int, depth: int, device: Device) -> GradientPlan:
+    return GradientPlan(source, heads, padded_heads(heads), depth, device.arch == "sm_90a")
+
+
+def padded_heads(heads: int) -> int:
+    return 64 if heads <= 64 else 128

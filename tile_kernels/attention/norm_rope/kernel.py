@@ -1,0 +1,213 @@
+"""What follows the compression in inference: norm, rotation, and the cast to e4m3."""
+
+from typing import Any
+
+from tilelang import language as T
+
+from tile_kernels.attention.geometry import bits_of, blocks_per_sm
+from tile_kernels.attention.norm_rope.plan import GROUP, FusedPlan, RowsPlan
+from tile_kernels.attention.primitives import (
+    PASS_CONFIGS,
+    PRELUDE,
+    assume_multiples,
+    window_walk,
+)
+from tile_kernels.quant.primitives import CLAMP_MIN, encode_and_store, group_amax, scale_of
+from tile_kernels.runtime.kernels.common import WARP
+from tile_kernels.runtime.launch import kernel
+
+THREADS = 256
+
+
+def row_tail(
+    channels: int, rotated: int, window: int, ragged: bool, vector: int, lanes: int
+) -> Any:
+    """A macro: a row of `channels`, `vector` in each of `lanes` threads, to its results.
+
+    `lanes` is a power of two; all threads of a block call it, it is a barrier for rows of more than
+    a warp. `of_warps` is shared memory, `(slots, warps)`.
+    """
+    plain = channels - rotated
+    warps = max(1, lanes // WARP)
+    amax_of, scaled = group_amax(vector, GROUP), scale_of("e4m3", True)
+    encode = encode_and_store("e4m3", plain, vector, vector)
+
+    @T.macro
+    def summed(slot, lane, values, of_warps, total):
+        total[0] = T.float32(0)
+        for v in T.unroll(vector):
+            total[0] = T.ieee_fmaf(values[v], values[v], total[0])
+        for d in T.unroll(min(lanes, WARP).bit_length() - 1):
+            total[0] = T.ieee_add(total[0], T.shfl_xor(total[0], T.shift_left(1, d)))
+        if warps > 1:
+            if lane % WARP == 0:
+                of_warps[slot, lane // WARP] = total[0]
+            T.sync_threads()
+            total[0] = of_warps[slot, 0]
+            for w in T.unroll(warps - 1):
+                total[0] = T.ieee_add(total[0], of_warps[slot, w + 1])
+            T.sync_threads()
+
+    @T.macro
+    def rotate(values, position, pair, cos, sin):
+        for i in T.unroll(vector // 2):
+            c = T.alloc_var(T.float32, init=cos[position, pair + i])
+            s = T.alloc_var(T.float32, init=sin[position, pair + i])
+            left = T.alloc_var(T.float32, init=values[2 * i])
+            right = T.alloc_var(T.float32, init=values[2 * i + 1])
+            values[2 * i] = T.ieee_sub(T.ieee_mul(left, c), T.ieee_mul(right, s))
+            values[2 * i + 1] = T.ieee_add(T.ieee_mul(left, s), T.ieee_mul(right, c))
+
+    @T.macro
+    def finished(
+        at, num_windows, slot, lane, values, places, of_warps,
+        weight, cos, sin, data, sf, turned, eps,
+    ):  # fmt: skip
+        channel = lane * vector
+        total = T.alloc_local((1,), T.float32)
+        scale = T.alloc_local((2,), T.float32)
+        inverse = T.alloc_local((1,), T.float32)
+        weights = T.alloc_local((vector,), T.float32)
+        written = T.alloc_local((vector,), T.bfloat16)
+        position = T.alloc_var(T.int32, init=0)
+        for v in T.unroll(vector):
+            weights[v] = T.float32(0)
+        if channel < channels:
+            for v in T.vectorized(vector):
+                weights[v] = weight[channel + v]
+        summed(slot, lane, values, of_warps, total)
+        factor = T.alloc_var(
+            T.float32,
+            init=T.rsqrt(T.ieee_fmaf(total[0], T.float32(1 / channels), eps)),
+        )
+        for v in T.unroll(vector):
+            values[v] = T.ieee_mul(T.ieee_mul(values[v], factor), weights[v])
+        scaled(amax_of(values, 0), T.float32(CLAMP_MIN["e4m3"]), scale)
+        inverse[0] = scale[1]
+        if at < num_windows:
+            if channel < plain:
+                if lane % (GROUP // vector) == 0:
+                    sf[at, channel // GROUP] = scale[0]
+                encode(values, 0, inverse, vector, data, at, channel)
+            elif channel < channels:
+                position = at * window
+                if ragged:
+                    position = T.max(places[at, 2], 0)
+                position = T.min(position, cos.shape[0] - 1)
+                rotate(values, position, (channel - plain) // 2, cos, sin)
+                for v in T.unroll(vector):
+                    written[v] = T.cast(values[v], T.bfloat16)
+                for v in T.vectorized(vector):
+                    turned[at, channel - plain + v] = written[v]
+
+    return finished
+
+
+# ---- in one pass with the compression -----------------------------------------------------------
+
+
+def fused_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    p = FusedPlan(*static)
+    loads = {p.vector * bits_of(p.dtype), 32 * min(p.vector, 4), 32}
+    return tuple(sorted(loads)), tuple(sorted({8 * p.vector, 16 * p.vector, 32}))
+
+
+@kernel(access_bits=fused_access_bits, pass_configs=PASS_CONFIGS)
+def compress_tail(*static: Any) -> Any:
+    """For windows that one thread holds, of rows that one block holds."""
+    p = FusedPlan(*static)
+    geo, dtype = p.compress.geometry, p.dtype
+    tail = row_tail(p.channels, p.rotated, p.window, p.ragged, p.vector, geo.lanes)
+    plain = p.channels - p.rotated
+    tokens, num_windows, positions = T.dynamic("tokens num_windows positions")
+    rows = T.dynamic("kv_a_row z_a_row kv_b_row z_b_row", "int64")
+    bias_rows = T.dynamic("bias_a_row bias_b_row", "int64")
+    shape, biases_shape = (tokens, p.channels), (p.window, p.channels)
+
+    @T.macro
+    def finish(at, num_windows, slot, group, lane, channel, entry, places, results):
+        tail(at, num_windows, slot, lane, entry, places, *results)
+
+    walked = window_walk(p.compress, finish)
+
+    @T.prim_func
+    def compress_norm_rope_cast(
+        kv_a: T.StridedTensor[shape, (rows[0], 1), dtype],
+        z_a: T.StridedTensor[shape, (rows[1], 1), dtype],
+        bias_a: T.StridedTensor[biases_shape, (bias_rows[0], 1), T.float32],
+        kv_b: T.StridedTensor[shape, (rows[2], 1), dtype],
+        z_b: T.StridedTensor[shape, (rows[3], 1), dtype],
+        bias_b: T.StridedTensor[biases_shape, (bias_rows[1], 1), T.float32],
+        places: T.Tensor[(num_windows, 3), T.int32],
+        weight: T.Tensor[(p.channels,), T.float32],
+        cos: T.Tensor[(positions, p.rotated // 2), T.float32],
+        sin: T.Tensor[(positions, p.rotated // 2), T.float32],
+        data: T.Tensor[(num_windows, plain), T.float8_e4m3fn],
+        sf: T.Tensor[(num_windows, plain // GROUP), T.float32],
+        turned: T.Tensor[(num_windows, p.rotated), T.bfloat16],
+        eps: T.float32,
+    ):
+        with T.Kernel(
+            T.min(T.ceildiv(num_windows, geo.slots), p.workers),
+            threads=geo.threads,
+            prelude=PRELUDE,
+        ) as block:
+            T.annotate_min_blocks_per_sm(blocks_per_sm(geo))
+            assume_multiples(p.vector, rows[: 2 * p.series])
+            assume_multiples(geo.part, bias_rows[: p.series])
+            of_warps = T.alloc_shared((geo.slots, max(1, geo.lanes // WARP)), T.float32)
+            walked(
+                block, 0, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, places,
+                (of_warps, weight, cos, sin, data, sf, turned, eps),
+            )  # fmt: skip
+
+    return compress_norm_rope_cast
+
+
+# ---- of entries in memory -----------------------------------------------------------------------
+
+
+def rows_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    p = RowsPlan(*static)
+    loads = {32 * min(p.vector, 4), 32}
+    return tuple(sorted(loads)), tuple(sorted({8 * p.vector, 16 * p.vector, 32}))
+
+
+@kernel(access_bits=rows_access_bits, pass_configs=PASS_CONFIGS)
+def norm_rope_cast(*static: Any) -> Any:
+    """A row of `lanes` threads."""
+    p = RowsPlan(*static)
+    lanes, plain = p.lanes, p.channels - p.rotated
+    slots = max(1, THREADS // lanes)
+    tail = row_tail(p.channels, p.rotated, p.window, p.ragged, p.vector, lanes)
+    num_windows, positions = T.dynamic("num_windows positions")
+
+    @T.prim_func
+    def norm_rope_cast_rows(
+        entries: T.Tensor[(num_windows, p.channels), T.float32],
+        places: T.Tensor[(num_windows, 3), T.int32],
+        weight: T.Tensor[(p.channels,), T.float32],
+        cos: T.Tensor[(positions, p.rotated // 2), T.float32],
+        sin: T.Tensor[(positions, p.rotated // 2), T.float32],
+        data: T.Tensor[(num_windows, plain), T.float8_e4m3fn],
+        sf: T.Tensor[(num_windows, plain // GROUP), T.float32],
+        turned: T.Tensor[(num_windows, p.rotated), T.bfloat16],
+        eps: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(num_windows, slots), threads=slots * lanes) as block:
+            lane = T.get_thread_binding() % lanes
+            slot = T.get_thread_binding() // lanes
+            at = block * slots + slot
+            values = T.alloc_local((p.vector,), T.float32)
+            of_warps = T.alloc_shared((slots, max(1, lanes // WARP)), T.float32)
+            for v in T.unroll(p.vector):
+                values[v] = T.float32(0)
+            if at < num_windows and lane * p.vector < p.channels:
+                for v in T.vectorized(p.vector):
+                    values[v] = entries[at, lane * p.vector + v]
+            tail(
+                at, num_windows, slot, lane, values, places, of_warps,
+                weight, cos, sin, data, sf, turned, eps,
+            )  # fmt: skip
+
+    return norm_rope_cast_rows

@@ -1,0 +1,497 @@
+"""The scores of keys for queries, on tensor cores: a tile of keys for all heads of some queries.
+
+    score[t, s] = k_sf[s] * sum over h of weights[t, h] * relu(q[t, h] . k[s])
+
+A block holds the rows (query, head) of its queries and streams over tiles of keys. Keys are the
+rows of the product and (query, head) its columns, so that a thread and its three neighbours hold
+all heads of a key: they are weighted and summed in registers. While the matrix units multiply a
+tile, threads expand the next one and put away the scores of the one before.
+
+The matrix units multiply e4m3 or bfloat16. Packed e2m1 is expanded on the way into shared memory:
+to e4m3 where all groups of each row are within `2**11` of its largest one, the row's own power of
+two apart, which is exact; to bfloat16 otherwise. A launch in e4m3 marks the blocks that it cannot
+do exactly, and a second one in bfloat16 does those alone. For many queries keys are expanded to
+e4m3 in memory first (see `expand_keys`), once instead of for each block.
+"""
+
+from typing import Any
+
+from tilelang import language as T
+
+from tile_kernels.attention.indexer_plan import BF16, E2M1, E4M3, GROUP, KEYS, Tile
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
+from tile_kernels.runtime.launch import kernel
+
+# e2m1's magnitudes 0, .5, 1, 1.5 and 2, 3, 4, 6 as bytes of e4m3; a power of two more adds 8 each.
+LOW, LOW_STEP, HIGH, HIGH_STEP = 0x3C383000, 0x08080800, 0x4C484440, 0x08080808
+UP, DOWN = 6, -5  # 6 * 2**6 is not above e4m3's largest number, 0.5 * 2**-5 is a normal one
+
+
+def shared_memory(tile: Tile, slots: int = 2) -> tuple[Any, ...]:
+    """In a kernel: what a block holds of queries and keys, and the scores of some tiles.
+
+    Factors of queries are where scores will be: they are done with before."""
+    of_scores = T.alloc_shared((slots, tile.queries, tile.keys), T.float32)
+    return (
+        T.alloc_shared((1, tile.columns, tile.depth), tile.unit),  # queries
+        T.alloc_shared((tile.slots, tile.keys, tile.depth), tile.unit),  # keys
+        T.alloc_shared(tile.raw, tile.row(tile.of_keys)[1]),  # keys before they are expanded
+        T.view(of_scores, (1, slots * tile.queries * tile.keys)),  # factors of queries
+        T.alloc_shared((tile.columns,), T.float32),  # weights
+        T.alloc_shared((tile.factor_slots, tile.keys), T.float32),  # factors of keys
+        T.alloc_shared((2, tile.queries), T.int32),  # ranges
+        of_scores,
+    )
+
+
+def landing_places(tile: Tile) -> Any:
+    """In a kernel: a barrier for each tile of keys that is under way, if they are copied whole."""
+    return T.alloc_barrier([1] * tile.stages) if tile.bulk else None
+
+
+def published(tile: Tile) -> Any:
+    """A macro: a barrier, after which the matrix units see what was written to shared memory."""
+
+    @T.macro
+    def publish():
+        if tile.fenced:
+            T.fence_proxy_async()
+        T.sync_threads()
+
+    return publish
+
+
+def product(tile: Tile) -> Any:
+    """Macros: `start` multiplies a slot's keys with all columns; `finish` weights and adds heads.
+
+    With e4m3 the weights are half of what they are (see `load_queries`).
+    On Hopper the matrix units are at work from one to the other; elsewhere `start` waits for them.
+    """
+    registers = tile.keys * tile.columns // tile.threads
+    gemm = T.wgmma_gemm if tile.fenced else T.gemm
+
+    @T.macro
+    def start(of_keys, slot, of_queries, products):
+        gemm(
+            of_keys[slot, :, :], of_queries[0, :, :], products, transpose_B=True, clear_accum=True,
+            policy=T.GemmWarpPolicy.FullRow,
+        )  # fmt: skip
+
+    @T.macro
+    def finish(products, by_head, weights, sums):
+        if tile.fenced:
+            T.wait_wgmma(0)
+            T.warpgroup_fence_operand(products, num_regs=registers)
+        for i, j in T.Parallel(tile.keys, tile.columns):
+            if tile.unit == E4M3:
+                # Twice relu, by a unit that has nothing else to do; finite here, and NaN stays.
+                products[i, j] = (products[i, j] + T.abs(products[i, j])) * weights[j]
+            else:
+                # relu as the larger of two integers: NaN, which is positive here, stays.
+                positive = T.max(T.reinterpret(products[i, j], T.int32), 0)
+                products[i, j] = T.reinterpret(positive, T.float32) * weights[j]
+        T.reduce_sum(by_head, sums, dim=2, batch=2 * tile.queries)
+
+    return start, finish
+
+
+def scores_of(tile: Tile) -> Any:
+    """A macro: sums over heads, with the factor of each key, to shared memory by query."""
+
+    @T.macro
+    def scaled(sums, factors, number, of_scores, slot):
+        of_tile = number % tile.factor_slots
+        for i, t in T.Parallel(tile.keys, tile.queries):
+            if tile.of_keys == BF16:
+                of_scores[slot, t, i] = sums[i, t]
+            else:
+                of_scores[slot, t, i] = sums[i, t] * factors[of_tile, i]
+
+    return scaled
+
+
+# ---- ranges -------------------------------------------------------------------------------------
+
+
+def query_ranges(tile: Tile) -> Any:
+    """Macros: `load` the ranges of a block's queries to shared memory, cut to the keys that there
+    are; `span`, the tiles of the block's share that some query has keys in, from one to another."""
+
+    @T.macro
+    def load(start, end, first, tokens, num_keys, bounds):
+        tx = T.get_thread_binding()
+        if tx < tile.queries:
+            bounds[0, tx] = 0
+            bounds[1, tx] = 0
+            if first + tx < tokens:
+                bounds[0, tx] = T.max(start[first + tx], 0)
+                bounds[1, tx] = T.min(end[first + tx], num_keys)
+
+    @T.macro
+    def span(bounds, num_keys, share, tiles, between):
+        least = T.alloc_var(T.int32, init=num_keys)
+        most = T.alloc_var(T.int32, init=0)
+        for t in T.serial(tile.queries):
+            if bounds[0, t] < bounds[1, t]:
+                least = T.min(least, bounds[0, t])
+                most = T.max(most, bounds[1, t])
+        between[0] = T.max(share * tiles, least // tile.keys)
+        between[1] = T.min((share + 1) * tiles, T.ceildiv(most, tile.keys))
+
+    return load, span
+
+
+def marks_of(tile: Tile) -> Any:
+    """Macros about what is not done exactly: whether queries of a block are `marked` for its share
+    of the keys, and whether `some` of many are, by way of shared `flag`; `begin` a block's own
+    mark, with those that its keys have by tiles of 128, if they were expanded before."""
+
+    @T.macro
+    def some(marks, first, count, tokens, share, flag):
+        tx = T.get_thread_binding()
+        if tx == 0:
+            flag[0] = 0
+        T.sync_threads()
+        for i in T.serial(T.ceildiv(count, tile.threads)):
+            if i * tile.threads + tx < count and first + i * tile.threads + tx < tokens:
+                if marks[first + i * tile.threads + tx, share] != 0:
+                    flag[0] = 1
+        T.sync_threads()
+        return flag[0] != 0
+
+    @T.macro
+    def marked(marks, first, tokens, share):
+        found = T.alloc_var(T.int32, init=0)
+        for t in T.serial(tile.queries):
+            if first + t < tokens:
+                found = T.max(found, marks[first + t, share])
+        return found != 0
+
+    @T.macro
+    def begin(k_marks, num_keys, share, share_keys, wide):
+        if tile.source == E2M1 and not tile.packed:
+            count = share_keys // KEYS
+            some(k_marks, share * count, count, T.ceildiv(num_keys, KEYS), 0, wide)
+        elif tile.packed and T.get_thread_binding() == 0:
+            wide[0] = 0
+
+    return some, marked, begin
+
+
+# ---- packed e2m1 --------------------------------------------------------------------------------
+
+
+def expansion(unit: str, groups: int) -> Any:
+    """A macro: the 32 codes of a group, `words` from `at` on, into a row of `place[slot]`, and the
+    row's own factor.
+
+    The groups of a row are in neighbouring lanes; all lanes come, those of no row with codes 0.
+    `wide[0]`, shared, becomes 1 where e4m3 cannot hold all groups of the row.
+    """
+
+    @T.macro
+    def bytes_of(word, low, high, octets, at):
+        """Eight codes as bytes: magnitudes from a table, by three bits each, and signs."""
+        evens = T.alloc_var(T.uint32, init=word << T.uint32(4))  # their signs where bytes have them
+        for half in (0, 1):
+            codes = word >> T.uint32(16 * half)
+            four = T.call_extern(T.uint32, "__byte_perm", low, high, codes)
+            order = T.uint32(0x5140 + 0x2222 * half)
+            signs = T.call_extern(T.uint32, "__byte_perm", evens, word, order)
+            octets[at + half] = four | (signs & T.uint32(0x80808080))
+
+    @T.macro
+    def to_e4m3(words, at, exponent, place, slot, row, rows, group, factors, factor_slot, wide):
+        data = T.alloc_local((16,), T.float8_e4m3fn)
+        octets = T.view(data, (4,), T.uint32)
+        most = T.alloc_var(T.int32, init=0)
+        shift = T.alloc_var(T.int32, init=0)
+        low = T.alloc_var(T.uint32, init=T.uint32(0))
+        high = T.alloc_var(T.uint32, init=T.uint32(0))
+        codes = words[at] | words[at + 1] | words[at + 2] | words[at + 3]
+        some = (codes & T.uint32(0x77777777)) != T.uint32(0)
+        if some and exponent < 255:
+            most = exponent
+        for d in T.unroll((groups - 1).bit_length()):
+            most = T.max(most, T.shfl_xor(most, T.shift_left(1, d)))
+        if exponent == 255:
+            low = T.uint32(0x7F7F7F7F)
+            high = T.uint32(0x7F7F7F7F)
+        elif some and exponent > 0:
+            shift = exponent - most + UP
+            if shift < DOWN:
+                wide[0] = 1
+                shift = DOWN
+            low = T.uint32(LOW) + T.cast(shift, T.uint32) * T.uint32(LOW_STEP)
+            high = T.uint32(HIGH) + T.cast(shift, T.uint32) * T.uint32(HIGH_STEP)
+        for c in T.unroll(GROUP // 16):
+            for half in T.unroll(2):
+                bytes_of(words[at + c * 2 + half], low, high, octets, half * 2)
+            if row < rows:
+                for e in T.vectorized(16):
+                    place[slot, row, group * GROUP + c * 16 + e] = data[e]
+        if row < rows and group == 0:
+            scale = T.reinterpret(T.cast(most, T.uint32) << T.uint32(23), T.float32)
+            factors[factor_slot, row] = scale * T.float32(2.0**-UP)
+
+    @T.macro
+    def to_bfloat16(words, at, exponent, place, slot, row, rows, group, factors, factor_slot, wide):
+        codes = T.alloc_local((8,), T.float8_e4m3fn)
+        octets = T.view(codes, (2,), T.uint32)
+        data = T.alloc_local((8,), T.bfloat16)
+        scale = T.alloc_var(T.float32)
+        scale = T.reinterpret(T.cast(exponent, T.uint32) << T.uint32(23), T.float32)
+        if exponent == 255:
+            scale = T.reinterpret(T.uint32(0x7FFFFFFF), T.float32)
+        for c in T.unroll(GROUP // 8):
+            bytes_of(words[at + c], T.uint32(LOW), T.uint32(HIGH), octets, 0)
+            for e in T.unroll(8):
+                data[e] = T.cast(T.cast(codes[e], T.float32) * scale, T.bfloat16)
+            if row < rows:
+                for e in T.vectorized(8):
+                    place[slot, row, group * GROUP + c * 8 + e] = data[e]
+        if row < rows and group == 0:
+            factors[factor_slot, row] = T.float32(1)
+
+    return to_e4m3 if unit == E4M3 else to_bfloat16
+
+
+# ---- queries ------------------------------------------------------------------------------------
+
+
+def load_queries(tile: Tile) -> Any:
+    """A macro: rows (query, head) of the block into `of_queries`, and their weights, or half of
+    them (see `product`).
+
+    Heads and queries beyond the last are zero. A barrier must come before weights are read.
+    """
+    expand = expansion(tile.unit, tile.groups)
+    publish = published(tile)
+    threads, groups = tile.threads, tile.groups
+    of_relu = 0.5 if tile.unit == E4M3 else 1.0
+
+    def factor_of(factors: Any, column: Any) -> Any:
+        own = factors[0, column] if tile.source == E2M1 else T.float32(1)
+        return own * T.float32(of_relu)
+
+    @T.macro
+    def load(q, q_sf, weights, first, tokens, of_queries, factors, of_weights, wide):
+        if tile.source == E2M1:
+            words = T.alloc_local((4,), T.uint32)
+            exponent = T.alloc_var(T.int32)
+            for c in T.unroll(-(-tile.columns * groups // threads)):
+                row = (c * threads + T.get_thread_binding()) // groups
+                group = T.get_thread_binding() % groups
+                token = first + row // tile.padded
+                head = row % tile.padded
+                for e in T.unroll(4):
+                    words[e] = T.uint32(0)
+                exponent = 0
+                if row < tile.columns and token < tokens and head < tile.heads:
+                    for e in T.vectorized(4):
+                        words[e] = q[token, head, group * 4 + e]
+                    exponent = T.cast(q_sf[token, head, group], T.int32)
+                expand(
+                    words, 0, exponent, of_queries, 0, row, tile.columns, group, factors, 0, wide
+                )
+        elif tile.source != tile.unit:
+            # Loaded first, then cast: in one step the load would not wait for the condition.
+            loaded = T.alloc_fragment((tile.columns, tile.depth), tile.source)
+            for i, j in T.Parallel(tile.columns, tile.depth):
+                if first + i // tile.padded < tokens and i % tile.padded < tile.heads:
+                    loaded[i, j] = q[first + i // tile.padded, i % tile.padded, j]
+                else:
+                    loaded[i, j] = T.cast(0, tile.source)
+            for i, j in T.Parallel(tile.columns, tile.depth):
+                of_queries[0, i, j] = T.cast(loaded[i, j], tile.unit)
+        else:
+            for i, j in T.Parallel(tile.columns, tile.depth):
+                if first + i // tile.padded < tokens and i % tile.padded < tile.heads:
+                    of_queries[0, i, j] = q[first + i // tile.padded, i % tile.padded, j]
+                else:
+                    of_queries[0, i, j] = T.cast(0, tile.unit)
+        publish()
+        for j in T.Parallel(tile.columns):
+            of_weights[j] = T.float32(0)
+            if first + j // tile.padded < tokens and j % tile.padded < tile.heads:
+                of_weights[j] = weights[first + j // tile.padded, j % tile.padded] * factor_of(
+                    factors, j
+                )
+
+    return load
+
+
+# ---- keys ---------------------------------------------------------------------------------------
+
+
+def stream_keys(tile: Tile) -> Any:
+    """Macros: `open_stream` of the tiles from `begin` to `last`; `arrive`, after which the tile
+    `number` can be multiplied; `forward`, while it is: fetches others and expands the next one.
+
+    Tiles come by copies that go on behind, `stages` of them in a ring, or in packed form a tile
+    ahead in registers. Copied whole, they land at a barrier each, and a stream is opened once.
+    """
+    expand = expansion(tile.unit, tile.groups)
+    publish = published(tile)
+    threads, groups = tile.threads, tile.groups
+    copies = 2 if tile.of_keys == E4M3 else 1
+    reach = 2 if tile.packed else tile.stages  # tiles that are held, the one in use too
+
+    @T.macro
+    def fetch_packed(k, k_sf, num_keys, number, last, words, exponents):
+        """A thread's groups of a tile, and their exponents."""
+        for c in T.unroll(tile.rounds):
+            exponents[c] = 0
+        for e in T.unroll(4 * tile.rounds):
+            words[e] = T.uint32(0)
+        if number < last:
+            for c in T.unroll(tile.rounds):
+                row = (c * threads + T.get_thread_binding()) // groups
+                group = T.get_thread_binding() % groups
+                if row < tile.keys and number * tile.keys + row < num_keys:
+                    for e in T.vectorized(4):
+                        words[c * 4 + e] = k[number * tile.keys + row, group * 4 + e]
+                    exponents[c] = T.cast(k_sf[number * tile.keys + row, group], T.int32)
+
+    @T.macro
+    def fetch_copies(k, k_sf, number, last, of_keys, raw, factors):
+        if number < last:
+            row = number * tile.keys
+            slot = number % tile.stages
+            if tile.expanded:
+                T.async_copy(k[row : row + tile.keys, 0 : tile.depth], raw[slot, :, :])
+            else:
+                T.async_copy(k[row : row + tile.keys, 0 : tile.depth], of_keys[slot, :, :])
+            if tile.of_keys == E4M3:
+                T.async_copy(k_sf[row : row + tile.keys], factors[number % tile.factor_slots, :])
+        else:
+            for _ in T.unroll(copies):
+                T.ptx_commit_group()
+
+    @T.macro
+    def fetch_whole(k, k_sf, number, last, of_keys, factors, landing):
+        if number < last:
+            row = number * tile.keys
+            slot = number % tile.stages
+            T.tma_copy(
+                k[row : row + tile.keys, 0 : tile.depth], of_keys[slot, :, :], barrier=landing[slot]
+            )
+            if tile.of_keys == E4M3:
+                T.tma_copy(k_sf[row : row + tile.keys], factors[slot, :], barrier=landing[slot])
+            if T.get_thread_binding() == 0:
+                T.barrier_arrive(landing[slot])
+
+    @T.macro
+    def fetch(k, k_sf, num_keys, number, last, of_keys, raw, factors, landing, words, exponents):
+        if tile.packed:
+            fetch_packed(k, k_sf, num_keys, number, last, words, exponents)
+        elif tile.bulk:
+            fetch_whole(k, k_sf, number, last, of_keys, factors, landing)
+        else:
+            fetch_copies(k, k_sf, number, last, of_keys, raw, factors)
+
+    @T.macro
+    def expand_tile(number, last, of_keys, raw, factors, words, exponents, wide):
+        if number < last:
+            if tile.packed:
+                for c in T.unroll(tile.rounds):
+                    row = (c * threads + T.get_thread_binding()) // groups
+                    group = T.get_thread_binding() % groups
+                    expand(
+                        words, c * 4, exponents[c], of_keys, number % tile.slots, row, tile.keys,
+                        group, factors, number % tile.factor_slots, wide,
+                    )  # fmt: skip
+            else:
+                for i, j in T.Parallel(tile.keys, tile.depth):
+                    of_keys[number % tile.slots, i, j] = T.cast(
+                        raw[number % tile.stages, i, j], tile.unit
+                    )
+
+    @T.macro
+    def landed(number, begin, landing):
+        """Whatever has been on its way longest is there."""
+        if tile.bulk:
+            slot = number % tile.stages
+            T.mbarrier_wait_parity(landing[slot], (number - begin) // tile.stages % 2)
+            T.sync_threads()
+        else:
+            if not tile.packed:
+                T.ptx_wait_group(copies * (tile.stages - 2))
+            publish()
+
+    @T.macro
+    def open_stream(
+        k, k_sf, num_keys, begin, last, of_keys, raw, factors, landing, words, exponents, wide
+    ):
+        for i in T.unroll(reach - 1):
+            number = begin + i
+            fetch(k, k_sf, num_keys, number, last, of_keys, raw, factors, landing, words, exponents)
+        if tile.ahead:
+            landed(begin, begin, landing)
+            expand_tile(begin, last, of_keys, raw, factors, words, exponents, wide)
+            number = begin + reach - 1
+            fetch(k, k_sf, num_keys, number, last, of_keys, raw, factors, landing, words, exponents)
+
+    @T.macro
+    def arrive(number, begin, last, of_keys, raw, factors, landing, words, exponents, wide):
+        landed(number, begin, landing)
+        if tile.expanded and not tile.ahead:
+            expand_tile(number, last, of_keys, raw, factors, words, exponents, wide)
+            publish()
+
+    @T.macro
+    def forward(
+        k, k_sf, num_keys, number, last, of_keys, raw, factors, landing, words, exponents, wide
+    ):
+        if tile.ahead:
+            expand_tile(number + 1, last, of_keys, raw, factors, words, exponents, wide)
+        following = number + reach - 1 + tile.ahead
+        fetch(k, k_sf, num_keys, following, last, of_keys, raw, factors, landing, words, exponents)
+
+    return open_stream, arrive, forward
+
+
+# ---- keys expanded in memory ---------------------------------------------------------------------
+
+
+@kernel(access_bits=lambda *_: ((8, 128), (32, 128)), pass_configs=EXPLICIT_GUARDS)
+def expand_keys(depth: int) -> Any:
+    """Keys in packed e2m1 as e4m3 in memory, each with a factor: once for all that score them.
+
+    A thread has a group. A tile of keys is marked if e4m3 cannot hold one of them exactly.
+    """
+    num_keys, tiles = T.dynamic("num_keys tiles")
+    groups = depth // GROUP
+    threads = KEYS * groups
+    expand = expansion(E4M3, groups)
+
+    @T.prim_func
+    def expand_tiles(
+        k: T.Tensor[(num_keys, depth // 8), T.uint32],
+        k_sf: T.Tensor[(num_keys, groups), T.uint8],
+        out: T.Tensor[(1, num_keys, depth), E4M3],
+        factors: T.Tensor[(1, num_keys), T.float32],
+        marks: T.Tensor[(tiles, 1), T.int32],
+    ):
+        with T.Kernel(tiles, threads=threads) as tile:
+            tx = T.get_thread_binding()
+            wide = T.alloc_shared((1,), T.int32)
+            words = T.alloc_local((4,), T.uint32)
+            exponent = T.alloc_var(T.int32, init=0)
+            key = tile * KEYS + tx // groups
+            group = tx % groups
+            if tx == 0:
+                wide[0] = 0
+            for e in T.unroll(4):
+                words[e] = T.uint32(0)
+            if key < num_keys:
+                for e in T.vectorized(4):
+                    words[e] = k[key, group * 4 + e]
+                exponent = T.cast(k_sf[key, group], T.int32)
+            T.sync_threads()
+            expand(words, 0, exponent, out, 0, key, num_keys, group, factors, 0, wide)
+            T.sync_threads()
+            if tx == 0:
+                marks[tile, 0] = wide[0]
+
+    return expand_tiles

@@ -1,0 +1,313 @@
+"""The best keys of each query, from scores that never leave shared memory.
+
+A block streams over the keys of its queries as `score_tiles` does, and each query has a list of the
+best keys so far (see `list_primitives`). Where there are few queries, blocks share the keys, and
+the lists that they leave are merged as rows of logits are.
+"""
+
+from typing import Any
+
+from tilelang import language as T
+
+from tile_kernels.attention.indexer_plan import BINS, E2M1, MARKED, MARKING, Tile
+from tile_kernels.attention.list_primitives import FOUND, NO_TYPED_SYNC, keep_best, key_of
+from tile_kernels.attention.score_primitives import (
+    landing_places,
+    load_queries,
+    marks_of,
+    product,
+    query_ranges,
+    scores_of,
+    shared_memory,
+    stream_keys,
+)
+from tile_kernels.attention.select.plan import SLOTS, SPARE, TOGETHER, Plan
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
+from tile_kernels.runtime.launch import kernel
+
+ALL_BYTES = 0x01010101
+
+
+def sum_of_bytes(word: Any, factors: Any, start: Any) -> Any:
+    """`start`, and bytes of a word times those of `factors`; all below 128."""
+    return T.call_extern(T.int32, "__dp4a", word, factors, start)
+
+
+def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
+    return (8, 32, 128) if Plan(*static).source == E2M1 else (32, 128), 32
+
+
+@kernel(access_bits=access_bits, pass_configs={**NO_TYPED_SYNC, **EXPLICIT_GUARDS})
+def best_keys(*static: Any) -> Any:
+    """Some queries and `share_keys` keys for a block, a multiple of 128.
+
+    The last queries come first: with causal ranges they take longest.
+    """
+    made = Plan(*static)
+    tile, role = Tile(*static[: len(Tile._fields)]), made.role
+    heads, keys, queries = tile.heads, tile.keys, tile.queries
+    topk, capacity = made.topk, made.capacity
+    warps, lanes = tile.threads // WARP, WARP // queries  # of a query
+    per = TOGETHER * queries * keys // tile.threads  # keys of a query that a thread takes at a time
+    of_warp, vector = lanes * per, min(4, per)
+    (width, element), (k_width, k_element) = tile.row(tile.source), tile.row(tile.of_keys)
+    tokens, num_keys, shares, marked_tiles = T.dynamic("tokens num_keys shares marked_tiles")
+    q_scales = (tokens, heads, tile.groups)
+    k_scales = (num_keys, tile.groups) if tile.packed else (num_keys,)
+    load = load_queries(tile)
+    load_ranges, span = query_ranges(tile)
+    some_marked, marked, begin_marks = marks_of(tile)
+    open_stream, arrive, forward = stream_keys(tile)
+    start_product, finish_product = product(tile)
+    scaled = scores_of(tile)
+    ids_in = "uint16" if made.short else "int32"
+    keep = keep_best(topk, capacity, tile.threads, lambda word: word, ids_in)
+
+    @T.macro
+    def slot_of(i):
+        """Of the scores of the `i`-th tile: the first of those that lists take together has two in
+        turn, the others one each."""
+        slot = T.alloc_var(T.int32, init=i % TOGETHER)
+        if slot == 0:
+            slot = i // TOGETHER % 2 * TOGETHER
+        return slot
+
+    @T.macro
+    def offer(of_scores, i, number, last, bounds, inner, floors, offered, place, passed):
+        """Of the scores of some tiles, from the `i`-th on, which is `number`: what is above the
+        bound of its query's list, 0 for others, as many for each thread; where its first goes
+        among those of the warp, and how many these are. `inner`: all keys are in range."""
+        warp = T.get_thread_binding() // WARP
+        lane = T.get_thread_binding() % WARP
+        t = lane // lanes
+        of_tiles = warp * of_warp + lane % lanes * per
+        slot = T.alloc_var(T.int32, init=of_tiles // keys)
+        key = T.alloc_var(T.int32, init=number * keys + of_tiles)
+        values = T.alloc_local((per,), T.float32)
+        stop = T.alloc_var(T.int32)
+        passing = T.alloc_var(T.int32, init=0)
+        other = T.alloc_var(T.int32)
+        if slot == 0:
+            slot = slot_of(i)
+        for c in T.unroll(per // vector):
+            for e in T.vectorized(vector):
+                values[c * vector + e] = of_scores[slot, t, of_tiles % keys + c * vector + e]
+        for j in T.unroll(per):
+            offered[j] = key_of(values[j])
+        if not inner:
+            stop = T.min(bounds[1, t], last * keys)
+            for j in T.unroll(per):
+                if key + j < bounds[0, t] or key + j >= stop:
+                    offered[j] = T.uint32(0)
+        for j in T.unroll(per):
+            if offered[j] > floors[t]:
+                passing = passing + 1
+            else:
+                offered[j] = T.uint32(0)
+        place[0] = -passing
+        for d in T.unroll(lanes.bit_length() - 1):
+            other = T.shfl_up(passing, T.shift_left(1, d), lanes)
+            if lane % lanes >= T.shift_left(1, d):
+                passing = passing + other
+        place[0] = place[0] + passing
+        if lane % lanes == lanes - 1:
+            passed[t, warp] = T.cast(passing, T.uint8)
+
+    @T.macro
+    def enter(number, turn, offered, place, passed, best, ids, counts):
+        """Append what was offered to the lists, keys in order; `number` from the block's first on.
+
+        Counts are those before and after, in turn: all threads look at them."""
+        warp = T.get_thread_binding() // WARP
+        lane = T.get_thread_binding() % WARP
+        t = lane // lanes
+        of_warps = T.alloc_local((warps,), T.uint8)
+        words = T.view(of_warps, (warps // 4,), T.int32)
+        count = T.alloc_var(T.int32, init=counts[turn, t])
+        at = T.alloc_var(T.int32, init=count + place[0])
+        for w in T.vectorized(warps):
+            of_warps[w] = passed[t, w]
+        for w in T.unroll(warps // 4):
+            # Bytes below that of the warp, of four warps.
+            lower = T.alloc_var(T.int32, init=ALL_BYTES)
+            if warp < 4 * w:
+                lower = 0
+            elif warp < 4 * w + 4:
+                lower = ALL_BYTES & (T.shift_left(1, warp % 4 * 8) - 1)
+            count = sum_of_bytes(words[w], ALL_BYTES, count)
+            at = sum_of_bytes(words[w], lower, at)
+        for j in T.unroll(per):
+            if offered[j] > T.uint32(0):
+                best[t, at] = offered[j]
+                ids[t, at] = T.cast(number * keys + warp * of_warp + lane % lanes * per + j, ids_in)
+                at = at + 1
+        if warp == 0 and lane % lanes == 0:
+            counts[1 - turn, t] = count
+
+    @T.macro
+    def shorten(best, ids, t, turn, spare, counts, floors, bins, found, of_warps):
+        """Keep the best of a list, and up to `spare` more; a barrier at the end."""
+        count = T.alloc_var(T.int32, init=counts[turn, t])
+        floor = T.alloc_var(T.uint32)
+        kept = T.alloc_local((1,), T.int32)
+        floor = keep(best, ids, t, count, spare, floors[t], bins, found, of_warps, kept)
+        if T.get_thread_binding() == 0:
+            counts[turn, t] = kept[0]
+            floors[t] = floor
+        T.sync_threads()
+
+    @T.macro
+    def make_room(most, now, spare, best, ids, counts, floors, bins, found, of_warps):
+        """Shorten the lists that have more than `most` entries."""
+        for t in T.serial(queries):
+            if counts[now, t] > most:
+                shorten(best, ids, t, now, spare, counts, floors, bins, found, of_warps)
+
+    @T.prim_func
+    def best_of_queries(
+        q: T.Tensor[(tokens, heads, width), element],
+        q_sf: T.Tensor[q_scales, T.uint8],
+        k: T.Tensor[(num_keys, k_width), k_element],
+        k_sf: T.Tensor[k_scales, T.uint8 if tile.packed else T.float32],
+        k_marks: T.Tensor[(marked_tiles, 1), T.int32],
+        weights: T.Tensor[(tokens, heads), T.float32],
+        start: T.Tensor[(tokens,), T.int32],
+        end: T.Tensor[(tokens,), T.int32],
+        marks: T.Tensor[(tokens, shares), T.int32],
+        out: T.Tensor[(tokens, shares, topk), T.int32],
+        out_keys: T.Tensor[(tokens, shares, topk), T.uint32],
+        share_keys: T.int32,
+        block_queries: T.int32,
+    ):
+        turns = T.max(block_queries // queries, 1) if role == MARKED else 1
+        with T.Kernel(
+            T.ceildiv(tokens, turns * queries),
+            T.ceildiv(num_keys, share_keys),
+            threads=tile.threads,
+        ) as (block, share):
+            T.annotate_min_blocks_per_sm(tile.blocks)
+            tx = T.get_thread_binding()
+            of_queries, of_keys, raw, q_factors, of_weights, k_factors, bounds, of_scores = (
+                shared_memory(tile, SLOTS)
+            )
+            landing = landing_places(tile)
+            best = T.alloc_shared((queries, capacity), T.uint32)
+            ids = T.alloc_shared((queries, capacity), ids_in)
+            counts = T.alloc_shared((2, queries), T.int32)
+            passed = T.alloc_shared((queries, warps), T.uint8)
+            offered = T.alloc_local((per,), T.uint32)
+            place = T.alloc_local((1,), T.int32)
+            floors = T.alloc_shared((queries,), T.uint32)
+            bins = T.alloc_shared((BINS,), T.int32)
+            found = T.alloc_shared((FOUND,), T.int32)
+            of_warps = T.alloc_shared((tile.threads // WARP,), T.int32)
+            wide = T.alloc_shared((1,), T.int32)
+            products = T.alloc_fragment((keys, tile.columns), T.float32)
+            by_head = T.reshape(products, (keys, queries, tile.padded))
+            sums = T.alloc_fragment((keys, queries), T.float32)
+            words = T.alloc_local((4 * tile.rounds,), T.uint32)
+            exponents = T.alloc_local((tile.rounds,), T.int32)
+            between = T.alloc_local((2,), T.int32)
+            wanted = T.alloc_var(T.bool, init=T.bool(True))
+            first = T.alloc_var(T.int32)
+            some = T.alloc_var(T.int32, init=turns)
+            if role == MARKED:
+                if not some_marked(
+                    marks, block * turns * queries, turns * queries, tokens, share, wide
+                ):
+                    some = 0
+            for turn in T.serial(some if role == MARKED else 1):
+                first = (block * turns + turn) * queries
+                if role != MARKED:
+                    first = (T.ceildiv(tokens, queries) - 1 - block) * queries
+                if role == MARKED:
+                    T.sync_threads()
+                    wanted = marked(marks, first, tokens, share)
+                if wanted:
+                    begin_marks(k_marks, num_keys, share, share_keys, wide)
+                    if tx < queries:
+                        counts[0, tx] = 0
+                        counts[1, tx] = 0
+                        floors[tx] = T.uint32(0)
+                    for c in T.unroll(BINS // tile.threads):
+                        bins[c * tile.threads + tx] = 0
+                    for c in T.unroll(per):
+                        offered[c] = T.uint32(0)
+                    place[0] = 0
+                    load_ranges(start, end, first, tokens, num_keys, bounds)
+                    T.sync_threads()
+                    load(q, q_sf, weights, first, tokens, of_queries, q_factors, of_weights, wide)
+                    span(bounds, num_keys, share, share_keys // keys, between)
+                    begin = T.alloc_var(T.int32, init=between[0])
+                    last = T.alloc_var(T.int32, init=between[1])
+                    open_stream(
+                        k, k_sf, num_keys, begin, last, of_keys, raw, k_factors, landing, words,
+                        exponents, wide,
+                    )  # fmt: skip
+                    low = T.alloc_var(T.int32, init=bounds[0, 0])  # keys in range of all queries
+                    high = T.alloc_var(T.int32, init=T.min(bounds[1, 0], last * keys))
+                    for t in T.unroll(queries - 1):
+                        low = T.max(low, bounds[0, t + 1])
+                        high = T.min(high, bounds[1, t + 1])
+                    for i in T.serial(last - begin):
+                        number = T.alloc_var(T.int32, init=begin + i)
+                        arrive(
+                            number, begin, last, of_keys, raw, k_factors, landing, words, exponents,
+                            wide,
+                        )  # fmt: skip
+                        now = i // TOGETHER % 2
+                        if i % TOGETHER == 1:
+                            make_room(
+                                capacity - TOGETHER * keys, now, SPARE, best, ids, counts, floors,
+                                bins, found, of_warps,
+                            )  # fmt: skip
+                        start_product(of_keys, number % tile.slots, of_queries, products)
+                        forward(
+                            k, k_sf, num_keys, number, last, of_keys, raw, k_factors, landing,
+                            words, exponents, wide,
+                        )  # fmt: skip
+                        if i >= TOGETHER and i % TOGETHER == 0:
+                            offer(
+                                of_scores, i - TOGETHER, number - TOGETHER, last, bounds,
+                                (number - TOGETHER) * keys >= low and number * keys <= high,
+                                floors, offered, place, passed,
+                            )  # fmt: skip
+                        elif i > TOGETHER and i % TOGETHER == 1:
+                            enter(i - 1 - TOGETHER, now, offered, place, passed, best, ids, counts)
+                        finish_product(products, by_head, of_weights, sums)
+                        scaled(sums, k_factors, number, of_scores, slot_of(i))
+                    tiles = T.alloc_var(T.int32, init=T.max(last - begin, 0))
+                    whole = T.alloc_var(T.int32, init=T.ceildiv(tiles, TOGETHER) * TOGETHER)
+                    ending = T.alloc_var(T.int32, init=(whole // TOGETHER + 1) % 2)
+                    for i in T.serial(tiles, whole + 3):  # what is left to enter, and the end
+                        T.sync_threads()
+                        now = T.if_then_else(i == whole + 2, ending, i // TOGETHER % 2)
+                        if i % TOGETHER == 1 or i == whole + 2:
+                            make_room(
+                                T.if_then_else(i == whole + 2, topk, capacity - TOGETHER * keys),
+                                now, 0, best, ids, counts, floors, bins, found, of_warps,
+                            )  # fmt: skip
+                        if i >= TOGETHER and i % TOGETHER == 0:
+                            offer(
+                                of_scores, i - TOGETHER, begin + i - TOGETHER, last, bounds, False,
+                                floors, offered, place, passed,
+                            )  # fmt: skip
+                        elif i > TOGETHER and i % TOGETHER == 1:
+                            enter(i - 1 - TOGETHER, now, offered, place, passed, best, ids, counts)
+                    for t in T.serial(queries):
+                        for c in T.serial(-(-topk // tile.threads)):
+                            position = c * tile.threads + tx
+                            if first + t < tokens and position < topk:
+                                present = position < counts[ending, t]
+                                out[first + t, share, position] = T.if_then_else(
+                                    present, begin * keys + T.cast(ids[t, position], T.int32), -1
+                                )
+                                if made.partial:
+                                    out_keys[first + t, share, position] = T.if_then_else(
+                                        present, best[t, position], T.uint32(0)
+                                    )
+                    if role == MARKING:
+                        if tx < queries and first + tx < tokens:
+                            marks[first + tx, share] = wide[0]
+
+    return best_of_queries

@@ -1,0 +1,186 @@
+"""`indexer_select`: the best keys of each query, without their scores in memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels.attention.indexer import (
+    MAX_TOPK,
+    SOURCES,
+    check_bound,
+    check_operands,
+    joined,
+    merge,
+    num_channels,
+    operand_bytes,
+    pair,
+    queries_per_block,
+    score,
+    score_flops,
+    score_scratch,
+    shares_to_select,
+)
+from tile_kernels.attention.select.plan import plan
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Host, Launch, Out, Spec
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.torch import indexer as references
+from tile_kernels.torch.indexer import Operand
+
+MAX_SHORT = 1 << 16  # keys of a block that lists have by 16 bits
+
+_BEST_KEYS = Kernel("tile_kernels.attention.select.kernel", "best_keys", plan)
+
+
+class Arguments(NamedTuple):
+    q: Tensor
+    q_sf: Tensor | None
+    k: Tensor
+    k_sf: Tensor | None
+    weights: Tensor
+    start: Tensor | None
+    end: Tensor | None
+    topk: int
+
+
+def check(a: Arguments) -> None:
+    check_operands(a.q, a.q_sf, a.k, a.k_sf, a.weights)
+    for name, bound in (("start", a.start), ("end", a.end)):
+        if bound is not None:
+            check_bound(name, bound, a.q.shape[0])
+    checks.integer("topk", a.topk, 1, MAX_TOPK)
+
+
+def outputs(a: Arguments) -> Out:
+    return Out("out", (a.q.shape[0], a.topk), torch.int32)
+
+
+def _shares(a: Arguments) -> tuple[int, int]:
+    return shares_to_select(a.q.shape[0], a.k.shape[0], a.q.device)
+
+
+def scratch(a: Arguments) -> tuple[Out, ...]:
+    """What scores need, then the lists of blocks that share the keys of a query: keys, scores."""
+    _, shares = _shares(a)
+    lists: tuple[Out, ...] = ()
+    if shares > 1:
+        shape = (a.q.shape[0], shares, a.topk)
+        lists = (Out("names", shape, torch.int32), Out("scores", shape, torch.uint32))
+    return score_scratch(a.q, a.k, shares) + lists
+
+
+def _filled(weights: Tensor, value: int) -> Tensor:
+    return weights.new_full(weights.shape[:1], value, dtype=torch.int32)
+
+
+def _bound(given: Any, weights: Any, default: int) -> Spec:
+    """A bound of each query, as given or the same for all."""
+    if given is not None:
+        return given
+    like = Spec(weights.shape[:1], (1,), torch.int32, weights.device)
+    return weights.apply(_filled, default, like=like)
+
+
+def launches(a: Arguments, out: Spec, *scratch: Spec) -> list[Launch | Host]:
+    num_queries, num_keys = a.q.shape[0], a.k.shape[0]
+    if num_keys == 0:
+        return [Host(Tensor.fill_, (out, -1))]
+    source, heads, depth = SOURCES[a.q.dtype], a.q.shape[1], num_channels(a.q)
+    share, shares = _shares(a)
+    partial = shares > 1
+    if partial:
+        *scratch_of_scores, names, scores = scratch
+    else:
+        scratch_of_scores, names, scores = list(scratch), out.view(num_queries, 1, a.topk), None
+
+    def problem(key_format: str, role: str) -> tuple[Any, ...]:
+        return source, key_format, heads, depth, a.topk, share <= MAX_SHORT, partial, role
+
+    bounds = (_bound(a.start, a.weights, 0), _bound(a.end, a.weights, num_keys))
+    results = (names, scores, share, queries_per_block(num_queries, shares, a.q.device))
+    operands = (*a[:5], *bounds)
+    found: list[Launch | Host] = [*score(_BEST_KEYS, problem, operands, scratch_of_scores, results)]
+    if scores is not None:
+        rows = (num_queries, shares * a.topk)
+        found.append(merge(scores.view(*rows), names.view(*rows), out))
+    return found
+
+
+def cost(q: Operand, k: Operand, weights: Tensor, topk: int, **_: Any) -> Cost:
+    queries, num_keys = pair(q)[0], pair(k)[0].shape[0]
+    return Cost(
+        operand_bytes(q, k, weights) + 4 * queries.shape[0] * (topk + 2),
+        score_flops(queries, num_keys),
+    )
+
+
+def _reference(
+    q: Tensor, q_sf: Tensor | None, k: Tensor, k_sf: Tensor | None, *rest: Any
+) -> Tensor:
+    return references.indexer_select(joined(q, q_sf), joined(k, k_sf), *rest)
+
+
+# Nothing is dynamic: the numbers of queries and of keys decide how many blocks share the keys of a
+# query, whether their lists are merged, and whether packed keys are expanded before.
+INDEXER_SELECT = Operator(
+    "attention.indexer_select",
+    Arguments,
+    check=check,
+    outputs=outputs,
+    scratch=scratch,
+    launches=launches,
+    reference=_reference,
+    cost=cost,
+    differentiable=False,
+)
+
+
+@INDEXER_SELECT.public(reference=references.indexer_select)
+def indexer_select(
+    q: Operand,
+    k: Operand,
+    weights: Tensor,
+    start: Tensor | None = None,
+    end: Tensor | None = None,
+    topk: int | None = None,
+) -> Tensor:
+    """The keys that matter most to each query: `indexer_topk` of `indexer_logits`, without those.
+
+    The selection is exact for the float32 logits; of equal ones the smaller index is taken, and NaN
+    counts as -inf. The logits exist a tile at a time, in the shared memory of a multiprocessor:
+    nothing of the size `[T, S]` is allocated. Blocks share the keys of few queries, and their
+    lists, some megabytes at most, are merged. The result is deterministic.
+
+    Args:
+        q: As in `indexer_logits`.
+        k: As in `indexer_logits`.
+        weights: As in `indexer_logits`.
+        start: As in `indexer_logits`; None: from the first key on.
+        end: As in `indexer_logits`; None: up to the last key.
+        topk: How many, in `1..4096`, also above `S`. It must be given.
+
+    Returns:
+        `[T, topk]`, int32, contiguous: indices in ascending order, -1 where a query has fewer keys
+        in its range.
+
+    Raises:
+        TypeError: If an argument has another type or dtype, or `topk` is missing.
+        ValueError: If an argument has another shape or is not contiguous, or `topk` is out of
+            range.
+
+    Example:
+        >>> q, k = torch.zeros(1, 2, 32).bfloat16(), torch.zeros(3, 32).bfloat16()
+        >>> q[0, :, 0], k[:, 0] = torch.tensor([1, -1]), torch.tensor([1, -2, 3])
+        >>> weights, ends = torch.tensor([[0.5, 2.0]]), torch.tensor([0, 3]).int()
+        >>> indexer_select(q, k, weights, ends[:1], ends[1:], 2).tolist()
+        [[1, 2]]
+        >>> indexer_select(q, k, weights, topk=1).tolist()
+        [[1]]
+    """
+    (queries, q_sf), (keys, k_sf) = pair(q), pair(k)
+    return INDEXER_SELECT(queries, q_sf, keys, k_sf, weights, start, end, topk)

@@ -1,0 +1,245 @@
+"""The best entries of each row of logits: a block per row, which reads the row once.
+
+A sample of the row, read ahead, tells which bound leaves somewhat more than the best. With that
+bound a row's list takes what is above it as it comes. A guess that was too high shows at the end,
+when too few entries were above it: then the row is read again without one.
+
+Instead of logits a row may have keys already (see `list_primitives`), 0 for what is absent, and
+then names, which are the result instead of positions.
+"""
+
+from typing import Any
+
+from tilelang import language as T
+
+from tile_kernels.attention.indexer_plan import BINS
+from tile_kernels.attention.list_primitives import (
+    FOUND,
+    LOWEST,
+    NO_TYPED_SYNC,
+    bit,
+    keep_best,
+    key_of_bits,
+    least_of_best,
+    number_of,
+    sort_entries,
+)
+from tile_kernels.attention.topk.plan import OWN, THREADS, TILE, UNIT, UNITS, Plan
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
+from tile_kernels.runtime.launch import kernel
+
+WARPS = THREADS // WARP
+MAX_OWN = 14  # entries of a list for each thread that leave registers for two blocks
+SAMPLED_UNITS = 2  # of a thread
+SAMPLE = THREADS * UNIT * SAMPLED_UNITS
+NEAR = 4  # threads whose units of the sample are one after the other
+# The bound of a sample leaves a quarter more than asked for, and some more: fewer than asked for is
+# then an event of four standard deviations, also for small `topk`, if neighbours are independent.
+SPARE_RANK = 24
+BITS = {"float32": 32, "bfloat16": 16, "uint32": 32}
+KEYS = "uint32"
+
+
+def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
+    made = Plan(*static)
+    return tuple(sorted({32, BITS[made.dtype] * made.vector})), 32
+
+
+@kernel(access_bits=access_bits, pass_configs={**NO_TYPED_SYNC, **EXPLICIT_GUARDS})
+def best_of_rows(
+    topk: int, dtype: str, vector: int, with_start: bool, by_value: bool, capacity: int
+) -> Any:
+    """See the head of `list_primitives`; -1 where a row has fewer entries."""
+    rows, columns = T.dynamic("rows columns")
+    stride = T.dynamic("stride", "int64")
+    named = dtype == KEYS
+    key = (lambda word: word) if named else key_of_bits
+    keep = keep_best(topk, capacity, THREADS, key)
+    least_of_sample = least_of_best(SAMPLED_UNITS * UNIT, THREADS)
+    sort = sort_entries(topk, THREADS, key)
+
+    @T.macro
+    def load(logits, row, unit, stop, values, at):
+        """A unit; a vector that begins in range lies in the row."""
+        for c in T.unroll(UNIT // vector):
+            if unit * UNIT + c * vector < stop:
+                for e in T.vectorized(vector):
+                    values[at + c * vector + e] = logits[row, unit * UNIT + c * vector + e]
+
+    @T.macro
+    def load_tile(logits, row, unit, stop, values):
+        """The units of a thread from `unit` on, each beside those of its warp."""
+        for u in T.unroll(UNITS):
+            load(logits, row, unit + u * WARP, stop, values, u * UNIT)
+
+    def word(value: Any) -> Any:
+        """What lists hold: the bits of a float32, or a key."""
+        return value if named else T.reinterpret(T.cast(value, T.float32), T.uint32)
+
+    def part(of_units: Any, unit: Any) -> Any:
+        """The byte of a unit."""
+        return T.cast((of_units >> T.cast(8 * unit, T.uint32)) & T.uint32(255), T.int32)
+
+    @T.macro
+    def mark(values, unit, begin, stop, bound, least, inner, passed):
+        """The bits of what is above the bound: numbers from `least` on in an `inner` tile."""
+        passed[0] = T.uint32(0)
+        if bound > T.uint32(0) and inner:
+            for e in T.unroll(OWN):
+                if named:
+                    if values[e] > bound:
+                        passed[0] = passed[0] | bit(e)
+                elif T.cast(values[e], T.float32) >= least:
+                    passed[0] = passed[0] | bit(e)
+        else:
+            for e in T.unroll(OWN):
+                place = (unit + e // UNIT * WARP) * UNIT + e % UNIT
+                if place >= begin and place < stop:
+                    if key(word(values[e])) > bound:
+                        passed[0] = passed[0] | bit(e)
+
+    @T.macro
+    def enter(values, unit, passed, turn, of_warps, words, ids, count):
+        """Append what passed, in the order of places: warps, units, lanes. Has a barrier."""
+        lane = T.get_thread_binding() % WARP
+        warp = T.get_thread_binding() // WARP
+        own = T.alloc_var(T.uint32, init=T.uint32(0))  # a byte for each unit: how many passed
+        before = T.alloc_var(T.uint32)  # of the lanes before
+        other = T.alloc_var(T.uint32)
+        of_warp = T.alloc_var(T.int32, init=0)
+        for u in T.unroll(UNITS):
+            some = (passed[0] >> T.uint32(u * UNIT)) & T.uint32(2**UNIT - 1)
+            own = own | (T.cast(T.popcount(some), T.uint32) << T.uint32(8 * u))
+        before = own
+        for d in T.unroll(5):
+            other = T.shfl_up(before, T.shift_left(1, d))
+            if lane >= T.shift_left(1, d):
+                before = before + other
+        other = T.shfl_sync(before, WARP - 1)
+        before = before - own
+        for u in T.unroll(UNITS):
+            of_warp = of_warp + part(other, u)
+        if lane == 0:
+            of_warps[turn, warp] = of_warp
+        T.sync_threads()
+        of_warp = 0
+        if lane < WARPS:
+            of_warp = of_warps[turn, lane]
+        at = T.alloc_var(T.int32, init=count[0])
+        count[0] = count[0] + T.warp_reduce_sum(of_warp)
+        if lane >= warp:
+            of_warp = 0
+        at = at + T.warp_reduce_sum(of_warp)
+        for u in T.unroll(UNITS):
+            to = T.alloc_var(T.int32)
+            to = at + part(before, u)
+            for e in T.unroll(UNIT):
+                if (passed[0] & bit(u * UNIT + e)) != T.uint32(0):
+                    words[0, to] = word(values[u * UNIT + e])
+                    ids[0, to] = (unit + u * WARP) * UNIT + e
+                    to = to + 1
+            at = at + part(other, u)
+
+    @T.macro
+    def guess(logits, row, begin, stop, bins, found, sums):
+        """A bound that few more than `topk` entries are above, most likely; none below -inf, which
+        NaN is too: numbers are compared with it."""
+        tx = T.get_thread_binding()
+        values = T.alloc_local((SAMPLED_UNITS * UNIT,), dtype)
+        own = T.alloc_local((SAMPLED_UNITS * UNIT,), T.uint32)
+        wanted = SAMPLE // (NEAR * UNIT)
+        present = (stop // UNIT - begin // UNIT) // NEAR
+        for u in T.unroll(SAMPLED_UNITS):
+            number = (u * THREADS + tx) // NEAR
+            chunk = number * (present // wanted) + number * (present % wanted) // wanted
+            unit = begin // UNIT + chunk * NEAR + tx % NEAR
+            load(logits, row, unit, stop, values, u * UNIT)
+            for e in T.unroll(UNIT):
+                own[u * UNIT + e] = T.uint32(0)
+                if unit * UNIT + e >= begin:
+                    own[u * UNIT + e] = key(word(values[u * UNIT + e]))
+        rank = T.alloc_var(T.int32, init=topk * SAMPLE // (stop - begin))
+        rank = rank + rank // 4 + SPARE_RANK
+        least = T.alloc_var(T.uint32)
+        least = least_of_sample(own, rank, 0, T.uint32(1), bins, found, sums)
+        return T.if_then_else(least > T.uint32(LOWEST), least - T.uint32(1), T.uint32(0))
+
+    @T.prim_func
+    def best_entries(
+        logits: T.StridedTensor[(rows, columns), (stride, 1), dtype],
+        start: T.Tensor[(rows,), T.int32],
+        end: T.Tensor[(rows,), T.int32],
+        names: T.Tensor[(rows, columns), T.int32],
+        out: T.Tensor[(rows, topk), T.int32],
+    ):
+        with T.Kernel(rows, threads=THREADS) as row:
+            T.assume(stride % vector == 0)
+            T.annotate_min_blocks_per_sm(2 if capacity <= MAX_OWN * THREADS else 1)
+            tx = T.get_thread_binding()
+            lane = tx % WARP
+            words = T.alloc_shared((1, capacity), T.uint32)
+            ids = T.alloc_shared((1, capacity), T.int32)
+            bins = T.alloc_shared((BINS,), T.int32)
+            found = T.alloc_shared((FOUND,), T.int32)
+            sums = T.alloc_shared((WARPS,), T.int32)
+            of_warps = T.alloc_shared((2, WARPS), T.int32)
+            values = T.alloc_local((OWN,), dtype)
+            coming = T.alloc_local((OWN,), dtype)
+            begin = T.alloc_var(T.int32, init=0)
+            stop = T.alloc_var(T.int32, init=columns)
+            count = T.alloc_local((1,), T.int32)
+            passed = T.alloc_local((1,), T.uint32)  # a bit for each logit of the thread
+            bound = T.alloc_var(T.uint32, init=T.uint32(0))
+            least = T.alloc_var(T.float32)  # the number above the bound
+            unit = T.alloc_var(T.int32)  # the thread's first one in a tile
+            again = T.alloc_var(T.bool, init=T.bool(True))
+            if not named:
+                stop = T.max(T.min(end[row], columns), 0)
+            if with_start:
+                begin = T.min(T.max(start[row], 0), columns)
+            for c in T.unroll(BINS // THREADS):
+                bins[c * THREADS + tx] = 0
+            first = begin // UNIT * UNIT
+            tiles = T.alloc_var(T.int32, init=T.ceildiv(stop - first, TILE))
+            if not named and stop - begin > capacity:  # keys may all be absent
+                T.sync_threads()
+                bound = guess(logits, row, begin, stop, bins, found, sums)
+            for _ in T.serial(2):
+                if again:  # the same for all threads
+                    T.sync_threads()
+                    count[0] = 0
+                    least = number_of(bound + T.uint32(1))
+                    unit = begin // UNIT + tx // WARP * WARP * UNITS + lane
+                    load_tile(logits, row, unit, stop, coming)
+                    for tile in T.serial(tiles):
+                        for e in T.unroll(OWN):
+                            values[e] = coming[e]
+                        load_tile(logits, row, unit + TILE // UNIT, stop, coming)
+                        inner = first + tile * TILE >= begin and first + (tile + 1) * TILE <= stop
+                        mark(values, unit, begin, stop, bound, least, inner, passed)
+                        enter(values, unit, passed, tile % 2, of_warps, words, ids, count)
+                        unit = unit + TILE // UNIT
+                        # Before the list cannot take another tile, and at the end.
+                        if count[0] > T.if_then_else(tile + 1 == tiles, topk, capacity - TILE):
+                            T.sync_threads()
+                            bound = keep(
+                                words, ids, 0, count[0], 0, bound, bins, found, sums, count
+                            )
+                            least = number_of(bound + T.uint32(1))
+                            T.sync_threads()
+                    again = count[0] < topk and bound > T.uint32(0)
+                    bound = T.uint32(0)
+            T.sync_threads()
+            if by_value:
+                sort(words, ids, 0, count[0])
+            for c in T.serial(-(-topk // THREADS)):
+                position = c * THREADS + tx
+                if position < topk:
+                    chosen = T.alloc_var(T.int32, init=-1)
+                    if position < count[0]:
+                        chosen = ids[0, position]
+                        if named:
+                            chosen = names[row, chosen]
+                    out[row, position] = chosen
+
+    return best_entries

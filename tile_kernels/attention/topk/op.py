@@ -1,0 +1,131 @@
+"""`indexer_topk`: the best entries of each row of logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels.attention.indexer import BEST_OF_ROWS, MAX_TOPK, check_bound
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, alignment, dtype_name
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.torch import indexer as references
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Arguments(NamedTuple):
+    logits: Tensor
+    k: int
+    end: Tensor | None
+    start: Tensor | None
+    by_value: bool
+
+
+def check(a: Arguments) -> None:
+    checks.tensor("logits", a.logits, ("T", "S"), DTYPES, unit_inner_stride=True)
+    rows, columns = a.logits.shape
+    if rows > 1 and 0 < a.logits.stride(0) < columns:
+        raise ValueError(f"logits must have rows apart, got stride {a.logits.stride(0)}")
+    checks.integer("k", a.k, 1, MAX_TOPK)
+    for name, bound in (("end", a.end), ("start", a.start)):
+        if bound is not None:
+            check_bound(name, bound, rows)
+    checks.boolean("sorted", a.by_value)
+
+
+def outputs(a: Arguments) -> Out:
+    return Out("out", (a.logits.shape[0], a.k), torch.int32)
+
+
+def _num_columns(logits: Tensor) -> Tensor:
+    return logits.new_full(logits.shape[:1], logits.shape[1], dtype=torch.int32)
+
+
+def launches(a: Arguments, out: Spec) -> Launch:
+    logits: Any = a.logits
+    end: Any = a.end
+    if end is None:
+        like = Spec(logits.shape[:1], (1,), torch.int32, logits.device)
+        end = logits.apply(_num_columns, like=like)
+    size, address = logits.element_size(), alignment(logits)
+
+    def vector(a: Arguments) -> int:
+        """Logits that are read at once: those that the start and the end of each row allow."""
+        columns = a.logits.shape[1]
+        stride = max(columns, 1) if a.logits.is_contiguous() else a.logits.stride(0)
+        return min(4, math.gcd(address, stride * size, columns * size) // size)
+
+    problem = (a.k, dtype_name(logits), Size(vector), a.start is not None, a.by_value)
+    return Launch(BEST_OF_ROWS, problem, (logits, a.start, end, None, out))
+
+
+def cost(logits: Tensor, k: int, **_: Any) -> Cost:
+    return Cost(logits.numel() * logits.element_size() + 4 * logits.shape[0] * (k + 1))
+
+
+def _reference(
+    logits: Tensor, k: int, end: Tensor | None, start: Tensor | None, by_value: bool
+) -> Tensor:
+    return references.indexer_topk(logits, k, end, start=start, sorted=by_value)
+
+
+INDEXER_TOPK = Operator(
+    "attention.indexer_topk",
+    Arguments,
+    check=check,
+    outputs=outputs,
+    launches=launches,
+    reference=_reference,
+    cost=cost,
+    dynamic={"logits": 0, "end": 0, "start": 0},
+    differentiable=False,
+)
+
+
+@INDEXER_TOPK.public(reference=references.indexer_topk)
+def indexer_topk(
+    logits: Tensor,
+    k: int,
+    end: Tensor | None = None,
+    *,
+    start: Tensor | None = None,
+    sorted: bool = False,  # noqa: A002
+) -> Tensor:
+    """The `k` largest logits of each query among its keys, exactly.
+
+    Of equal logits the smaller index is taken; the two zeros are equal, and NaN counts as -inf. An
+    entry that is -inf is one like any other, after all larger ones. Ranges are cut to `0..S`. The
+    result is deterministic. A row is read once, or twice where a sample of it misleads; the values
+    make no difference to the exactness of the result.
+
+    Args:
+        logits: `[T, S]`, float32 or bfloat16, stride 1 in a row, any stride between rows.
+        k: How many, in `1..4096`, also above `S`.
+        end: `[T]`, int32, contiguous: the key after the last one of each query. None: all keys.
+        start: `[T]`, int32, contiguous: the first key of each query. None: from key 0 on.
+        sorted: Whether indices come by descending logits, equal ones by index, instead of in
+            ascending order.
+
+    Returns:
+        `[T, k]`, int32, contiguous: indices, -1 in the rest of a row that has fewer than `k` keys.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, or `k` is out of range.
+
+    Example:
+        >>> logits = torch.tensor([[0.5, 1.5, 3.0, 7.5], [-2.0, 0.5, 0.0, 2.0]])
+        >>> end = torch.tensor([4, 3], dtype=torch.int32)
+        >>> indexer_topk(logits, 2, end).tolist()
+        [[2, 3], [1, 2]]
+        >>> indexer_topk(logits, 2).tolist()
+        [[2, 3], [1, 3]]
+        >>> indexer_topk(logits, 4, end, sorted=True).tolist()
+        [[3, 2, 1, 0], [1, 2, 0, -1]]
+    """
+    return INDEXER_TOPK(logits, k, end, start, sorted)

@@ -1,0 +1,36 @@
+"""Plan of the choice among logits. Needs no TileLang."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tile_kernels.attention.indexer_plan import list_entries
+from tile_kernels.runtime.device import Device
+
+THREADS = 512
+UNIT = 4  # logits one after the other that a thread has
+UNITS = 2  # of a thread in a tile
+OWN = UNIT * UNITS
+TILE = THREADS * OWN
+SPARE_LIST = 1024  # entries of a list beside the best and a tile: with fewer it fills up more often
+
+
+class Plan(NamedTuple):
+    """`capacity`: entries of the list, with room for a tile and more beside the best.
+
+    `vector`: logits that are read at once.
+    """
+
+    topk: int
+    dtype: str
+    vector: int
+    with_start: bool
+    by_value: bool
+    capacity: int
+
+
+def plan(
+    topk: int, dtype: str, vector: int, with_start: bool, by_value: bool, device: Device
+) -> Plan:
+    capacity = THREADS * list_entries(topk + TILE + SPARE_LIST, THREADS)
+    return Plan(topk, dtype, vector, with_start, by_value, capacity)

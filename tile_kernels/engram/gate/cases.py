@@ -1,0 +1,236 @@
+"""Argument sets of the gate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tile_kernels.engram.samples import normal
+from tile_kernels.runtime.cases import (
+    Arguments,
+    Benchmark,
+    Build,
+    Cases,
+    Reject,
+    Sample,
+    Vector,
+    changed,
+    close_results,
+)
+from tile_kernels.torch import engram as references
+
+_EPS, _CLAMP = 1e-20, 1e-6
+
+
+def _gate(
+    num_tokens: int,
+    streams: int,
+    hidden: int,
+    *,
+    special: bool = False,
+    skip: int = 0,
+    extra: int = 0,
+    **more: Any,
+) -> Build:
+    """With `extra`, k and v have gaps between rows; with `skip`, all start off a vector."""
+
+    def make(device: torch.device) -> Arguments:
+        arguments: Arguments = {
+            "hidden_states": normal(num_tokens, streams, hidden, device=device, skip=skip),
+            "k": normal(num_tokens, streams, hidden, device=device, extra=extra, skip=skip),
+            "v": normal(num_tokens, hidden, device=device, extra=extra, skip=skip),
+            "weight_fused": torch.randn(streams, hidden, device=device),
+            "eps": _EPS,
+            "clamp_value": _CLAMP,
+            **more,
+        }
+        if special:
+            x, k = arguments["hidden_states"], arguments["k"]
+            x[0] = 0  # an exact zero of the dot product, with norms of almost nothing
+            x[1, :, 1::2], k[1, :, ::2] = 0, 0  # and with ordinary ones
+            x[2, 0, 3], k[3, 0, 1] = float("nan"), float("inf")
+        return arguments
+
+    return make
+
+
+def _backward(*shape: int, expanded: bool = False, **how: Any) -> Build:
+    """The arguments of the backward pass, with what the reference saves."""
+    forward = _gate(*shape, **how)
+
+    def make(device: torch.device) -> Arguments:
+        arguments = forward(device)
+        inputs = {name: arguments[name] for name in ("hidden_states", "k", "v", "weight_fused")}
+        grad_out = normal(*shape, device=device)
+        if expanded:
+            grad_out = grad_out[:1, :1, :1].expand(shape)
+        clamp = arguments["clamp_value"]
+        _, *saved = references.engram_gate_fwd(**inputs, eps=arguments["eps"], clamp_value=clamp)
+        names = ("dot", "gate_score", "rstd_x", "rstd_k")
+        residual = {key: arguments[key] for key in ("add_residual",) if key in arguments}
+        return {
+            "grad_out": grad_out, **inputs, **dict(zip(names, saved)), "clamp_value": clamp,
+            **residual,
+        }  # fmt: skip
+
+    return make
+
+
+_SHAPES = [(1, 1, 8), (5, 4, 64), (3, 2, 520), (37, 3, 264), (2, 8, 1000), (300, 1, 40)]
+_LARGE = [(t, 4, h) for t in (4001,) for h in (2048, 2560, 4096, 6144, 7168)]
+_LARGE += [(513, 8, 7168), (700, 5, 1288), (64, 1, 16384), (40, 2, 40960), (9, 1, 131072)]
+_HUGE = (2**17, 4, 4104)  # more than 2**31 elements
+
+
+def _samples(make: Any, shapes: Sequence[tuple[int, ...]]) -> list[Sample]:
+    return [Sample("x".join(map(str, shape)), make(*shape)) for shape in shapes]
+
+
+# A step of bfloat16, and in float32 what the order of a sum makes.
+_compare = close_results(rtol=1e-4, atol=1e-4, rtol_bfloat16=2**-7)
+
+
+def _worked() -> Arguments:
+    """Sixteen columns, so that `s` is exactly 4 and -4, and the gate sigmoid(2) and sigmoid(-2)."""
+    ones = torch.ones(1, 2, 16).bfloat16()
+    return {
+        "hidden_states": ones,
+        "k": ones * torch.tensor([1.0, -1.0]).bfloat16()[:, None],
+        "v": ones[0, :1],
+        "weight_fused": torch.tensor([2.0, 0.0]).repeat(2, 8),
+        "eps": 0.0,
+        "clamp_value": _CLAMP,
+    }
+
+
+_OPEN, _SHUT = 0.8807970779778823, 0.11920292202211755
+
+
+def _saved() -> tuple[torch.Tensor, ...]:
+    one = torch.ones(1, 2)
+    return torch.tensor([[16.0, -16.0]]), torch.tensor([[_OPEN, _SHUT]]), one, one.clone()
+
+
+def _row(*values: float) -> torch.Tensor:
+    return torch.tensor(values).repeat(16 // len(values)).bfloat16()
+
+
+ENGRAM_GATE_FWD = Cases(
+    small=[
+        Sample("7x2x272", _gate(7, 2, 272)),
+        Sample("none", _gate(0, 4, 64)),
+        *_samples(_gate, _SHAPES),
+        Sample("special.9x2x72", _gate(9, 2, 72, special=True)),
+        Sample("strided.6x3x80", _gate(6, 3, 80, extra=8)),
+        Sample("odd strides.6x3x80", _gate(6, 3, 80, extra=3)),
+        Sample("misaligned.6x3x80", _gate(6, 3, 80, skip=1)),
+        Sample("plain.5x2x64", _gate(5, 2, 64, save_for_backward=False)),
+        Sample("no residual.5x2x64", _gate(5, 2, 64, add_residual=False)),
+        Sample("neither.5x2x64", _gate(5, 2, 64, save_for_backward=False, add_residual=False)),
+        Sample("no clamp.5x2x64", _gate(5, 2, 64, special=True, clamp_value=0.0, eps=1e-6)),
+        Sample("long.2x1x37600", _gate(2, 1, 37600)),
+    ],
+    large=[
+        *_samples(_gate, _LARGE),
+        Sample("strided.4001x4x7168", _gate(4001, 4, 7168, extra=64)),
+        Sample("over 2**31", _gate(*_HUGE, save_for_backward=False)),
+    ],
+    benchmarks=[
+        Benchmark("4096x4x7168", _gate(4096, 4, 7168), goal_us=192.0),
+        Benchmark("plain.4096x4x7168", _gate(4096, 4, 7168, save_for_backward=False)),
+        Benchmark("4096x4x6144", _gate(4096, 4, 6144)),
+        Benchmark("4096x4x4096", _gate(4096, 4, 4096)),
+        Benchmark("1x4x7168", _gate(1, 4, 7168)),
+        Benchmark("64x4x7168", _gate(64, 4, 7168)),
+    ],
+    vectors=[
+        Vector(
+            "open and shut",
+            _worked,
+            lambda: (
+                torch.stack((_row(1 + _OPEN), _row(1 + _SHUT)))[None],
+                *_saved(),
+            ),
+        ),
+        Vector(
+            "zero opens it by half",
+            lambda: {**_worked(), "weight_fused": torch.zeros(2, 16), "save_for_backward": False},
+            lambda: (torch.stack((_row(1.5), _row(1.5)))[None], None, None, None, None),
+        ),
+    ],
+    rejects=[
+        Reject("hidden_states", "no streams", lambda a: changed(
+            hidden_states=a["hidden_states"][:, :0].contiguous())(a)),
+        Reject("hidden_states", "columns", lambda a: changed(
+            hidden_states=a["hidden_states"][..., :4].contiguous())(a)),
+        Reject("k", "another shape", lambda a: changed(k=a["k"][1:])(a)),
+        Reject("v", "another shape", lambda a: changed(v=a["v"][:, :8])(a)),
+        Reject("weight_fused", "bfloat16", lambda a: changed(
+            weight_fused=a["weight_fused"].bfloat16())(a)),
+        Reject("eps", "words", changed(eps="small")),
+        Reject("clamp_value", "words", changed(clamp_value="small")),
+        Reject("clamp_value", "NaN", changed(clamp_value=float("nan"))),
+        Reject("save_for_backward", "an int", changed(save_for_backward=1)),
+        Reject("add_residual", "an int", changed(add_residual=1)),
+    ],
+    compare=_compare,
+)  # fmt: skip
+
+ENGRAM_GATE_BWD = Cases(
+    small=[
+        Sample("7x2x272", _backward(7, 2, 272)),
+        Sample("none", _backward(0, 4, 64)),
+        *_samples(_backward, _SHAPES),
+        Sample("special.9x2x72", _backward(9, 2, 72, special=True)),
+        Sample("strided.6x3x80", _backward(6, 3, 80, extra=8)),
+        Sample("odd strides.6x3x80", _backward(6, 3, 80, extra=3)),
+        Sample("misaligned.6x3x80", _backward(6, 3, 80, skip=1)),
+        Sample("expanded.6x2x64", _backward(6, 2, 64, expanded=True)),
+        Sample("no residual.5x2x64", _backward(5, 2, 64, add_residual=False)),
+        Sample("no clamp.5x2x64", _backward(5, 2, 64, special=True, clamp_value=0.0, eps=1e-6)),
+        Sample("in groups.3x6x8448", _backward(3, 6, 8448)),
+        Sample("parts.400x1x40", _backward(400, 1, 40)),
+        Sample("long.2x1x37600", _backward(2, 1, 37600)),
+    ],
+    large=[
+        *_samples(_backward, _LARGE),
+        Sample("strided.4001x4x7168", _backward(4001, 4, 7168, extra=64)),
+        Sample("over 2**31", _backward(*_HUGE)),
+    ],
+    benchmarks=[
+        Benchmark("4096x4x7168", _backward(4096, 4, 7168), goal_us=340.0),
+        Benchmark("4096x4x4096", _backward(4096, 4, 4096)),
+        Benchmark("64x4x7168", _backward(64, 4, 7168)),
+    ],
+    vectors=[
+        Vector(
+            "open and shut",
+            lambda: {
+                "grad_out": torch.ones(1, 2, 16).bfloat16(),
+                **{key: value for key, value in _worked().items() if key != "eps"},
+                **dict(zip(("dot", "gate_score", "rstd_x", "rstd_k"), _saved())),
+            },
+            # D = 16 * gate * (1 - gate) / 2 * sqrt(1 / (4 * 16)) = gate * (1 - gate) = 0.10499
+            lambda: (
+                torch.stack((_row(1.10499, 0.89501), _row(0.89501, 1.10499)))[None],
+                torch.stack((_row(0.10499, -0.10499), _row(0.10499, -0.10499)))[None],
+                _row(1.0)[None],
+                torch.tensor([0.1049936, -0.1049936])[:, None].expand(2, 16)[None].contiguous(),
+            ),
+        )
+    ],
+    rejects=[
+        Reject("grad_out", "another shape", lambda a: changed(grad_out=a["grad_out"][1:])(a)),
+        Reject("dot", "another shape", lambda a: changed(dot=a["dot"][1:])(a)),
+        Reject("gate_score", "bfloat16", lambda a: changed(
+            gate_score=a["gate_score"].bfloat16())(a)),
+        Reject("rstd_x", "another shape", lambda a: changed(rstd_x=a["rstd_x"][:, 1:])(a)),
+        Reject("rstd_k", "another shape", lambda a: changed(rstd_k=a["rstd_k"][1:])(a)),
+        Reject("add_residual", "an int", changed(add_residual=1)),
+    ],
+    compare=_compare,
+)  # fmt: skip
+
+CASES = {"engram_gate_fwd": ENGRAM_GATE_FWD, "engram_gate_bwd": ENGRAM_GATE_BWD}

@@ -1,0 +1,434 @@
+"""The gate that adds what the tables hold to each residual stream, and its gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels.engram.gate.plan import VECTOR, count_parts, plan, plan_bwd
+from tile_kernels.engram.weight.op import fused_weight
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.autograd import last_gradients
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Host, Launch, Out, Spec, alignment
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.torch import engram as references
+
+MAX_STREAMS = 8
+
+_GATE = Kernel("tile_kernels.engram.gate.kernel", "gate", plan)
+_GRADIENTS = Kernel("tile_kernels.engram.gate.kernel", "gate_gradients", plan_bwd)
+
+# Sizes that follow from the number of tokens.
+_DYNAMIC = {
+    "grad_out": 2, "hidden_states": 2, "k": 2, "v": 1, "dot": 1, "gate_score": 1, "rstd_x": 1,
+    "rstd_k": 1,
+}  # fmt: skip
+
+
+def _check_inputs(hidden_states: Tensor, k: Tensor, v: Tensor, weight_fused: Tensor) -> None:
+    dims = ("num_tokens", "hc", "hidden")
+    checks.tensor("hidden_states", hidden_states, dims, torch.bfloat16, contiguous=True)
+    num_tokens, streams, hidden = hidden_states.shape
+    if not 1 <= streams <= MAX_STREAMS:
+        raise ValueError(f"hidden_states must have 1..{MAX_STREAMS} streams, got {streams}")
+    if hidden < VECTOR or hidden % VECTOR:
+        raise ValueError(f"hidden_states must have a multiple of {VECTOR} columns, got {hidden}")
+    checks.tensor(
+        "k", k, dims, torch.bfloat16, shape=(num_tokens, streams, hidden), unit_inner_stride=True
+    )
+    checks.tensor(
+        "v", v, ("num_tokens", "hidden"), torch.bfloat16, shape=(num_tokens, hidden),
+        unit_inner_stride=True,
+    )  # fmt: skip
+    checks.tensor(
+        "weight_fused", weight_fused, ("hc", "hidden"), torch.float32, shape=(streams, hidden),
+        contiguous=True,
+    )  # fmt: skip
+
+
+def _check_clamp(clamp_value: float) -> None:
+    checks.number("clamp_value", clamp_value)
+    if not isinstance(clamp_value, torch.SymFloat) and math.isnan(clamp_value):
+        raise ValueError("clamp_value must be a number, got nan")
+
+
+def _accessible(x: Any) -> Any:
+    """`x`, or a copy where its rows do not start at multiples of 16 bytes."""
+    if alignment(x) == 16 and all(stride % VECTOR == 0 for stride in x.stride()[:-1]):
+        return x
+    return x.clone()
+
+
+# ---- engram_gate_fwd ----------------------------------------------------------------------------
+
+
+class Arguments(NamedTuple):
+    hidden_states: Tensor
+    k: Tensor
+    v: Tensor
+    weight_fused: Tensor
+    eps: float
+    clamp_value: float
+    add_residual: bool
+
+
+def check(a: Arguments) -> None:
+    _check_inputs(a.hidden_states, a.k, a.v, a.weight_fused)
+    checks.epsilon("eps", a.eps)
+    _check_clamp(a.clamp_value)
+    checks.boolean("add_residual", a.add_residual)
+
+
+def outputs_alone(a: Arguments) -> Out:
+    return Out("output", a.hidden_states.shape, torch.bfloat16)
+
+
+def outputs(a: Arguments) -> tuple[Out, Out, Out, Out, Out]:
+    shape = a.hidden_states.shape[:2]
+    return (
+        outputs_alone(a),
+        Out("dot", shape, torch.float32),
+        Out("gate_score", shape, torch.float32),
+        Out("rstd_x", shape, torch.float32),
+        Out("rstd_k", shape, torch.float32),
+    )
+
+
+def _launch(a: Arguments, output: Spec, saved: tuple[Spec | None, ...]) -> Launch:
+    _, streams, hidden = a.hidden_states.shape
+    problem = (streams, hidden, saved[0] is not None, a.add_residual)
+    numbers = (float(a.eps), float(a.clamp_value))
+    return Launch(_GATE, problem, (*map(_accessible, a[:4]), output, *saved, *numbers))
+
+
+def launches(a: Arguments, output: Spec, *saved: Spec) -> Launch:
+    return _launch(a, output, saved)
+
+
+def launches_alone(a: Arguments, output: Spec) -> Launch:
+    return _launch(a, output, (None, None, None, None))
+
+
+def cost(
+    hidden_states: Tensor, v: Tensor, weight_fused: Tensor, save_for_backward: bool = True, **_: Any
+) -> Cost:
+    num_tokens, streams, _hidden = hidden_states.shape
+    return Cost(
+        6 * hidden_states.numel()
+        + 2 * v.numel()
+        + 4 * weight_fused.numel()
+        + 16 * num_tokens * streams * save_for_backward,
+        9 * hidden_states.numel(),
+    )
+
+
+def _reference(*fields: Any) -> tuple[Any, ...]:
+    *given, add_residual = fields
+    return references.engram_gate_fwd(*given, True, add_residual)  # type: ignore[call-arg]
+
+
+def _reference_alone(*fields: Any) -> Tensor:
+    return _reference(*fields)[0]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.clamp_value, ctx.add_residual = inputs[5], inputs[6]
+    ctx.save_for_backward(*inputs[:4], *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, grad_out: Tensor, *_saved: Any) -> tuple[Any, ...]:
+    arguments: list[Any] = [grad_out, *ctx.saved_tensors, ctx.clamp_value, ctx.add_residual]
+    *grads, partial = engram_gate_bwd(*arguments)
+    grads = [*grads, partial.sum(0)]
+    inputs = (grad_out, *ctx.saved_tensors[:4])
+    message = "engram_gate_fwd: there is no second derivative"
+    return *last_gradients(message, grads, inputs), None, None, None
+
+
+ENGRAM_GATE_FWD = Operator(
+    "engram.engram_gate_fwd",
+    Arguments,
+    check=check,
+    outputs=outputs,
+    launches=launches,
+    reference=_reference,
+    cost=cost,
+    dynamic=_DYNAMIC,
+    backward=_backward,
+    setup_context=_save,
+)
+
+ENGRAM_GATE_ALONE = Operator(
+    "engram._engram_gate_alone",
+    Arguments,
+    check=check,
+    outputs=outputs_alone,
+    launches=launches_alone,
+    reference=_reference_alone,
+    dynamic=_DYNAMIC,
+    differentiable=False,
+    serves="engram_gate_fwd",
+)
+
+
+def _check_saving(save_for_backward: bool) -> None:
+    checks.boolean("save_for_backward", save_for_backward)
+
+
+def _any_requires_grad(arguments: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+
+
+@ENGRAM_GATE_FWD.public(reference=references.engram_gate_fwd)
+def engram_gate_fwd(
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_fused: Tensor,
+    eps: float,
+    clamp_value: float,
+    save_for_backward: bool = True,
+    add_residual: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The value of each token, gated, added to its residual streams; and what a gradient needs.
+
+    In float32, for each token and stream,
+
+        dot    = sum(x * w * k)           rstd_x = 1 / sqrt(mean(x * x) + eps), rstd_k likewise
+        s      = dot * rstd_x * rstd_k / sqrt(hidden)
+        gate   = sigmoid(sign(s) * sqrt(max(|s|, clamp_value)))
+        output = x + gate * v
+
+    with `sign(0) = 0`. The output has the same bits with and without `save_for_backward`. It is
+    differentiable with respect to the four tensors. Tensors whose rows do not start at multiples of
+    16 bytes are copied first.
+
+    Args:
+        hidden_states: `[num_tokens, hc, hidden]`, bfloat16, contiguous; `hc` is in `1..8`, `hidden`
+            a multiple of 8.
+        k: `[num_tokens, hc, hidden]`, bfloat16, stride 1 in the last dimension.
+        v: `[num_tokens, hidden]`, bfloat16, stride 1 in the last dimension.
+        weight_fused: `[hc, hidden]`, float32, contiguous, of `fused_weight`.
+        eps: Keeps the norms from dividing by 0; finite and not negative.
+        clamp_value: The least magnitude under the square root.
+        save_for_backward: Whether to return what `engram_gate_bwd` needs.
+        add_residual: Whether the output contains `hidden_states`.
+
+    Returns:
+        `(output, dot, gate_score, rstd_x, rstd_k)`: `[num_tokens, hc, hidden]`, bfloat16,
+        contiguous, then four times `[num_tokens, hc]`, float32, or None without
+        `save_for_backward`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, or a number is out of range.
+
+    Example:
+        >>> x = torch.ones(1, 1, 8).bfloat16()
+        >>> output, dot, gate_score, _, _ = engram_gate_fwd(x, x, x[0], torch.ones(1, 8), 0.0, 1e-6)
+        >>> dot.item(), round(gate_score.item(), 4), output[0, 0, 0].item()
+        (8.0, 0.8431, 1.84375)
+    """
+    ENGRAM_GATE_FWD.require(_check_saving, save_for_backward)
+    arguments = (hidden_states, k, v, weight_fused, eps, clamp_value, add_residual)
+    if save_for_backward or (torch.is_grad_enabled() and _any_requires_grad(arguments)):
+        results = ENGRAM_GATE_FWD(*arguments)
+        return results if save_for_backward else (results[0], None, None, None, None)
+    return ENGRAM_GATE_ALONE(*arguments), None, None, None, None
+
+
+# ---- engram_gate_bwd ----------------------------------------------------------------------------
+
+
+class BackwardArguments(NamedTuple):
+    grad_out: Tensor
+    hidden_states: Tensor
+    k: Tensor
+    v: Tensor
+    weight_fused: Tensor
+    dot: Tensor
+    gate_score: Tensor
+    rstd_x: Tensor
+    rstd_k: Tensor
+    clamp_value: float
+    add_residual: bool = True
+
+
+def check_bwd(a: BackwardArguments) -> None:
+    _check_inputs(a.hidden_states, a.k, a.v, a.weight_fused)
+    dims, shape = ("num_tokens", "hc", "hidden"), tuple(a.hidden_states.shape)
+    checks.tensor("grad_out", a.grad_out, dims, torch.bfloat16, shape=shape)
+    for name, saved in zip(a._fields[5:9], a[5:9]):
+        checks.tensor(name, saved, dims[:2], torch.float32, shape=shape[:2], contiguous=True)
+    _check_clamp(a.clamp_value)
+    checks.boolean("add_residual", a.add_residual)
+
+
+def outputs_bwd(a: BackwardArguments) -> tuple[Out, Out, Out, Out]:
+    num_tokens, streams, hidden = a.hidden_states.shape
+    parts = count_parts(num_tokens, streams, hidden, a.hidden_states.device)
+    return (
+        Out("grad_hidden_states", (num_tokens, streams, hidden), torch.bfloat16),
+        Out("grad_k", (num_tokens, streams, hidden), torch.bfloat16),
+        Out("grad_v", (num_tokens, hidden), torch.bfloat16),
+        Out("grad_w_partial", (parts, streams, hidden), torch.float32),
+    )
+
+
+def launches_bwd(
+    a: BackwardArguments, grad_x: Spec, grad_k: Spec, grad_v: Spec, partial: Spec
+) -> Launch | Host:
+    if a.hidden_states.numel() == 0:
+        return Host(Tensor.zero_, (partial,))
+    _, streams, hidden = a.hidden_states.shape
+    grad_out = _accessible(a.grad_out.contiguous())
+    arguments = (
+        grad_out, *map(_accessible, a[1:5]), *a[5:9], grad_x, grad_k, grad_v, partial,
+        float(a.clamp_value),
+    )  # fmt: skip
+    return Launch(_GRADIENTS, (streams, hidden, a.add_residual), arguments)
+
+
+def cost_bwd(hidden_states: Tensor, v: Tensor, weight_fused: Tensor, dot: Tensor, **_: Any) -> Cost:
+    return Cost(
+        10 * hidden_states.numel() + 4 * v.numel() + 12 * weight_fused.numel() + 16 * dot.numel(),
+        16 * hidden_states.numel(),
+    )
+
+
+def _reference_bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The reference with the number of parts that the kernel has."""
+    a = BackwardArguments(*args, **kwargs)
+    num_tokens, streams, hidden = a.hidden_states.shape
+    parts = count_parts(num_tokens, streams, hidden, a.hidden_states.device)
+    return references.engram_gate_bwd(**a._asdict(), num_parts=parts)
+
+
+ENGRAM_GATE_BWD = Operator(
+    "engram.engram_gate_bwd",
+    BackwardArguments,
+    check=check_bwd,
+    outputs=outputs_bwd,
+    launches=launches_bwd,
+    reference=_reference_bwd,
+    cost=cost_bwd,
+    dynamic=_DYNAMIC,
+    differentiable=False,  # also for tensors that are still attached to a graph
+)
+
+
+@ENGRAM_GATE_BWD.public()
+def engram_gate_bwd(
+    grad_out: Tensor,
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_fused: Tensor,
+    dot: Tensor,
+    gate_score: Tensor,
+    rstd_x: Tensor,
+    rstd_k: Tensor,
+    clamp_value: float,
+    add_residual: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the gate; that of the fused weight as partial sums over tokens.
+
+    With `G = sum(grad_out * v)` the gradient of `dot` is
+
+        D = G * gate * (1 - gate) / 2 * sqrt(rstd_x * rstd_k / (sqrt(hidden) * |dot|))
+
+    and 0 where `dot` is 0 or `|s| < clamp_value`. In float32, rounded at the end,
+
+        grad_x = grad_out + D * (k * w - x * dot * rstd_x^2 / hidden)
+        grad_k =            D * (x * w - k * dot * rstd_k^2 / hidden)
+        grad_v = sum of grad_out * gate over the streams, in their order
+
+    `grad_w_partial` adds up to the gradient of `weight_fused`, the sum of `D * x * k` over tokens;
+    `grad_w_reduce` computes that sum. The number of parts depends on the device. There are no
+    atomics: the same input gives the same bits.
+
+    For autograd the results are constants, also where arguments are attached to a graph.
+
+    Args:
+        grad_out: `[num_tokens, hc, hidden]`, bfloat16, any strides; copied if it is not contiguous.
+        hidden_states: As in `engram_gate_fwd`.
+        k: As in `engram_gate_fwd`.
+        v: As in `engram_gate_fwd`.
+        weight_fused: As in `engram_gate_fwd`.
+        dot: `[num_tokens, hc]`, float32, contiguous: a result of `engram_gate_fwd`.
+        gate_score: Likewise.
+        rstd_x: Likewise.
+        rstd_k: Likewise.
+        clamp_value: As in `engram_gate_fwd`.
+        add_residual: As in `engram_gate_fwd`; False leaves `grad_out` out of the gradient of
+            `hidden_states`.
+
+    Returns:
+        `(grad_hidden_states, grad_k, grad_v, grad_w_partial)`, all contiguous: twice
+        `[num_tokens, hc, hidden]` and `[num_tokens, hidden]` in bfloat16, and
+        `[parts, hc, hidden]` in float32.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, or `clamp_value` is NaN.
+
+    Example:
+        >>> x, w = torch.ones(1, 1, 8).bfloat16(), torch.ones(1, 8)
+        >>> output, *saved = engram_gate_fwd(x, x, x[0], w, 0.0, 1e-6)
+        >>> _, _, grad_v, grad_w_partial = engram_gate_bwd(x, x, x, x[0], w, *saved, 1e-6)
+        >>> grad_v[0, 0].item(), tuple(grad_w_partial.shape)
+        (0.84375, (1, 1, 8))
+    """
+    return ENGRAM_GATE_BWD(
+        grad_out, hidden_states, k, v, weight_fused, dot, gate_score, rstd_x, rstd_k, clamp_value,
+        add_residual,
+    )  # fmt: skip
+
+
+# ---- both ---------------------------------------------------------------------------------------
+
+
+def engram_gate(
+    hidden_states: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight_hidden: Tensor,
+    weight_embed: Tensor,
+    clamp_value: float,
+    eps: float,
+    add_residual: bool = True,
+) -> Tensor:
+    """`engram_gate_fwd` with the weights of the two norms instead of their product.
+
+    The result is differentiable with respect to the five tensors.
+
+    Args:
+        hidden_states: As in `engram_gate_fwd`.
+        k: As in `engram_gate_fwd`.
+        v: As in `engram_gate_fwd`.
+        weight_hidden: `[hc, hidden]`, bfloat16 or float32, contiguous.
+        weight_embed: `[hc, hidden]`, dtype of `weight_hidden`, contiguous.
+        clamp_value: As in `engram_gate_fwd`; it comes before `eps` here.
+        eps: As in `engram_gate_fwd`.
+        add_residual: As in `engram_gate_fwd`.
+
+    Returns:
+        `[num_tokens, hc, hidden]`, bfloat16, contiguous.
+
+    Raises:
+        TypeError: As `fused_weight` and `engram_gate_fwd` do.
+        ValueError: As `fused_weight` and `engram_gate_fwd` do.
+
+    Example:
+        >>> x, w = torch.ones(1, 1, 8).bfloat16(), torch.ones(1, 8)
+        >>> engram_gate(x, x, x[0], w, w, 1e-6, 0.0)[0, 0, 0].item()
+        1.84375
+    """
+    weight = fused_weight(weight_hidden, weight_embed)
+    return engram_gate_fwd(hidden_states, k, v, weight, eps, clamp_value, False, add_residual)[0]

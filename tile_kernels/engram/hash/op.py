@@ -1,0 +1,130 @@
+"""`engram_hash`: the row that each n-gram has in each table of each layer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels.engram.hash.plan import plan
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Launch, Out, Spec, dtype_name
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.torch import engram as references
+
+MAX_WINDOW = 64
+MAX_LAYERS = 65535  # the grid's second axis
+
+_HASHES = Kernel("tile_kernels.engram.hash.kernel", "hashes", plan)
+
+
+class Arguments(NamedTuple):
+    ngram_token_ids: Tensor
+    multipliers: Tensor
+    vocab_sizes: Tensor
+    offsets: Tensor
+
+
+def check(a: Arguments) -> None:
+    checks.tensor(
+        "ngram_token_ids", a.ngram_token_ids, ("num_tokens", "window"), torch.int32, contiguous=True
+    )
+    window = a.ngram_token_ids.shape[1]
+    if not 2 <= window <= MAX_WINDOW:
+        raise ValueError(f"ngram_token_ids must have 2..{MAX_WINDOW} columns, got {window}")
+    checks.tensor(
+        "multipliers", a.multipliers, ("num_layers", "window"), torch.int64, shape=(None, window),
+        contiguous=True,
+    )  # fmt: skip
+    layers = a.multipliers.shape[0]
+    if layers > MAX_LAYERS:
+        raise ValueError(f"multipliers must have at most {MAX_LAYERS} layers, got {layers}")
+    checks.tensor(
+        "vocab_sizes", a.vocab_sizes, ("num_layers", "orders", "tables"), torch.int32,
+        shape=(layers, window - 1, None), contiguous=True,
+    )  # fmt: skip
+    columns = (window - 1) * a.vocab_sizes.shape[2]
+    checks.tensor(
+        "offsets", a.offsets, ("num_layers", "columns"), (torch.int32, torch.int64),
+        shape=(layers, columns), contiguous=True,
+    )  # fmt: skip
+
+
+def check_values(a: Arguments) -> None:
+    checks.in_range("vocab_sizes", a.vocab_sizes, 1, 2**31 - 1)
+
+
+def outputs(a: Arguments) -> Out:
+    layers, columns = a.offsets.shape
+    return Out("out", (layers, a.ngram_token_ids.shape[0], columns), a.offsets.dtype)
+
+
+def launches(a: Arguments, out: Spec) -> Launch:
+    sizes: Any = a.vocab_sizes
+    problem = (a.ngram_token_ids.shape[1], sizes.shape[2], dtype_name(a.offsets))
+    arguments = (a.ngram_token_ids, a.multipliers, sizes.view(*a.offsets.shape), a.offsets, out)
+    return Launch(_HASHES, problem, arguments)
+
+
+def cost(
+    ngram_token_ids: Tensor, multipliers: Tensor, vocab_sizes: Tensor, offsets: Tensor
+) -> Cost:
+    entries = ngram_token_ids.shape[0] * offsets.numel()
+    inputs = (ngram_token_ids, multipliers, vocab_sizes, offsets)
+    return Cost(
+        sum(x.numel() * x.element_size() for x in inputs) + entries * offsets.element_size()
+    )
+
+
+ENGRAM_HASH = Operator(
+    "engram.engram_hash",
+    Arguments,
+    check=check,
+    outputs=outputs,
+    launches=launches,
+    reference=references.engram_hash,
+    cost=cost,
+    dynamic={"ngram_token_ids": 1},
+    values=check_values,
+    differentiable=False,
+)
+
+
+@ENGRAM_HASH.public()
+def engram_hash(
+    ngram_token_ids: Tensor, multipliers: Tensor, vocab_sizes: Tensor, offsets: Tensor
+) -> Tensor:
+    """The row that each n-gram has in each table of each layer.
+
+    In 64 bits that wrap, with `p_i = id_i * multiplier_i`, the hash of the last `i + 1` tokens is
+    `h_i = p_0 ^ ... ^ p_i`. Column `(i - 1) * num_tables + j` is
+    `h_i mod vocab_sizes[l, i - 1, j]`, never negative, plus its offset, which wraps in its dtype.
+    Layers with more than 2^31 rows need int64 offsets (`tile_kernels.torch.engram.make_offsets`
+    builds them). A table without rows gives its offset.
+
+    Args:
+        ngram_token_ids: `[num_tokens, N]`, int32, contiguous, of `ngram_windows`; `N` is in
+            `2..64`.
+        multipliers: `[num_layers, N]`, int64, contiguous: odd numbers, as a rule.
+        vocab_sizes: `[num_layers, N - 1, num_tables]`, int32, contiguous: the rows of each table.
+        offsets: `[num_layers, (N - 1) * num_tables]`, int32 or int64, contiguous: the first row of
+            each table.
+
+    Returns:
+        `[num_layers, num_tokens, (N - 1) * num_tables]`, dtype of `offsets`, contiguous.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or is not contiguous.
+
+    Example:
+        >>> ids = torch.tensor([[5, 7, 11], [-1, 0, 2]], dtype=torch.int32)
+        >>> sizes = torch.tensor([[[10, 13], [17, 19]]], dtype=torch.int32)
+        >>> offsets = torch.tensor([[0, 10, 23, 40]], dtype=torch.int32)
+        >>> engram_hash(ids, torch.tensor([[3, 5, 9]]), sizes, offsets).tolist()
+        [[[4, 15, 34, 43], [7, 20, 23, 42]]]
+    """
+    return ENGRAM_HASH(ngram_token_ids, multipliers, vocab_sizes, offsets)

@@ -1,0 +1,19 @@
+"""Plan of the hash of n-grams. Needs no TileLang."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tile_kernels.runtime.device import Device
+
+THREADS = 128
+
+
+class Plan(NamedTuple):
+    window: int
+    tables: int
+    dtype: str
+
+
+def plan(window: int, tables: int, dtype: str, device: Device) -> Plan:
+    return Plan(window, tables, dtype)

@@ -1,1 +1,0 @@
-"""TileLang kernels of the Engram operators; imported at the first launch."""

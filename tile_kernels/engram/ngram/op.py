@@ -1,0 +1,126 @@
+"""`ngram_windows`: for each token the token itself and those before it in its document."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels.engram.ngram.plan import plan
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec, dtype_name
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.torch import engram as references
+
+MAX_WINDOW = 64
+_DTYPES = (torch.int32, torch.int64)
+_INT32_RANGE = (-(2**31), 2**31 - 1)
+
+_WINDOWS = Kernel("tile_kernels.engram.ngram.kernel", "windows", plan)
+
+
+class Arguments(NamedTuple):
+    token_ids: Tensor
+    max_ngram_size: int
+    pad_id: int
+    cu_seqlens: Tensor | None
+    token_map: Tensor | None
+
+
+def check(a: Arguments) -> None:
+    texts = isinstance(a.token_ids, Tensor) and a.token_ids.dim() == 2
+    dims = ("num_texts", "num_tokens") if texts else ("num_tokens",)
+    checks.tensor("token_ids", a.token_ids, dims, _DTYPES, contiguous=True)
+    checks.countable("token_ids", a.token_ids)
+    checks.integer("max_ngram_size", a.max_ngram_size, 1, MAX_WINDOW)
+    checks.integer("pad_id", a.pad_id, *_INT32_RANGE)
+    if a.cu_seqlens is not None:
+        checks.tensor("cu_seqlens", a.cu_seqlens, ("num_starts",), _DTYPES, contiguous=True)
+    if a.token_map is not None:
+        checks.tensor("token_map", a.token_map, ("vocabulary",), _DTYPES, contiguous=True)
+
+
+def check_values(a: Arguments) -> None:
+    if a.cu_seqlens is not None:
+        checks.in_range("cu_seqlens", a.cu_seqlens, 0, a.token_ids.numel())
+        falls = (a.cu_seqlens.diff() < 0).nonzero()
+        if len(falls):
+            raise ValueError(f"cu_seqlens must not decrease, but element {falls[0].tolist()} does")
+    if a.token_map is not None:
+        checks.in_range("token_ids", a.token_ids, 0, a.token_map.shape[0] - 1)
+        checks.in_range("token_map", a.token_map, *_INT32_RANGE)
+
+
+def outputs(a: Arguments) -> Out:
+    return Out("out", (*a.token_ids.shape, a.max_ngram_size), torch.int32)
+
+
+def launches(a: Arguments, out: Spec) -> Launch | Host:
+    if a.token_map is not None and a.token_map.numel() == 0:
+        return Host(Tensor.fill_, (out, a.pad_id))
+    # A tensor without elements has no address to give.
+    starts = None if a.cu_seqlens is None or a.cu_seqlens.numel() == 0 else a.cu_seqlens
+    window = a.max_ngram_size
+    problem = (dtype_name(a.token_ids), window, dtype_name(starts), dtype_name(a.token_map))
+    row_length = Size(lambda a: a.token_ids.shape[-1])
+    ids, windows = a.token_ids.view(-1), out.view(-1, window)
+    return Launch(_WINDOWS, problem, (ids, starts, a.token_map, windows, row_length, a.pad_id))
+
+
+def cost(token_ids: Tensor, max_ngram_size: int, **_: Any) -> Cost:
+    return Cost(token_ids.numel() * (token_ids.element_size() + 4 * max_ngram_size))
+
+
+NGRAM_WINDOWS = Operator(
+    "engram.ngram_windows",
+    Arguments,
+    check=check,
+    outputs=outputs,
+    launches=launches,
+    reference=references.ngram_windows,
+    cost=cost,
+    dynamic={"token_ids": 0, "cu_seqlens": 0, "token_map": 0},
+    values=check_values,
+    differentiable=False,
+)
+
+
+@NGRAM_WINDOWS.public()
+def ngram_windows(
+    token_ids: Tensor,
+    max_ngram_size: int,
+    pad_id: int,
+    cu_seqlens: Tensor | None = None,
+    token_map: Tensor | None = None,
+) -> Tensor:
+    """For each token the token itself and those before it in its document.
+
+    Column 0 is the token, column `i` the one `i` positions before it. From the first column on that
+    would lie before the document, or that is `pad_id`, all columns are `pad_id`; so a `pad_id`
+    within a text ends a document too. `token_map` applies first (vocabulary compression: several
+    ids share one); ids outside of it become `pad_id`. Without it ids keep their lower 32 bits.
+
+    Args:
+        token_ids: `[num_tokens]` or `[num_texts, num_tokens]`, int32 or int64, contiguous: a row
+            is a text.
+        max_ngram_size: Columns of a window, in `1..64`.
+        pad_id: Stands before a document; an int of 32 bits.
+        cu_seqlens: `[num_starts]`, int32 or int64, contiguous: where documents start in the
+            flattened tokens, increasing.
+        token_map: `[vocabulary]`, int32 or int64, contiguous: the id that stands for each id.
+
+    Returns:
+        `[*token_ids.shape, max_ngram_size]`, int32, contiguous.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape, is not contiguous, or is out of range.
+
+    Example:
+        >>> ngram_windows(torch.tensor([5, 6, 0, 7, 8]), 3, pad_id=0).tolist()
+        [[5, 0, 0], [6, 5, 0], [0, 0, 0], [7, 0, 0], [8, 7, 0]]
+    """
+    return NGRAM_WINDOWS(token_ids, max_ngram_size, pad_id, cu_seqlens, token_map)
