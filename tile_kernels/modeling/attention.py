@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tile_kernels import attention
 from tile_kernels.attention import KVCompressorState
-from tile_kernels.attention.windows import DTYPES, MOST_WINDOW
+from tile_kernels.attention.windows import DTYPES, MAX_WINDOW
 from tile_kernels.runtime import checks
 
 
@@ -53,7 +53,7 @@ class KVCompressor(nn.Module):
         with checks.named("KVCompressor"):
             hidden = checks.integer("hidden", hidden, 1, checks.MOST_SIZE)
             channels = checks.integer("channels", channels, 1, checks.MOST_SIZE)
-            window = checks.integer("window", window, 1, MOST_WINDOW)
+            window = checks.integer("window", window, 1, MAX_WINDOW)
             overlap = checks.boolean("overlap", overlap)
             if norm_eps is not None:
                 norm_eps = checks.epsilon("norm_eps", norm_eps)

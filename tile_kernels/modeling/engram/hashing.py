@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tile_kernels import engram as ops
-from tile_kernels.engram.hashing import MOST_LAYERS, MOST_WINDOW
+from tile_kernels.engram.hash.op import MAX_LAYERS, MAX_WINDOW
 from tile_kernels.runtime import checks
 from tile_kernels.torch.engram import make_offsets
 
@@ -184,12 +184,12 @@ class EngramHasher(nn.Module):
     ) -> None:
         super().__init__()
         with checks.named("EngramHasher"):
-            num_layers = checks.integer("num_layers", num_layers, 1, MOST_LAYERS)
-            max_ngram_size = checks.integer("max_ngram_size", max_ngram_size, 2, MOST_WINDOW)
+            num_layers = checks.integer("num_layers", num_layers, 1, MAX_LAYERS)
+            max_ngram_size = checks.integer("max_ngram_size", max_ngram_size, 2, MAX_WINDOW)
             table_rows = _rows_of_orders(table_rows, max_ngram_size - 1)
             for rows in table_rows:
                 checks.integer("table_rows", rows, 1, _INT32_MAX)
-            num_tables = checks.integer("num_tables", num_tables, 1, MOST_LAYERS)
+            num_tables = checks.integer("num_tables", num_tables, 1, MAX_LAYERS)
             pad_id = checks.integer("pad_id", pad_id, -_INT32_MAX - 1, _INT32_MAX)
             seed = checks.integer("seed", seed, -(2**62), 2**62)
             if token_map is None:

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tile_kernels.engram.gate import MOST_STREAMS, VECTOR
+from tile_kernels.engram.gate.op import MAX_STREAMS
+from tile_kernels.engram.gate.plan import VECTOR
 from tile_kernels.modeling.engram.convolution import CausalConvolution
 from tile_kernels.modeling.engram.gate import engram_gate
 from tile_kernels.modeling.engram.hashing import EngramHasher
@@ -66,7 +67,7 @@ class EngramModule(nn.Module):
             hidden_size = checks.integer("hidden_size", hidden_size, 1, checks.MOST_SIZE)
             if hidden_size % VECTOR:
                 raise ValueError(f"hidden_size must be a multiple of {VECTOR}, got {hidden_size}")
-            num_streams = checks.integer("num_streams", num_streams, 1, MOST_STREAMS)
+            num_streams = checks.integer("num_streams", num_streams, 1, MAX_STREAMS)
             embed_dim = checks.integer("embed_dim", embed_dim, 1, checks.MOST_SIZE)
             kernel_size = checks.integer("kernel_size", kernel_size, 1, checks.MOST_SIZE)
             clamp_value = checks.epsilon("clamp_value", clamp_value)
