@@ -223,14 +223,23 @@ def has_page(value: Any) -> bool:
 
 
 def entry(name: str, value: Any, mark: str) -> list[str]:
-    """A function or a class, and the methods of a class."""
+    """A function or a class, and the methods of a class, those of its bases in the package too."""
     parts = [f"{mark} `{name}`", *called(name, value), as_markdown(inspect.getdoc(value) or "")]
     if inspect.isclass(value):
-        for method, attribute in vars(value).items():
+        for method, attribute in members(value).items():
             function = getattr(attribute, "__func__", attribute)  # of class and static methods
             if inspect.isfunction(function) and not method.startswith("_") and function.__doc__:
                 parts += entry(f"{name}.{method}", function, mark + "#")
     return parts
+
+
+def members(value: type) -> dict[str, Any]:
+    """What a class and its bases in this package define, its own first."""
+    found: dict[str, Any] = {}
+    for each in value.__mro__:
+        if each.__module__.startswith("tile_kernels"):
+            found = {**found, **{k: v for k, v in vars(each).items() if k not in found}}
+    return found
 
 
 def called(name: str, value: Any) -> list[str]:

@@ -248,6 +248,13 @@ def hooks(root: Path) -> dict[str, Any]:
     return found
 
 
+def test_the_reference_has_methods_of_base_classes() -> None:
+    """A class that is split over modules of the package is documented in one place."""
+    page = hooks(ROOT)["reference"]("Expert parallelism", ["tile_kernels.ep"])
+    for method in ("dispatch", "pp_send", "all_gather", "engram_fetch", "get_buffer_size_hint"):
+        assert page.count(f"`ElasticBuffer.{method}`\n") == 1, method
+
+
 def test_pages_of_linked_files(tmp_path: Path) -> None:
     """Root files and folders, linked from pages and from each other; frames within frames."""
     (tmp_path / "made").mkdir()

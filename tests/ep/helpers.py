@@ -31,7 +31,7 @@ class Case:
     empty_slots: float = 0.2
     seed: int = 0
     unused_experts: int = 0
-    most_tokens: int = 0
+    max_tokens: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -39,7 +39,7 @@ class Case:
         self.topology = Topology(self.num_nodes, self.ranks_per_node)
         self.num_ranks = self.topology.num_ranks
         self.num_experts = self.experts_per_rank * self.num_ranks
-        self.most_tokens = self.most_tokens or max(1, *self.tokens)
+        self.max_tokens = self.max_tokens or max(1, *self.tokens)
         used = max(1, self.num_experts - self.unused_experts)
         self.topk_idx, self.topk_weights, self.payloads, self.bias = [], [], [], []
         for num_tokens in self.tokens:
@@ -71,7 +71,7 @@ class Case:
             self.topk_idx,
             self.topk_weights,
             self.num_experts,
-            self.most_tokens,
+            self.max_tokens,
             self.expand,
             self.alignment,
         )
@@ -99,7 +99,7 @@ def random_rows(rows: int, dtype: torch.dtype, width: int, generator: torch.Gene
 def make_buffer(group: Any, case: Case, **options: Any) -> ElasticBuffer:
     return ElasticBuffer(
         group,
-        num_max_tokens_per_rank=case.most_tokens,
+        num_max_tokens_per_rank=case.max_tokens,
         hidden=max(1, case.widths[0][1]),
         allow_multiple_reduction=case.multiple_reduction,
         num_scaleup_ranks=case.ranks_per_node,
@@ -150,7 +150,7 @@ def check_rank(group: Any, case: Case, **options: Any) -> None:
         everything,
         case.topk_idx,
         case.num_experts,
-        case.most_tokens,
+        case.max_tokens,
         case.topology,
         case.expand,
         case.multiple_reduction,
@@ -173,15 +173,15 @@ def check_handle(handle: Any, case: Case, expected: reference.Received, rank: in
     if case.expand:
         ends += torch.tensor(expected.counts) - torch.tensor(aligned)
     assert_equal(handle.psum_num_recv_tokens_per_expert, ends.int())
-    sources = expected.sources // case.most_tokens
+    sources = expected.sources // case.max_tokens
     peers = sources % case.ranks_per_node if case.num_nodes > 1 else sources
     counts = torch.bincount(peers, minlength=case.ranks_per_node)
     assert_equal(handle.psum_num_recv_tokens_per_scaleup_rank, counts.cumsum(0).int())
     metadata = handle.recv_src_metadata
     assert metadata.dtype == torch.int32
     assert metadata[:, 0].tolist() == expected.sources.tolist()
-    places = expected.places if case.expand else torch.full_like(expected.places, -1)
-    assert metadata[:, 2:].tolist() == places.tolist()
+    topk_to_pos = expected.topk_to_pos if case.expand else torch.full_like(expected.topk_to_pos, -1)
+    assert metadata[:, 2:].tolist() == topk_to_pos.tolist()
     seen: dict[int, list[int]] = {}
     for row, peer in enumerate(peers.tolist()):
         ids = expected.topk_idx[row].tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +22,8 @@ from tile_kernels.ep import (
     run_ranks,
     topk_idx_t,
 )
+from tile_kernels.ep.arguments import CombineArguments, DispatchArguments
+from tile_kernels.ep.setup import BufferArguments
 from tile_kernels.testing.numeric import assert_equal
 
 NUM_EXPERTS = 4
@@ -31,6 +35,22 @@ def alone(**options: Any) -> ElasticBuffer:
 
 def choices(*rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows, dtype=topk_idx_t)
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        (ElasticBuffer.__init__, BufferArguments),
+        (ElasticBuffer.dispatch, DispatchArguments),
+        (ElasticBuffer.combine, CombineArguments),
+    ],
+)
+def test_every_argument_reaches_the_checks(call: Callable[..., Any], arguments: type) -> None:
+    """A call hands all of its parameters on, as one object with the same names and no defaults."""
+    parameters = set(inspect.signature(call).parameters) - {"self", "group"}
+    fields = dataclasses.fields(arguments)
+    assert {field.name for field in fields} == parameters
+    assert all(field.default is dataclasses.MISSING for field in fields)
 
 
 # ---- errors on every rank -----------------------------------------------------------------------

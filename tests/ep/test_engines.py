@@ -16,10 +16,10 @@ from tile_kernels.ep.engines.symm import SymmEngine, _Work
 CHUNK, WIDTH = 64, 24
 
 
-class Meeting:
+class Control:
     """The process group of two ranks of which the other one is gone."""
 
-    index, size, names, patience = 0, 2, (4, 6), 0.05
+    index, size, rank_ids, timeout = 0, 2, (4, 6), 0.05
 
     def lost(self, phase: str, reason: str) -> RuntimeError:
         return RuntimeError(f"rank 4 gave up in {phase}: no answer from rank 6 ({reason})")
@@ -85,24 +85,24 @@ class Hosted(SymmEngine):
 def engines() -> tuple[Hosted, Stream]:
     size = slab_bytes(2, CHUNK)
     slabs = [Slab(torch.zeros(size, dtype=torch.uint8), 2, CHUNK) for _ in range(2)]
-    words = {word.data_ptr(): word for slab in slabs for word in slab.words.flatten()}
+    words = {word.data_ptr(): word for slab in slabs for word in slab.flags.flatten()}
     stream = Stream(words)
-    engine = Hosted(Meeting(), Rings(slabs, 0, CHUNK), range(2))  # type: ignore[arg-type]
+    engine = Hosted(Control(), Rings(slabs, 0, CHUNK), range(2))  # type: ignore[arg-type]
     engine._work = _Work(Driver(stream), Side(), None, 0.05)  # type: ignore[arg-type]
     return engine, stream
 
 
 def test_a_stream_that_waits_in_vain_is_let_go() -> None:
-    """Rank 1 never comes: after its patience the host says so, and the stream ends."""
+    """Rank 1 never comes: after the timeout the host raises, and the stream ends."""
     engine, stream = engines()
     rows = torch.zeros(12, WIDTH, dtype=torch.uint8)  # more than the slots hold
     engine._through_rings(rows, [2, 10], [2, 10], "a dispatch")
     assert not stream.run()
-    engine._work.under_way.append((Event(stream), "a dispatch"))  # type: ignore[arg-type]
+    engine._work.in_flight.append((Event(stream), "a dispatch"))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="rank 4 gave up in a dispatch: no answer from rank 6"):
         engine.settle()
     assert not stream.todo
-    assert not engine._work.under_way
+    assert not engine._work.in_flight
     with pytest.raises(RuntimeError, match="symm: this buffer broke down before: rank 4 gave up"):
         engine.exchange(rows, [2, 10], [2, 10])
     engine.settle()  # nothing more to wait for
@@ -115,20 +115,20 @@ def test_words_are_as_before_when_an_exchange_ends() -> None:
     rows = torch.arange(24, dtype=torch.uint8).view(6, 4)  # one chunk
     engine._through_rings(rows, [2, 4], [2, 4], "")
     assert not stream.run()  # waits for rank 1 to send
-    assert theirs.words[0, FULL] == 1
-    assert own.words[1, BUSY] == 1
-    own.words[1, FULL] = 1  # what rank 1 would do: send, take, and say so
-    theirs.words[0, FULL] = 0
-    own.words[1, BUSY] = 0
+    assert theirs.flags[0, FULL] == 1
+    assert own.flags[1, BUSY] == 1
+    own.flags[1, FULL] = 1  # what rank 1 would do: send, take, and say so
+    theirs.flags[0, FULL] = 0
+    own.flags[1, BUSY] = 0
     assert stream.run()
-    assert not own.words.any()
-    assert theirs.words[0].tolist() == [0] * 8
+    assert not own.flags.any()
+    assert theirs.flags[0].tolist() == [0] * 8
 
 
 def test_words_of_one_pair_share_no_line_with_another() -> None:
     slab = Slab(torch.zeros(slab_bytes(3, CHUNK), dtype=torch.uint8), 3, CHUNK)
-    assert slab.words.stride(0) * slab.words.element_size() == 64
-    assert slab.words.shape[1] >= BUSY + SLOTS
+    assert slab.flags.stride(0) * slab.flags.element_size() == 64
+    assert slab.flags.shape[1] >= BUSY + SLOTS
     assert slab.areas.shape == (3, SLOTS, CHUNK)
 
 

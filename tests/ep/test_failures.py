@@ -15,7 +15,7 @@ from tests.ep.processes import run_processes
 from tile_kernels.ep import ElasticBuffer, LocalGroup, reference, run_ranks
 from tile_kernels.testing.numeric import assert_equal
 
-PATIENCE = 3
+TIMEOUT = 3
 LOST = 2  # of four ranks
 
 each_engine = pytest.mark.parametrize("engine", ["collective", "mmap"])
@@ -44,7 +44,7 @@ def check_survivor(group: Any, case: Case, **options: Any) -> None:
     """A rank of a group that goes on without `LOST`, against the reference."""
     active = [rank != LOST for rank in range(case.num_ranks)]
     buffer = ElasticBuffer(
-        group, num_max_tokens_per_rank=case.most_tokens, hidden=6, active_ranks=active,
+        group, num_max_tokens_per_rank=case.max_tokens, hidden=6, active_ranks=active,
         num_cpu_timeout_secs=20, **options,
     )  # fmt: skip
     me, chosen = buffer.rank_idx, case.topk_idx[buffer.rank_idx]
@@ -68,7 +68,7 @@ def check_survivor(group: Any, case: Case, **options: Any) -> None:
     given[:count] = outputs[me]
     combined, back, _ = buffer.combine(given, handle, weights, bias=case.bias[me])
     wanted = reference.combine(
-        outputs, everything, left.topk_idx, case.num_experts, case.most_tokens, case.topology,
+        outputs, everything, left.topk_idx, case.num_experts, case.max_tokens, case.topology,
         case.expand, bias=left.bias,
     )  # fmt: skip
     assert_equal(combined, wanted[me])
@@ -84,15 +84,15 @@ def lose_a_rank(group: dist.ProcessGroup, engine: str, how: str) -> tuple[str, f
     case = the_case()
     me = group.rank()
     buffer = ElasticBuffer(
-        group, num_max_tokens_per_rank=case.most_tokens, hidden=6, engine=engine,
-        num_cpu_timeout_secs=PATIENCE,
+        group, num_max_tokens_per_rank=case.max_tokens, hidden=6, engine=engine,
+        num_cpu_timeout_secs=TIMEOUT,
     )  # fmt: skip
     arguments = {"topk_idx": case.topk_idx[me], "num_experts": case.num_experts}
     rows, _, _, handle, _ = buffer.dispatch(case.payloads[me][0], **arguments)
     if me == LOST:
         if how == "dies":
             os._exit(1)
-        time.sleep(PATIENCE + 6)
+        time.sleep(TIMEOUT + 6)
         return None
     start = time.monotonic()
     with pytest.raises(RuntimeError) as error:
@@ -105,13 +105,13 @@ def lose_a_rank(group: dist.ProcessGroup, engine: str, how: str) -> tuple[str, f
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 @each_engine
 def test_a_lost_rank_is_named_and_left_behind(engine: str, how: str) -> None:
-    heard = run_processes(4, lose_a_rank, engine, how, may_die=(LOST,))
-    assert heard.pop(LOST) is None
-    for rank, (message, seconds) in zip((0, 1, 3), heard):
+    results = run_processes(4, lose_a_rank, engine, how, may_die=(LOST,))
+    assert results.pop(LOST) is None
+    for rank, (message, seconds) in zip((0, 1, 3), results):
         assert message.startswith(f"rank {rank} ")
         assert f"rank {LOST}" in message
         assert "ElasticBuffer.combine (comparing notes)" in message
-        assert seconds < PATIENCE + 4
+        assert seconds < TIMEOUT + 4
 
 
 def die_in_the_middle(group: dist.ProcessGroup, engine: str) -> str | None:
@@ -119,13 +119,13 @@ def die_in_the_middle(group: dist.ProcessGroup, engine: str) -> str | None:
     case = the_case(empty_slots=0.0)
     me = group.rank()
     buffer = ElasticBuffer(
-        group, num_max_tokens_per_rank=case.most_tokens, hidden=6, engine=engine,
-        num_cpu_timeout_secs=PATIENCE,
+        group, num_max_tokens_per_rank=case.max_tokens, hidden=6, engine=engine,
+        num_cpu_timeout_secs=TIMEOUT,
     )  # fmt: skip
     if me == LOST:
-        leg = buffer._fabric.legs[0]
-        go_on = leg.exchange
-        leg.exchange = lambda *a: os._exit(1) if "rows" in a[3] else go_on(*a)  # type: ignore
+        hop = buffer._fabric.hops[0]
+        exchange = hop.exchange
+        hop.exchange = lambda *a: os._exit(1) if "rows" in a[3] else exchange(*a)  # type: ignore
     with pytest.raises(RuntimeError) as error:
         buffer.dispatch(case.payloads[me][0], case.topk_idx[me], num_experts=case.num_experts)
     return str(error.value)
@@ -133,18 +133,18 @@ def die_in_the_middle(group: dist.ProcessGroup, engine: str) -> str | None:
 
 @each_engine
 def test_a_rank_that_dies_in_the_middle_is_named(engine: str) -> None:
-    heard = run_processes(4, die_in_the_middle, engine, may_die=(LOST,))
-    assert heard.pop(LOST) is None
-    for message in heard:
+    results = run_processes(4, die_in_the_middle, engine, may_die=(LOST,))
+    assert results.pop(LOST) is None
+    for message in results:
         assert "in ElasticBuffer.dispatch (rows)" in message
         assert f"rank {LOST}" in message
 
 
 def hang_in_a_pipeline(group: dist.ProcessGroup) -> str | None:
-    buffer = ElasticBuffer(group, num_bytes=2 << 20, num_cpu_timeout_secs=PATIENCE)
+    buffer = ElasticBuffer(group, num_bytes=2 << 20, num_cpu_timeout_secs=TIMEOUT)
     buffer.pp_set_config(num_max_tensor_bytes=64, num_max_inflight_tensors=1)
     if group.rank() == 1:
-        time.sleep(PATIENCE + 1)
+        time.sleep(TIMEOUT + 1)
         return None
     with pytest.raises(RuntimeError) as error:
         buffer.pp_recv(torch.zeros(8), 1)
@@ -162,18 +162,18 @@ def a_broken_buffer(group: dist.ProcessGroup) -> list[str]:
     if group.rank() == 1:
         time.sleep(3)
         return []
-    heard = []
+    results = []
     for action in (buffer.barrier, buffer.barrier):
         with pytest.raises(RuntimeError) as error:
             action()
-        heard.append(str(error.value))
-    return heard
+        results.append(str(error.value))
+    return results
 
 
 def test_a_buffer_that_broke_down_says_so() -> None:
-    heard, _ = run_processes(2, a_broken_buffer, may_die=(0, 1))
+    results, _ = run_processes(2, a_broken_buffer, may_die=(0, 1))
     cause = "rank 0 waited 1 s in ElasticBuffer.barrier for rank 1 to send"
-    assert heard == [cause, f"mmap: this buffer broke down before: {cause}"]
+    assert results == [cause, f"mmap: this buffer broke down before: {cause}"]
 
 
 @pytest.mark.parametrize("check_ranks", [True, False], ids=["counted", "static"])

@@ -14,9 +14,9 @@ import torch
 from tests.ep.helpers import Case, make_buffer
 from tests.ep.processes import run_processes
 from tile_kernels.ep import ElasticBuffer, LocalGroup, run_ranks
-from tile_kernels.ep.journey import staged_sum
-from tile_kernels.ep.plan import plan_leg
-from tile_kernels.ep.rows import pack, placed
+from tile_kernels.ep.plan import plan_hop
+from tile_kernels.ep.rows import pack, scatter_rows
+from tile_kernels.ep.transport import staged_sum
 from tile_kernels.testing.numeric import assert_equal
 from tile_kernels.testing.timing import copy_bandwidth, time_device
 
@@ -225,7 +225,7 @@ def symm_without_rank_1(group: Any) -> str:
     chosen = torch.tensor([[0, 1]] * 4, device="cuda")
     buffer.dispatch(x, chosen, num_experts=2)
     if buffer.rank_idx == 1:
-        buffer._fabric.legs[0]._through_rings = lambda *_: time.sleep(15)
+        buffer._fabric.hops[0]._through_rings = lambda *_: time.sleep(15)
         with pytest.raises(AttributeError):
             buffer.dispatch(x, chosen, num_experts=2)
         return ""
@@ -280,9 +280,9 @@ def check_replays(group: Any, case: Case, **options: Any) -> None:
 
         def on_cpu(each: Any, other: Case = other) -> list[torch.Tensor]:
             mine = make_buffer(each, other, check_ranks=False)
-            place = each.rank
+            rank = each.rank
             rows, _, weights, handle, _ = mine.dispatch(
-                other.payloads[place][0], other.topk_idx[place], other.topk_weights[place],
+                other.payloads[rank][0], other.topk_idx[rank], other.topk_weights[rank],
                 num_experts=other.num_experts, expert_alignment=8, do_expand=True,
                 do_cpu_sync=False,
             )  # fmt: skip
@@ -363,20 +363,20 @@ def test_bandwidth(what: str) -> None:
     experts = torch.rand(num_tokens, 64, generator=generator).argsort(1)[:, :num_topk]
     rows = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16, device="cuda")
     if what == "pack":  # whole rows, with ids and weights, to the peers of each token
-        leg = plan_leg((experts % num_peers).cuda(), num_peers)
-        places, num_rows = leg.items, sum(leg.send_counts)
+        hop = plan_hop((experts % num_peers).cuda(), num_peers)
+        positions, num_rows = hop.items, sum(hop.send_counts)
         ids = experts.cuda()
         rows = pack([rows, ids.float(), ids[:, :1], ids])
     else:  # an expert's rows side by side, in the order of tokens
         order = experts.flatten().argsort(stable=True)
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
-        places, num_rows = places.view(num_tokens, num_topk).int().cuda(), order.numel()
-    moved = rows.nbytes + num_rows * rows[0].nbytes + places.nbytes
+        positions = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
+        positions, num_rows = positions.view(num_tokens, num_topk).int().cuda(), order.numel()
+    moved = rows.nbytes + num_rows * rows[0].nbytes + positions.nbytes
     if what == "reduce":
         values = torch.zeros(num_rows, hidden, dtype=torch.bfloat16, device="cuda")
-        timing = time_device(lambda: staged_sum(values, places))
+        timing = time_device(lambda: staged_sum(values, positions))
     else:
-        timing = time_device(lambda: placed(rows, places, num_rows))
+        timing = time_device(lambda: scatter_rows(rows, positions, num_rows))
     share = moved / timing.us / 1e3 / copy_bandwidth()
     found = f"{what}: {timing.us:.1f} us, {100 * share:.1f} % of the copy bandwidth"
     print(found)  # noqa: T201 - shown by -s

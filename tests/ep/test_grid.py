@@ -63,14 +63,14 @@ def case_of(nodes: int, per_node: int, options: Options, expand: bool) -> tuple[
     tokens = tuple(max(1, TOKENS - rank) for rank in range(nodes * per_node))
     case = Case(
         nodes, per_node, LOCAL, num_topk=TOPK, tokens=tokens, widths=widths, expand=expand,
-        alignment=options.alignment, num_biases=options.num_biases, most_tokens=TOKENS,
+        alignment=options.alignment, num_biases=options.num_biases, max_tokens=TOKENS,
     )  # fmt: skip
     return case, case.expected()
 
 
 def of_slots(case: Case, source: int, seed: float = 0.5) -> Tensor:
     """What the expert of each slot `[K, H]` makes of a token: all different, none round."""
-    size = case.num_ranks * case.most_tokens * TOPK
+    size = case.num_ranks * case.max_tokens * TOPK
     slots = torch.arange(TOPK)
     phase = (((source * TOPK + slots) * 131071) % size + 1).double() / size
     wave = phase[:, None] * torch.arange(1, HIDDEN + 1) + torch.tensor(seed).sin()
@@ -85,7 +85,7 @@ def outputs(case: Case, received: reference.Received) -> Tensor:
         slots = (received.topk_idx[row] >= 0).nonzero().flatten().tolist()
         if case.expand:
             for slot in slots:
-                out[received.places[row, slot]] = results[slot]
+                out[received.topk_to_pos[row, slot]] = results[slot]
         else:
             chosen = [results[slot] for slot in slots]
             out[row] = reference.ordered_sum(chosen, torch.bfloat16)
@@ -97,7 +97,7 @@ def combined_of(nodes: int, per_node: int, options: Options, expand: bool) -> li
     case, received = case_of(nodes, per_node, options, expand)
     return reference.combine(
         [outputs(case, each) for each in received], received, case.topk_idx, case.num_experts,
-        case.most_tokens, case.topology, expand, bias=case.bias,
+        case.max_tokens, case.topology, expand, bias=case.bias,
     )  # fmt: skip
 
 

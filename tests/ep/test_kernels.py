@@ -29,7 +29,7 @@ def test_dispatch_and_combine_run_on_kernels(expand: bool) -> None:
 
 def test_ranks_of_two_nodes_run_on_kernels() -> None:
     """Rows that are forwarded and put into order, without waiting for counts."""
-    case = Case(2, 2, 2, num_topk=3, tokens=(3, 0, 4, 2), expand=True, alignment=4, most_tokens=5)
+    case = Case(2, 2, 2, num_topk=3, tokens=(3, 0, 4, 2), expand=True, alignment=4, max_tokens=5)
     with tile_kernels.backend("emulate"), emulation.reports() as reports:
         run_ranks(case.num_ranks, lambda group: check_loose(group, case, check_ranks=False))
     assert len(reports) > 50

@@ -29,7 +29,7 @@ CASES = {
     "float32": Case(widths=((torch.float32, 9),), num_biases=1),
     "float16": Case(widths=((torch.float16, 2),), num_biases=2),
     "no width": Case(widths=((torch.float32, 0),)),
-    "room to spare": Case(most_tokens=50),
+    "room to spare": Case(max_tokens=50),
     "two biases": Case(num_biases=2, num_topk=4, experts_per_rank=5),
     "2x2": Case(2, 2, tokens=(5, 3, 0, 7), num_topk=6, experts_per_rank=3, num_biases=1),
     "3x1": Case(3, 1, tokens=(5, 3, 6), num_topk=3),

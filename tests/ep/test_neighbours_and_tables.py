@@ -141,10 +141,10 @@ def sessions(group: Any, engine: str = "auto") -> None:
                 seed = 1000 * number + 100 * step
                 tensors = [some(seed + rank, dtype, *shape) for shape in shapes]
                 if dice.random() < 0.5:  # in place
-                    places = buffer.agrs_get_inplace_tensor(shapes, dtype)
-                    for place, tensor in zip(places, tensors):
-                        place.copy_(tensor)
-                    tensors = list(places)
+                    views = buffer.agrs_get_inplace_tensor(shapes, dtype)
+                    for view, tensor in zip(views, tensors):
+                        view.copy_(tensor)
+                    tensors = list(views)
                 *outs, wait = buffer.all_gather(tensors if len(tensors) > 1 else tensors[0])
                 wait()
                 for out, shape in zip(outs, shapes):

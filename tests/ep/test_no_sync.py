@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from tests.ep.helpers import Case, make_buffer
 from tests.ep.processes import run_processes
 from tile_kernels import moe
-from tile_kernels.ep import ElasticBuffer, exchange, journey, rows, run_ranks
+from tile_kernels.ep import ElasticBuffer, exchange, rows, run_ranks, transport
 from tile_kernels.testing.numeric import assert_equal
 
 CASES: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ def check_loose(group: Any, case: Case, check_ranks: bool) -> None:
         *arguments, do_cpu_sync=False, **options
     )
     assert loose.routing.plan.is_static == (not check_ranks)
-    num_tokens = case.num_ranks * case.most_tokens
+    num_tokens = case.num_ranks * case.max_tokens
     most = num_tokens * min(case.num_topk, case.experts_per_rank) + 3 * case.experts_per_rank
     assert loose.num_recv_tokens == num_tokens
     assert loose.num_expanded_tokens == (most + 3) // 4 * 4
@@ -67,7 +67,7 @@ def check_loose(group: Any, case: Case, check_ranks: bool) -> None:
 @pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])
 @pytest.mark.parametrize("name", CASES)
 def test_sizes_do_not_depend_on_what_arrives(name: str, expand: bool, check_ranks: bool) -> None:
-    case = Case(**CASES[name], expand=expand, alignment=4, most_tokens=5, num_biases=1)
+    case = Case(**CASES[name], expand=expand, alignment=4, max_tokens=5, num_biases=1)
     run_ranks(case.num_ranks, lambda group: check_loose(group, case, check_ranks))
 
 
@@ -118,7 +118,7 @@ class Kernels:
 @pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])
 @pytest.mark.parametrize("name", ["2x2", "direct"])
 def test_the_host_does_not_wait(name: str, expand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (journey, exchange, rows):
+    for module in (transport, exchange, rows):
         monkeypatch.setattr(module, "moe", Kernels)
     case = Case(**CASES[name], num_biases=1)
 
@@ -142,7 +142,7 @@ def test_the_host_does_not_wait(name: str, expand: bool, monkeypatch: pytest.Mon
 
 
 def test_an_error_of_one_rank_stays_there() -> None:
-    """Nobody compares notes, so nobody waits to."""
+    """Without the agreement check no rank waits for another."""
     case = Case()
 
     def rank(group: Any) -> None:
@@ -232,7 +232,7 @@ def check_capacity(group: Any, case: Case, capacity: int, check_ranks: bool) -> 
 def test_what_does_not_fit_is_counted(
     name: str, capacity: int, expand: bool, check_ranks: bool
 ) -> None:
-    case = Case(**CASES[name], expand=expand, alignment=4, most_tokens=5, num_biases=1)
+    case = Case(**CASES[name], expand=expand, alignment=4, max_tokens=5, num_biases=1)
     run_ranks(case.num_ranks, lambda group: check_capacity(group, case, capacity, check_ranks))
 
 

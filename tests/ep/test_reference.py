@@ -36,7 +36,7 @@ def test_worked_example_compact() -> None:
 def test_worked_example_expanded() -> None:
     found = example(expand=True)
     assert found.payloads[0].flatten().tolist() == [10, 11, PAD, PAD, 11, 21, PAD, PAD]
-    assert found.places.tolist() == [[0, -1], [4, 1], [-1, 5]]
+    assert found.topk_to_pos.tolist() == [[0, -1], [4, 1], [-1, 5]]
     assert found.topk_weights is not None
     assert found.topk_weights.tolist() == [1, 4, 0, 0, 3, 8, 0, 0]
 
@@ -79,8 +79,8 @@ def sum_of(values: list[float], ids: list[int], topology: Topology, **how: bool)
     rows: list[Tensor] = []
     for each in received:
         rows.append(torch.zeros(each.payloads[0].shape[0], 1, dtype=torch.bfloat16))
-        for row, slot in (each.places >= 0).nonzero().tolist():
-            rows[-1][each.places[row, slot]] = values[slot]
+        for row, slot in (each.topk_to_pos >= 0).nonzero().tolist():
+            rows[-1][each.topk_to_pos[row, slot]] = values[slot]
     found = reference.combine(
         rows, received, topk_idx, 2 * num_ranks, 1, topology, expanded=True, **how
     )
@@ -142,17 +142,17 @@ def test_nothing_is_lost_or_invented(case: Case) -> None:
             for slot, expert in enumerate(each.topk_idx[row].tolist()):
                 if expert >= 0:
                     glob = rank * case.experts_per_rank + expert
-                    found.add((source // case.most_tokens, source % case.most_tokens, glob))
+                    found.add((source // case.max_tokens, source % case.max_tokens, glob))
                     assert 0 <= expert < case.experts_per_rank
-                    place = int(each.places[row, slot])
+                    row_idx = int(each.topk_to_pos[row, slot])
                     if case.expand:
-                        sent = case.payloads[source // case.most_tokens][0]
-                        there = each.payloads[0][place]
-                        assert torch.equal(there, sent[source % case.most_tokens])
+                        sent = case.payloads[source // case.max_tokens][0]
+                        there = each.payloads[0][row_idx]
+                        assert torch.equal(there, sent[source % case.max_tokens])
         if case.expand:
             assert each.payloads[0].shape[0] % case.alignment == 0
-        places = each.places[each.places >= 0]
-        assert len(set(places.tolist())) == places.numel()
+        positions = each.topk_to_pos[each.topk_to_pos >= 0]
+        assert len(set(positions.tolist())) == positions.numel()
     assert found == pairs
 
 
@@ -164,7 +164,7 @@ def test_what_is_sent_comes_back_once_for_each_copy(case: Case, multiple: bool) 
     received = case.expected()
     combined = reference.combine(
         [each.payloads[0] for each in received], received, case.topk_idx, case.num_experts,
-        case.most_tokens, case.topology, case.expand, multiple,
+        case.max_tokens, case.topology, case.expand, multiple,
     )  # fmt: skip
     for (x,), ids, total in zip(case.payloads, case.topk_idx, combined):
         experts = [{e if case.expand else e // case.experts_per_rank for e in row if e >= 0}

@@ -31,37 +31,37 @@ class DispatchFn(Function):
         ctx: Any,
         buffer: ElasticBuffer,
         run: Callable[[], Dispatched],
-        kept: list[Dispatched],
+        results: list[Dispatched],
         topk_weights: Tensor | None,
         *payloads: Tensor,
     ) -> Outputs:
-        """Run the dispatch; `kept` receives all of its results."""
+        """Run the dispatch; the result is appended to `results`."""
         result = run()
-        kept.append(result)
+        results.append(result)
         ctx.buffer, ctx.handle = buffer, result.handle
-        ctx.carries = topk_weights is not None and topk_weights.requires_grad
-        fixed = [out for out, given in zip(result.payloads, payloads) if not given.requires_grad]
-        if result.topk_weights is not None and not ctx.carries:
-            fixed.append(result.topk_weights)
-        ctx.mark_non_differentiable(*fixed)
+        ctx.weights_need_grad = topk_weights is not None and topk_weights.requires_grad
+        constant = [out for out, given in zip(result.payloads, payloads) if not given.requires_grad]
+        if result.topk_weights is not None and not ctx.weights_need_grad:
+            constant.append(result.topk_weights)
+        ctx.mark_non_differentiable(*constant)
         return (result.topk_weights, *result.payloads)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Outputs:
-        """Combine the gradients of the rows; the weights' go along with the first."""
+        """Combine the gradients of the rows; those of the weights are sent with the first."""
         grad_weights, *grad_payloads = grads
         needed = ctx.needs_input_grad[4:]
-        weights = grad_weights if ctx.carries else None
+        weights = grad_weights if ctx.weights_need_grad else None
         back_weights: Tensor | None = None
         back: list[Tensor | None] = []
-        for grad, wanted in zip(grad_payloads, needed):
-            if not wanted:
+        for grad, needs_grad in zip(grad_payloads, needed):
+            if not needs_grad:
                 back.append(None)
                 continue
             total, found, _ = ctx.buffer.combine(grad, ctx.handle, topk_weights=weights)
             back.append(total)
             back_weights, weights = (found, None) if weights is not None else (back_weights, None)
-        if weights is not None:  # of the weights alone
+        if weights is not None:  # only the weights need gradients
             empty = weights.new_empty((grad_payloads[0].shape[0], 0))
             back_weights = ctx.buffer.combine(empty, ctx.handle, topk_weights=weights)[1]
         return (None, None, None, back_weights, *back)
@@ -83,10 +83,10 @@ class CombineFn(Function):
         """Run the combine."""
         ctx.buffer, ctx.handle = buffer, handle
         combined, weights = run()
-        fixed = [] if any(each.requires_grad for each in (x, *bias)) else [combined]
+        constant = [] if any(each.requires_grad for each in (x, *bias)) else [combined]
         if topk_weights is not None and weights is not None and not topk_weights.requires_grad:
-            fixed.append(weights)
-        ctx.mark_non_differentiable(*fixed)
+            constant.append(weights)
+        ctx.mark_non_differentiable(*constant)
         return combined, weights
 
     @staticmethod
@@ -96,12 +96,12 @@ class CombineFn(Function):
         for_x, for_weights, *for_bias = ctx.needs_input_grad[3:]
         grad_x = back_weights = None
         if for_x or for_weights:
-            carried = grad_weights.contiguous() if for_weights else None
-            sent = grad if for_x else grad[:, :0]
-            found, ids, back_weights, _, _ = ctx.buffer.dispatch(
-                sent.contiguous(), topk_weights=carried, handle=ctx.handle
+            weights = grad_weights.contiguous() if for_weights else None
+            rows = grad if for_x else grad[:, :0]
+            received, ids, back_weights, _, _ = ctx.buffer.dispatch(
+                rows.contiguous(), topk_weights=weights, handle=ctx.handle
             )
-            grad_x = found if for_x else None
+            grad_x = received if for_x else None
             if back_weights is not None and ids is not None:
-                back_weights = back_weights * (ids >= 0)  # combine read no other slots
+                back_weights = back_weights * (ids >= 0)  # combine reads only local slots
         return (None, None, None, grad_x, back_weights, *(grad if b else None for b in for_bias))

@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from tile_kernels import config
-from tile_kernels.ep import exchange, gather, model, pipeline
-from tile_kernels.ep.agreement import agree
+from tile_kernels.ep import exchange, model
+from tile_kernels.ep.agreement import agree, checked, unreachable
+from tile_kernels.ep.arguments import CombineArguments, DispatchArguments
 from tile_kernels.ep.autograd import CombineFn, DispatchFn
 from tile_kernels.ep.domains import topology_of
-from tile_kernels.ep.engines import (
-    ActiveEngine,
-    Engine,
-    check_engine,
-    chosen_engine,
-    make_engine,
-)
-from tile_kernels.ep.engram import EngramStore
-from tile_kernels.ep.events import (
-    EventHandle,
-    EventOverlap,
-    Finish,
-    comm_stream,
-    on_comm_stream,
-)
-from tile_kernels.ep.gather import GatherSessions
+from tile_kernels.ep.engines import make_engine
+from tile_kernels.ep.engram import EngramMethods, EngramStore
+from tile_kernels.ep.events import EventHandle, EventOverlap
+from tile_kernels.ep.gather import GatherMethods
 from tile_kernels.ep.handle import EPHandle
-from tile_kernels.ep.journey import Fabric
-from tile_kernels.ep.pipeline import Pipeline
-from tile_kernels.ep.requests import Settings, combine_request, dispatch_request
-from tile_kernels.ep.rows import as_bytes
-from tile_kernels.runtime import checks
-from tile_kernels.utils import align
+from tile_kernels.ep.pipeline import PipelineMethods
+from tile_kernels.ep.requests import combine_request, dispatch_request
+from tile_kernels.ep.setup import BufferArguments, active_engine, check_arguments, data_engine
+from tile_kernels.ep.sizes import SizeHints, buffer_bytes
+from tile_kernels.ep.transport import Fabric, no_wait
 
-Request = TypeVar("Request")
 Received = Tensor | tuple[Tensor, ...]
 
 
-class ElasticBuffer:
+class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
     """Expert-parallel dispatch and combine over a group of ranks. Making one is collective.
 
     | argument | meaning |
@@ -106,67 +89,31 @@ each time; otherwise the source adds them all up, rounding once |
         check_ranks: bool = True,
         active_ranks: Sequence[bool] | None = None,
     ) -> None:
-        world = _active_part(make_engine(group), active_ranks, num_cpu_timeout_secs)
-        settings: Settings = {
-            "num_bytes": num_bytes,
-            "num_cpu_bytes": num_cpu_bytes,
-            "num_max_tokens_per_rank": num_max_tokens_per_rank,
-            "hidden": hidden,
-            "num_topk": num_topk,
-            "use_fp8_dispatch": str(use_fp8_dispatch),
-            "allow_hybrid_mode": str(allow_hybrid_mode),
-            "allow_multiple_reduction": str(allow_multiple_reduction),
-            "num_scaleup_ranks": num_scaleup_ranks,
-            "check_ranks": str(check_ranks),
-            "engine": str(engine),
-        }
-        error: Exception | None = None
-        keep_tensors = speak = False
-        try:
-            check_engine(world, engine)
-            flags = {
-                "use_fp8_dispatch": use_fp8_dispatch,
-                "deterministic": deterministic,
-                "allow_hybrid_mode": allow_hybrid_mode,
-                "allow_multiple_reduction": allow_multiple_reduction,
-                "prefer_overlap_with_compute": prefer_overlap_with_compute,
-                "explicitly_destroy": explicitly_destroy,
-                "check_ranks": check_ranks,
-            }
-            for name, flag in flags.items():
-                checks.boolean(name, flag)
-            sl_idx = _from_environment("EP_OVERRIDE_RDMA_SL", sl_idx)
-            checks.integer("sl_idx", sl_idx, 0, 15)
-            checks.integer("num_allocated_qps", num_allocated_qps, 0)
-            checks.integer("num_cpu_timeout_secs", num_cpu_timeout_secs, 1)
-            checks.integer("num_gpu_timeout_secs", num_gpu_timeout_secs, 1)
-            _check_sizes(num_bytes, num_cpu_bytes, num_max_tokens_per_rank, hidden, num_topk)
-            if _from_environment("EP_NUM_TOPK_IDX_BITS", 64) != 64:
-                raise ValueError("EP_NUM_TOPK_IDX_BITS must be 64: topk_idx is int64 here")
-            keep_tensors = bool(_from_environment("EP_AVOID_RECORD_STREAM", 0))
-            speak = bool(_from_environment("EP_BUFFER_DEBUG", 0))
-        except (TypeError, ValueError) as problem:
-            error = problem
-        agree(world, "ElasticBuffer", settings, error, [0] * world.size)
+        arguments = BufferArguments(
+            num_bytes=num_bytes, num_cpu_bytes=num_cpu_bytes,
+            num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_topk=num_topk,
+            use_fp8_dispatch=use_fp8_dispatch, deterministic=deterministic,
+            allow_hybrid_mode=allow_hybrid_mode, allow_multiple_reduction=allow_multiple_reduction,
+            prefer_overlap_with_compute=prefer_overlap_with_compute, sl_idx=sl_idx,
+            num_allocated_qps=num_allocated_qps, num_cpu_timeout_secs=num_cpu_timeout_secs,
+            num_gpu_timeout_secs=num_gpu_timeout_secs, explicitly_destroy=explicitly_destroy,
+            engine=engine, num_scaleup_ranks=num_scaleup_ranks, check_ranks=check_ranks,
+            active_ranks=active_ranks,
+        )  # fmt: skip
+        world = active_engine(make_engine(group), arguments)
+        environment, error = checked(lambda: check_arguments(world, arguments))
+        agree(world, "ElasticBuffer", arguments.settings(), error)
+        if environment is None:
+            raise unreachable()
         all_active = len(world.active) == world.size
         topology, physical = topology_of(
             world, allow_hybrid_mode and all_active, num_scaleup_ranks if all_active else world.size
         )
-        self.num_bytes = num_bytes or model.buffer_bytes(
-            topology.num_scaleout_ranks,
-            topology.num_scaleup_ranks,
-            num_max_tokens_per_rank,
-            hidden,
-            num_topk,
-            use_fp8_dispatch,
+        self.num_bytes = num_bytes or buffer_bytes(
+            topology, physical, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch,
             allow_multiple_reduction,
-            all_nvlink=topology.is_hybrid or physical[0] == 1,
-        )
-        if isinstance(world, ActiveEngine):
-            part = chosen_engine(world.part, engine, self.num_bytes, num_gpu_timeout_secs)
-            world = ActiveEngine(part, world.active, world.size)
-        else:
-            world = chosen_engine(world, engine, self.num_bytes, num_gpu_timeout_secs)
+        )  # fmt: skip
+        world = data_engine(world, arguments, self.num_bytes)
 
         self.group = group
         self.rank_idx, self.num_ranks = world.index, world.size
@@ -175,7 +122,7 @@ each time; otherwise the source adds them all up, rounding once |
         self.allow_hybrid_mode = allow_hybrid_mode
         self.allow_multiple_reduction = allow_multiple_reduction
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
-        self.sl_idx = sl_idx
+        self.sl_idx = environment.sl_idx
         self.num_allocated_qps = num_allocated_qps or model.default_num_qps(allow_hybrid_mode)
         self.num_cpu_timeout_secs = num_cpu_timeout_secs
         self.num_gpu_timeout_secs = num_gpu_timeout_secs
@@ -186,153 +133,19 @@ each time; otherwise the source adds them all up, rounding once |
         self.num_scaleout_ranks = topology.num_scaleout_ranks
         self.num_scaleup_ranks = topology.num_scaleup_ranks
         self.scaleout_rank_idx = topology.node_of(world.index)
-        self.scaleup_rank_idx = topology.place_of(world.index)
+        self.scaleup_rank_idx = topology.index_in_node(world.index)
         self._check_ranks = check_ranks
+        self._keep_tensors = environment.keep_tensors
         self._fabric = Fabric.of(world, topology)
         self._engram = EngramStore(world, self.num_bytes - num_cpu_bytes, num_cpu_bytes)
-        self._pipeline: Pipeline | None = None
-        self._sessions: GatherSessions | None = None
         self._num_dispatches = 0
-        self._destroyed = False
-        self._settle = world.settle if check_ranks else None
-        self._keep_tensors = keep_tensors
-        if speak:
+        if environment.verbose:
             print(  # noqa: T201 - as asked for
                 f"ElasticBuffer: rank {self.rank_idx} of {self.num_ranks}, engine {self.engine}, "
                 f"{self.num_scaleout_ranks} x {self.num_scaleup_ranks} ranks, {self.num_bytes} "
-                f"bytes, settings {settings}",
+                f"bytes, settings {arguments.settings()}",
                 flush=True,
             )
-
-    # ---- life and properties ------------------------------------------------------------------
-
-    def destroy(self) -> None:
-        """Wait for all ranks and end the use of the buffer; needs `explicitly_destroy=True`."""
-        if not self.explicitly_destroy:
-            raise RuntimeError(
-                "ElasticBuffer.destroy: the buffer was made with explicitly_destroy=False"
-            )
-        if not self._destroyed:
-            self._destroyed = True
-            self._fabric.world.settle()
-            self._fabric.world.barrier("ElasticBuffer.destroy")
-
-    def barrier(
-        self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
-    ) -> None:
-        """Wait for all ranks; `with_cpu_sync` for their devices as well."""
-        del use_comm_stream, sequential  # the host waits, so streams have nothing to order
-        if with_cpu_sync and torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self._fabric.world.barrier("ElasticBuffer.barrier")
-
-    @staticmethod
-    def capture() -> EventHandle:
-        """An event on the current stream."""
-        return EventHandle()
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream that communication on the current CUDA device uses."""
-        if not torch.cuda.is_available():
-            raise RuntimeError("ElasticBuffer.get_comm_stream: there is no CUDA device")
-        return comm_stream(torch.device("cuda"))
-
-    def get_physical_domain_size(self) -> tuple[int, int]:
-        """`(nodes, ranks of each)`."""
-        return self.num_rdma_ranks, self.num_nvlink_ranks
-
-    def get_logical_domain_size(self) -> tuple[int, int]:
-        """`(nodes, ranks of each)` as tokens travel."""
-        return self.num_scaleout_ranks, self.num_scaleup_ranks
-
-    # ---- sizes and counts ---------------------------------------------------------------------
-
-    @staticmethod
-    def get_buffer_size_hint(
-        group: Any,
-        num_max_tokens_per_rank: int,
-        hidden: int,
-        num_topk: int = 0,
-        use_fp8_dispatch: bool = False,
-        allow_hybrid_mode: bool = True,
-        allow_multiple_reduction: bool = True,
-    ) -> int:
-        """Bytes that a buffer for this shape needs on each rank. Collective."""
-        topology, physical = topology_of(make_engine(group), allow_hybrid_mode, None)
-        return model.buffer_bytes(
-            topology.num_scaleout_ranks, topology.num_scaleup_ranks, num_max_tokens_per_rank,
-            hidden, num_topk, use_fp8_dispatch, allow_multiple_reduction,
-            all_nvlink=topology.is_hybrid or physical[0] == 1,
-        )  # fmt: skip
-
-    @staticmethod
-    def get_engram_storage_size_hint(
-        num_entries: int,
-        hidden: int,
-        num_max_tokens_per_rank: int,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> tuple[int, int]:
-        """Bytes on the GPU for fetched rows, and in host memory for the entries."""
-        return model.engram_bytes(num_entries, hidden, num_max_tokens_per_rank, dtype)
-
-    @staticmethod
-    def get_pp_buffer_size_hint(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
-        """Bytes for tensors in flight to and from both neighbours."""
-        return model.pp_bytes(num_max_tensor_bytes, num_max_inflight_tensors)
-
-    @staticmethod
-    def get_agrs_num_max_session_bytes(
-        group: Any, shapes: Sequence[Sequence[int]], dtype: torch.dtype
-    ) -> int:
-        """Bytes of a session that gathers a tensor of each shape."""
-        return model.all_gather_session_bytes(make_engine(group).size, shapes, dtype)
-
-    @staticmethod
-    def get_agrs_buffer_size_hint(group: Any, num_max_session_bytes: int) -> int:
-        """Bytes of a buffer for such sessions."""
-        make_engine(group)
-        return align(num_max_session_bytes, model.PAGE)
-
-    def get_theoretical_num_sms(
-        self,
-        num_experts: int,
-        num_topk: int,
-        num_scaleout_topk: int = 0,
-        rdma_gbs: float = 0,
-        nvlink_gbs: float = 0,
-        sm_read_gbs: float = 200,
-        sm_write_gbs: float = 50,
-    ) -> int:
-        """How many SMs would keep the links busy: see `model.num_sms`.
-
-        Bandwidths are not detected: those that matter for the topology must be given. On a machine
-        without a GPU the SMs are those of the default device (`config.get_device_num_sms`).
-        """
-        if num_scaleout_topk != 0:
-            raise ValueError(
-                "ElasticBuffer.get_theoretical_num_sms: num_scaleout_topk must be 0, got "
-                f"{num_scaleout_topk}"
-            )
-        with _named("ElasticBuffer.get_theoretical_num_sms"):
-            return model.num_sms(
-                self.num_scaleout_ranks,
-                self.num_scaleup_ranks,
-                num_experts,
-                num_topk,
-                rdma_gbs=rdma_gbs,
-                nvlink_gbs=nvlink_gbs,
-                num_device_sms=config.get_device_num_sms(),
-                num_physical_nvlink_ranks=self.num_nvlink_ranks,
-                prefer_overlap_with_compute=self.prefer_overlap_with_compute,
-                sm_read_gbs=sm_read_gbs,
-                sm_write_gbs=sm_write_gbs,
-            )
-
-    def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """How many of the allocated queue pairs a transfer on `num_sms` SMs would use."""
-        return model.num_qps(num_sms, self.num_allocated_qps, self.allow_hybrid_mode)
-
-    # ---- dispatch and combine -----------------------------------------------------------------
 
     def dispatch(
         self,
@@ -397,64 +210,72 @@ each time; otherwise the source adds them all up, rounding once |
         Differentiable with respect to floating-point `x` and `topk_weights`; the gradient is
         `combine`. Weights of slots on other ranks have none.
         """
-        common = (
-            num_sms, num_qps, previous_event, previous_event_before_epilogue,
-            async_with_compute_stream, allocate_on_comm_stream,
+        return self._dispatch(
+            DispatchArguments(
+                x=x, topk_idx=topk_idx, topk_weights=topk_weights,
+                cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
+                num_experts=num_experts, num_max_tokens_per_rank=num_max_tokens_per_rank,
+                expert_alignment=expert_alignment, num_sms=num_sms, num_qps=num_qps,
+                previous_event=previous_event,
+                previous_event_before_epilogue=previous_event_before_epilogue,
+                async_with_compute_stream=async_with_compute_stream,
+                allocate_on_comm_stream=allocate_on_comm_stream, handle=handle,
+                do_handle_copy=do_handle_copy, do_cpu_sync=do_cpu_sync, do_expand=do_expand,
+                do_zero_padding=do_zero_padding,
+                use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf,
+                num_max_rows=num_max_rows,
+            )
         )  # fmt: skip
+
+    def _dispatch(
+        self, arguments: DispatchArguments
+    ) -> tuple[Received, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
         may_be_static = not self._check_ranks and self.allow_multiple_reduction
-        request, error = _checked(
+        request, error = checked(
             lambda: dispatch_request(
-                self._fabric,
-                self.num_max_tokens_per_rank,
-                x,
-                topk_idx,
-                topk_weights,
-                cumulative_local_expert_recv_stats,
-                num_experts,
-                num_max_tokens_per_rank,
-                expert_alignment,
-                common,
-                handle,
-                do_handle_copy,
-                do_cpu_sync,
-                do_expand,
-                do_zero_padding,
-                use_tma_aligned_col_major_sf,
-                num_max_rows,
-                static=may_be_static,
+                self._fabric, arguments, self.num_max_tokens_per_rank, may_be_static
             )
         )
-        leg = None if request is None else request.leg
-        counts = [0] * self.num_ranks if leg is None else self._fabric.counts_by_rank(leg)
-        must_count = handle is None and not (may_be_static and do_cpu_sync is False)
-        settings = {} if request is None else request.settings
-        heard = self._agree("ElasticBuffer.dispatch", settings, error, counts, must_count)
+        is_static = may_be_static and arguments.do_cpu_sync is False
+        needs_counts = arguments.handle is None and not is_static
+        hop = None if request is None else request.route.hop
+        recv_counts = self._agree(
+            "ElasticBuffer.dispatch",
+            {} if request is None else request.settings,
+            error,
+            None if hop is None else self._fabric.counts_by_rank(hop),
+            needs_counts,
+        )
         if request is None:
-            raise RuntimeError("unreachable: a bad request is an error of every rank")
-        if leg is not None:
+            raise unreachable()
+        if hop is not None:
             self._num_dispatches += 1
-            if not leg.is_static:
-                leg.recv_counts = self._fabric.counts_on_first_leg(heard)
-        serial = self._num_dispatches
-        static = leg is not None and leg.is_static  # then the leg may still be in the making
-        with self._on_comm_stream(request.payloads[0].device, previous_event, static) as finish:
-            before = _waiting_for(previous_event_before_epilogue)
+            if not hop.is_static:
+                hop.recv_counts = self._fabric.counts_on_first_hop(recv_counts)
+        serial, device = self._num_dispatches, request.payloads[0].device
+        after_caller = hop is not None and hop.is_static  # the device may still compute the hop
+        with self._on_comm_stream(device, arguments.previous_event, after_caller) as finish:
+            before_epilogue = _wait_of(arguments.previous_event_before_epilogue)
 
             def run() -> exchange.Dispatched:
-                return exchange.dispatch(self._fabric, request, serial, before)
+                return exchange.dispatch(self._fabric, request, serial, before_epilogue)
 
+            weights = arguments.topk_weights
             if request.needs_grad:
-                kept: list[exchange.Dispatched] = []
-                given = (request.topk_weights, *request.payloads)
-                weights, *payloads = DispatchFn.apply(self, run, kept, *given)
-                result = exchange.Dispatched(payloads, kept[0].topk_idx, weights, kept[0].handle)
+                results: list[exchange.Dispatched] = []
+                outputs = DispatchFn.apply(self, run, results, weights, *request.payloads)
+                recv_weights, *payloads = outputs
+                ids, handle = results[0].topk_idx, results[0].handle
+                result = exchange.Dispatched(payloads, ids, recv_weights, handle)
             else:
                 result = run()
-            tensors = [*request.payloads, request.topk_idx, request.topk_weights, request.stats]
+            stats = arguments.cumulative_local_expert_recv_stats
+            tensors = [*request.payloads, request.route.topk_idx, weights, stats]
             tensors += [*result.payloads, result.topk_idx, result.topk_weights]
-            tensors += result.handle.tensors() + ([] if leg is None else leg.tensors())
-            event = finish(tensors, async_with_compute_stream)
-        received = tuple(result.payloads) if request.is_tuple else result.payloads[0]
+            tensors += result.handle.tensors() + ([] if hop is None else hop.tensors())
+            event = finish(tensors, arguments.async_with_compute_stream)
+        is_tuple = isinstance(arguments.x, tuple)
+        received = tuple(result.payloads) if is_tuple else result.payloads[0]
         return received, result.topk_idx, result.topk_weights, result.handle, event
 
     def combine(
@@ -491,320 +312,38 @@ rank |
 
         Differentiable with respect to `x`, `topk_weights` and `bias`; the gradient is `dispatch`.
         """
-        common = (
-            num_sms, num_qps, previous_event, previous_event_before_epilogue,
-            async_with_compute_stream, allocate_on_comm_stream,
-        )  # fmt: skip
-        request, error = _checked(
-            lambda: combine_request(
-                self._fabric, self.allow_multiple_reduction, x, handle, topk_weights, bias, common
+        return self._combine(
+            CombineArguments(
+                x=x, handle=handle, topk_weights=topk_weights, bias=bias, num_sms=num_sms,
+                num_qps=num_qps, previous_event=previous_event,
+                previous_event_before_epilogue=previous_event_before_epilogue,
+                async_with_compute_stream=async_with_compute_stream,
+                allocate_on_comm_stream=allocate_on_comm_stream,
             )
+        )  # fmt: skip
+
+    def _combine(self, arguments: CombineArguments) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        request, error = checked(
+            lambda: combine_request(self._fabric, arguments, self.allow_multiple_reduction)
         )
-        counts = [0] * self.num_ranks
         settings = {} if request is None else request.settings
-        self._agree("ElasticBuffer.combine", settings, error, counts, must_count=False)
+        self._agree("ElasticBuffer.combine", settings, error, needs_counts=False)
         if request is None:
-            raise RuntimeError("unreachable: a bad request is an error of every rank")
-        with self._on_comm_stream(request.x.device, previous_event) as finish:
-            before = _waiting_for(previous_event_before_epilogue)
+            raise unreachable()
+        with self._on_comm_stream(request.x.device, arguments.previous_event) as finish:
+            before_epilogue = _wait_of(arguments.previous_event_before_epilogue)
 
             def run() -> tuple[Tensor, Tensor | None]:
-                return exchange.combine(self._fabric, request, before)
+                return exchange.combine(self._fabric, request, before_epilogue)
 
+            inputs = (request.x, request.topk_weights, *request.bias)
             if request.needs_grad:
-                given = (request.x, request.topk_weights, *request.bias)
-                combined, weights = CombineFn.apply(self, run, request.handle, *given)
+                combined, weights = CombineFn.apply(self, run, request.handle, *inputs)
             else:
                 combined, weights = run()
-            tensors = [request.x, topk_weights, *request.bias, combined, weights]
-            event = finish(tensors, async_with_compute_stream)
+            event = finish([*inputs, combined, weights], arguments.async_with_compute_stream)
         return combined, weights, event
 
-    def _on_comm_stream(
-        self, device: torch.device, previous_event: EventHandle | None, after_caller: bool = False
-    ) -> AbstractContextManager[Finish]:
-        return on_comm_stream(
-            device, previous_event, after_caller, self._settle, self._keep_tensors
-        )
 
-    # ---- pipeline neighbours ------------------------------------------------------------------
-
-    def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> None:
-        """Prepare for sends between ring neighbours. Collective."""
-        self._configure(
-            "ElasticBuffer.pp_set_config",
-            lambda: pipeline.check_config(num_max_tensor_bytes, num_max_inflight_tensors),
-            {
-                "num_max_tensor_bytes": num_max_tensor_bytes,
-                "num_max_inflight_tensors": num_max_inflight_tensors,
-            },
-        )
-        if self._pipeline is not None:
-            self._pipeline.finish()
-        world = self._fabric.world
-        self._pipeline = Pipeline(world, num_max_tensor_bytes, num_max_inflight_tensors)
-
-    def pp_send(self, t: Tensor, dst_rank_idx: int, num_sms: int = 0) -> None:
-        """Send a contiguous tensor, a multiple of 32 bytes, to the next or the previous rank.
-
-        Returns before it is received, unless too many are under way.
-        """
-        checks.integer("num_sms", num_sms, 0)
-        if self._pipeline is None:
-            raise RuntimeError("ElasticBuffer.pp_send: pp_set_config must come first")
-        with _named(f"ElasticBuffer.pp_send: rank {self.rank_idx}"):
-            self._pipeline.send(t, dst_rank_idx)
-
-    def pp_recv(self, t: Tensor, src_rank_idx: int, num_sms: int = 0) -> None:
-        """Fill `t` with the next tensor from the next or the previous rank; they come in order."""
-        checks.integer("num_sms", num_sms, 0)
-        if self._pipeline is None:
-            raise RuntimeError("ElasticBuffer.pp_recv: pp_set_config must come first")
-        with _named(f"ElasticBuffer.pp_recv: rank {self.rank_idx}"):
-            self._pipeline.receive(t, src_rank_idx)
-
-    # ---- all-gather and reduce-scatter --------------------------------------------------------
-
-    def agrs_set_config(
-        self, num_max_session_bytes: int, num_max_all_gathers_per_session: int
-    ) -> None:
-        """Prepare for sessions of at most so many bytes and all-gathers. Collective."""
-        most = num_max_all_gathers_per_session
-        self._configure(
-            "ElasticBuffer.agrs_set_config",
-            lambda: gather.check_config(num_max_session_bytes, most, self.num_ranks),
-            {
-                "num_max_session_bytes": num_max_session_bytes,
-                "num_max_all_gathers_per_session": most,
-            },
-        )
-        self._sessions = GatherSessions(self._fabric.world, num_max_session_bytes, most)
-
-    def _agrs(self, call: str) -> GatherSessions:
-        if self._sessions is None:
-            raise RuntimeError(f"ElasticBuffer.{call}: agrs_set_config must come first")
-        return self._sessions
-
-    def create_agrs_session(self) -> None:
-        """Open a session. All ranks must gather the same things in the same order."""
-        self._agrs("create_agrs_session").begin()
-
-    def destroy_agrs_session(self) -> None:
-        """Close the session; what it gathered is overwritten by the next. Collective."""
-        self._agrs("destroy_agrs_session").end()
-
-    @contextmanager
-    def agrs_new_session(self, enabled: bool = True) -> Iterator[None]:
-        """A session for the length of a `with`; nothing unless `enabled`."""
-        if not enabled:
-            yield
-            return
-        self.create_agrs_session()
-        try:
-            yield
-        except BaseException:
-            self._agrs("agrs_new_session").abandon()
-            raise
-        self.destroy_agrs_session()
-
-    def agrs_get_inplace_tensor(
-        self,
-        shapes: Sequence[int] | Sequence[Sequence[int]],
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-    ) -> Tensor | tuple[Tensor, ...]:
-        """Where this rank's part of the next all-gather lies: fill it, then gather it.
-
-        One shape gives a tensor, a sequence of shapes a tuple.
-        """
-        several = len(shapes) > 0 and not isinstance(shapes[0], int)
-        wanted = shapes if several else [shapes]
-        sessions = self._agrs("agrs_get_inplace_tensor")
-        views = sessions.own_places(wanted, dtype, torch.device(device))  # type: ignore[arg-type]
-        return tuple(views) if several else views[0]
-
-    def all_gather(self, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
-        """`([R, *shape], wait)`, or for a sequence `(*outs, wait)`; `wait()` before using them.
-
-        On a CUDA device the transfer runs beside the current stream, which `wait()` lets wait.
-        Results lie in the memory of the session. A sequence counts as one all-gather.
-        """
-        return self._gathered("all_gather", t)
-
-    def reduce_scatter(self, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
-        """For `t` `[R, *shape]`: `([*shape], wait)`, this rank's part of the sum over ranks.
-
-        In float32, in the order of the ranks, rounded once.
-        """
-        return self._gathered("reduce_scatter", t)
-
-    def _gathered(self, call: str, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
-        sessions = self._agrs(call)
-        tensors: list[Any] = list(t) if isinstance(t, (tuple, list)) else [t]
-        first = tensors[0] if tensors else None
-        device = first.device if isinstance(first, Tensor) else torch.device("cpu")
-        with self._on_comm_stream(device, None) as finish:
-            outs = getattr(sessions, call)(tensors)
-            event = finish([*tensors, *outs], True)
-        return (*outs, event.current_stream_wait)
-
-    def sum_over_ranks(self, t: Tensor) -> Tensor:
-        """The sum of an integer tensor over all active ranks, for statistics. Collective.
-
-        >>> from tile_kernels.ep import run_ranks
-        >>> def load(group):
-        ...     buffer = ElasticBuffer(group, num_bytes=2 << 20)
-        ...     return buffer.sum_over_ranks(torch.tensor([1, group.rank])).tolist()
-        >>> run_ranks(3, load)[0]
-        [3, 3]
-        """
-        call = "ElasticBuffer.sum_over_ranks"
-        _, error = _checked(lambda: _check_counts(t))
-        settings: Settings = {} if error else {"t": f"{t.dtype} {tuple(t.shape)}"}
-        self._agree(call, settings, error, [0] * self.num_ranks, must_count=True)
-        if t.numel() == 0:
-            return t.clone()
-        rows = self._fabric.world.gather(as_bytes(t.cpu().reshape(1, -1))[0], call)
-        return rows.view(t.dtype).sum(0, dtype=t.dtype).view(t.shape).to(t.device)
-
-    # ---- engram -------------------------------------------------------------------------------
-
-    def engram_write(self, storage: Tensor, sf: Tensor | None = None) -> None:
-        """Give this rank's rows of the table: `[n, H]`, `n` the same everywhere. Collective.
-
-        `sf` `[R * n, P]`, of 4-byte elements and the same on all ranks, belongs to float8 rows.
-        """
-        with _named("ElasticBuffer.engram_write"):
-            self._check_all_active(lambda: None)
-        self._engram.write(storage, sf)
-
-    def engram_fetch(
-        self, indices: Tensor, num_qps: int = 0, use_tma_aligned_col_major_sf: bool = False
-    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """Fetch the rows at global `indices` `[T, Q]` int32. Collective on these engines.
-
-        Returns a function that returns `[T, Q * H]` and scale factors `[T, Q * P]`, or None.
-        """
-        checks.integer("num_qps", num_qps, 0)
-        checks.boolean("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
-        data, sf = self._engram.fetch(indices)
-        if sf is not None and use_tma_aligned_col_major_sf:
-            sf = exchange.column_major(sf)
-        return lambda: (data, sf)
-
-    def _configure(self, call: str, check: Callable[[], None], settings: Settings) -> None:
-        _, error = _checked(lambda: self._check_all_active(check))
-        self._agree(call, settings, error, [0] * self.num_ranks, must_count=True)
-
-    def _check_all_active(self, check: Callable[[], None]) -> None:
-        if len(self._fabric.world.active) < self.num_ranks:
-            raise ValueError(
-                f"all ranks must be active, but only {list(self._fabric.world.active)} of "
-                f"{self.num_ranks} are"
-            )
-        check()
-
-    def _agree(
-        self,
-        call: str,
-        settings: Settings,
-        error: Exception | None,
-        counts: list[int],
-        must_count: bool,
-    ) -> list[int]:
-        """Compare notes with the other ranks, unless neither counts nor checks are wanted."""
-        if self._destroyed:
-            raise RuntimeError(f"{call}: the buffer was destroyed")
-        if must_count or self._check_ranks:
-            return agree(self._fabric.world, call, settings, error, counts)
-        if error is not None:
-            raise type(error)(f"{call}: rank {self.rank_idx}: {error}") from error
-        return counts
-
-
-def _active_part(world: Engine, active_ranks: object, patience: object) -> Engine:
-    """The ranks that take part, waiting for each other for so long. Collective among them."""
-    if isinstance(patience, int) and patience >= 1:  # if not, all ranks will hear of it
-        world.patience = patience
-    with _named("ElasticBuffer"):
-        if active_ranks is None:
-            return world
-        if isinstance(active_ranks, Tensor):
-            active_ranks = active_ranks.tolist()
-        if not (
-            isinstance(active_ranks, Sequence)
-            and len(active_ranks) == world.size
-            and all(isinstance(each, bool) for each in active_ranks)
-        ):
-            raise ValueError(
-                f"active_ranks must be {world.size} bools, one for each rank, got {active_ranks!r}"
-            )
-        if not active_ranks[world.index]:
-            raise ValueError(f"active_ranks must not leave out this rank, {world.index}")
-    places = [rank for rank, takes_part in enumerate(active_ranks) if takes_part]
-    if len(places) == world.size:
-        return world
-    return ActiveEngine(world.split(places), places, world.size)
-
-
-def _from_environment(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    if not text:
-        return default
-    if not text.isdigit():
-        raise ValueError(f"{name} must be a number, got {text!r}")
-    return int(text)
-
-
-def _checked(build: Callable[[], Request]) -> tuple[Request | None, Exception | None]:
-    """The request, or what is wrong with it."""
-    try:
-        return build(), None
-    except (TypeError, ValueError) as problem:
-        return None, problem
-
-
-@contextmanager
-def _named(call: str) -> Iterator[None]:
-    """Put the call in front of what is wrong."""
-    try:
-        yield
-    except (TypeError, ValueError) as problem:
-        raise type(problem)(f"{call}: {problem}") from problem
-
-
-def _check_counts(t: object) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"t must be a torch.Tensor, got {type(t).__name__}")
-    if t.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"t must be int32 or int64, got {t.dtype}")
-
-
-def _waiting_for(event: EventHandle | None) -> Callable[[], None]:
-    return (lambda: None) if event is None else event.current_stream_wait
-
-
-def _check_sizes(
-    num_bytes: int | None, num_cpu_bytes: int, most_tokens: int, hidden: int, num_topk: int
-) -> None:
-    checks.integer("num_max_tokens_per_rank", most_tokens, 0)
-    checks.integer("hidden", hidden, 0)
-    checks.integer("num_topk", num_topk, 0, model.MOST_TOPK)
-    checks.integer("num_cpu_bytes", num_cpu_bytes, 0)
-    if num_bytes is None:
-        if num_cpu_bytes:
-            raise ValueError(f"num_cpu_bytes needs num_bytes, got {num_cpu_bytes} and None")
-        if not (most_tokens and hidden):
-            raise ValueError(
-                "give num_bytes, or num_max_tokens_per_rank and hidden, got num_bytes=None, "
-                f"num_max_tokens_per_rank={most_tokens}, hidden={hidden}"
-            )
-        return
-    checks.integer("num_bytes", num_bytes, 0)
-    for name, size in (("num_bytes", num_bytes), ("num_cpu_bytes", num_cpu_bytes)):
-        if size % model.PAGE:
-            raise ValueError(f"{name} must be a multiple of {model.PAGE} (2 MiB), got {size}")
-    if num_cpu_bytes > num_bytes:
-        raise ValueError(
-            f"num_cpu_bytes must be at most num_bytes {num_bytes}, got {num_cpu_bytes}"
-        )
+def _wait_of(event: EventHandle | None) -> Callable[[], None]:
+    return no_wait if event is None else event.current_stream_wait

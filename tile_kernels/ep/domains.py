@@ -1,4 +1,4 @@
-"""How many nodes there are and how many ranks each has."""
+"""The number of nodes, and of ranks on each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _physical(engine: Engine) -> Domain:
 def topology_of(
     engine: Engine, allow_hybrid_mode: bool, num_scaleup_ranks: int | None
 ) -> tuple[Topology, Domain]:
-    """How tokens travel, and the nodes that there are.
+    """The topology that tokens are sent in, and the physical one.
 
     A node is a host unless `num_scaleup_ranks` says otherwise. Collective.
     """

@@ -119,14 +119,13 @@ def on_comm_stream(
     """Work inside runs on the communication stream of a CUDA device.
 
     It begins after `previous_event`, or, without one or with `after_caller`, after what the current
-    stream has been given so far. The function that is handed out ends it: given all tensors
-    involved and whether the caller wants to wait itself, it returns what to wait for. `settle`
-    waits on the host, after the stream; errors of ranks that do not answer come from there. With
-    `keep_tensors` a returned event holds the tensors instead of their being marked as in use on
-    both streams.
+    stream has been given so far. The yielded function `finish(tensors, is_async)` ends it: an
+    asynchronous call gets an event, otherwise the current stream waits. `settle` waits on the host,
+    after the stream, and raises the errors of ranks that do not answer. With `keep_tensors` an
+    asynchronous event keeps the tensors alive; otherwise they are recorded on both streams.
     """
     if device.type != "cuda":
-        yield lambda _, wanted: EventOverlap(EventHandle() if wanted else None)
+        yield lambda _, is_async: EventOverlap(EventHandle() if is_async else None)
         return
     caller, own = torch.cuda.current_stream(device), comm_stream(device)
     if previous_event is None or after_caller:
@@ -135,15 +134,15 @@ def on_comm_stream(
         if previous_event is not None:
             previous_event.current_stream_wait()
 
-        def finish(tensors: Iterable[Tensor | None], wanted: bool) -> EventOverlap:
-            held = [tensor for tensor in tensors if tensor is not None]
-            if wanted and keep_tensors:
-                return EventOverlap(EventHandle(held), settle=settle)
-            for tensor in held:
+        def finish(tensors: Iterable[Tensor | None], is_async: bool) -> EventOverlap:
+            used = [tensor for tensor in tensors if tensor is not None]
+            if is_async and keep_tensors:
+                return EventOverlap(EventHandle(used), settle=settle)
+            for tensor in used:
                 tensor.record_stream(caller)
                 tensor.record_stream(own)
             event = EventHandle()
-            if wanted:
+            if is_async:
                 return EventOverlap(event, settle=settle)
             with torch.cuda.stream(caller):
                 event.current_stream_wait()

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from tile_kernels import moe
 from tile_kernels.ep.handle import EPHandle, Routing
-from tile_kernels.ep.journey import (
-    Fabric,
-    back,
-    back_unreduced,
-    explore,
-    forward,
-    nothing,
-    staged_sum,
-)
 from tile_kernels.ep.plan import Plan
 from tile_kernels.ep.requests import CombineRequest, DispatchRequest
-from tile_kernels.ep.rows import as_bytes, field_of, pack, placed, unpack, zeros
+from tile_kernels.ep.rows import as_bytes, field_of, pack, scatter_rows, unpack, zeros
+from tile_kernels.ep.transport import (
+    Fabric,
+    combine_staged,
+    combine_unreduced,
+    dispatch_new,
+    dispatch_planned,
+    no_wait,
+    staged_sum,
+)
 from tile_kernels.utils import align
 
 
@@ -42,50 +42,52 @@ def dispatch(
     fabric: Fabric,
     request: DispatchRequest,
     serial: int,
-    before_epilogue: Callable[[], None] = nothing,
+    before_epilogue: Callable[[], None] = no_wait,
 ) -> Dispatched:
     """Send the tokens and lay out what arrives."""
-    together = list(request.payloads)
-    if request.topk_weights is not None:
-        together.append(request.topk_weights)
-    fields = [field_of(each) for each in together]
-    handle = request.handle
+    route, arguments = request.route, request.arguments
+    parts = list(request.payloads)
+    if arguments.topk_weights is not None:
+        parts.append(arguments.topk_weights)
+    fields = [field_of(each) for each in parts]
+    handle = route.handle
     if handle is None:
-        if request.leg is None:
-            raise RuntimeError("a dispatch without a handle has a first leg")
-        num_tokens = request.topk_idx.shape[0]
-        first = fabric.rank * request.num_max_tokens_per_rank
-        sources = torch.arange(first, first + num_tokens, device=together[0].device)
-        plan, rows = explore(
-            fabric, request.leg, together, sources, request.topk_idx, request.num_experts
+        if route.hop is None:
+            raise RuntimeError("a dispatch without a handle has a first hop")
+        num_tokens = route.topk_idx.shape[0]
+        first = fabric.rank * route.num_max_tokens_per_rank
+        sources = torch.arange(first, first + num_tokens, device=parts[0].device)
+        plan, rows = dispatch_new(
+            fabric, route.hop, parts, sources, route.topk_idx, route.num_experts
         )
         before_epilogue()
         handle = _handle(fabric, request, plan, serial)
     else:
-        rows = forward(fabric, handle.routing.plan, pack(together))
+        rows = dispatch_planned(fabric, handle.routing.plan, pack(parts))
         before_epilogue()
     arrived = unpack(rows, fields)
-    weights = arrived.pop() if request.topk_weights is not None else None
-    return _laid_out(arrived, weights, handle, request.column_major_sf)
+    weights = arrived.pop() if arguments.topk_weights is not None else None
+    return _layout(arrived, weights, handle, arguments.use_tma_aligned_col_major_sf)
 
 
-def _laid_out(
+def _layout(
     arrived: list[Tensor], weights: Tensor | None, handle: EPHandle, column_major_sf: bool
 ) -> Dispatched:
     routing = handle.routing
     topk_idx: Tensor | None = None
-    if routing.places is None or routing.pos_to_expert is None:
+    if routing.topk_to_pos is None or routing.pos_to_expert is None:
         size = handle.num_recv_tokens
         payloads = [_padded(each, size) for each in arrived]
         weights = None if weights is None else _padded(weights, size)
-        topk_idx = _padded(routing.recv_topk_idx, size, -1).clone()  # the handle's stay as they are
+        topk_idx = _padded(routing.recv_topk_idx, size, -1).clone()  # the handle keeps its own
     else:
         size = handle.num_expanded_tokens
-        payloads = [placed(each, routing.places, size) for each in arrived]
+        payloads = [scatter_rows(each, routing.topk_to_pos, size) for each in arrived]
         if weights is not None:
-            of_rows = weights.new_zeros(size + 1)  # one more, for slots without a row
-            of_rows[torch.where(routing.places >= 0, routing.places, size).long()] = weights
-            weights = of_rows[:size]
+            row_weights = weights.new_zeros(size + 1)  # the last for slots without a row
+            positions = torch.where(routing.topk_to_pos >= 0, routing.topk_to_pos, size)
+            row_weights[positions.long()] = weights
+            weights = row_weights[:size]
     if column_major_sf:
         payloads[1] = column_major(payloads[1])
     return Dispatched(payloads, topk_idx, weights, handle)
@@ -110,85 +112,88 @@ def column_major(sf: Tensor) -> Tensor:
 
 
 def _handle(fabric: Fabric, request: DispatchRequest, plan: Plan, serial: int) -> EPHandle:
-    """Everything that follows from who sent what."""
+    """The handle of a new routing."""
+    route, num_max_rows = request.route, request.arguments.num_max_rows
     topology, rank = fabric.topology, fabric.rank
-    num_local = request.num_experts // topology.num_ranks
-    most_tokens, alignment = request.num_max_tokens_per_rank, request.expert_alignment
+    num_local = route.num_experts // topology.num_ranks
+    max_tokens, alignment = route.num_max_tokens_per_rank, route.expert_alignment
     num_topk = plan.topk_idx.shape[1]
     local = plan.topk_idx - rank * num_local
     local.masked_fill_((plan.topk_idx < 0) | (local < 0) | (local >= num_local), -1)
     counts = _counts(local, num_local)
-    if request.stats is not None:
-        request.stats += counts
+    stats = request.arguments.cumulative_local_expert_recv_stats
+    if stats is not None:
+        stats += counts
     num_dropped = counts.new_zeros(1, dtype=torch.int32)
-    if request.cpu_sync:
+    if route.cpu_sync:
         num_recv, num_expanded = plan.num_arrived, 0
     else:
-        num_recv = topology.num_ranks * most_tokens
-        most_slots = num_recv * min(num_topk, num_local)
-        num_expanded = align(most_slots + (alignment - 1) * num_local, alignment)
-    if request.num_max_rows is not None and request.expand:
-        num_expanded = request.num_max_rows
-    elif request.num_max_rows is not None:
-        num_recv = request.num_max_rows
+        num_recv = topology.num_ranks * max_tokens
+        max_slots = num_recv * min(num_topk, num_local)
+        num_expanded = align(max_slots + (alignment - 1) * num_local, alignment)
+    if num_max_rows is not None and route.expand:
+        num_expanded = num_max_rows
+    elif num_max_rows is not None:
+        num_recv = num_max_rows
         num_dropped += (plan.sources[num_recv:] >= 0).sum()
         local[num_recv:] = -1
         counts = _counts(local, num_local)
     aligned = (counts + alignment - 1) // alignment * alignment
     ends = aligned.cumsum(0)
-    if request.cpu_sync:
+    if route.cpu_sync:
         num_expanded = int(ends[-1])
-    places = pos_to_expert = None
-    if request.expand:
+    topk_to_pos = pos_to_expert = None
+    if route.expand:
         if num_expanded == 0:
-            places = torch.full(local.shape, -1, dtype=torch.int32, device=local.device)
-            pos_to_expert = places.new_empty(0)
+            topk_to_pos = torch.full(local.shape, -1, dtype=torch.int32, device=local.device)
+            pos_to_expert = topk_to_pos.new_empty(0)
         else:
             mapping = moe.get_fused_mapping(
                 local, num_local, num_expanded, alignment, overflow=num_dropped
             )
-            pos_to_expert, places = mapping[0], mapping[3]
+            pos_to_expert, topk_to_pos = mapping[0], mapping[3]
         starts = ends - aligned
-        if request.num_max_rows is not None:  # of what fits
+        if num_max_rows is not None:  # counts of the rows that fit
             starts = starts.clamp(max=num_expanded)
             counts = torch.minimum(counts, num_expanded - starts)
         ends = starts + counts
-    routing = Routing(plan, topology, rank, serial, local, places, pos_to_expert)
+    copy = request.arguments.do_handle_copy
+    routing = Routing(plan, topology, rank, serial, local, topk_to_pos, pos_to_expert)
     return EPHandle(
-        do_expand=request.expand,
-        num_experts=request.num_experts,
+        do_expand=route.expand,
+        num_experts=route.num_experts,
         expert_alignment=alignment,
-        num_max_tokens_per_rank=most_tokens,
-        num_sms=request.num_sms,
-        topk_idx=request.topk_idx.clone() if request.copy_handle else request.topk_idx,
+        num_max_tokens_per_rank=max_tokens,
+        num_sms=route.num_sms,
+        topk_idx=route.topk_idx.clone() if copy else route.topk_idx,
         num_recv_tokens=num_recv,
         num_expanded_tokens=num_expanded,
-        num_recv_tokens_per_expert_list=aligned.tolist() if request.cpu_sync else [],
+        num_recv_tokens_per_expert_list=aligned.tolist() if route.cpu_sync else [],
         psum_num_recv_tokens_per_scaleup_rank=plan.block_counts.cumsum(0).int(),
         psum_num_recv_tokens_per_expert=ends.int(),
         num_unaligned_recv_tokens_per_expert=counts.int(),
         num_dropped=num_dropped,
-        recv_src_metadata=_metadata(plan, local, places, most_tokens),
+        recv_src_metadata=_metadata(plan, local, topk_to_pos, max_tokens),
         routing=routing,
     )
 
 
 def _counts(local: Tensor, num_local: int) -> Tensor:
     """How often each local expert is chosen."""
-    counts = local.new_zeros(num_local + 1)  # one more, for slots without
+    counts = local.new_zeros(num_local + 1)  # the last for slots without an expert
     slots = torch.where(local >= 0, local, num_local).flatten()
     return counts.scatter_add_(0, slots, torch.ones_like(slots))[:num_local]
 
 
-def _metadata(plan: Plan, local: Tensor, places: Tensor | None, most_tokens: int) -> Tensor:
+def _metadata(plan: Plan, local: Tensor, topk_to_pos: Tensor | None, max_tokens: int) -> Tensor:
     """`[N, K + 2]` int32, see `EPHandle`."""
     num_topk = local.shape[1]
     slots = torch.arange(num_topk, device=local.device)
     masters = torch.where(local >= 0, slots, -1).amax(1)
-    if len(plan.legs) == 1:
-        peers = plan.sources.div(most_tokens, rounding_mode="floor")
-    else:  # the place of each row among those from the same peer
-        counts = plan.legs[-1].recv_counts
+    if len(plan.hops) == 1:
+        peers = plan.sources.div(max_tokens, rounding_mode="floor")
+    else:  # the index of each row among those from the same peer
+        counts = plan.hops[-1].recv_counts
         if plan.is_static:
             within = torch.arange(sum(counts), device=local.device) % max(1, counts[0])
         else:
@@ -197,8 +202,8 @@ def _metadata(plan: Plan, local: Tensor, places: Tensor | None, most_tokens: int
     out = torch.full((local.shape[0], num_topk + 2), -1, dtype=torch.int32, device=local.device)
     out[:, 0] = plan.sources
     out[:, 1] = torch.where(plan.sources >= 0, peers * num_topk + masters, -1)
-    if places is not None:
-        out[:, 2:] = places
+    if topk_to_pos is not None:
+        out[:, 2:] = topk_to_pos
     return out
 
 
@@ -206,22 +211,22 @@ def _metadata(plan: Plan, local: Tensor, places: Tensor | None, most_tokens: int
 
 
 def combine(
-    fabric: Fabric, request: CombineRequest, before_epilogue: Callable[[], None] = nothing
+    fabric: Fabric, request: CombineRequest, before_epilogue: Callable[[], None] = no_wait
 ) -> tuple[Tensor, Tensor | None]:
     """Send results back to their sources and add them up: `[T, H]`, and weights `[T, K]`."""
     handle, x, weights = request.handle, request.x.contiguous(), request.topk_weights
     routing = handle.routing
-    plan, places = routing.plan, routing.places
-    if places is None:
+    plan, topk_to_pos = routing.plan, routing.topk_to_pos
+    if topk_to_pos is None:
         values = _padded(x, plan.num_arrived)
         weights = None if weights is None else _padded(weights, plan.num_arrived)
     elif request.reduce_first:
-        values = staged_sum(x, places)
+        values = staged_sum(x, topk_to_pos)
         if weights is not None:
-            of_rows = torch.cat([weights, weights.new_zeros(1)])  # the last for slots without a row
-            weights = of_rows[places.long()]  # -1 is the last
+            row_weights = torch.cat([weights, weights.new_zeros(1)])
+            weights = row_weights[topk_to_pos.long()]  # -1, no row: the last, which is zero
     else:
-        return back_unreduced(fabric, plan, x, None, places, request.bias, before_epilogue)
+        return combine_unreduced(fabric, plan, x, None, topk_to_pos, request.bias, before_epilogue)
     if request.reduce_first:
-        return back(fabric, plan, values, weights, request.bias, before_epilogue)
-    return back_unreduced(fabric, plan, values, weights, None, request.bias, before_epilogue)
+        return combine_staged(fabric, plan, values, weights, request.bias, before_epilogue)
+    return combine_unreduced(fabric, plan, values, weights, None, request.bias, before_epilogue)

@@ -8,7 +8,7 @@ from torch import Tensor
 from tile_kernels.utils import ceil_div
 
 _STEPS = 20
-_MOST_FACTOR = 100.0
+_MAX_FACTOR = 100.0
 
 
 def get_unbalanced_scores(
@@ -42,10 +42,10 @@ def get_unbalanced_scores(
     if ratio < 1:
         raise ValueError(f"ratio must be at least 1, got {ratio}")
     if precise:
-        return _laid_out(num_tokens, num_experts, num_ranks, num_topk, ratio, generator)
+        return _precise_scores(num_tokens, num_experts, num_ranks, num_topk, ratio, generator)
     scores = torch.rand(num_tokens, num_experts, generator=generator)
     num_local = num_experts // num_ranks
-    low, high = 1.0, _MOST_FACTOR
+    low, high = 1.0, _MAX_FACTOR
     for _ in range(_STEPS):
         middle = (low + high) / 2
         if _ratio_of(_favoured(scores, num_local, middle), num_ranks, num_topk) < ratio:
@@ -70,7 +70,7 @@ def _ratio_of(scores: Tensor, num_ranks: int, num_topk: int) -> float:
     return float(hit[0] / hit[1:].mean().clamp(min=1e-9))
 
 
-def _laid_out(
+def _precise_scores(
     num_tokens: int,
     num_experts: int,
     num_ranks: int,
@@ -84,13 +84,13 @@ def _laid_out(
     of each, up to one.
     """
     num_local = num_experts // num_ranks
-    least = ceil_div(num_topk, num_local)  # ranks that have enough experts
-    reach = max(least, min(num_topk, num_ranks, int((num_ranks - 1) / ratio + 1e-9) + 1))
-    most = (num_ranks - 1) / (least - 1) if least > 1 else float("inf")
-    if num_ranks > 1 and ratio > most + 1e-9:
+    min_ranks = ceil_div(num_topk, num_local)  # ranks that have enough experts
+    reach = max(min_ranks, min(num_topk, num_ranks, int((num_ranks - 1) / ratio + 1e-9) + 1))
+    max_ratio = (num_ranks - 1) / (min_ranks - 1) if min_ranks > 1 else float("inf")
+    if num_ranks > 1 and ratio > max_ratio + 1e-9:
         raise ValueError(
-            f"ratio must be at most {most:.3g}, since {num_topk} experts are on {least} of "
-            f"{num_ranks} ranks at least, got {ratio}"
+            f"ratio must be at most {max_ratio:.3g}, since {num_topk} experts are on {min_ranks} "
+            f"of {num_ranks} ranks at least, got {ratio}"
         )
     # A share p of the tokens has rank 0; the others get (reach - p) / (num_ranks - 1) each.
     share = min(1.0, ratio * reach / (num_ranks - 1 + ratio))
@@ -98,12 +98,12 @@ def _laid_out(
     scores = 0.9 * torch.rand(num_tokens, num_experts, generator=generator)
     order = torch.randperm(num_tokens, generator=generator).tolist()
     others = list(range(1, num_ranks))
-    turn = 0
-    for place, token in enumerate(order):
-        ranks = [0] if place < favoured else []
+    step = 0
+    for position, token in enumerate(order):
+        ranks = [0] if position < favoured else []
         while len(ranks) < reach:
-            ranks.append(others[turn % len(others)])
-            turn += 1
+            ranks.append(others[step % len(others)])
+            step += 1
         for slot in range(reach):
             count = num_topk // reach + (slot < num_topk % reach)
             local = torch.randperm(num_local, generator=generator)[:count]

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tile_kernels.ep.agreement import agree
+from tile_kernels.ep.agreement import Settings, agree, checked, unreachable
+from tile_kernels.ep.base import BufferBase
 from tile_kernels.ep.engines import Engine
 from tile_kernels.ep.model import SECTION
-from tile_kernels.ep.requests import SUMMED, Settings
+from tile_kernels.ep.requests import SUMMED
 from tile_kernels.ep.rows import Field, as_bytes
 from tile_kernels.runtime import checks
 from tile_kernels.utils import align
 
-MOST_GATHERS = 32
-Wait = Callable[[], None]
+MAX_GATHERS = 32
 
 
 class GatherSessions:
@@ -26,8 +27,8 @@ class GatherSessions:
 
     def __init__(self, engine: Engine, num_max_session_bytes: int, num_max_gathers: int) -> None:
         self._engine = engine
-        self._most_bytes = num_max_session_bytes
-        self._most_gathers = num_max_gathers
+        self._max_bytes = num_max_session_bytes
+        self._max_gathers = num_max_gathers
         self._memory: Tensor | None = None
         self._offset = 0
         self._num_gathers = 0
@@ -43,7 +44,7 @@ class GatherSessions:
         self._offset = self._num_gathers = 0
 
     def end(self) -> None:
-        """Close it, once no rank reads what it gathered."""
+        """Close it, once no rank reads its memory."""
         if not self._open:
             raise RuntimeError("ElasticBuffer.destroy_agrs_session: there is no open session")
         self._open = False
@@ -53,18 +54,18 @@ class GatherSessions:
         """Close it after an error, without waiting for ranks that may never come."""
         self._open = False
 
-    def places(
+    def next_views(
         self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
     ) -> list[Tensor]:
-        """Where tensors `[R, *shape]` gathered next will lie; does not advance."""
+        """Views of session memory for the next tensors `[R, *shape]`; does not reserve it."""
         memory = self._memory_on(device)
         offset, views = self._offset, []
         for shape in shapes:
             full = (self._engine.size, *shape)
             size = math.prod(full) * dtype.itemsize
-            if offset + size > self._most_bytes:
+            if offset + size > self._max_bytes:
                 raise ValueError(
-                    f"the session must fit num_max_session_bytes = {self._most_bytes}, but "
+                    f"the session must fit num_max_session_bytes = {self._max_bytes}, but "
                     f"{offset + size} bytes are needed by now"
                 )
             part = memory[offset : offset + size]
@@ -72,7 +73,7 @@ class GatherSessions:
             offset += align(size, SECTION)
         return views
 
-    def own_places(
+    def own_views(
         self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
     ) -> list[Tensor]:
         """This rank's parts of them: gathering these copies nothing here."""
@@ -84,7 +85,7 @@ class GatherSessions:
                     "ElasticBuffer.agrs_get_inplace_tensor: shapes must have sizes of at least 0, "
                     f"got {tuple(shape)}"
                 )
-        return [full[self._engine.index] for full in self.places(shapes, dtype, device)]
+        return [full[self._engine.index] for full in self.next_views(shapes, dtype, device)]
 
     def _memory_on(self, device: torch.device) -> Tensor:
         if self._memory is None or self._memory.device != device:
@@ -94,7 +95,7 @@ class GatherSessions:
                     f"{self._memory.device if self._memory is not None else 'none'}"
                 )
             # Rounded up, so that views of any dtype end inside.
-            size = align(self._most_bytes, SECTION)
+            size = align(self._max_bytes, SECTION)
             self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         return self._memory
 
@@ -103,14 +104,14 @@ class GatherSessions:
             raise ValueError("there is no open session")
         if not tensors:
             raise ValueError("give at least one tensor")
-        for place, tensor in enumerate(tensors):
+        for index, tensor in enumerate(tensors):
             if not isinstance(tensor, Tensor):
-                raise TypeError(f"tensor {place} must be a Tensor, got {type(tensor).__name__}")
+                raise TypeError(f"tensor {index} must be a Tensor, got {type(tensor).__name__}")
             if not tensor.is_contiguous():
-                raise ValueError(f"tensor {place} must be contiguous, got {tensor.stride()}")
-        if call == "all_gather" and self._num_gathers >= self._most_gathers:
+                raise ValueError(f"tensor {index} must be contiguous, got {tensor.stride()}")
+        if call == "all_gather" and self._num_gathers >= self._max_gathers:
             raise ValueError(
-                f"a session has at most {self._most_gathers} all-gathers, this would be one more"
+                f"a session has at most {self._max_gathers} all-gathers, this would be one more"
             )
 
     def _agree(self, call: str, tensors: Sequence[Any], error: Exception | None) -> None:
@@ -119,26 +120,19 @@ class GatherSessions:
             settings["tensors"] = "; ".join(
                 f"{Field(each.dtype, each.numel())} {tuple(each.shape)}" for each in tensors
             )[:600]
-        counts = [0] * self._engine.size
-        agree(self._engine, f"ElasticBuffer.{call}", settings, error, counts)
+        agree(self._engine, f"ElasticBuffer.{call}", settings, error)
 
     def all_gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """`[R, *shape]` of each tensor, in the memory of the session."""
-        error: Exception | None = None
-        views: list[Tensor] = []
-        before = self._offset
-        try:
-            self._check("all_gather", tensors)
-            for tensor in tensors:
-                views += self.places([tensor.shape], tensor.dtype, tensor.device)
-                self._offset += align(views[-1].numel() * tensor.element_size(), SECTION)
-        except (TypeError, ValueError) as problem:
-            error = problem
+        previous_offset = self._offset
+        views, error = checked(lambda: self._reserve(tensors))
         try:
             self._agree("all_gather", tensors, error)
         except (TypeError, ValueError):
-            self._offset = before
+            self._offset = previous_offset
             raise
+        if views is None:
+            raise unreachable()
         self._num_gathers += 1
         for tensor, view in zip(tensors, views):
             row = as_bytes(tensor.reshape(1, -1))
@@ -146,25 +140,22 @@ class GatherSessions:
             as_bytes(view.view(len(view), -1)).copy_(gathered)
         return views
 
+    def _reserve(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        self._check("all_gather", tensors)
+        views: list[Tensor] = []
+        for tensor in tensors:
+            views += self.next_views([tensor.shape], tensor.dtype, tensor.device)
+            self._offset += align(views[-1].numel() * tensor.element_size(), SECTION)
+        return views
+
     def reduce_scatter(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """For each `[R, *shape]`, the sum over ranks of this rank's part, `[*shape]`.
 
         In float32, in the order of the ranks, rounded once.
         """
-        error: Exception | None = None
-        size = self._engine.size
-        try:
-            self._check("reduce_scatter", tensors)
-            for place, tensor in enumerate(tensors):
-                if tensor.dtype not in SUMMED:
-                    raise TypeError(f"tensor {place} must be float32/16 or bfloat16")
-                if tensor.dim() < 1 or tensor.shape[0] != size:
-                    raise ValueError(
-                        f"tensor {place} must have shape [{size}, ...], got {tuple(tensor.shape)}"
-                    )
-        except (TypeError, ValueError) as problem:
-            error = problem
+        _, error = checked(lambda: self._check_parts(tensors))
         self._agree("reduce_scatter", tensors, error)
+        size = self._engine.size
         ones = [1] * size
         results = []
         for tensor in tensors:
@@ -177,10 +168,136 @@ class GatherSessions:
             results.append(total.to(tensor.dtype).view(tensor.shape[1:]))
         return results
 
+    def _check_parts(self, tensors: Sequence[Tensor]) -> None:
+        self._check("reduce_scatter", tensors)
+        size = self._engine.size
+        for index, tensor in enumerate(tensors):
+            if tensor.dtype not in SUMMED:
+                raise TypeError(f"tensor {index} must be float32/16 or bfloat16")
+            if tensor.dim() < 1 or tensor.shape[0] != size:
+                raise ValueError(
+                    f"tensor {index} must have shape [{size}, ...], got {tuple(tensor.shape)}"
+                )
+
 
 def check_config(num_max_session_bytes: object, num_max_gathers: object, num_ranks: int) -> None:
     """The arguments of `agrs_set_config`."""
     checks.integer("num_max_session_bytes", num_max_session_bytes, 1)
-    checks.integer("num_max_all_gathers_per_session", num_max_gathers, 1, MOST_GATHERS)
+    checks.integer("num_max_all_gathers_per_session", num_max_gathers, 1, MAX_GATHERS)
     if num_ranks < 2:
         raise ValueError(f"sessions need at least two ranks, got {num_ranks}")
+
+
+def _check_counts(t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"t must be a torch.Tensor, got {type(t).__name__}")
+    if t.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"t must be int32 or int64, got {t.dtype}")
+
+
+class GatherMethods(BufferBase):
+    """All-gather, reduce-scatter and sums over ranks of `ElasticBuffer`."""
+
+    _sessions: GatherSessions | None = None
+
+    def agrs_set_config(
+        self, num_max_session_bytes: int, num_max_all_gathers_per_session: int
+    ) -> None:
+        """Prepare for sessions of at most so many bytes and all-gathers. Collective."""
+        max_gathers = num_max_all_gathers_per_session
+        self._configure(
+            "ElasticBuffer.agrs_set_config",
+            lambda: check_config(num_max_session_bytes, max_gathers, self.num_ranks),
+            {
+                "num_max_session_bytes": num_max_session_bytes,
+                "num_max_all_gathers_per_session": max_gathers,
+            },
+        )
+        self._sessions = GatherSessions(self._fabric.world, num_max_session_bytes, max_gathers)
+
+    def _agrs(self, call: str) -> GatherSessions:
+        if self._sessions is None:
+            raise RuntimeError(f"ElasticBuffer.{call}: agrs_set_config must come first")
+        return self._sessions
+
+    def create_agrs_session(self) -> None:
+        """Open a session. All ranks must gather the same things in the same order."""
+        self._agrs("create_agrs_session").begin()
+
+    def destroy_agrs_session(self) -> None:
+        """Close the session; what it gathered is overwritten by the next. Collective."""
+        self._agrs("destroy_agrs_session").end()
+
+    @contextmanager
+    def agrs_new_session(self, enabled: bool = True) -> Iterator[None]:
+        """A session for the length of a `with`; nothing unless `enabled`."""
+        if not enabled:
+            yield
+            return
+        self.create_agrs_session()
+        try:
+            yield
+        except BaseException:
+            self._agrs("agrs_new_session").abandon()
+            raise
+        self.destroy_agrs_session()
+
+    def agrs_get_inplace_tensor(
+        self,
+        shapes: Sequence[int] | Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Where this rank's part of the next all-gather lies: fill it, then gather it.
+
+        One shape gives a tensor, a sequence of shapes a tuple.
+        """
+        several = len(shapes) > 0 and not isinstance(shapes[0], int)
+        wanted = shapes if several else [shapes]
+        sessions = self._agrs("agrs_get_inplace_tensor")
+        views = sessions.own_views(wanted, dtype, torch.device(device))  # type: ignore[arg-type]
+        return tuple(views) if several else views[0]
+
+    def all_gather(self, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
+        """`([R, *shape], wait)`, or for a sequence `(*outs, wait)`; `wait()` before using them.
+
+        On a CUDA device the transfer runs beside the current stream, which `wait()` lets wait.
+        Results lie in the memory of the session. A sequence counts as one all-gather.
+        """
+        return self._gathered("all_gather", t)
+
+    def reduce_scatter(self, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
+        """For `t` `[R, *shape]`: `([*shape], wait)`, this rank's part of the sum over ranks.
+
+        In float32, in the order of the ranks, rounded once.
+        """
+        return self._gathered("reduce_scatter", t)
+
+    def _gathered(self, call: str, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
+        sessions = self._agrs(call)
+        tensors: list[Any] = list(t) if isinstance(t, (tuple, list)) else [t]
+        first = tensors[0] if tensors else None
+        device = first.device if isinstance(first, Tensor) else torch.device("cpu")
+        with self._on_comm_stream(device, None) as finish:
+            outs = getattr(sessions, call)(tensors)
+            event = finish([*tensors, *outs], True)
+        return (*outs, event.current_stream_wait)
+
+    def sum_over_ranks(self, t: Tensor) -> Tensor:
+        """The sum of an integer tensor over all active ranks, for statistics. Collective.
+
+        >>> from tile_kernels.ep import ElasticBuffer, run_ranks
+        >>> def load(group):
+        ...     buffer = ElasticBuffer(group, num_bytes=2 << 20)
+        ...     return buffer.sum_over_ranks(torch.tensor([1, group.rank])).tolist()
+        >>> run_ranks(3, load)[0]
+        [3, 3]
+        """
+        call = "ElasticBuffer.sum_over_ranks"
+        _, error = checked(lambda: _check_counts(t))
+        settings: Settings = {} if error else {"t": f"{t.dtype} {tuple(t.shape)}"}
+        self._agree(call, settings, error)
+        if t.numel() == 0:
+            return t.clone()
+        rows = self._fabric.world.gather(as_bytes(t.cpu().reshape(1, -1))[0], call)
+        return rows.view(t.dtype).sum(0, dtype=t.dtype).view(t.shape).to(t.device)

@@ -12,11 +12,11 @@ from tile_kernels.ep.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """What a buffer keeps of a dispatch for itself.
+    """The internal part of a handle.
 
-    `places` `[N, K]` int32 is the expanded row of each slot and `pos_to_expert` `[rows]` the expert
-    of each row (-1: none); both `None` in the compact layout. `serial` counts the dispatches of a
-    buffer, so that ranks can see whether they mean the same one.
+    `topk_to_pos` `[N, K]` int32 is the expanded row of each slot and `pos_to_expert` `[rows]` the
+    expert of each row (-1: none); both `None` in the compact layout. `serial` counts the dispatches
+    of a buffer, so that ranks can check that they use the same one.
     """
 
     plan: Plan
@@ -24,7 +24,7 @@ class Routing:
     rank: int
     serial: int
     recv_topk_idx: Tensor
-    places: Tensor | None
+    topk_to_pos: Tensor | None
     pos_to_expert: Tensor | None
 
 

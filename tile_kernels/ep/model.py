@@ -15,7 +15,7 @@ from tile_kernels.utils import align, ceil_div
 
 PAGE = 2 << 20  # buffers are whole pages of 2 MiB
 SECTION = 32  # a token's data, scale factors and metadata each start on a multiple of it
-MOST_TOPK = 32
+MAX_TOPK = 32
 SPARE_SLOTS = 1280  # of a hybrid receive buffer: 8 channels on each of 160 SMs
 WORKSPACE_BYTES = 14 << 20  # 12,820,528 bytes of counters, in whole pages
 
@@ -57,25 +57,25 @@ def buffer_bytes(
     >>> buffer_bytes(2, 8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8)
     1218445312
     """
-    slots = num_topk or MOST_TOPK
+    slots = num_topk or MAX_TOPK
     tokens = num_max_tokens_per_rank
     num_packs = ceil_div(hidden, SECTION) if use_fp8_dispatch else 0
     out = dispatch_token_bytes(hidden, 1 if use_fp8_dispatch else 2, num_packs, slots)
     back = combine_token_bytes(hidden, slots)
     copies = 1 if allow_multiple_reduction else slots
 
-    def most(ranks: int) -> int:
+    def max_copies(ranks: int) -> int:
         return min(ranks, slots) if allow_multiple_reduction else slots
 
     if num_scaleout_ranks == 1:
         ranks = num_scaleup_ranks
         dispatch = (ranks + (not all_nvlink)) * tokens * out
-        combine = (most(ranks) + (0 if all_nvlink else ranks * copies)) * tokens * back
+        combine = (max_copies(ranks) + (0 if all_nvlink else ranks * copies)) * tokens * back
     else:
         nodes = num_scaleout_ranks
         forwarded = nodes * (tokens + SPARE_SLOTS)
         dispatch = (num_scaleup_ranks * nodes * tokens + tokens + forwarded) * out
-        combine = (most(num_scaleup_ranks) * nodes * tokens + most(nodes) * tokens) * back
+        combine = (max_copies(num_scaleup_ranks) * nodes + max_copies(nodes)) * tokens * back
         combine += copies * forwarded * back
     return align(max(dispatch, combine), PAGE)
 

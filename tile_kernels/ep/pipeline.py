@@ -7,6 +7,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from tile_kernels.ep.agreement import named
+from tile_kernels.ep.base import BufferBase
 from tile_kernels.ep.engines import Engine, Pending
 from tile_kernels.ep.model import SECTION
 from tile_kernels.ep.rows import as_bytes
@@ -14,7 +16,7 @@ from tile_kernels.runtime import checks
 
 
 class Pipeline:
-    """Sends and receives between neighbours, first in, first out; matched by order alone.
+    """Sends and receives between neighbours, first in, first out, without tags.
 
     A send returns at once until `num_max_inflight` tensors to that neighbour have not been
     received; then it waits for the oldest.
@@ -22,8 +24,8 @@ class Pipeline:
 
     def __init__(self, engine: Engine, num_max_tensor_bytes: int, num_max_inflight: int) -> None:
         self._engine = engine
-        self._most_bytes = num_max_tensor_bytes
-        self._most_inflight = num_max_inflight
+        self._max_bytes = num_max_tensor_bytes
+        self._max_inflight = num_max_inflight
         self._inflight: dict[int, deque[list[Pending]]] = {}
 
     def _check(self, tensor: object, peer: object, name: str) -> Tensor:
@@ -39,9 +41,9 @@ class Pipeline:
         if not tensor.is_contiguous():
             raise ValueError(f"t must be contiguous, got strides {tensor.stride()}")
         num_bytes = tensor.numel() * tensor.element_size()
-        if num_bytes > self._most_bytes or num_bytes % SECTION:
+        if num_bytes > self._max_bytes or num_bytes % SECTION:
             raise ValueError(
-                f"t must have a multiple of {SECTION} bytes, at most {self._most_bytes}, got "
+                f"t must have a multiple of {SECTION} bytes, at most {self._max_bytes}, got "
                 f"{num_bytes}"
             )
         return tensor
@@ -50,9 +52,8 @@ class Pipeline:
         """Send a copy of a contiguous tensor to a neighbour."""
         data = as_bytes(self._check(tensor, peer, "dst_rank_idx").view(1, -1))[0].clone()
         waiting = self._inflight.setdefault(peer, deque())
-        while len(waiting) >= self._most_inflight:
-            for pending in waiting.popleft():
-                pending.wait()
+        while len(waiting) >= self._max_inflight:
+            _wait_for_oldest(waiting)
         size = torch.tensor([data.numel()]).view(torch.uint8)
         waiting.append([self._engine.send(size, peer), self._engine.send(data, peer)])
 
@@ -75,11 +76,57 @@ class Pipeline:
         """Wait until everything that was sent has been received."""
         for waiting in self._inflight.values():
             while waiting:
-                for pending in waiting.popleft():
-                    pending.wait()
+                _wait_for_oldest(waiting)
+
+
+def _wait_for_oldest(waiting: deque[list[Pending]]) -> None:
+    for pending in waiting.popleft():
+        pending.wait()
 
 
 def check_config(num_max_tensor_bytes: object, num_max_inflight_tensors: object) -> None:
     """The arguments of `pp_set_config`."""
     checks.integer("num_max_tensor_bytes", num_max_tensor_bytes, 1)
     checks.integer("num_max_inflight_tensors", num_max_inflight_tensors, 1)
+
+
+class PipelineMethods(BufferBase):
+    """The pipeline methods of `ElasticBuffer`."""
+
+    _pipeline: Pipeline | None = None
+
+    def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> None:
+        """Prepare for sends between ring neighbours. Collective."""
+        self._configure(
+            "ElasticBuffer.pp_set_config",
+            lambda: check_config(num_max_tensor_bytes, num_max_inflight_tensors),
+            {
+                "num_max_tensor_bytes": num_max_tensor_bytes,
+                "num_max_inflight_tensors": num_max_inflight_tensors,
+            },
+        )
+        if self._pipeline is not None:
+            self._pipeline.finish()
+        world = self._fabric.world
+        self._pipeline = Pipeline(world, num_max_tensor_bytes, num_max_inflight_tensors)
+
+    def pp_send(self, t: Tensor, dst_rank_idx: int, num_sms: int = 0) -> None:
+        """Send a contiguous tensor, a multiple of 32 bytes, to the next or the previous rank.
+
+        Returns before it is received, unless too many are under way.
+        """
+        pipeline = self._configured_pipeline("pp_send", num_sms)
+        with named(f"ElasticBuffer.pp_send: rank {self.rank_idx}"):
+            pipeline.send(t, dst_rank_idx)
+
+    def pp_recv(self, t: Tensor, src_rank_idx: int, num_sms: int = 0) -> None:
+        """Fill `t` with the next tensor from the next or the previous rank; they come in order."""
+        pipeline = self._configured_pipeline("pp_recv", num_sms)
+        with named(f"ElasticBuffer.pp_recv: rank {self.rank_idx}"):
+            pipeline.receive(t, src_rank_idx)
+
+    def _configured_pipeline(self, call: str, num_sms: int) -> Pipeline:
+        checks.integer("num_sms", num_sms, 0)
+        if self._pipeline is None:
+            raise RuntimeError(f"ElasticBuffer.{call}: pp_set_config must come first")
+        return self._pipeline

@@ -1,8 +1,8 @@
-"""Who sends which row where, and in which order the answers are added: made once, replayed often.
+"""Plans: which row is sent to which rank, and the order of the sums on the path back.
 
-A *leg* is one exchange among a group of peers. In direct mode dispatch is one leg, to the ranks of
+A *hop* is one exchange among a group of peers. In direct mode dispatch is one hop, to the ranks of
 the chosen experts. In hybrid mode it is two: to the nodes, then to the ranks inside each. Combine
-goes the same way back.
+takes the same hops in reverse.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def numbered(groups: Tensor, chosen: Tensor) -> Tensor:
 
 
 @dataclass
-class Leg:
+class Hop:
     """One exchange. `rows` are the senders', `K` the slots of each; an item is a row to one peer.
 
     | field | shape | meaning |
@@ -68,51 +68,51 @@ elsewhere |
         return [self.groups, self.masters, self.items, self.owners]
 
 
-def plan_leg(groups: Tensor, num_peers: int) -> Leg:
-    """The items for the peers named by `groups` `[rows, K]`: each row once to each of its peers."""
-    valid = groups >= 0
+def master_slots(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest slots of `groups` `[rows, K]`, and whether a slot is the largest of its peer."""
     largest = largest_slots(groups)
     slots = torch.arange(groups.shape[1], device=groups.device)
-    masters = valid & (largest == slots)
+    return largest, (groups >= 0) & (largest == slots)
+
+
+def plan_hop(groups: Tensor, num_peers: int) -> Hop:
+    """The items for the peers named by `groups` `[rows, K]`: each row once to each of its peers."""
+    largest, masters = master_slots(groups)
     items = numbered(groups, masters)
-    owners = items.long().gather(1, largest).masked_fill_(~valid, -1)
+    owners = items.long().gather(1, largest).masked_fill_(groups < 0, -1)
     counts = torch.bincount(groups[masters], minlength=num_peers)
-    return Leg(groups, masters, items, owners, counts.tolist())
+    return Hop(groups, masters, items, owners, counts.tolist())
 
 
-def plan_static_leg(groups: Tensor, num_peers: int, capacity: int) -> Leg:
-    """The same with room for `capacity` items to each peer, and without waiting for the device.
+def plan_static_hop(groups: Tensor, num_peers: int, capacity: int) -> Hop:
+    """The same with `capacity` items for each peer, without waiting for the device.
 
     `capacity` is at least the number of rows. Item `n` of peer `p` has the number
     `p * capacity + n`.
     """
-    num_rows = groups.shape[0]
-    valid = groups >= 0
-    largest = largest_slots(groups)
-    slots = torch.arange(groups.shape[1], device=groups.device)
-    masters = valid & (largest == slots)
-    peers = torch.where(masters, groups, num_peers)  # one more, for nobody
-    goes = groups.new_zeros((num_rows, num_peers + 1)).scatter_(1, peers, 1)
-    place = (goes.cumsum(0) - 1).gather(1, peers)
-    items = torch.where(masters, groups * capacity + place, -1)
-    owners = items.gather(1, largest).masked_fill_(~valid, -1)
+    largest, masters = master_slots(groups)
+    peers = torch.where(masters, groups, num_peers)  # num_peers: no peer
+    sent = groups.new_zeros((groups.shape[0], num_peers + 1)).scatter_(1, peers, 1)
+    index = (sent.cumsum(0) - 1).gather(1, peers)
+    items = torch.where(masters, groups * capacity + index, -1)
+    owners = items.gather(1, largest).masked_fill_(groups < 0, -1)
     counts = [capacity] * num_peers
-    return Leg(groups, masters, items.int(), owners, counts, counts, is_static=True)
+    return Hop(groups, masters, items.int(), owners, counts, counts, is_static=True)
 
 
 @dataclass
 class Plan:
-    """All legs of a dispatch, and the order of what arrived.
+    """All hops of a dispatch, and the order of what arrived.
 
     `order` `[N]` takes rows from the order of arrival to that of their sources; `None` where the
     two are the same. `ranks` `[T, K]` is the rank of each slot, -1: none (in hybrid mode the first
-    leg only knows nodes). `sources` `[N]` is `source rank * num_max_tokens_per_rank + token` of
+    hop only knows nodes). `sources` `[N]` is `source rank * num_max_tokens_per_rank + token` of
     what arrived, `topk_idx` `[N, K]` its expert ids, both in the order of the sources;
-    `block_counts` is how many came from each peer of the last leg. In a static plan `N` is what
+    `block_counts` is how many came from each peer of the last hop. In a static plan `N` is what
     could arrive, and the rows that did not come last, with -1 for source and ids.
     """
 
-    legs: list[Leg]
+    hops: list[Hop]
     order: Tensor | None
     ranks: Tensor
     sources: Tensor
@@ -122,12 +122,12 @@ class Plan:
     @property
     def is_static(self) -> bool:
         """Whether the plan was made without knowing counts on the host."""
-        return self.legs[0].is_static
+        return self.hops[0].is_static
 
     @property
     def num_arrived(self) -> int:
         """How many rows this rank receives."""
-        return sum(self.legs[-1].recv_counts)
+        return sum(self.hops[-1].recv_counts)
 
 
 def peers_of(topk_idx: Tensor, experts_per_peer: int, first_expert: int, num_peers: int) -> Tensor:

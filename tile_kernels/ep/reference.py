@@ -27,7 +27,7 @@ class Received:
     | `payloads` | `[N, ...]` or `[rows, ...]` | compact, or expanded with zeros as padding |
     | `topk_idx` | `[N, K]` | local expert of a slot, -1: none or elsewhere |
     | `topk_weights` | `[N, K]` or `[rows]` | as sent, or of each row |
-    | `places` | `[N, K]` | expanded row of a slot, -1: none |
+    | `topk_to_pos` | `[N, K]` | expanded row of a slot, -1: none |
     | `counts` | `[L]` | tokens of each expert |
     """
 
@@ -35,7 +35,7 @@ class Received:
     payloads: Payloads
     topk_idx: Tensor
     topk_weights: Tensor | None
-    places: Tensor
+    topk_to_pos: Tensor
     counts: list[int]
 
 
@@ -90,7 +90,7 @@ def _received(
     payloads: list[Payloads],
     num_topk: int,
     topk_weights: list[Tensor] | None,
-    most_tokens: int,
+    max_tokens: int,
     expand: bool,
     alignment: int,
 ) -> Received:
@@ -98,11 +98,11 @@ def _received(
     starts = [sum(align(n, alignment) for n in counts[:expert]) for expert in range(num_local)]
     num_rows = sum(align(n, alignment) for n in counts)
     filled = list(starts)
-    places = torch.full((len(found), num_topk), -1)
+    topk_to_pos = torch.full((len(found), num_topk), -1)
     for row, local in enumerate(ids):
         for slot, expert in enumerate(local):
             if expert >= 0:
-                places[row, slot] = filled[expert]
+                topk_to_pos[row, slot] = filled[expert]
                 filled[expert] += 1
 
     def compact(parts: list[Tensor]) -> Tensor:
@@ -111,8 +111,8 @@ def _received(
 
     def expanded(rows: Tensor) -> Tensor:
         out = torch.zeros((num_rows, *rows.shape[1:]), dtype=rows.dtype)
-        for row, slot in (places >= 0).nonzero().tolist():
-            out[places[row, slot]] = rows[row]
+        for row, slot in (topk_to_pos >= 0).nonzero().tolist():
+            out[topk_to_pos[row, slot]] = rows[row]
         return out
 
     each = [compact([parts[i] for parts in payloads]) for i in range(len(payloads[0]))]
@@ -120,15 +120,15 @@ def _received(
     if expand:
         each = [expanded(rows) for rows in each]
         if weights is not None:
-            of_rows = torch.zeros(num_rows)
-            of_rows[places[places >= 0]] = weights[places >= 0]
-            weights = of_rows
+            row_weights = torch.zeros(num_rows)
+            row_weights[topk_to_pos[topk_to_pos >= 0]] = weights[topk_to_pos >= 0]
+            weights = row_weights
     return Received(
-        sources=torch.tensor([s * most_tokens + t for s, t in found], dtype=torch.int64),
+        sources=torch.tensor([s * max_tokens + t for s, t in found], dtype=torch.int64),
         payloads=tuple(each),
         topk_idx=torch.tensor(ids, dtype=torch.int64).view(len(ids), num_topk),
         topk_weights=weights,
-        places=places,
+        topk_to_pos=topk_to_pos,
         counts=counts,
     )
 
@@ -176,7 +176,7 @@ def combine(
                 if not expanded:
                     items.append((slots[-1], rank, rows[rank][row]))
                     continue
-                values = [rows[rank][received[rank].places[row, slot]] for slot in slots]
+                values = [rows[rank][received[rank].topk_to_pos[row, slot]] for slot in slots]
                 if multiple_reduction:
                     items.append((slots[-1], rank, ordered_sum(values, dtype)))
                 else:
@@ -216,7 +216,7 @@ def combine_weights(
         for token, slot in (ids >= 0).nonzero().tolist():
             rank = int(ids[token, slot]) // num_local
             row = where[rank][source * num_max_tokens_per_rank + token]
-            place = received[rank].places[row, slot]
-            out[token, slot] = weights[rank][place] if expanded else weights[rank][row, slot]
+            pos = received[rank].topk_to_pos[row, slot]
+            out[token, slot] = weights[rank][pos] if expanded else weights[rank][row, slot]
         combined.append(out)
     return combined

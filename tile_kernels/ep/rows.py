@@ -1,4 +1,4 @@
-"""Rows of bytes: what travels. Any number of tensors, of any dtypes, packed side by side.
+"""Rows of bytes: any number of tensors, of any dtypes, packed side by side for a transfer.
 
 Collectives disagree about dtypes (gloo knows no float8, and an operation that one rank rejects
 leaves the others waiting), so everything is sent as `uint8`.
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tile_kernels import moe
 
-# Rows are filled up to a multiple of these: copies go in pieces of 16 bytes; and a GPU writes long
-# rows, at places all over its memory, a fifth faster where they start on 256 bytes.
+# Rows are padded to a multiple of these: copies move 16 bytes at a time, and a GPU scatters long
+# rows a fifth faster if they are aligned to 256 bytes.
 ROW_BYTES, LONG_ROW_BYTES = 16, 256
 LONG_ROW = 4096
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -68,7 +68,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors `[rows, width]` side by side as `uint8` `[rows, bytes]`.
 
     Several of them are filled up with zeros to a multiple of 16 bytes, long ones of 256, so that
-    rows can be copied in large pieces.
+    rows can be copied many bytes at a time.
 
     >>> row = pack([torch.tensor([[1, 2]], dtype=torch.int16), torch.tensor([[0.0]])])
     >>> row.tolist()
@@ -108,27 +108,28 @@ def unpack(rows: Tensor, fields: Sequence[Field], start: int = 0) -> list[Tensor
     return tensors
 
 
-# ---- rows at new places, by the kernels of `tile_kernels.moe` -----------------------------------
+# ---- scattered rows, by the kernels of `tile_kernels.moe` ---------------------------------------
 
 
-def placed(rows: Tensor, places: Tensor, num_rows: int) -> Tensor:
-    """`out[places[r, k]] = rows[r]`, zeros where no place is named; `[num_rows, ...]`.
+def scatter_rows(rows: Tensor, positions: Tensor, num_rows: int) -> Tensor:
+    """`out[positions[r, k]] = rows[r]`, zeros elsewhere; `[num_rows, ...]`.
 
-    `places` `[rows, K]` are int32 and contiguous, -1: none. Any dtype.
+    `positions` `[rows, K]` are int32 and contiguous, -1: none. Any dtype.
     """
     field = field_of(rows)
     if rows.numel() == 0 or num_rows == 0:
         return zeros(num_rows, field, rows.device)
-    return moe.expand_to_fused(as_bytes(rows), places, places.new_empty(num_rows)).view(field.dtype)
+    fused = positions.new_empty(num_rows)
+    return moe.expand_to_fused(as_bytes(rows), positions, fused).view(field.dtype)
 
 
 def reordered(rows: Tensor, order: Tensor) -> Tensor:
     """`out[i] = rows[order[i]]` for a permutation."""
     numbers = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
     inverse = torch.empty_like(numbers).scatter_(0, order, numbers)
-    return placed(rows, inverse[:, None], order.numel())
+    return scatter_rows(rows, inverse[:, None], order.numel())
 
 
 def restored(rows: Tensor, order: Tensor) -> Tensor:
     """`out[order[i]] = rows[i]` for a permutation: the inverse of `reordered`."""
-    return placed(rows, order.int()[:, None], order.numel())
+    return scatter_rows(rows, order.int()[:, None], order.numel())

@@ -1,4 +1,4 @@
-"""What a routing means for thousands of ranks: rows, bytes and times, counted on one machine.
+"""The traffic of a routing for thousands of ranks: rows, bytes and times, counted on one machine.
 
 Nothing is sent. Tokens of one node at a time are counted exactly: which ranks and nodes they reach,
 and which links they use on the way.
@@ -35,7 +35,7 @@ def balanced_routing(num_tokens: int, num_experts: int, num_topk: int, seed: int
     if num_topk > num_experts:
         raise ValueError(f"num_topk must be at most num_experts {num_experts}, got {num_topk}")
 
-    def of(rank: int) -> Tensor:
+    def topk_of(rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
         shape = (num_tokens, num_topk)
         if 2 * num_topk > num_experts:  # redrawing would take too long
@@ -50,7 +50,7 @@ def balanced_routing(num_tokens: int, num_experts: int, num_topk: int, seed: int
             fresh = torch.randint(num_experts, (again.numel(), num_topk), generator=generator)
             ids[again] = fresh
 
-    return of
+    return topk_of
 
 
 def skewed_routing(
@@ -58,14 +58,14 @@ def skewed_routing(
 ) -> Routing:
     """The same with rank 0 receiving `ratio` times as many tokens as another."""
 
-    def of(rank: int) -> Tensor:
+    def topk_of(rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + rank)
         scores = get_unbalanced_scores(
             num_tokens, num_experts, num_ranks, num_topk, ratio, generator=generator
         )
         return scores.topk(num_topk).indices
 
-    return of
+    return topk_of
 
 
 @dataclass(frozen=True)
@@ -137,17 +137,17 @@ def simulate(
         own = topology.node(node * per_node)
         parts = [routing(rank) for rank in own]
         ids = numpy.sort(torch.cat(parts).int().numpy(), axis=1)
-        of_row = numpy.repeat(own, [len(part) for part in parts])
-        add("tokens", of_row)
+        row_ranks = numpy.repeat(own, [len(part) for part in parts])
+        add("tokens", row_ranks)
         ranks = ids // num_local  # -1 stays -1
         add("expanded", ranks[ranks >= 0])
         new = _distinct(ranks)
-        rank, source = ranks[new], numpy.repeat(of_row, new.sum(1))
+        rank, source = ranks[new], numpy.repeat(row_ranks, new.sum(1))
         add("received", rank)
         if hybrid:
             nodes = ranks // per_node
             new = _distinct(nodes) & (nodes != node)
-            sender = numpy.repeat(of_row, new.sum(1))
+            sender = numpy.repeat(row_ranks, new.sum(1))
             add("network_out", sender)
             add("network_in", nodes[new] * per_node + sender % per_node)
             source = rank - rank % per_node + source % per_node  # who forwards
@@ -176,7 +176,7 @@ def describe(
     """A table of rows per rank, then sizes and times of FP8 dispatch and bfloat16 combine."""
     topology = traffic.topology
     nodes, per_node = topology.num_scaleout_ranks, topology.num_scaleup_ranks
-    most_tokens = int(traffic.tokens.max())
+    max_tokens = int(traffic.tokens.max())
     lines = [f"{nodes} x {per_node} ranks, {num_experts} experts, {num_topk} per token", ""]
     lines.append(f"{'rows per rank':<16}{'mean':>12}{'max':>10}{'min':>10}")
     for name in COUNTS:
@@ -189,7 +189,7 @@ def describe(
     back = model.combine_token_bytes(hidden, num_topk)
     logical = (nodes, per_node) if traffic.hybrid else (1, topology.num_ranks)
     buffer = model.buffer_bytes(
-        *logical, most_tokens, hidden, num_topk, use_fp8_dispatch=True, all_nvlink=nodes == 1
+        *logical, max_tokens, hidden, num_topk, use_fp8_dispatch=True, all_nvlink=nodes == 1
     )
     sms = model.num_sms(
         *logical, num_experts, num_topk, rdma_gbs=rdma_gbs, nvlink_gbs=nvlink_gbs,

@@ -1,4 +1,4 @@
-"""Which rank is where: nodes of equally many ranks, and the experts of each."""
+"""The topology: nodes with equally many ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 class Topology:
     """`num_scaleout_ranks` nodes of `num_scaleup_ranks` ranks each, numbered node by node.
 
-    One node is direct mode: every token travels once to each rank that needs it. Several nodes are
+    One node is direct mode: every token is sent once to each rank that needs it. Several nodes are
     hybrid mode: once to each node, then once to each rank inside it.
 
-    >>> place = Topology(num_scaleout_ranks=2, num_scaleup_ranks=4)
-    >>> place.num_ranks, place.node_of(5), place.rail(5), place.node(5)
+    >>> topology = Topology(num_scaleout_ranks=2, num_scaleup_ranks=4)
+    >>> topology.num_ranks, topology.node_of(5), topology.rail(5), topology.node(5)
     (8, 1, (1, 5), (4, 5, 6, 7))
     """
 
@@ -27,15 +27,15 @@ class Topology:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether tokens travel in two steps."""
+        """Whether tokens are sent in two hops."""
         return self.num_scaleout_ranks > 1
 
     def node_of(self, rank: int) -> int:
         """The node (scale-out index) of a rank."""
         return rank // self.num_scaleup_ranks
 
-    def place_of(self, rank: int) -> int:
-        """The place of a rank in its node (scale-up index)."""
+    def index_in_node(self, rank: int) -> int:
+        """The index of a rank in its node (scale-up index)."""
         return rank % self.num_scaleup_ranks
 
     def node(self, rank: int) -> tuple[int, ...]:
@@ -44,5 +44,5 @@ class Topology:
         return tuple(range(first, first + self.num_scaleup_ranks))
 
     def rail(self, rank: int) -> tuple[int, ...]:
-        """The ranks at the same place of all nodes."""
-        return tuple(range(self.place_of(rank), self.num_ranks, self.num_scaleup_ranks))
+        """The ranks with the same index in all nodes."""
+        return tuple(range(self.index_in_node(rank), self.num_ranks, self.num_scaleup_ranks))

@@ -1,4 +1,4 @@
-"""Engines: what moves rows between ranks. The group given to a buffer decides which can."""
+"""Engines move rows between ranks. The group given to a buffer decides which are available."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ def check_engine(engine: Engine, name: object) -> None:
             "but group is a torch.distributed process group"
         )
     if name == "symm":
-        from tile_kernels.ep.engines.symm import why_not
+        from tile_kernels.ep.engines.symm import unavailable_reason
 
-        reason = why_not()
+        reason = unavailable_reason()
         if reason is not None:
             raise ValueError(f"engine 'symm' is not available: {reason}")
 
 
 def chosen_engine(
-    engine: Engine, name: str, num_bytes: int = 0, device_patience: float = 100.0
+    engine: Engine, name: str, num_bytes: int = 0, device_timeout: float = 100.0
 ) -> Engine:
     """The engine called `name` for the group of `engine`, as checked. Collective.
 
     `num_bytes` is how much memory of each rank `symm` lets the others write to, and
-    `device_patience` how many seconds it waits for what a stream does.
+    `device_timeout` how many seconds it waits for the exchanges of a stream.
     """
     if name in ("auto", engine.name):
         return engine
@@ -81,4 +81,4 @@ def chosen_engine(
         return MmapEngine.over(engine)
     from tile_kernels.ep.engines.symm import SymmEngine
 
-    return SymmEngine.over(engine, num_bytes, device_patience)
+    return SymmEngine.over(engine, num_bytes, device_timeout)

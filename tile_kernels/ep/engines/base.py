@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 _HOST_BYTES = 256
+Counts = Sequence[int]  # rows for or from each peer
 
 
 class Pending(Protocol):
-    """A send under way."""
+    """A send in flight."""
 
     def wait(self) -> object:
         """Return when the receiver has it."""
@@ -26,39 +27,35 @@ class Engine(ABC):
     | attribute | meaning |
     |---|---|
     | `name` | what the engine is called |
-    | `index`, `size` | this rank's place in the group, and how many there are |
-    | `names` | the number of each place among the ranks of the buffer, for errors |
-    | `patience` | seconds to wait for others before an error says for whom |
+    | `index`, `size` | the index of this rank in the group, and the number of ranks |
+    | `rank_ids` | the rank of each index in the whole buffer, for errors |
+    | `timeout` | seconds to wait for another rank before an error that names it |
     """
 
-    patience: float = 300.0
+    timeout: float = 300.0
     name: str
     index: int
     size: int
-    names: Sequence[int]
+    rank_ids: Sequence[int]
 
     @property
     def active(self) -> Sequence[int]:
-        """The places of the ranks that take part."""
+        """The indices of the ranks that take part."""
         return range(self.size)
 
     @abstractmethod
     def exchange(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        phase: str = "an exchange",
+        self, rows: Tensor, send_counts: Counts, recv_counts: Counts, phase: str = "an exchange"
     ) -> Tensor:
         """Send `rows` (`uint8`, `[sum(send_counts), bytes]`, by peer) and receive others.
 
-        Returns `[sum(recv_counts), bytes]`, by peer, in memory of its own, on the same device.
-        Errors say in which `phase` it happened.
+        Returns `[sum(recv_counts), bytes]`, by peer, in new memory on the same device.
+        Errors name the `phase`.
         """
 
     @abstractmethod
-    def split(self, places: Sequence[int]) -> Engine:
-        """The engine of a part of the group, given as places in it, this rank's among them."""
+    def split(self, indices: Sequence[int]) -> Engine:
+        """The engine of a part of the group, which includes this rank."""
 
     @abstractmethod
     def send(self, data: Tensor, peer: int) -> Pending:
@@ -71,7 +68,7 @@ class Engine(ABC):
     def ones(self) -> list[int]:
         """One row for each rank that takes part."""
         active = set(self.active)
-        return [int(place in active) for place in range(self.size)]
+        return [int(index in active) for index in range(self.size)]
 
     def gather(self, row: Tensor, phase: str = "a gather") -> Tensor:
         """`row` (`uint8`, `[bytes]`) of every active rank: `[active, bytes]`."""
@@ -82,15 +79,15 @@ class Engine(ABC):
         """Wait until every rank of the group is here."""
         self.gather(torch.zeros(1, dtype=torch.uint8), phase)
 
-    def settle(self) -> None:  # noqa: B027 - most engines have nothing to do
-        """Wait until what was begun is done, where that happens behind the host's back.
+    def settle(self) -> None:  # noqa: B027 - a default without work
+        """Wait on the host until all enqueued exchanges are done; an error after the timeout.
 
-        Raises if patience ends. Most engines are done when their calls return.
+        Only engines that enqueue work on a CUDA stream have something to wait for.
         """
 
     def hosts(self) -> list[str]:
         """The host name of every active rank."""
         name = socket.gethostname().encode()[:_HOST_BYTES]
         row = torch.frombuffer(bytearray(name.ljust(_HOST_BYTES, b"\0")), dtype=torch.uint8)
-        told = self.gather(row, "learning the hosts")
-        return [bytes(each.tolist()).rstrip(b"\0").decode() for each in told]
+        rows = self.gather(row, "learning the hosts")
+        return [bytes(each.tolist()).rstrip(b"\0").decode() for each in rows]

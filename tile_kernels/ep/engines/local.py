@@ -1,4 +1,4 @@
-"""All ranks in one process, one thread for each. For tests, for trying things out, for one rank."""
+"""All ranks in one process, one thread for each: for tests, experiments and single ranks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tile_kernels.ep.engines.base import Engine, Pending
+from tile_kernels.ep.engines.base import Counts, Engine, Pending
 
 Result = TypeVar("Result")
-_GLANCE = 0.1  # seconds between looks whether one has failed
+_POLL_SECONDS = 0.1  # between checks whether a rank has failed
 
 
-class _Table:
-    """Where the ranks of one group put what they send."""
+class _Rendezvous:
+    """The send buffers and the barrier of one group of ranks."""
 
     def __init__(self, size: int) -> None:
-        self.offers: list[Any] = [None] * size
-        self.here = [0] * size  # how often each came to a barrier
-        self.meeting = threading.Barrier(size)
+        self.send_buffers: list[Any] = [None] * size
+        self.num_arrivals = [0] * size  # at the barrier, of each rank
+        self.barrier = threading.Barrier(size)
 
 
-class _Parcel:
-    """A tensor on its way from one thread to another."""
+class _Message:
+    """A tensor that one thread sends to another."""
 
     def __init__(self, data: Tensor, wait: Callable[[Callable[[float], object]], None]) -> None:
         self.data = data
@@ -40,32 +40,32 @@ class _Parcel:
 
 
 class _World:
-    """The tables of all groups of one set of ranks, and the mail between them."""
+    """The groups of one set of ranks, and the mailboxes between them."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._tables: dict[tuple[int, ...], _Table] = {}
-        self._mail: dict[tuple[int, int], queue.SimpleQueue[_Parcel]] = {}
+        self._rendezvous: dict[tuple[int, ...], _Rendezvous] = {}
+        self._mailboxes: dict[tuple[int, int], queue.SimpleQueue[_Message]] = {}
         self._lock = threading.Lock()
         self.failed = False
 
-    def table(self, ranks: tuple[int, ...]) -> _Table:
+    def rendezvous(self, ranks: tuple[int, ...]) -> _Rendezvous:
         with self._lock:
-            if ranks not in self._tables:
-                self._tables[ranks] = _Table(len(ranks))
+            if ranks not in self._rendezvous:
+                self._rendezvous[ranks] = _Rendezvous(len(ranks))
                 if self.failed:
-                    self._tables[ranks].meeting.abort()
-            return self._tables[ranks]
+                    self._rendezvous[ranks].barrier.abort()
+            return self._rendezvous[ranks]
 
-    def mail(self, sender: int, receiver: int) -> queue.SimpleQueue[_Parcel]:
+    def mailbox(self, sender: int, receiver: int) -> queue.SimpleQueue[_Message]:
         with self._lock:
-            return self._mail.setdefault((sender, receiver), queue.SimpleQueue())
+            return self._mailboxes.setdefault((sender, receiver), queue.SimpleQueue())
 
     def fail(self) -> None:
         with self._lock:
             self.failed = True
-            for table in self._tables.values():
-                table.meeting.abort()
+            for shared in self._rendezvous.values():
+                shared.barrier.abort()
 
 
 class LocalGroup:
@@ -91,23 +91,19 @@ class LocalEngine(Engine):
     def __init__(self, group: LocalGroup, ranks: tuple[int, ...] | None = None) -> None:
         self._group = group
         self._ranks = ranks or tuple(range(group.size()))
-        self._table = group.world.table(self._ranks)
+        self._rendezvous = group.world.rendezvous(self._ranks)
         self.index = self._ranks.index(group.rank)
         self.size = len(self._ranks)
-        self.names = self._ranks
+        self.rank_ids = self._ranks
 
     def exchange(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        phase: str = "an exchange",
+        self, rows: Tensor, send_counts: Counts, recv_counts: Counts, phase: str = "an exchange"
     ) -> Tensor:
         """Send rows to each peer and receive theirs."""
-        table = self._table
-        table.offers[self.index] = rows.split(list(send_counts))
+        shared = self._rendezvous
+        shared.send_buffers[self.index] = rows.split(list(send_counts))
         self.barrier(phase)
-        received = torch.cat([offer[self.index].to(rows.device) for offer in table.offers])
+        received = torch.cat([parts[self.index].to(rows.device) for parts in shared.send_buffers])
         self.barrier(phase)
         if received.shape[0] != sum(recv_counts):
             raise RuntimeError(f"expected {list(recv_counts)} rows, got {received.shape[0]}")
@@ -115,55 +111,56 @@ class LocalEngine(Engine):
 
     def barrier(self, phase: str = "a barrier") -> None:
         """Wait for the other threads."""
-        table = self._table
-        table.here[self.index] += 1
-        turn = table.here[self.index]
+        shared = self._rendezvous
+        shared.num_arrivals[self.index] += 1
+        step = shared.num_arrivals[self.index]
         try:
-            table.meeting.wait(self.patience)
+            shared.barrier.wait(self.timeout)
         except threading.BrokenBarrierError:
-            late = [str(name) for name, here in zip(self.names, table.here) if here < turn]
+            arrivals = zip(self.rank_ids, shared.num_arrivals)
+            late = [str(rank) for rank, count in arrivals if count < step]
             self._give_up(f"in {phase} for rank {' and '.join(late)}")
 
     def _wait_for(self, ready: Callable[[float], object], whom: str) -> None:
-        """Ask `ready(seconds)` until it is, unless a rank has failed or patience ends."""
-        end = time.monotonic() + self.patience
-        while not ready(_GLANCE):
+        """Poll `ready(seconds)` until it is true, a rank has failed, or the timeout has passed."""
+        end = time.monotonic() + self.timeout
+        while not ready(_POLL_SECONDS):
             if self._group.world.failed or time.monotonic() > end:
                 self._give_up(whom)
 
     def _give_up(self, whom: str) -> None:
         if self._group.world.failed:
             raise threading.BrokenBarrierError("another rank has failed")
-        name = self.names[self.index]
-        raise RuntimeError(f"rank {name} waited {self.patience:g} s {whom}")
+        rank = self.rank_ids[self.index]
+        raise RuntimeError(f"rank {rank} waited {self.timeout:g} s {whom}")
 
     def send(self, data: Tensor, peer: int) -> Pending:
-        """Put bytes into the mail of one thread."""
-        whom = f"for rank {self.names[peer]} to receive"
-        parcel = _Parcel(data, lambda ready: self._wait_for(ready, whom))
-        self._group.world.mail(self._group.rank, self._ranks[peer]).put(parcel)
-        return parcel
+        """Put bytes into the mailbox of one thread."""
+        whom = f"for rank {self.rank_ids[peer]} to receive"
+        message = _Message(data, lambda ready: self._wait_for(ready, whom))
+        self._group.world.mailbox(self._group.rank, self._ranks[peer]).put(message)
+        return message
 
     def receive(self, out: Tensor, peer: int) -> None:
-        """Take bytes from one thread out of the mail."""
-        mail = self._group.world.mail(self._ranks[peer], self._group.rank)
-        found: list[_Parcel] = []
+        """Take bytes of one thread out of the mailbox."""
+        mailbox = self._group.world.mailbox(self._ranks[peer], self._group.rank)
+        found: list[_Message] = []
 
         def ready(seconds: float) -> bool:
             try:
-                found.append(mail.get(timeout=seconds))
+                found.append(mailbox.get(timeout=seconds))
             except queue.Empty:
                 return False
             return True
 
-        self._wait_for(ready, f"for rank {self.names[peer]} to send")
+        self._wait_for(ready, f"for rank {self.rank_ids[peer]} to send")
         out.copy_(found[0].data)
         found[0].received.set()
 
-    def split(self, places: Sequence[int]) -> LocalEngine:
+    def split(self, indices: Sequence[int]) -> LocalEngine:
         """The engine of some of the threads."""
-        part = LocalEngine(self._group, tuple(self._ranks[place] for place in places))
-        part.patience = self.patience
+        part = LocalEngine(self._group, tuple(self._ranks[index] for index in indices))
+        part.timeout = self.timeout
         return part
 
 
@@ -200,6 +197,6 @@ def run_ranks(num_ranks: int, body: Callable[[LocalGroup], Result]) -> list[Resu
         thread.join()
     found = [error for error in errors if error is not None]
     if found:
-        left_waiting = threading.BrokenBarrierError
-        raise next((each for each in found if not isinstance(each, left_waiting)), found[0])
+        aborted = threading.BrokenBarrierError
+        raise next((each for each in found if not isinstance(each, aborted)), found[0])
     return results

@@ -1,0 +1,119 @@
+"""The ranks, the topology and the lifetime of a buffer, which all of its methods share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from tile_kernels.ep.agreement import Settings, agree, checked
+from tile_kernels.ep.events import EventHandle, Finish, comm_stream, on_comm_stream
+from tile_kernels.ep.transport import Fabric
+
+
+class BufferBase:
+    """Attributes that the constructor of `ElasticBuffer` sets, and methods about the ranks."""
+
+    group: Any
+    engine: str
+    rank_idx: int
+    num_ranks: int
+    num_bytes: int
+    num_cpu_bytes: int
+    num_max_tokens_per_rank: int
+    num_allocated_qps: int
+    num_cpu_timeout_secs: int
+    num_gpu_timeout_secs: int
+    num_rdma_ranks: int
+    num_nvlink_ranks: int
+    num_scaleout_ranks: int
+    num_scaleup_ranks: int
+    scaleout_rank_idx: int
+    scaleup_rank_idx: int
+    sl_idx: int
+    deterministic: bool
+    allow_hybrid_mode: bool
+    allow_multiple_reduction: bool
+    prefer_overlap_with_compute: bool
+    explicitly_destroy: bool
+    _fabric: Fabric
+    _check_ranks: bool
+    _keep_tensors: bool
+    _destroyed: bool = False
+
+    def destroy(self) -> None:
+        """Wait for all ranks and end the use of the buffer; needs `explicitly_destroy=True`."""
+        if not self.explicitly_destroy:
+            raise RuntimeError(
+                "ElasticBuffer.destroy: the buffer was made with explicitly_destroy=False"
+            )
+        if not self._destroyed:
+            self._destroyed = True
+            self._fabric.world.settle()
+            self._fabric.world.barrier("ElasticBuffer.destroy")
+
+    def barrier(
+        self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
+    ) -> None:
+        """Wait for all ranks; `with_cpu_sync` for their devices as well."""
+        del use_comm_stream, sequential  # the host waits, so streams have nothing to order
+        if with_cpu_sync and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._fabric.world.barrier("ElasticBuffer.barrier")
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """An event on the current stream."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream that communication on the current CUDA device uses."""
+        if not torch.cuda.is_available():
+            raise RuntimeError("ElasticBuffer.get_comm_stream: there is no CUDA device")
+        return comm_stream(torch.device("cuda"))
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """`(nodes, ranks of each)`."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """`(nodes, ranks of each)` as tokens travel."""
+        return self.num_scaleout_ranks, self.num_scaleup_ranks
+
+    def _on_comm_stream(
+        self, device: torch.device, previous_event: EventHandle | None, after_caller: bool = False
+    ) -> AbstractContextManager[Finish]:
+        settle = self._fabric.world.settle if self._check_ranks else None
+        return on_comm_stream(device, previous_event, after_caller, settle, self._keep_tensors)
+
+    def _configure(self, call: str, check: Callable[[], None], settings: Settings) -> None:
+        """The agreement check of a call that needs all ranks to be active."""
+        _, error = checked(lambda: self._check_all_active(check))
+        self._agree(call, settings, error)
+
+    def _check_all_active(self, check: Callable[[], None] = lambda: None) -> None:
+        if len(self._fabric.world.active) < self.num_ranks:
+            raise ValueError(
+                f"all ranks must be active, but only {list(self._fabric.world.active)} of "
+                f"{self.num_ranks} are"
+            )
+        check()
+
+    def _agree(
+        self,
+        call: str,
+        settings: Settings,
+        error: Exception | None,
+        counts: Sequence[int] | None = None,
+        needs_counts: bool = True,
+    ) -> list[int]:
+        """The agreement check; without `needs_counts`, only on a buffer with `check_ranks`."""
+        if self._destroyed:
+            raise RuntimeError(f"{call}: the buffer was destroyed")
+        if needs_counts or self._check_ranks:
+            return agree(self._fabric.world, call, settings, error, counts)
+        if error is not None:
+            raise type(error)(f"{call}: rank {self.rank_idx}: {error}") from error
+        return list(counts or [0] * self.num_ranks)
