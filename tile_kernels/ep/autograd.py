@@ -1,7 +1,7 @@
 """Dispatch and combine as each other's gradient.
 
 The gradient of sending a token to several ranks is the sum of what comes back from them, which is
-combine; that of a sum is to send its gradient to everyone who took part, which is dispatch along
+combine; that of a sum is to send its gradient to all that took part, which is dispatch along
 the same routing. Both happen on all ranks, in the order in which autograd runs backwards, so every
 rank must use the results alike.
 """

@@ -55,6 +55,7 @@ each time; otherwise the source adds them all up, rounding once |
     `EP_OVERRIDE_RDMA_SL` in the environment replaces `sl_idx`, `EP_AVOID_RECORD_STREAM=1` keeps
     tensors of asynchronous calls alive in their event, `EP_BUFFER_DEBUG=1` prints the settings.
 
+    >>> import torch
     >>> from tile_kernels.ep import LocalGroup
     >>> buffer = ElasticBuffer(LocalGroup(), num_max_tokens_per_rank=8, hidden=4, num_topk=2)
     >>> x, topk_idx = torch.ones(3, 4), torch.tensor([[0, 1], [1, -1], [-1, -1]])

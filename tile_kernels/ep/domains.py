@@ -28,7 +28,7 @@ def topology_of(
 ) -> tuple[Topology, Domain]:
     """The topology that tokens are sent in, and the physical one.
 
-    A node is a host unless `num_scaleup_ranks` says otherwise. Collective.
+    A node is a host unless `num_scaleup_ranks` is given. Collective.
     """
     if num_scaleup_ranks is None:
         physical = _physical(engine)

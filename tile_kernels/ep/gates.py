@@ -78,7 +78,7 @@ def _precise_scores(
     ratio: float,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Choose ranks first: a share of the tokens goes to rank 0, the rest of the slots in turn.
+    """Choose ranks first: a share of the tokens goes to rank 0, the rest of the slots round-robin.
 
     Each token goes to equally many ranks, as many as `ratio` allows, and takes equally many experts
     of each, up to one.

@@ -1,7 +1,7 @@
 """How large buffers must be and how many SMs and queue pairs a transfer needs: plain arithmetic.
 
-Nothing here looks at a device. Bandwidths are arguments in GB/s, sizes are in bytes, and a topology
-is `num_scaleout_ranks` nodes of `num_scaleup_ranks` ranks each.
+No function here queries a device. Bandwidths are arguments in GB/s, sizes are in bytes, and a
+topology is `num_scaleout_ranks` nodes of `num_scaleup_ranks` ranks each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORKSPACE_BYTES = 14 << 20  # 12,820,528 bytes of counters, in whole pages
 
 
 def dispatch_token_bytes(hidden: int, element_size: int, num_sf_packs: int, num_topk: int) -> int:
-    """Bytes of one token on its way to an expert: data, scale factors, metadata.
+    """Bytes of one dispatched token: data, scale factors, metadata.
 
     >>> dispatch_token_bytes(7168, 2, 0, 8)
     14464
@@ -35,7 +35,7 @@ def dispatch_token_bytes(hidden: int, element_size: int, num_sf_packs: int, num_
 
 
 def combine_token_bytes(hidden: int, num_topk: int) -> int:
-    """Bytes of one bfloat16 token on its way back: data, ids and weights."""
+    """Bytes of one combined bfloat16 token: data, ids and weights."""
     return align(2 * hidden, SECTION) + align(8 * num_topk, SECTION)
 
 
@@ -184,7 +184,7 @@ def expected_rows(
 
     On average, every rank having `num_tokens` and routing being balanced. In hybrid mode a row
     crosses the network once for each node and NVLink once for each rank; in direct mode over
-    machines of `num_physical_nvlink_ranks` it goes the one way or the other.
+    machines of `num_physical_nvlink_ranks` it takes one or the other.
 
     >>> [round(rows) for rows in expected_rows(4, 8, 256, 8, num_tokens=1000)]
     [7267, 2711, 6358]
@@ -230,7 +230,7 @@ def num_qps(sms: int, num_allocated_qps: int, allow_hybrid_mode: bool = True) ->
 
 
 def default_num_qps(allow_hybrid_mode: bool, fast_rdma_atomics: bool = False) -> int:
-    """How many queue pairs a buffer allocates unless told."""
+    """How many queue pairs a buffer allocates by default."""
     if not allow_hybrid_mode:
         return 17
     return 65 if fast_rdma_atomics else 129

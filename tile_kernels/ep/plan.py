@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def is_static(self) -> bool:
-        """Whether the plan was made without knowing counts on the host."""
+        """Whether the host does not know the counts."""
         return self.hops[0].is_static
 
     @property

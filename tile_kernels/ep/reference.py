@@ -152,7 +152,7 @@ def combine(
     multiple_reduction: bool = True,
     bias: list[list[Tensor]] | None = None,
 ) -> list[Tensor]:
-    """The sum for each token of what the experts made of it, in the order of its slots.
+    """The sum of the expert outputs of each token, in the order of its slots.
 
     `rows[r]` are those of rank `r`, in the layout of the dispatch. Values of a rank are added
     first, then of a node, then all; each sum is in float32 and rounded to the dtype of the rows.

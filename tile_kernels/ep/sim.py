@@ -1,7 +1,7 @@
 """The traffic of a routing for thousands of ranks: rows, bytes and times, counted on one machine.
 
 Nothing is sent. Tokens of one node at a time are counted exactly: which ranks and nodes they reach,
-and which links they use on the way.
+and which links they use.
 
     python -m tile_kernels.ep.sim --nodes 32 --ranks-per-node 64 --experts 2048
 """
@@ -70,7 +70,7 @@ def skewed_routing(
 
 @dataclass(frozen=True)
 class Traffic:
-    """Rows of a dispatch, `[R]` each; those of combine are the same, the other way.
+    """Rows of a dispatch, `[R]` each; those of combine are the same in the other direction.
 
     | field | meaning |
     |---|---|

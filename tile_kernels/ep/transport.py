@@ -49,7 +49,7 @@ class Fabric:
     def first_hop(self, topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Hop:
         """To the ranks, or to the nodes, of the chosen experts `[T, K]`.
 
-        With a `capacity`, the most tokens of any rank, the hop is static.
+        With a `capacity`, the maximum number of tokens of any rank, the hop is static.
         """
         num_peers = self.hops[0].size
         groups = peers_of(topk_idx, num_experts // num_peers, 0, num_peers)

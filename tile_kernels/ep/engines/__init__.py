@@ -24,7 +24,7 @@ __all__ = [
 
 
 def make_engine(group: object) -> Engine:
-    """The engine that a group is made for. Raises `TypeError` for an object that is no group."""
+    """The default engine of a group. Raises `TypeError` for an object that is no group."""
     if isinstance(group, LocalGroup):
         return LocalEngine(group)
     if dist.is_available() and isinstance(group, dist.ProcessGroup):
@@ -38,7 +38,7 @@ def make_engine(group: object) -> Engine:
 
 
 def check_engine(engine: Engine, name: object) -> None:
-    """Whether the engine called `name` can serve the group of `engine`; if not, say why."""
+    """Raise an error with the reason if engine `name` cannot serve the group of `engine`."""
     if name not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}")
     if name in ("auto", engine.name):
