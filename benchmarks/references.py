@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tile_kernels.runtime import op as ops
+from tile_kernels.runtime import registry
 from tile_kernels.runtime.cases import Arguments
 from tile_kernels.testing import benchmark
 from tile_kernels.torch import mhc, quant
@@ -704,7 +704,7 @@ def _fastest(calls: Sequence[Callable[[], Any]], seconds: float) -> list[float]:
 
 def measure(sizes: Sizes, seconds: float, only: str = "") -> list[Row]:
     """A row for each operator, and for variants; one thread."""
-    by_name = {op.name: op for op in ops.all_ops()}
+    by_name = {op.name: op for op in registry.all_ops()}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = []

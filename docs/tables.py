@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 from tile_kernels import moe
-from tile_kernels.runtime.op import Op, all_ops
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.runtime.registry import all_ops
 from tile_kernels.testing import benchmark
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +24,7 @@ OTHERS = ROOT / "benchmarks" / f"tilekernels.{RESULTS.name}.json"  # written by 
 def operators() -> list[str]:
     """One row per operator: its call, and the first sentence of its docstring."""
 
-    def row(op: Op) -> str:
+    def row(op: Operator) -> str:
         summary = (inspect.getdoc(op.function) or "").split("\n\n")[0].replace("\n", " ")
         return f"| `{op.name}({', '.join(op.signature.parameters)})` | {summary} |"
 

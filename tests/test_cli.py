@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tests.requirements import needs_nvcc
 from tile_kernels import cli
 from tile_kernels.commands import check, pool
 from tile_kernels.runtime import emulation, logs, registry, terminal
-from tile_kernels.runtime import op as ops
+from tile_kernels.runtime.operator import Operator
 from tile_kernels.testing import benchmark
 
 
@@ -97,14 +96,14 @@ def test_check_in_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_check_reaches_every_kernel_by_default() -> None:
-    cases = [case for op in ops.all_ops() for case in check._cases(op, "emulate")]
+    cases = [case for op in registry.all_ops() for case in check._cases(op, "emulate")]
     chosen = check._cheapest(cases)
     assert len(chosen) < len(cases) / 8
     reached = {(case.op, kernel) for case in chosen for kernel in case.kernels}
     assert reached == {(case.op, kernel) for case in cases for kernel in case.kernels}
-    assert {case.op for case in chosen} == {op.name for op in ops.all_ops()}
+    assert {case.op for case in chosen} == {op.name for op in registry.all_ops()}
     worked = {case.op for case in chosen if case.kind == "vectors"}
-    assert worked == {op.name for op in ops.all_ops() if op.cases.vectors}
+    assert worked == {op.name for op in registry.all_ops() if op.cases.vectors}
 
 
 def test_an_interrupted_check_shows_what_it_has(
@@ -213,13 +212,12 @@ def dumps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     tile_kernels.set_log_level(0)
 
 
-@pytest.mark.parametrize("op", ops.all_ops(), ids=lambda op: op.name)
+@pytest.mark.parametrize("op", registry.all_ops(), ids=lambda op: op.name)
 def test_every_saved_call_can_be_replayed(
-    op: ops.Op, dumps: Path, capsys: pytest.CaptureFixture[str]
+    op: Operator, dumps: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of the operators behind the public function too."""
-    known = {**registry._registry, **registry._dispatched}
-    serving = {name for name, one in known.items() if one.serves == op.name}
+    serving = {one.name for one in registry.operators() if one.serves == op.name}
     samples = op.cases.small if serving else [op.cases.ordinary()]
     for sample in samples:
         op.function(**sample.build("cpu"))
@@ -239,7 +237,7 @@ def test_every_saved_call_can_be_replayed(
 def test_a_saved_call_runs_the_kernel(
     name: str, dumps: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    op = ops.get(name)
+    op = registry.get(name)
     with tile_kernels.backend("emulate"):
         op.function(**op.cases.ordinary().build("cpu"))
     tile_kernels.set_log_level(0)
@@ -252,14 +250,14 @@ def test_a_saved_call_runs_the_kernel(
 def test_a_saved_call_with_a_buffer_for_its_result(
     dumps: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    op = ops.get("quant.per_token_cast")
+    op = registry.get("quant.per_token_cast")
     arguments = op.cases.ordinary().build("cpu")
     buffers = [torch.empty_like(result) for result in op.oracle(**arguments)]
     with tile_kernels.backend("emulate"):
         op.function(**arguments, **op.buffers(*buffers))
     tile_kernels.set_log_level(0)
     (path,) = dumps.iterdir()
-    assert set(ops.dispatched(op.name).outputs) <= torch.load(path)["arguments"].keys()
+    assert set(op.dispatched().outputs) <= torch.load(path)["arguments"].keys()
     said(capsys, "check", "--replay", str(path), "--backend", "emulate")
 
 
@@ -282,8 +280,9 @@ def test_a_wrong_saved_call(
     torch.save({"op": "moe.topk_gate", "arguments": {"scores": Path}}, path)
     refused = said(capsys, "check", "--replay", str(path), "--backend", "torch", status=2)
     assert "is not a call that was saved" in refused
-    wrong = replace(ops.get("moe.topk_gate"), oracle=lambda *_: torch.full((3, 2), 9))
-    monkeypatch.setattr(ops, "dispatched", lambda _: wrong)
+    wrong = registry.get("moe.topk_gate").dispatched()
+    wrong.oracle = lambda *_: torch.full((3, 2), 9)
+    monkeypatch.setattr(Operator, "dispatched", lambda _: wrong)
     text = replayed(1, "torch", scores=scores, num_topk=2)
     assert "contents differ in 6 of 6" in text
 

@@ -11,13 +11,12 @@ from collections import Counter
 import pytest
 
 from tests.requirements import needs_nvcc
-from tile_kernels.runtime import op as ops
-from tile_kernels.runtime import sources
+from tile_kernels.runtime import registry, sources
 from tile_kernels.runtime.device import DESCRIBED
-from tile_kernels.runtime.op import Op
+from tile_kernels.runtime.operator import Operator
 from tile_kernels.runtime.warmup import Call, Compilation, compilations
 
-OPS = ops.all_ops()
+OPS = registry.all_ops()
 # Without --full: lowered for an architecture with little shared memory and for one after Hopper;
 # compiled for Hopper.
 BY_DEFAULT = {"test_lowers": ["sm_89", "sm_100a"], "test_compiles_well": ["sm_90a"]}
@@ -37,7 +36,7 @@ def full(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--full"))
 
 
-def kernels(op: Op, arch: str, full: bool) -> list[Compilation]:
+def kernels(op: Operator, arch: str, full: bool) -> list[Compilation]:
     """The first use of each kernel in an operator's benchmarks; with `full` every use, and of the
     small samples those with other access widths."""
     found = compilations(calls(op, "benchmarks"), DESCRIBED[arch])
@@ -50,7 +49,7 @@ def kernels(op: Op, arch: str, full: bool) -> list[Compilation]:
     return list(dict.fromkeys([*found, *others.values()]))
 
 
-def calls(op: Op, kind: str) -> list[Call]:
+def calls(op: Operator, kind: str) -> list[Call]:
     return [(op.name, sample.build("meta")) for sample in getattr(op.cases, kind)]
 
 
@@ -61,7 +60,7 @@ def kind_of(item: Compilation) -> tuple[object, ...]:
 
 
 @each_op
-def test_plans(op: Op) -> None:
+def test_plans(op: Operator) -> None:
     """Every sample has a plan on every architecture."""
     for arch in DESCRIBED:
         for kind in ("benchmarks", "small", "large"):
@@ -69,7 +68,7 @@ def test_plans(op: Op) -> None:
 
 
 @each_op
-def test_lowers(op: Op, arch: str, full: bool) -> None:
+def test_lowers(op: Operator, arch: str, full: bool) -> None:
     for item in kernels(op, arch, full):
         source = sources.cuda_source(item.kernel.definition, item.static, arch)
         assert "__global__" in source, item.label
@@ -78,7 +77,7 @@ def test_lowers(op: Op, arch: str, full: bool) -> None:
 @needs_nvcc
 @pytest.mark.compiled
 @each_op
-def test_compiles_well(op: Op, arch: str, full: bool) -> None:
+def test_compiles_well(op: Operator, arch: str, full: bool) -> None:
     for item in kernels(op, arch, full):
         definition = item.kernel.definition
         source = sources.cuda_source(definition, item.static, arch)

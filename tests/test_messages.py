@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import tile_kernels
-from tile_kernels.runtime import checks, launch
+from tile_kernels.runtime import checks, emulation
 from tile_kernels.runtime.cases import tensors_in
-from tile_kernels.runtime.op import Op, all_ops
-from tile_kernels.runtime.replay import look
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.runtime.registry import all_ops
 
 OPS = all_ops()
 WRONG: dict[type, tuple[Any, ...]] = {
@@ -42,7 +42,7 @@ NUMPY: dict[type, tuple[Any, ...]] = {
 }
 
 
-def scalars(op: Op) -> Iterator[tuple[str, type, bool]]:
+def scalars(op: Operator) -> Iterator[tuple[str, type, bool]]:
     """Name and type of parameters that take a number, and whether they take several."""
     for name, parameter in op.signature.parameters.items():
         annotation = parameter.annotation
@@ -67,12 +67,12 @@ def test_the_list_is_not_empty() -> None:
 
 @each_scalar
 def test_wrong_scalars_are_refused(
-    op: Op, name: str, kind: type, several: bool, monkeypatch: pytest.MonkeyPatch
+    op: Operator, name: str, kind: type, several: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def launched(*_: object) -> None:
         raise AssertionError("a kernel was launched")
 
-    monkeypatch.setattr(launch.Kernel, "launch", launched)
+    monkeypatch.setattr(emulation, "run", launched)
     good = op.cases.ordinary().build("cpu")
     wrong = WRONG[kind] + (WRONG_EPS if kind is float and name.endswith("eps") else ())
     for value in wrong:
@@ -87,7 +87,7 @@ def test_wrong_scalars_are_refused(
             assert len(str(caught.value)) < 300
 
 
-def with_numpy(op: Op, arguments: dict[str, Any], choice: int) -> dict[str, Any]:
+def with_numpy(op: Operator, arguments: dict[str, Any], choice: int) -> dict[str, Any]:
     """All numbers as NumPy's."""
     changed = dict(arguments)
     for name, kind, several in scalars(op):
@@ -98,7 +98,7 @@ def with_numpy(op: Op, arguments: dict[str, Any], choice: int) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if list(scalars(op))], ids=lambda op: op.name)
-def test_numpy_scalars_are_numbers(op: Op) -> None:
+def test_numpy_scalars_are_numbers(op: Operator) -> None:
     for choice in (0, 1):
         good, same = (op.bind(**op.cases.ordinary().build("cpu")) for _ in range(2))
         given = with_numpy(op, good, choice)
@@ -107,10 +107,6 @@ def test_numpy_scalars_are_numbers(op: Op) -> None:
         result = op.outcome(op.function, given)
         for one, other in zip(tensors_in(result), tensors_in(expected), strict=True):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-        keys: list[list[Any]] = [[], []]
-        for key, values in zip(keys, (given.values(), map(checks.plain, given.values()))):
-            assert look(values, key, [])
-        assert list(map(repr, keys[0])) == list(map(repr, keys[1]))
 
 
 def test_numpy_scalars_under_compile() -> None:
@@ -145,7 +141,7 @@ def as_inference(value: Any) -> Any:
     ("op", "name"), [pytest.param(*each, id=f"{each[0].name}-{each[1]}") for each in WRITING]
 )
 def test_inference_tensors_are_written_in_inference_mode_only(
-    op: Op, name: str, backend: str
+    op: Operator, name: str, backend: str
 ) -> None:
     built = (sample.build("cpu") for sample in op.cases.small)
     arguments = next(given for given in built if tensors_in(given.get(name)))
@@ -159,7 +155,7 @@ def test_inference_tensors_are_written_in_inference_mode_only(
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op.outputs], ids=lambda op: op.name)
-def test_inference_tensors_as_buffers(op: Op) -> None:
+def test_inference_tensors_as_buffers(op: Operator) -> None:
     arguments = op.cases.ordinary().build("cpu")
     buffers = [as_inference(x) for x in tensors_in(op.function(**arguments))]
     with pytest.raises(ValueError, match=rf"^{op.short_name}: out must not be an inference tensor"):
@@ -170,7 +166,7 @@ def test_inference_tensors_as_buffers(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_a_missing_gradient_says_what_to_do(op: Op) -> None:
+def test_a_missing_gradient_says_what_to_do(op: Operator) -> None:
     arguments = op.cases.ordinary().build("cpu")
     for x in tensors_in({key: x for key, x in arguments.items() if key not in op.mutates}):
         if x.dtype in (torch.float32, torch.bfloat16):

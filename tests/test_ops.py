@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tile_kernels
 from tests.requirements import GROUNDS
 from tests.selection import emulated_by_default
-from tile_kernels.runtime import launch
-from tile_kernels.runtime import op as ops
+from tile_kernels.runtime import emulation, registry
 from tile_kernels.runtime.cases import (
     Arguments,
     Reject,
@@ -25,10 +24,10 @@ from tile_kernels.runtime.cases import (
     moved,
     tensors_in,
 )
-from tile_kernels.runtime.op import Op
+from tile_kernels.runtime.operator import Operator
 from tile_kernels.testing.poison import poisoned_empty
 
-OPS = ops.all_ops()
+OPS = registry.all_ops()
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 each_ground = pytest.mark.parametrize("ground", GROUNDS)
 on_gpu = pytest.mark.gpu
@@ -56,7 +55,7 @@ def copies(value: Any) -> Any:
     return value
 
 
-def check_unchanged(op: Op, arguments: Arguments, before: Arguments) -> None:
+def check_unchanged(op: Operator, arguments: Arguments, before: Arguments) -> None:
     for name, value in arguments.items():
         if name not in op.mutates:
             for now, then in zip(tensors_in(value), tensors_in(before[name])):
@@ -76,7 +75,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.mark.emulated
-def test_emulated_sample(emulated: tuple[Op, Sample], request: pytest.FixtureRequest) -> None:
+def test_emulated_sample(emulated: tuple[Operator, Sample], request: pytest.FixtureRequest) -> None:
     """The kernel gives the reference's result, with every memory access checked.
 
     Every byte of the results is written: they hold a pattern before. Inputs stay as they are.
@@ -96,7 +95,7 @@ def test_emulated_sample(emulated: tuple[Op, Sample], request: pytest.FixtureReq
 
 @on_gpu
 @pytest.mark.parametrize(("op", "sample"), samples("small"))
-def test_small_sample(op: Op, sample: Sample) -> None:
+def test_small_sample(op: Operator, sample: Sample) -> None:
     """On the GPU: the reference's result at the first call, at a cached one, and poisoned."""
     arguments = sample.build("cuda")
     before = copies(arguments)
@@ -110,7 +109,7 @@ def test_small_sample(op: Op, sample: Sample) -> None:
 
 @on_gpu
 @pytest.mark.parametrize(("op", "sample"), samples("large"))
-def test_large_sample(op: Op, sample: Sample) -> None:
+def test_large_sample(op: Operator, sample: Sample) -> None:
     arguments = sample.build("cuda")
     before = copies(arguments)
     expected = op.outcome(op.oracle, copies(arguments))
@@ -124,7 +123,7 @@ def test_large_sample(op: Op, sample: Sample) -> None:
 
 @each_ground
 @each_op
-def test_vectors(op: Op, ground: tuple[str, str]) -> None:
+def test_vectors(op: Operator, ground: tuple[str, str]) -> None:
     backend, device = ground
     assert op.cases.vectors, f"{op.name} has no worked example"
     for vector in op.cases.vectors:
@@ -134,7 +133,7 @@ def test_vectors(op: Op, ground: tuple[str, str]) -> None:
 
 
 @each_op
-def test_declaration_is_complete(op: Op) -> None:
+def test_declaration_is_complete(op: Operator) -> None:
     """The suite is only worth something on declarations that cover the edges."""
     assert ">>>" in (op.function.__doc__ or ""), "a docstring with an example"
     assert op.cases.benchmarks
@@ -155,7 +154,7 @@ WRITING = [op for op in OPS if op.outputs]
 each_writing_op = pytest.mark.parametrize("op", WRITING, ids=lambda op: op.name)
 
 
-def results_of(op: Op, arguments: Arguments) -> tuple[torch.Tensor, ...]:
+def results_of(op: Operator, arguments: Arguments) -> tuple[torch.Tensor, ...]:
     """Results as buffers, full of ones: their own memory, padding included."""
     results = tuple(tensors_in(op.function(**arguments)))
     for result in results:
@@ -165,7 +164,7 @@ def results_of(op: Op, arguments: Arguments) -> tuple[torch.Tensor, ...]:
 
 @each_ground
 @each_writing_op
-def test_results_into_buffers(op: Op, ground: tuple[str, str]) -> None:
+def test_results_into_buffers(op: Operator, ground: tuple[str, str]) -> None:
     backend, device = ground
     for sample in emulated_by_default(op)[:8] if backend == "emulate" else op.cases.small:
         arguments = sample.build(device)
@@ -180,7 +179,7 @@ def test_results_into_buffers(op: Op, ground: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "emulate"])
 @each_writing_op
-def test_buffers_that_do_not_fit_are_refused(op: Op, backend: str) -> None:
+def test_buffers_that_do_not_fit_are_refused(op: Operator, backend: str) -> None:
     arguments = op.cases.ordinary().build("cpu")
     good = results_of(op, arguments)
     for i, name in enumerate(op.outputs):
@@ -199,7 +198,7 @@ def test_buffers_that_do_not_fit_are_refused(op: Op, backend: str) -> None:
 
 
 @each_writing_op
-def test_buffers_on_meta(op: Op) -> None:
+def test_buffers_on_meta(op: Operator) -> None:
     arguments = moved(op.cases.ordinary().build("cpu"), "meta")
     buffers = results_of(op, arguments)
     written = op.function(**arguments, **op.buffers(*buffers))
@@ -208,7 +207,7 @@ def test_buffers_on_meta(op: Op) -> None:
 
 
 @each_writing_op
-def test_buffers_under_compile(op: Op) -> None:
+def test_buffers_under_compile(op: Operator) -> None:
     arguments = op.cases.ordinary().build("cpu")
     expected = op.function(**arguments)
     buffers = results_of(op, arguments)
@@ -228,12 +227,12 @@ def no_launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def launched(*_: object) -> None:
         raise AssertionError("a kernel was launched")
 
-    monkeypatch.setattr(launch.Kernel, "launch", launched)
+    monkeypatch.setattr(emulation, "run", launched)
     with tile_kernels.backend("emulate"):
         yield
 
 
-def wrong_arguments(op: Op) -> Iterator[tuple[str, str, Arguments]]:
+def wrong_arguments(op: Operator) -> Iterator[tuple[str, str, Arguments]]:
     """(argument, what is wrong, arguments): by kind of parameter, then the declared ones."""
     good = op.cases.ordinary().build("cpu")
     tensors = [name for name in op.tensor_parameters if isinstance(good.get(name), torch.Tensor)]
@@ -261,7 +260,7 @@ def wrong_arguments(op: Op) -> Iterator[tuple[str, str, Arguments]]:
         for argument, wrong, arguments in wrong_arguments(op)
     ],
 )
-def test_wrong_argument(op: Op, argument: str, arguments: Arguments, no_launch: None) -> None:
+def test_wrong_argument(op: Operator, argument: str, arguments: Arguments, no_launch: None) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:
         op.function(**arguments)
     assert str(caught.value).startswith(f"{op.short_name}: ")
@@ -277,7 +276,9 @@ def test_wrong_argument(op: Op, argument: str, arguments: Arguments, no_launch: 
     ],
 )
 @each_ground
-def test_bad_values_raise_in_the_checked_mode(op: Op, bad: Reject, ground: tuple[str, str]) -> None:
+def test_bad_values_raise_in_the_checked_mode(
+    op: Operator, bad: Reject, ground: tuple[str, str]
+) -> None:
     backend, device = ground
     arguments = moved(bad.change(op.cases.ordinary().build("cpu")), device)
     with tile_kernels.backend(backend):
@@ -290,7 +291,7 @@ def test_bad_values_raise_in_the_checked_mode(op: Op, bad: Reject, ground: tuple
 
 
 @each_op
-def test_wrong_number_of_arguments(op: Op, no_launch: None) -> None:
+def test_wrong_number_of_arguments(op: Operator, no_launch: None) -> None:
     with pytest.raises(TypeError, match=f"^{op.short_name}.*argument"):
         op.function()
     with pytest.raises(TypeError, match=f"^{op.short_name}.*no_such_argument"):
@@ -298,7 +299,7 @@ def test_wrong_number_of_arguments(op: Op, no_launch: None) -> None:
 
 
 @each_op
-def test_scattered_inputs_are_right_or_refused(op: Op) -> None:
+def test_scattered_inputs_are_right_or_refused(op: Operator) -> None:
     """A tensor with stride 2 everywhere gives the oracle's result or an error with its name."""
     good = op.cases.ordinary().build("cpu")
     for name in op.tensor_parameters:
@@ -343,7 +344,7 @@ OPCHECKS = {
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if not op.mutates], ids=lambda op: op.name)
-def test_no_gradient_is_lost(op: Op) -> None:
+def test_no_gradient_is_lost(op: Operator) -> None:
     """What is computed of a tensor in training has this operator as its node, which has a formula
     or raises in `backward`; an oracle's own nodes do not show."""
     arguments = op.cases.ordinary().build("cpu")
@@ -360,7 +361,7 @@ def test_no_gradient_is_lost(op: Op) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 @each_op
-def test_opcheck(op: Op, device: str) -> None:
+def test_opcheck(op: Operator, device: str) -> None:
     for vector in op.cases.vectors:  # opcheck compares values, so NaN would differ from itself
         arguments = moved(vector.arguments(), device)
         with CustomOpCalls() as asked:
@@ -378,7 +379,7 @@ def test_opcheck(op: Op, device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 @each_op
-def test_compiles_without_graph_breaks(op: Op, device: str) -> None:
+def test_compiles_without_graph_breaks(op: Operator, device: str) -> None:
     arguments = op.cases.ordinary().build(device)
     expected = moved(op.outcome(op.oracle, copies(arguments)), "cpu")
     torch._dynamo.reset()
@@ -392,7 +393,7 @@ def flat(results: Any) -> list[Any]:
 
 
 @each_op
-def test_meta_tensors_give_shapes(op: Op) -> None:
+def test_meta_tensors_give_shapes(op: Operator) -> None:
     arguments = op.cases.ordinary().build("cpu")
     expected = op.oracle(**copies(arguments))
     shapes = op.function(**moved(arguments, "meta"))
@@ -411,7 +412,7 @@ def test_meta_tensors_give_shapes(op: Op) -> None:
 # ---- CUDA ---------------------------------------------------------------------------------------
 
 
-def prepared(op: Op) -> tuple[Arguments, Any]:
+def prepared(op: Operator) -> tuple[Arguments, Any]:
     """Arguments on the GPU, the kernel compiled and the result known."""
     arguments = op.cases.benchmarks[0].build("cuda")
     expected = op.outcome(op.function, copies(arguments))
@@ -421,7 +422,7 @@ def prepared(op: Op) -> tuple[Arguments, Any]:
 
 @on_gpu
 @each_op
-def test_runs_on_the_current_stream(op: Op) -> None:
+def test_runs_on_the_current_stream(op: Operator) -> None:
     """Work queued before on a side stream is seen: the inputs are filled there, late."""
     arguments, expected = prepared(op)
     late = copies(arguments)
@@ -440,7 +441,7 @@ def test_runs_on_the_current_stream(op: Op) -> None:
 
 @on_gpu
 @each_op
-def test_graph_capture_and_replay(op: Op) -> None:
+def test_graph_capture_and_replay(op: Operator) -> None:
     arguments, expected = prepared(op)
     static = copies(arguments)
     graph = torch.cuda.CUDAGraph()
@@ -458,7 +459,7 @@ def test_graph_capture_and_replay(op: Op) -> None:
 
 @on_gpu
 @each_op
-def test_device_that_is_not_current(op: Op) -> None:
+def test_device_that_is_not_current(op: Operator) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     arguments = op.cases.ordinary().build("cuda:1")
@@ -476,7 +477,7 @@ def test_device_that_is_not_current(op: Op) -> None:
     [op for op in OPS if op.cases.compare is not assert_equal_results],
     ids=lambda op: op.name,
 )
-def test_emulator_agrees_with_the_device(op: Op) -> None:
+def test_emulator_agrees_with_the_device(op: Operator) -> None:
     """For operators that are compared to a tolerance; others equal the reference on both."""
     for sample in emulated_by_default(op):
         arguments = sample.build("cuda")
@@ -487,7 +488,7 @@ def test_emulator_agrees_with_the_device(op: Op) -> None:
 
 @on_gpu
 @each_op
-def test_result_does_not_depend_on_the_sm_budget(op: Op) -> None:
+def test_result_does_not_depend_on_the_sm_budget(op: Operator) -> None:
     arguments, expected = prepared(op)
     full = tile_kernels.get_device_num_sms()
     try:
@@ -503,7 +504,7 @@ def _callable_name(value: Callable[..., Any]) -> str:
 
 
 @each_op
-def test_public_function_is_reachable_by_its_name(op: Op) -> None:
+def test_public_function_is_reachable_by_its_name(op: Operator) -> None:
     family = getattr(tile_kernels, op.family)
     assert getattr(family, op.short_name) is op.function
     assert op.short_name in family.__all__

@@ -13,16 +13,17 @@ from tile_kernels.quant import (
     swiglu_forward_and_per_token_cast,
 )
 from tile_kernels.quant.swiglu.plan import MIN_SF_CLAMP
-from tile_kernels.runtime import op as ops
+from tile_kernels.runtime import registry
 from tile_kernels.runtime.cases import Sample, assert_equal_results
 from tile_kernels.runtime.launch import recording
+from tile_kernels.runtime.operator import Operator
 
-FORWARD = ops.get("quant.swiglu_forward_and_per_token_cast")
-BACKWARD = ops.get("quant.swiglu_backward_and_per_token_cast")
+FORWARD = registry.get("quant.swiglu_forward_and_per_token_cast")
+BACKWARD = registry.get("quant.swiglu_backward_and_per_token_cast")
 INT32 = torch.int32
 
 
-def sample_of(op: ops.Op, label: str) -> dict[str, Any]:
+def sample_of(op: Operator, label: str) -> dict[str, Any]:
     return next(s for s in op.cases.small if s.label == label).build("cpu")
 
 

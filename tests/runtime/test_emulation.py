@@ -12,8 +12,7 @@ import torch
 
 import tile_kernels
 from tests.requirements import run_fresh
-from tile_kernels.runtime import emulation
-from tile_kernels.runtime import op as ops
+from tile_kernels.runtime import emulation, registry
 
 SCORES = torch.randn(6, 72, generator=torch.Generator().manual_seed(0))
 MATRIX = torch.arange(136.0 * 200).view(136, 200)
@@ -28,7 +27,7 @@ MATRIX = torch.arange(136.0 * 200).view(136, 200)
     ],
 )
 def test_kernels_read_and_write_every_byte_once(name: str, arguments: dict[str, Any]) -> None:
-    op = ops.get(name)
+    op = registry.get(name)
     with tile_kernels.backend("emulate"), emulation.reports() as reports:
         op.function(**arguments)
     (report,) = reports

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import references
-from tile_kernels.runtime import op as ops
+from tile_kernels.runtime import registry
 from tile_kernels.testing.numeric import assert_equal
 from tile_kernels.torch import arithmetic, fused, quant, topk
 
@@ -18,7 +18,7 @@ def test_every_operator_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[
     path = references.main(["--scale", "16", "--seconds", "0", "--output", str(tmp_path)])
     content = json.loads(path.read_text())
     names = {".".join(row["op"].split(".")[:2]) for row in content["results"]}
-    assert names == {op.name for op in ops.all_ops()}
+    assert names == {op.name for op in registry.all_ops()}
     assert {"cpu", "torch", "date", "threads"} <= set(content["machine"])
     said = capsys.readouterr().out
     for row in content["results"]:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from tile_kernels.runtime import op as ops
-from tile_kernels.runtime import terminal
+from tile_kernels.runtime import registry, terminal
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -36,7 +35,7 @@ def _loaded(options: argparse.Namespace) -> Any:
     report = benchmark.load_all(options.load)
     if not options.which:
         return report
-    names = {op.name for op in ops.select(options.which)}
+    names = {op.name for op in registry.select(options.which)}
     results = [result for result in report.results if result.op in names]
     if not results:
         raise FileNotFoundError(f"no results of {', '.join(options.which)} in {options.load}")
@@ -46,7 +45,7 @@ def _loaded(options: argparse.Namespace) -> Any:
 def _measure(options: argparse.Namespace) -> Any:
     from tile_kernels.testing import benchmark
 
-    selected = ops.select(options.which)
+    selected = registry.select(options.which)
     if not torch.cuda.is_available():
         print("no GPU here: measuring the host's share of a call and the oracles on the CPU")
     cases = sum(len(op.cases.benchmarks) for op in selected)

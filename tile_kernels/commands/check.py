@@ -19,11 +19,10 @@ import torch
 import tile_kernels
 from tile_kernels.commands import pool
 from tile_kernels.emulator import cache
-from tile_kernels.runtime import emulation, terminal
-from tile_kernels.runtime import op as ops
+from tile_kernels.runtime import emulation, registry, terminal
 from tile_kernels.runtime.cases import Vector, moved, tensors_in
 from tile_kernels.runtime.device import current_device, described
-from tile_kernels.runtime.op import Op
+from tile_kernels.runtime.operator import Operator
 from tile_kernels.runtime.warmup import compilations
 
 KINDS = ("vectors", "small")  # of cases, as `Cases` names them
@@ -37,7 +36,7 @@ def check(options: argparse.Namespace) -> int:
         raise ValueError(f"--jobs must be at least 1, got {options.jobs}")
     if options.replay:
         return replay(options.replay, backend)
-    selected = ops.select(options.which)
+    selected = registry.select(options.which)
     cases = [case for op in selected for case in _cases(op, backend)]
     planned = cases if options.full or backend == "torch" else _cheapest(cases)
     outcome = _Outcome()
@@ -86,10 +85,10 @@ class _Case:
 
     @property
     def label(self) -> str:
-        return getattr(ops.get(self.op).cases, self.kind)[self.index].label
+        return getattr(registry.get(self.op).cases, self.kind)[self.index].label
 
 
-def _cases(op: Op, backend: str) -> list[_Case]:
+def _cases(op: Operator, backend: str) -> list[_Case]:
     device = current_device() if backend == "tilelang" else described()
     found = []
     for kind in KINDS:
@@ -167,7 +166,7 @@ def _run(planned: Sequence[_Case], backend: str, jobs: int | None, outcome: _Out
 
 def _error(backend: str, case: _Case) -> str | None:
     """Run a case; what is wrong with it, if anything."""
-    op, device = ops.get(case.op), "cuda" if backend == "tilelang" else "cpu"
+    op, device = registry.get(case.op), "cuda" if backend == "tilelang" else "cpu"
     declared = getattr(op.cases, case.kind)[case.index]
     try:
         if isinstance(declared, Vector):
@@ -184,7 +183,7 @@ def _error(backend: str, case: _Case) -> str | None:
 
 
 def _show(
-    selected: Sequence[Op],
+    selected: Sequence[Operator],
     cases: Sequence[_Case],
     planned: Sequence[_Case],
     outcome: _Outcome,
@@ -248,7 +247,7 @@ def _saved_call(path: Path) -> dict[str, Any]:
 def replay(path: Path, backend: str) -> int:
     """Run a call that the log saved (level 3), and compare it with the reference."""
     saved = _saved_call(path)
-    op = ops.dispatched(saved["op"])
+    op = registry.get(saved["op"]).dispatched()
     given = saved["arguments"]
     inputs = {name: value for name, value in given.items() if name not in op.outputs}
     inputs = copy.deepcopy(inputs)
@@ -265,7 +264,7 @@ def replay(path: Path, backend: str) -> int:
     return 0
 
 
-def _by_position(op: Op, function: Callable[..., Any], **arguments: Any) -> Any:
+def _by_position(op: Operator, function: Callable[..., Any], **arguments: Any) -> Any:
     """Call one of an operator's functions, which agree on the order of their parameters only."""
     try:
         bound = op.signature.bind(**arguments)

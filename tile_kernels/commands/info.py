@@ -15,10 +15,9 @@ import torch
 
 import tile_kernels
 from tile_kernels.emulator import cache
-from tile_kernels.runtime import backends, emulation, sources, terminal
-from tile_kernels.runtime import op as ops
+from tile_kernels.runtime import backends, emulation, registry, sources, terminal
 from tile_kernels.runtime.device import current_device
-from tile_kernels.runtime.op import Op
+from tile_kernels.runtime.operator import Operator
 
 
 def info(_: argparse.Namespace) -> int:
@@ -64,20 +63,20 @@ def _tool(path: str | None, missing: str) -> str:
 
 def list_ops(options: argparse.Namespace) -> int:
     """Show the registry."""
-    rows = [[op.name, _signature(op), _least_work(op)] for op in ops.select(options.which)]
+    rows = [[op.name, _signature(op), _least_work(op)] for op in registry.select(options.which)]
     columns = [("operator", "left"), ("signature", "left"), ("least work", "left")]
     title = f"operators, each on the backends {', '.join(backends.BACKENDS)}"
     terminal.show_table(title, columns, rows)
     return 0
 
 
-def _signature(op: Op) -> str:
+def _signature(op: Operator) -> str:
     from rich.markup import escape
 
     return escape(str(inspect.signature(op.body)).replace("'", ""))
 
 
-def _least_work(op: Op) -> str:
+def _least_work(op: Operator) -> str:
     case = op.cases.benchmarks[0]
     cost = op.cost(**case.build("meta"))
     flops = f", {cost.flops / 1e9:.1f} GFLOP" if cost.flops else ""

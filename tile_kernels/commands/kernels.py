@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 import tile_kernels
-from tile_kernels.runtime import emulation, sources, terminal
-from tile_kernels.runtime import op as ops
+from tile_kernels.runtime import emulation, registry, sources, terminal
 from tile_kernels.runtime.device import current_device, described
 
 
 def _call(op: str, arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """`NAME=VALUE` words as a call; without any, the operator's first benchmark case."""
-    declared = ops.get(op)
+    declared = registry.get(op)
     if not arguments:
         return op, declared.cases.benchmarks[0].build("meta")
     values: dict[str, Any] = {}
@@ -79,7 +78,7 @@ def source(options: argparse.Namespace) -> int:
 
 def emulate(options: argparse.Namespace) -> int:
     """Run an operator's kernels on the CPU and leave them to a debugger."""
-    op = ops.get(options.op)
+    op = registry.get(options.op)
     if options.arguments:
         named = {k: _random(v) for k, v in _call(options.op, options.arguments)[1].items()}
     else:

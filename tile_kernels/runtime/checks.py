@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from tile_kernels.runtime.road import repeated
-
 # Kernels count along a dimension in 32 bits, tiles past its end included. Offsets have 64.
 MOST_SIZE = 2**31 - 2**16
 _INT64_MAX = 2**63 - 1
@@ -86,16 +84,12 @@ def apart(written: Named, read: Named = ()) -> None:
     """Tensors that are written share memory with no other, written or read.
 
     What counts is the memory from a tensor's first element to its last."""
-    repeated(_apart, tuple(written), tuple(read))
-
-
-def _apart(written: Named, read: Named) -> tuple[()]:
     spans = []
     for is_written, tensors in ((True, written), (False, read)):
         for name, tensor in tensors:
             start, count = tensor.storage_offset(), tensor.numel()
             if not (isinstance(start, int) and isinstance(count, int)):
-                return ()  # symbolic under torch.compile; then the real call looks
+                return  # symbolic under torch.compile; then the real call checks
             if count:
                 size, storage = tensor.element_size(), tensor.untyped_storage()._cdata
                 reach_of = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
@@ -114,7 +108,6 @@ def _apart(written: Named, read: Named) -> tuple[()]:
                 raise ValueError(f"{one} must not share memory with {other}")
         if end > reach[is_written]:
             reach[is_written], last[is_written] = end, name
-    return ()
 
 
 def writable(name: str, value: object) -> None:

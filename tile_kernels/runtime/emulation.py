@@ -96,7 +96,7 @@ def device() -> Device:
     return config.with_budget(described(_options.get().arch))
 
 
-def run(kernel: Kernel, problem: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+def run(kernel: Kernel, problem: tuple[Any, ...], *arguments: Any) -> None:
     """Launch `kernel` on CPU tensors."""
     options = _options.get()
     static = kernel.static_arguments(problem, device())

@@ -1,19 +1,18 @@
 """Kernels: their definition, their compiled handles, and the launch.
 
-A kernel file defines kernels with `@kernel`; host files name them with `Kernel(module, name)`,
-which imports that file (and with it TileLang) at the first launch. A launch goes
+A kernel file defines kernels with `@kernel`; host files name them with `Kernel(module, name,
+plan)`, which imports that file (and with it TileLang) at the first compilation:
 
-    problem -> plan(problem, device) -> static arguments -> handle (compiled once) -> call
+    problem -> plan(*problem, device) -> static arguments -> handle (compiled once)
 
-`problem` is what the host knows (sizes, flags); the plan in the kernel file turns it into the
-static arguments of the builder, so that one compiled handle serves many problems.
+`problem` is what the host knows (sizes, flags); the plan turns it into the static arguments of the
+builder, so that one compiled handle serves many problems.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import os
 import threading
 import time
@@ -22,19 +21,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from tile_kernels import config
-from tile_kernels.runtime import emulation, logs
+from tile_kernels.runtime import logs
 from tile_kernels.runtime.device import Device
-from tile_kernels.runtime.road import road
 
 Handle = Callable[..., Any]
 Widths = int | tuple[int, ...]
-_MOST_PLANNED = 4096
-# torch.cuda.current_device() without its check for initialisation: a CUDA tensor exists already.
-current_cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
-
+_MAX_PLANNED = 4096
 # Set for every kernel. Warp specialisation only pays for TMA-fed matrix products; lowering vector
 # accesses to PTX keeps nvcc 13.0 from splitting 16-byte stores.
 COMMON_PASS_CONFIGS: dict[str, Any] = {
@@ -45,14 +38,13 @@ COMMON_PASS_CONFIGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class KernelDefinition:
-    """One TileLang kernel: `plan(*problem, device)` gives the arguments of `build`.
+    """One TileLang kernel: `build(*static)` gives its prim_func.
 
     `access_bits(*static)` is what the plan promises of its global loads and of its stores: their
     width, or their widths; tests hold the machine code to it.
     """
 
     build: Callable[..., Any]
-    plan: Callable[..., tuple[Any, ...]] | None
     pass_configs: dict[str, Any]
     access_bits: Callable[..., tuple[Widths, Widths]] | None
 
@@ -91,7 +83,6 @@ def _bare(compiled: Any) -> Handle:
 
 def kernel(
     *,
-    plan: Callable[..., tuple[Any, ...]] | None = None,
     pass_configs: dict[str, Any] | None = None,
     access_bits: Callable[..., tuple[Widths, Widths]] | None = None,
 ) -> Callable[[Callable[..., Any]], KernelDefinition]:
@@ -99,7 +90,7 @@ def kernel(
 
     def define(build: Callable[..., Any]) -> KernelDefinition:
         configs = {**COMMON_PASS_CONFIGS, **(pass_configs or {})}
-        return KernelDefinition(build, plan, configs, access_bits)
+        return KernelDefinition(build, configs, access_bits)
 
     return define
 
@@ -112,57 +103,27 @@ class Request:
     problem: tuple[Any, ...]
 
 
+class _Recorder(threading.local):
+    """Per thread: the list that receives launches instead of the GPU, if there is one."""
+
+    requests: list[Request] | None = None
+
+
+recorder = _Recorder()
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[list[Request]]:
-    """Record launches instead of making them: shape inference, warm-up, looking at sources."""
-    outer = road.recorded
+    """Records the launches of calls instead of making them: for warm-up and `source`."""
+    outer = recorder.requests
     requests: list[Request] = []
-    road.recorded = requests
+    recorder.requests = requests
     try:
         yield requests
     finally:
-        road.recorded = outer
+        recorder.requests = outer
         if outer is not None:
             outer.extend(requests)
-
-
-def is_recording() -> bool:
-    """Whether launches of this thread are only recorded; tensors may have no memory then."""
-    return road.recorded is not None
-
-
-def alignment(x: torch.Tensor, most: int = 16) -> int:
-    """The largest power of two, up to `most` bytes, that divides the address of `x`.
-
-    Where there is no address (recording), that of a tensor whose storage is well aligned.
-    """
-    if not is_recording():
-        return math.gcd(x.data_ptr(), most)
-    offset = x.storage_offset()
-    # A symbolic offset is left alone: shape inference must not tie a graph to its value.
-    return math.gcd(offset * x.element_size(), most) if isinstance(offset, int) else most
-
-
-def row_alignment(x: torch.Tensor) -> int:
-    """The bytes, at most 16, that divide the address of every row."""
-    stride = x.stride(0)
-    if not isinstance(stride, int):  # symbolic: left alone, as in `alignment`
-        return alignment(x)
-    return math.gcd(alignment(x), stride * x.element_size())
-
-
-def dtype_name(x: torch.Tensor | None) -> str:
-    """The dtype as kernels name it, `float32`; empty without a tensor."""
-    return "" if x is None else str(x.dtype).removeprefix("torch.")
-
-
-def nonempty(x: torch.Tensor) -> bool:
-    """Whether `x` has elements; an empty grid cannot be launched.
-
-    True while launches are only recorded, so that shape inference asks nothing of sizes that are
-    known at run time only.
-    """
-    return is_recording() or x.numel() > 0
 
 
 @dataclass(eq=False)
@@ -171,7 +132,7 @@ class Kernel:
 
     module: str
     name: str
-    planner: Callable[..., tuple[Any, ...]] | None = None
+    plan: Callable[..., tuple[Any, ...]]  # plan(*problem, device): the static arguments
     _planned: dict[tuple[Any, ...], Handle] = field(default_factory=dict, repr=False)
     _handles: dict[tuple[Any, ...], Handle] = field(default_factory=dict, repr=False)
     _pending: dict[tuple[Any, ...], Future[Handle]] = field(default_factory=dict, repr=False)
@@ -185,48 +146,8 @@ class Kernel:
             self._definition = getattr(importlib.import_module(self.module), self.name)
         return self._definition
 
-    @property
-    def plan(self) -> Callable[..., tuple[Any, ...]]:
-        """`plan(*problem, device)` gives the static arguments of the builder."""
-        plan = self.planner or self.definition.plan
-        if plan is None:
-            raise ValueError(f"the kernel {self.name} has no plan")
-        return plan
-
-    def launch(self, problem: tuple[Any, ...], *arguments: Any) -> None:
-        """Run the kernel for `problem` on `arguments`, in the order of its prim_func.
-
-        The first argument is a tensor; its device is where the kernel runs, on that device's
-        current stream, whichever device is current.
-        """
-        if road.recorded is not None:
-            road.recorded.append(Request(self, problem))
-            return
-        if road.watch is not None:
-            road.watch.launch(self, problem, arguments)
-            return
-        index = arguments[0].get_device()
-        handle = self.bound(problem, index)
-        if index < 0 or index == current_cuda_device():
-            handle(*arguments)
-        else:
-            with torch.cuda.device(index):
-                handle(*arguments)
-
-    def prepare(self, problem: tuple[Any, ...], x: torch.Tensor) -> None:
-        """Plan a launch on the device of `x`, as one of several: if that raises, none has run."""
-        if road.recorded is not None:
-            return
-        index = x.get_device()
-        if index < 0:
-            self.static_arguments(problem, emulation.device())
-        else:
-            self.bound(problem, index)
-
     def bound(self, problem: tuple[Any, ...], index: int) -> Handle:
-        """What runs the kernel for `problem`: on a CUDA device, or emulated on the CPU (-1)."""
-        if index < 0:
-            return lambda *arguments: emulation.run(self, problem, arguments)
+        """What runs the kernel for `problem` on the CUDA device `index`."""
         handle = self._planned.get((problem, index, config.generation))
         return handle or self._plan(problem, index)
 
@@ -235,7 +156,7 @@ class Kernel:
         generation = config.generation  # before planning: a change meanwhile must not be missed
         device = config.planned_device(index)
         handle = self.handle(self.plan(*problem, device), device.arch)
-        if len(self._planned) >= _MOST_PLANNED:  # token counts vary without end
+        if len(self._planned) >= _MAX_PLANNED:  # token counts vary without end
             self._planned.clear()
         self._planned[problem, index, generation] = handle
         return handle

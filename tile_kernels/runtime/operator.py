@@ -31,7 +31,7 @@ from tile_kernels.runtime import backends, checks, emulation, logs, registry
 from tile_kernels.runtime.autograd import no_gradient_message, refuse_tangents
 from tile_kernels.runtime.cases import Cases, Cost, tensors_in
 from tile_kernels.runtime.declaration import Host, Launch, Out, Spec
-from tile_kernels.runtime.launch import Request
+from tile_kernels.runtime.launch import Request, recorder
 from tile_kernels.runtime.outputs import check_output
 from tile_kernels.runtime.prepared import MAX_CALLS, Call, Plan, remember, sized
 from tile_kernels.runtime.pytorch import (
@@ -42,7 +42,6 @@ from tile_kernels.runtime.pytorch import (
     forward_ad_active,
     functorch_transform,
 )
-from tile_kernels.runtime.road import road
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -255,8 +254,7 @@ class Operator(registry.Registered):
             or forward_ad_active()
             or dispatch_modes()
             or functorch_transform()
-            or road.watch is not None
-            or road.recorded is not None
+            or recorder.requests is not None
         ):
             return None
         key: list[Any] = [config.generation, len(values)]
@@ -383,9 +381,9 @@ class Operator(registry.Registered):
         buffers, cached = specs[num_args:], key is not None
         plan = Plan(outs, self.num_results, buffers, len(values), written, device, cached)
         launches = self._launched(self.arguments(*self._nested(args, specs)), plan.specs)
-        if backend == "meta":
-            if road.recorded is not None:
-                road.recorded += self._requests(launches, record)
+        if recorder.requests is not None:
+            recorder.requests += self._requests(launches, record)
+        if backend == "meta" or recorder.requests is not None:
             launches = ()
         plan.finish(launches, functools.partial(_handle, device, backend))
         call = plan.call(record, outs, given, values)
@@ -545,8 +543,7 @@ def _handle(
     device: torch.device, backend: str, launch: Launch, problem: tuple[Any, ...]
 ) -> Callable[..., Any]:
     """What runs a launch. A kernel of a CUDA device is compiled now, if it is not yet."""
-    if backend == "tilelang" and road.watch is None:
+    if backend == "tilelang":
         return launch.kernel.bound(problem, device.index or 0)
-    if backend == "emulate":  # plans every launch before the first one runs
-        launch.kernel.static_arguments(problem, emulation.device())
-    return functools.partial(launch.kernel.launch, problem)
+    launch.kernel.static_arguments(problem, emulation.device())  # raises before anything runs
+    return functools.partial(emulation.run, launch.kernel, problem)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any, get_args
 
 from torch import Tensor
 
 _registry: dict[str, Any] = {}
-_dispatched: dict[str, Any] = {}  # operators of `@op` with the signature of their custom op
 
 
 class Registered:
@@ -108,15 +106,6 @@ def select(which: Iterable[str]) -> list[Any]:
     return [op for op in found if not names or op.family in names or op.name in names]
 
 
-def dispatched(name: str) -> Any:
-    """An operator with the signature of its custom op, in which the log saves its calls."""
-    operator = get(name)
-    if operator.name not in _dispatched:
-        return operator.dispatched()
-    declared = _dispatched[operator.name]
-    return replace(declared, cases=get(declared.serves).cases) if declared.serves else declared
-
-
 def all_ops() -> list[Any]:
     """Every public operator of the library, by name; those declared elsewhere are left out."""
     load_all()
@@ -125,9 +114,9 @@ def all_ops() -> list[Any]:
 
 
 def operators() -> list[Any]:
-    """Every operator with a cache of calls, those that serve others included."""
+    """Every operator, those that serve others included."""
     load_all()
-    return [each for each in _registry.values() if hasattr(each, "forget_sizes")]
+    return list(_registry.values())
 
 
 def load_all() -> None:

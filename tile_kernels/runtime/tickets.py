@@ -18,27 +18,25 @@ import torch
 from torch import Tensor
 
 from tile_kernels.runtime.declaration import Spec
-from tile_kernels.runtime.launch import is_recording
-from tile_kernels.runtime.road import repeated
+from tile_kernels.runtime.pytorch import current_raw_stream
 
-_MOST = 1 << 16
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)  # noqa: ARG005
+_MAX_COUNTERS = 1 << 16
 
 
 class _Pool:
     """The counters of one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.counters = torch.zeros(_MOST, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(_MAX_COUNTERS, dtype=torch.int32, device=device)
         self.of_stream: dict[int, int] = {}
         self.unused = itertools.count()  # `next` of a C iterator: safe among threads
 
     def new(self) -> int:
         ticket = next(self.unused)
-        if ticket >= _MOST:
+        if ticket >= _MAX_COUNTERS:
             raise RuntimeError(
-                f"{_MOST} streams and recorded launches have a counter already: record fewer calls "
-                "of group_count and aux_fi in CUDA graphs"
+                f"{_MAX_COUNTERS} streams and recorded launches have a counter: record fewer "
+                "calls of group_count and aux_fi in CUDA graphs"
             )
         return ticket
 
@@ -48,8 +46,19 @@ _lock = threading.Lock()
 
 
 def take(device: torch.device) -> tuple[Tensor, int]:
-    """A counter for one launch on `device`: the tensor that holds it, and its place in there."""
-    return repeated(_take, device)
+    """A counter for one launch on `device`: the tensor that holds it, and its index in there."""
+    if device.type == "cpu":  # emulated: over before the call returns
+        return torch.zeros(1, dtype=torch.int32, device=device), 0
+    index = device.index
+    pool = _pools.get(index) or _pool(device)
+    if _is_capturing(device):
+        return pool.counters, pool.new()
+    stream = current_raw_stream(index)
+    ticket = pool.of_stream.get(stream)
+    if ticket is None:
+        with _lock:
+            ticket = pool.of_stream.setdefault(stream, pool.new())
+    return pool.counters, ticket
 
 
 _tensor, _index = itemgetter(0), itemgetter(1)
@@ -66,21 +75,6 @@ def counter(x: Spec) -> tuple[Spec, Spec]:
 
 def _take_beside(x: Tensor) -> tuple[Tensor, int]:
     return take(x.device)
-
-
-def _take(device: torch.device) -> tuple[Tensor, int]:
-    if is_recording() or device.type == "cpu":  # emulated: over before the call returns
-        return torch.zeros(1, dtype=torch.int32, device=device), 0
-    index = device.index
-    pool = _pools.get(index) or _pool(device)
-    if _is_capturing(device):
-        return pool.counters, pool.new()
-    stream = _current_stream(index)
-    ticket = pool.of_stream.get(stream)
-    if ticket is None:
-        with _lock:
-            ticket = pool.of_stream.setdefault(stream, pool.new())
-    return pool.counters, ticket
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from tile_kernels.runtime import op as ops
-from tile_kernels.runtime import terminal
+from tile_kernels.runtime import registry, terminal
 from tile_kernels.runtime.device import Device, current_device, described
 from tile_kernels.runtime.launch import Kernel, recording
+from tile_kernels.runtime.registry import Registered
 
 Call = tuple[str, Mapping[str, Any]]
 
@@ -72,7 +72,7 @@ def compilations(calls: Iterable[Call], device: Device) -> list[Compilation]:
     """The distinct kernels that `calls` would launch on `device`."""
     found: dict[Compilation, None] = {}
     for name, arguments in calls:
-        declared = ops.get(name)
+        declared = registry.get(name)
         with recording() as requests:
             declared.function(**{k: _argument(declared, k, v) for k, v in arguments.items()})
         for request in requests:
@@ -81,7 +81,7 @@ def compilations(calls: Iterable[Call], device: Device) -> list[Compilation]:
     return list(found)
 
 
-def _argument(declared: ops.Op, name: str, value: Any) -> Any:
+def _argument(declared: Registered, name: str, value: Any) -> Any:
     if name in declared.tensor_parameters:
         if isinstance(value, str):
             return tensor_of(value)
@@ -94,7 +94,7 @@ def benchmark_calls() -> list[Call]:
     """The calls that the operators' benchmarks make: a sensible default set."""
     return [
         (declared.name, sample.build("meta"))
-        for declared in ops.all_ops()
+        for declared in registry.all_ops()
         for sample in declared.cases.benchmarks
     ]
 

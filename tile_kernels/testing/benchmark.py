@@ -19,7 +19,7 @@ import torch
 import tile_kernels
 from tile_kernels.runtime import registry
 from tile_kernels.runtime.cases import Arguments, Benchmark
-from tile_kernels.runtime.op import Op
+from tile_kernels.runtime.operator import Operator
 from tile_kernels.testing import timing
 
 DEFAULT_FOLDER = Path("benchmarks/results")
@@ -106,7 +106,7 @@ def _cpu() -> str:
 
 
 def run(
-    ops: Sequence[Op],
+    ops: Sequence[Operator],
     *,
     oracle: bool = True,
     compile_oracle: bool = True,
@@ -128,7 +128,7 @@ def run(
     return Report(machine(), bandwidth and round(bandwidth, 1), results)
 
 
-def _host_times(op: Op) -> tuple[float, float]:
+def _host_times(op: Operator) -> tuple[float, float]:
     """Host time of a repeated call, and of one with a token count that was never seen."""
     call = _host_call(op)
     repeated = timing.time_host(call, calls=400)
@@ -141,7 +141,7 @@ def _host_times(op: Op) -> tuple[float, float]:
 
 
 def _measure(
-    op: Op,
+    op: Operator,
     case: Benchmark,
     host: tuple[float, float],
     bandwidth: float | None,
@@ -184,7 +184,7 @@ def _measure(
     )
 
 
-def _host_call(op: Op) -> Callable[[], Any]:
+def _host_call(op: Operator) -> Callable[[], Any]:
     """The operator on a small input of its kind: what the host spends, the device hardly working.
 
     Without a GPU the launch is recorded instead of made, so that only our own road is timed.
@@ -194,7 +194,7 @@ def _host_call(op: Op) -> Callable[[], Any]:
     return lambda: op.function(**arguments)
 
 
-def _compiled_time(op: Op, arguments: Arguments) -> float | None:
+def _compiled_time(op: Operator, arguments: Arguments) -> float | None:
     """Device time of the oracle under `torch.compile`; None where that fails to compile it."""
     torch._dynamo.reset()
     compiled = torch.compile(op.oracle)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels import engram as ops
-from tile_kernels.runtime.op import last_gradients
+from tile_kernels.runtime.autograd import last_gradients
 
 
 class EngramGateFn(torch.autograd.Function):

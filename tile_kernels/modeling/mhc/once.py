@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tile_kernels.runtime.op import last_gradients
+from tile_kernels.runtime.autograd import last_gradients
 
 _MESSAGE = "tile_kernels.modeling.mhc: there are no second derivatives"
 

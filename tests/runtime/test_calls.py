@@ -1,9 +1,9 @@
-"""The road of a call: checks, devices, backends, dispatcher, gradients; on toy operators."""
+"""Calls of operators: checks, devices, backends, dispatcher, gradients; on toy operators."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,69 +11,106 @@ import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 import tile_kernels
-from tile_kernels.runtime import checks, launch, logs
-from tile_kernels.runtime import op as ops
-from tile_kernels.runtime.cases import Cases, Cost
-from tile_kernels.runtime.op import gradient, op
+from tile_kernels.runtime import checks, launch, logs, registry
+from tile_kernels.runtime.declaration import Out
+from tile_kernels.runtime.operator import Operator
 
 
-def _check_axpy(x: Tensor, y: Tensor, alpha: float, bias: Tensor | None = None) -> None:
-    checks.tensor("x", x, ("n",), torch.float32)
-    checks.tensor("y", y, ("n",), torch.float32, shape=(x.shape[0],))
-    if bias is not None:
-        checks.tensor("bias", bias, ("n",), torch.float32)
+class Axpy(NamedTuple):
+    x: Tensor
+    y: Tensor
+    alpha: float
+    bias: Tensor | None
 
 
-def _axpy(x: Tensor, y: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
+def check_axpy(a: Axpy) -> None:
+    checks.tensor("x", a.x, ("n",), torch.float32)
+    checks.tensor("y", a.y, ("n",), torch.float32, shape=(a.x.shape[0],))
+    if a.bias is not None:
+        checks.tensor("bias", a.bias, ("n",), torch.float32)
+
+
+def like_x(a: Any) -> Out:
+    return Out("out", a.x.shape, a.x.dtype)
+
+
+def no_launches(*_: Any) -> None:
+    return None
+
+
+def reference_axpy(x: Tensor, y: Tensor, alpha: float, bias: Tensor | None) -> Tensor:
     result = alpha * x + y
     return result if bias is None else result + bias
 
 
-@op(check=_check_axpy, oracle=_axpy, cost=lambda **_: Cost(1), cases=Cases(small=[]))
-def axpy(x: Tensor, y: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
-    """`alpha x + y`."""
-    out = torch.empty_like(x)
-    axpy_launches.append(x.device.type)
-    return out
-
-
-axpy_launches: list[str] = []
-gradient(
-    axpy,
-    lambda ctx, grad: (ctx.alpha * grad, grad, None, grad if ctx.with_bias else None),
+AXPY = Operator(
+    "tests.axpy",
+    Axpy,
+    check=check_axpy,
+    outputs=like_x,
+    launches=no_launches,
+    reference=reference_axpy,
+    backward=lambda ctx, grad: (ctx.alpha * grad, grad, None, grad if ctx.with_bias else None),
     setup_context=lambda ctx, inputs, output: ctx.__dict__.update(  # noqa: ARG005
         alpha=inputs[2], with_bias=inputs[3] is not None
     ),
 )
 
 
-def _double(x: Tensor) -> None:
+@AXPY.public()
+def axpy(x: Tensor, y: Tensor, alpha: float, bias: Tensor | None = None) -> Tensor:
+    """`alpha x + y`."""
+    return AXPY(x, y, alpha, bias)
+
+
+class OneTensor(NamedTuple):
+    x: Tensor
+
+
+def check_one(a: OneTensor) -> None:
+    checks.tensor("x", a.x, ("n",))
+
+
+def no_results(_: OneTensor) -> None:
+    return None
+
+
+def reference_double(x: Tensor) -> None:
     x.mul_(2)
 
 
-@op(
-    check=lambda x: checks.tensor("x", x, ("n",)),
-    oracle=_double,
-    cost=lambda **_: Cost(1),
-    cases=Cases(small=[]),
+DOUBLE = Operator(
+    "tests.double",
+    OneTensor,
+    check=check_one,
+    outputs=no_results,
+    launches=no_launches,
+    reference=reference_double,
     mutates=("x",),
 )
+NEGATED = Operator(
+    "tests.negated",
+    OneTensor,
+    check=check_one,
+    outputs=like_x,
+    launches=no_launches,
+    reference=torch.neg,
+)
+
+
+@DOUBLE.public()
 def double(x: Tensor) -> None:
     """Double `x` in place."""
+    DOUBLE(x)
 
 
-@op(
-    check=lambda x: checks.tensor("x", x, ("n",)),
-    oracle=torch.neg,
-    cost=lambda **_: Cost(1),
-    cases=Cases(small=[]),
-)
+@NEGATED.public()
 def negated(x: Tensor) -> Tensor:
     """`-x`, without a gradient."""
-    return torch.empty_like(x)
+    return NEGATED(x)
 
 
-def test_cpu_tensors_run_the_oracle() -> None:
+def test_cpu_tensors_run_the_reference() -> None:
     result = axpy(torch.ones(3), torch.ones(3), alpha=2.0)
     assert result.tolist() == [3, 3, 3]
 
@@ -100,16 +137,17 @@ def test_sizes_beyond_32_bits_and_sparse_layouts_are_refused() -> None:
 
 def test_a_declared_name_cannot_be_declared_again() -> None:
     with pytest.raises(ValueError, match="declared twice"):
-        op(check=_check_axpy, oracle=_axpy, cost=lambda **_: Cost(1), cases=Cases(small=[]))(
-            ops.get(axpy).body
-        )
+        Operator(
+            "tests.axpy", Axpy, check=check_axpy, outputs=like_x, launches=no_launches,
+            reference=reference_axpy,
+        )  # fmt: skip
 
 
 def test_registry_finds_by_function_and_by_name() -> None:
-    assert ops.get(tile_kernels.moe.topk_gate) is ops.get("moe.topk_gate")
+    assert registry.get(tile_kernels.moe.topk_gate) is registry.get("moe.topk_gate")
     with pytest.raises(KeyError, match=r"no operator 'moe\.nothing'"):
-        ops.get("moe.nothing")
-    assert ops.get(axpy) not in ops.all_ops()  # the library's own only
+        registry.get("moe.nothing")
+    assert registry.get(axpy) not in registry.all_ops()  # the library's own only
 
 
 # ---- gradients ----------------------------------------------------------------------------------
@@ -186,7 +224,7 @@ def test_mutation_is_declared() -> None:
     x = torch.ones(2)
     double(x)
     assert x.tolist() == [2, 2]
-    schema = str(ops.get(double).custom_op._opoverload._schema)
+    schema = str(registry.get(double).custom_op._opoverload._schema)
     assert "Tensor(a0!) x" in schema
     torch._dynamo.reset()
 
@@ -330,7 +368,7 @@ def test_log_levels(
 
 
 def test_first_compile_happens_once_however_many_threads_ask() -> None:
-    kernel = launch.Kernel("no.module", "no_name")
+    kernel = launch.Kernel("no.module", "no_name", tuple)
     compiled, together = [], threading.Barrier(8)
     started = threading.Event()
 
@@ -356,7 +394,7 @@ def test_first_compile_happens_once_however_many_threads_ask() -> None:
 
 
 def test_a_failed_compile_reaches_everyone_and_can_be_tried_again() -> None:
-    kernel = launch.Kernel("no.module", "no_name")
+    kernel = launch.Kernel("no.module", "no_name", tuple)
 
     def fail() -> Any:
         raise RuntimeError("no compiler")
