@@ -68,6 +68,7 @@ def check_operands(
     """Queries and keys of one format, with the scales of that format, and weights."""
     _check_pair("q", q, q_sf)
     _check_pair("k", k, k_sf)
+    checks.tensor("k", k, ("S", "D"))  # its dtype follows from q
     checks.tensor("q", q, ("T", "h", "D"), tuple(SOURCES), contiguous=True)
     checks.tensor("k", k, ("S", "D"), q.dtype, contiguous=True)
     tokens, heads, _ = q.shape
