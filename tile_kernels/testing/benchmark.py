@@ -117,7 +117,7 @@ def run(
     On a GPU also their oracles, and those under `torch.compile`, unless that is not wanted.
     """
     # Host times come first: once the profiler has run, launches stay slower in this process.
-    host = {op.name: _host_times(op) for op in ops}
+    host = {op.name: host_times(op) for op in ops}
     bandwidth = timing.copy_bandwidth() if torch.cuda.is_available() else None
     results = []
     for op in ops:
@@ -128,7 +128,7 @@ def run(
     return Report(machine(), bandwidth and round(bandwidth, 1), results)
 
 
-def _host_times(op: Operator) -> tuple[float, float]:
+def host_times(op: Operator) -> tuple[float, float]:
     """Host time of a repeated call, and of one with a token count that was never seen."""
     call = _host_call(op)
     repeated = timing.time_host(call, calls=400)
