@@ -26,9 +26,13 @@ from torch import Tensor
 from tile_kernels.runtime import registry
 from tile_kernels.runtime.cases import Arguments
 from tile_kernels.testing import benchmark
-from tile_kernels.torch import mhc, quant
-from tile_kernels.torch.mapping import get_fused_mapping
-from tile_kernels.torch.mhc_projection import mhc_norm_fn_fwd
+from tile_kernels.torch import (
+    get_fused_mapping,
+    mhc,
+    mhc_norm_fn_fwd,
+    per_block_cast_with_sf_only,
+    per_token_cast,
+)
 
 LIMIT = 3.0  # times the straightforward code
 # Why some references stay above it: their results are defined to the bit.
@@ -103,7 +107,7 @@ def _moe(s: Sizes) -> dict[str, Arguments]:
             "x": x, "token_topk_to_pos": slots, "pos_to_expert": pos_to_expert,
         },
         "expand_to_fused_with_sf": {
-            "x": quant.per_token_cast(x, "e4m3", 128), "num_per_channels": 128,
+            "x": per_token_cast(x, "e4m3", 128), "num_per_channels": 128,
             "token_topk_to_pos": slots, "pos_to_expert": pos_to_expert,
         },
         "get_fused_mapping": {
@@ -135,9 +139,9 @@ def _moe(s: Sizes) -> dict[str, Arguments]:
 
 def _quant(s: Sizes) -> dict[str, Arguments]:
     x, wide = s.bf16(s.tokens, s.hidden), s.bf16(s.tokens // 2, 2 * s.hidden)
-    small = quant.per_token_cast(x, "e2m1", 32, round_sf=True)
-    eights = quant.per_token_cast(x, "e4m3", 128)
-    blocks = quant.per_block_cast_with_sf_only(x, "e4m3", (128, 128))
+    small = per_token_cast(x, "e2m1", 32, round_sf=True)
+    eights = per_token_cast(x, "e4m3", 128)
+    blocks = per_block_cast_with_sf_only(x, "e4m3", (128, 128))
     rows, _, index, inverse = _routed(s, s.tokens // 16)
     row = {"x": x, "fmt": "e4m3", "num_per_channels": 128}
     block = {"x": x, "fmt": "e4m3", "block_size": (128, 128)}
@@ -161,7 +165,7 @@ def _quant(s: Sizes) -> dict[str, Arguments]:
         "per_token_cast_with_precomputed_sf": {**row, "sf": eights[1]},
         "per_token_cast_with_sf_only": row,
         "swiglu_backward_and_per_token_cast": {
-            "x": quant.per_token_cast(s.bf16(len(rows), 2 * s.hidden), "e4m3", 128),
+            "x": per_token_cast(s.bf16(len(rows), 2 * s.hidden), "e4m3", 128),
             "grad_out": s.bf16(len(rows), s.hidden), "weight": torch.rand(inverse.shape),
             "pos_to_token_topk": index, "token_topk_to_pos": inverse, "num_per_channels": 128,
         },

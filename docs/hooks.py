@@ -40,13 +40,12 @@ REFERENCE = {
         "Oracles",
         [
             "tile_kernels.torch",
-            *(
-                f"tile_kernels.torch.{name}"
-                for name in (
-                    "scoring", "quant", "swiglu", "formats", "scales", "engram", "mhc",
-                    "mhc_projection", "compress", "indexer",
-                )
-            ),
+            "tile_kernels.torch.engram",
+            "tile_kernels.torch.mhc",
+            "tile_kernels.moe.scoring",
+            "tile_kernels.quant.casting",
+            "tile_kernels.quant.formats",
+            "tile_kernels.quant.scales",
         ],
     ),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,61 @@ def test_operators_import_neither_cases_nor_tests_nor_tilelang(path: Path) -> No
 def test_plans_are_plain_python(path: Path) -> None:
     bad = ("tilelang", "torch", "tests")
     assert not [name for name in imports(path) if name.startswith(bad)]
+
+
+REFERENCES = sorted([*files("reference.py"), *files("*_reference.py")])
+
+
+@pytest.mark.parametrize("path", REFERENCES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_references_import_neither_operators_nor_kernels(path: Path) -> None:
+    for name in imports(path):
+        assert not name.startswith(("tilelang", "tests", "tile_kernels.torch"))
+        assert not name.endswith((".op", ".kernel", ".cases", "primitives", ".runtime.operator"))
+
+
+@pytest.mark.parametrize("folder", [*tile_kernels.FAMILIES, "ep", "modeling", "runtime"])
+def test_the_package_does_not_use_the_public_names_of_references(folder: str) -> None:
+    for path in (PACKAGE / folder).rglob("*.py"):
+        assert not [name for name in imports(path) if name.startswith("tile_kernels.torch")], path
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_the_reference_has_the_operators_name_in_torch(op: registry.Registered) -> None:
+    function = getattr(tile_kernels.torch, op.short_name)
+    assert op.short_name in tile_kernels.torch.__all__
+    if op.short_name in ("cast_back", "per_channel_cast_fused"):  # TileKernels' other arguments
+        return
+    folder = op.function.__module__.rpartition(".")[0]
+    assert function.__module__ == f"{folder}.reference"
+
+
+# The modules of TileKernels, and what they have there.
+PATHS = {
+    "cast": "cast cast_back",
+    "engram": "make_offsets engram_hash_ref engram_gate_ref",
+    "expand_to_fused": "expand_to_fused expand_to_fused_with_sf",
+    "mhc": """expand_to_mhc_ref sinkhorn_normalize_ref mhc_head_compute_mix_ref
+        mhc_pre_split_mixes_ref mhc_pre_apply_mix_ref mhc_post_ref mhc_pre_norm_fn_ref""",
+    "moe": """aux_fi group_count mask_indices_by_tp normalize_weight
+        inplace_unique_group_indices""",
+    "per_channel_cast_fused": "per_channel_cast_fused",
+    "reduce_fused": "reduce_fused",
+    "topk": "stable_topk topk_sum_and_topk_group_idx top2_sum_gate",
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_references_at_the_import_paths_of_tilekernels(name: str) -> None:
+    module = importlib.import_module(f"tile_kernels.torch.{name}")
+    for function in PATHS[name].split():
+        assert callable(getattr(module, function))
+        if name != "engram":  # whose references TileKernels has there only
+            assert getattr(tile_kernels.torch, function) is getattr(module, function)
+
+
+def test_torch_has_the_modules_of_tilekernels_alone() -> None:
+    found = {path.stem for path in (PACKAGE / "torch").glob("*.py")}
+    assert found == {"__init__", *PATHS}
 
 
 def test_the_emulator_depends_on_nothing_else_of_the_package() -> None:

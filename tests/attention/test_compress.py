@@ -12,6 +12,7 @@ import torch
 import tile_kernels
 from tests.requirements import GROUNDS
 from tile_kernels import attention
+from tile_kernels import torch as references
 from tile_kernels.attention import windows
 from tile_kernels.attention.compress.cases import (
     KV_COMPRESS,
@@ -24,7 +25,6 @@ from tile_kernels.attention.compress.cases import (
 from tile_kernels.attention.norm_rope.cases import KV_COMPRESS_NORM_ROPE_CAST
 from tile_kernels.runtime.cases import assert_equal_results
 from tile_kernels.runtime.device import DESCRIBED
-from tile_kernels.torch import compress as oracles
 
 each_ground = pytest.mark.parametrize("ground", GROUNDS)
 LENGTHS = (9, 0, 1, 3, 4, 17, 2)
@@ -49,7 +49,7 @@ def test_gradcheck_of_the_oracle(overlap: bool, lengths: tuple[int, ...] | None)
     inputs = [x.double().requires_grad_() for x in given.values()]
 
     def compress(*inputs: torch.Tensor) -> torch.Tensor:
-        return oracles.kv_compress(*inputs, cu_seqlens=cu_seqlens)
+        return references.kv_compress(*inputs, cu_seqlens=cu_seqlens)
 
     assert torch.autograd.gradcheck(compress, inputs)
 
@@ -60,10 +60,10 @@ def test_backward_formula_is_the_oracles_gradient(overlap: bool, num_windows: in
     given = arguments(36, 3, 4, overlap=overlap, dtype=torch.float32, lengths=LENGTHS)
     cu_seqlens = given.pop("cu_seqlens")
     inputs = [x.double().requires_grad_() for x in given.values()]
-    out = oracles.kv_compress(*inputs, cu_seqlens=cu_seqlens, num_windows=num_windows)
+    out = references.kv_compress(*inputs, cu_seqlens=cu_seqlens, num_windows=num_windows)
     grad = torch.randn_like(out)
     expected = torch.autograd.grad(out, inputs, grad)
-    result = oracles.kv_compress_bwd(grad, *(x.detach() for x in inputs), cu_seqlens=cu_seqlens)
+    result = references.kv_compress_bwd(grad, *(x.detach() for x in inputs), cu_seqlens=cu_seqlens)
     for one, other in zip(result, expected):
         assert one is not None
         torch.testing.assert_close(one, other)
@@ -189,9 +189,9 @@ def test_blocks_walk_over_windows(
     assert count > 2 * parts * geo.slots, "several windows for each thread"
     grad = torch.randn(count, channels).bfloat16()
     with tile_kernels.backend("emulate"):
-        KV_COMPRESS.compare(attention.kv_compress(**given), oracles.kv_compress(**given))
+        KV_COMPRESS.compare(attention.kv_compress(**given), references.kv_compress(**given))
         KV_COMPRESS_BWD.compare(
-            attention.kv_compress_bwd(grad, **given), oracles.kv_compress_bwd(grad, **given)
+            attention.kv_compress_bwd(grad, **given), references.kv_compress_bwd(grad, **given)
         )
 
 
@@ -201,7 +201,7 @@ def test_blocks_walk_over_windows_to_cast(one_sm: None) -> None:
     given |= {"weight": torch.rand(80), "cos": angle.cos(), "sin": angle.sin()}
     with tile_kernels.backend("emulate"):
         result = attention.kv_compress_norm_rope_cast(**given)
-    KV_COMPRESS_NORM_ROPE_CAST.compare(result, oracles.kv_compress_norm_rope_cast(**given))
+    KV_COMPRESS_NORM_ROPE_CAST.compare(result, references.kv_compress_norm_rope_cast(**given))
 
 
 @pytest.mark.parametrize("backend", ["torch", "emulate"])

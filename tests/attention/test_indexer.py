@@ -1,4 +1,4 @@
-"""The indexer's oracles against formulas and properties, and operators against each other."""
+"""The indexer's references against formulas and properties, and operators against each other."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tile_kernels
+from tile_kernels import torch as references
 from tile_kernels.attention import (
     indexer,
     indexer_logits,
@@ -19,13 +20,14 @@ from tile_kernels.attention import (
 )
 from tile_kernels.attention.indexer import share_of_keys
 from tile_kernels.attention.indexer_plan import KEYS
+from tile_kernels.attention.indexer_reference import scores
 from tile_kernels.attention.logits.cases import arguments
+from tile_kernels.attention.logits.reference import selected_gradients
 from tile_kernels.attention.select import op as select_op
+from tile_kernels.quant import formats
 from tile_kernels.runtime import emulation
 from tile_kernels.runtime.cases import moved
 from tile_kernels.runtime.device import DESCRIBED
-from tile_kernels.torch import formats
-from tile_kernels.torch import indexer as oracles
 
 # ---- ranges -------------------------------------------------------------------------------------
 
@@ -73,7 +75,7 @@ def test_scores_are_the_formula() -> None:
     torch.manual_seed(0)
     q, k = torch.randn(3, 2, 5).double(), torch.randn(4, 5).double()
     weights, scales = torch.randn(3, 2).double(), torch.rand(4).double()
-    found = oracles.scores(q, k, weights, scales)
+    found = scores(q, k, weights, scales)
     for t in range(3):
         for s in range(4):
             heads = (weights[t, h] * (q[t, h] @ k[s]).clamp(min=0) for h in range(2))
@@ -88,10 +90,10 @@ def test_packed_operands_are_what_they_decode_to(exponents: str) -> None:
     for data, exponent in (given["q"], given["k"]):
         scale = 2.0 ** (exponent.double() - 127)
         decoded.append(formats.decode_e2m1(data).double() * scale.repeat_interleave(32, -1))
-    expected = oracles.scores(*decoded, given["weights"].double())
+    expected = scores(*decoded, given["weights"].double())
     with tile_kernels.backend("emulate"):
         found = indexer_logits(**given).double()
-    size = oracles.scores(decoded[0].abs(), decoded[1].abs(), given["weights"].abs().double())
+    size = scores(decoded[0].abs(), decoded[1].abs(), given["weights"].abs().double())
     assert ((found - expected).abs() <= 1e-5 * size).all()
 
 
@@ -103,9 +105,9 @@ def test_other_matrix_units(arch: str, source: str, tokens: int) -> None:
     """Without wgmma; and without e4m3 on sm_80, where it is expanded to bfloat16."""
     given = arguments(tokens, 70, 4, 32, source, "causal", exact=True)(torch.device("cpu"))
     with tile_kernels.backend("emulate", arch=arch):
-        assert torch.equal(indexer_logits(**given), oracles.indexer_logits(**given))
+        assert torch.equal(indexer_logits(**given), references.indexer_logits(**given))
         chosen = indexer_select(**given, topk=20)
-    assert torch.equal(chosen, oracles.indexer_select(**given, topk=20))
+    assert torch.equal(chosen, references.indexer_select(**given, topk=20))
 
 
 @pytest.mark.parametrize("exponents", ["near", "far", "special"])
@@ -232,7 +234,7 @@ def test_lists_that_fill_up(
     }
     with tile_kernels.backend("emulate"):
         chosen = indexer_select(**given)
-    assert torch.equal(chosen, oracles.indexer_select(**given))
+    assert torch.equal(chosen, references.indexer_select(**given))
 
 
 @pytest.mark.parametrize("source", ["bf16", "e4m3", "e2m1"])
@@ -360,14 +362,14 @@ def test_gradients_are_those_of_the_formula() -> None:
     chosen = indices.long().masked_fill(~present, 0)
 
     def selected(*operands: torch.Tensor) -> torch.Tensor:
-        return oracles.scores(*operands, scales).gather(1, chosen).masked_fill(~present, 0)
+        return scores(*operands, scales).gather(1, chosen).masked_fill(~present, 0)
 
     operands = tuple(x.requires_grad_() for x in (q, k, weights))
     assert torch.autograd.gradcheck(selected, operands)
     grad = torch.randn(3, 4).double()
     expected = torch.autograd.grad(selected(*operands), operands, grad)
     detached = (x.detach() for x in operands)
-    found = oracles.selected_gradients(*detached, scales, indices, grad)
+    found = selected_gradients(*detached, scales, indices, grad)
     for one, other in zip(found, expected):
         torch.testing.assert_close(one, other)
 

@@ -13,7 +13,7 @@ from examples.tiny_v4 import speed, train
 from examples.tiny_v4.model import TinyV4
 from examples.tiny_v4.plain import PlainTinyV4
 from tests.examples.small import distance, gradients, ids_of, model_of
-from tile_kernels.torch.mhc_projection import tf32
+from tile_kernels.mhc.norm_fn.reference import tf32
 
 WITHOUT_STREAMS = {"mhc": False, "fp8": False}
 

@@ -11,13 +11,12 @@ from torch import Tensor
 import tile_kernels
 from tile_kernels import mhc
 from tile_kernels.mhc.norm_fn import plan as plans
+from tile_kernels.mhc.norm_fn import reference
 from tile_kernels.mhc.norm_fn.plan import count_shares, count_splits
 from tile_kernels.runtime import registry
 from tile_kernels.runtime.cases import assert_equal_results
 from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.runtime.launch import recording
-from tile_kernels.torch import mhc_projection as oracles
-from tile_kernels.torch.mhc import mhc_pre_norm_fn_ref
 
 BF16 = torch.bfloat16
 ON_CPU = ("emulate", "cpu")
@@ -165,7 +164,7 @@ def test_projection_against_the_reference(backend: str, device: str, n: int, h: 
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         leaves = residual.clone().requires_grad_(), fn.clone().requires_grad_()
-        expected = mhc_pre_norm_fn_ref(*leaves, None, 1e-6)
+        expected = reference.mhc_pre_norm_fn_ref(*leaves, None, 1e-6)
         expected_grads = torch.autograd.grad(expected, leaves, grad)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
@@ -182,14 +181,14 @@ def test_the_oracle_of_the_projection_is_the_gradient() -> None:
     torch.manual_seed(0)
     residual = torch.randn(2, 3, 2, 4, dtype=torch.float64, requires_grad=True)
     fn = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
-    mixes, mul, s = oracles.mhc_norm_fn_fwd(residual, fn, 1e-3)
+    mixes, mul, s = reference.mhc_norm_fn_fwd(residual, fn, 1e-3)
     grad = torch.randn_like(mixes)
     expected = torch.autograd.grad(mixes, (residual, fn), grad)
-    found = oracles.mhc_norm_fn_bwd(grad, residual, fn, mul.detach(), s.detach(), 1e-3)
+    found = reference.mhc_norm_fn_bwd(grad, residual, fn, mul.detach(), s.detach(), 1e-3)
     for one, other in zip(found, expected):
         torch.testing.assert_close(one, other)
     there = torch.ones_like(residual).detach()
-    added = oracles.mhc_norm_fn_bwd(grad, residual, fn, mul.detach(), s.detach(), 1e-3, there)
+    added = reference.mhc_norm_fn_bwd(grad, residual, fn, mul.detach(), s.detach(), 1e-3, there)
     assert added[0] is there
     torch.testing.assert_close(there, 1 + expected[0])
 
@@ -204,11 +203,12 @@ def test_definitions_are_not_rounded_by_autocast() -> None:
 
 
 def test_tf32() -> None:
-    bits = oracles.round_to_tf32(torch.tensor([1.0, 0.1])).view(torch.int32).tolist()
+    bits = reference.round_to_tf32(torch.tensor([1.0, 0.1])).view(torch.int32).tolist()
     assert bits == [0x3F801000, 0x3DCCDCCD]
     values = torch.tensor([1.0, 0.1, 1 + 2**-11, 1 + 2**-11 - 2**-23, float("inf"), -0.0])
-    assert oracles.tf32(values).tolist() == [1.0, 0.0999755859375, 1 + 2**-10, 1.0, float("inf"), 0]
-    assert oracles.tf32(torch.tensor([float("nan")])).isnan().all()
+    expected = [1.0, 0.0999755859375, 1 + 2**-10, 1.0, float("inf"), 0]
+    assert reference.tf32(values).tolist() == expected
+    assert reference.tf32(torch.tensor([float("nan")])).isnan().all()
 
 
 def test_what_is_shared_does_not_depend_on_the_budget() -> None:
@@ -305,7 +305,7 @@ def test_doubly_stochastic() -> None:
 def test_second_import_paths() -> None:
     from tile_kernels.mhc import multilayer_recompute_kernel, norm_fn_kernel, post_kernel
 
-    assert norm_fn_kernel.round_to_tf32 is oracles.round_to_tf32
+    assert norm_fn_kernel.round_to_tf32 is reference.round_to_tf32
     from tile_kernels.modeling.mhc import ops
 
     assert post_kernel.mhc_post_fwd is ops.mhc_post_fwd

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import tile_kernels
 from tests.requirements import GROUNDS
+from tile_kernels.attention.compress.reference import halves
 from tile_kernels.modeling.attention import KVCompressor
-from tile_kernels.torch import compress as oracles
 
 pytestmark = [
     pytest.mark.usefixtures("plain_matrix_products"),
@@ -212,7 +212,7 @@ def test_decoding_continues_prefill_under_autocast(overlap: bool) -> None:
 
 def test_parameters_keep_their_names() -> None:
     assert [*KVCompressor(4, 4, 2).state_dict()] == ["ape", "norm_weight", "projection.weight"]
-    assert oracles.halves(torch.tensor([[1, 2]]))[0].tolist() == [[2]]
+    assert halves(torch.tensor([[1, 2]]))[0].tolist() == [[2]]
 
 
 def test_layer_in_bfloat16() -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tile_kernels
 from tests.requirements import GROUNDS
+from tile_kernels.mhc.norm_fn.reference import tf32
 from tile_kernels.modeling import mhc
 from tile_kernels.modeling.mhc import (
     HyperConnection,
@@ -33,7 +34,6 @@ from tile_kernels.modeling.mhc import (
 from tile_kernels.runtime import emulation
 from tile_kernels.testing.numeric import assert_equal, calc_diff
 from tile_kernels.torch import mhc as refs
-from tile_kernels.torch.mhc_projection import tf32
 
 EPS = 1e-6
 pytestmark = [

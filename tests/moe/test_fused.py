@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import tile_kernels
+from tile_kernels.runtime.arithmetic import fused_multiply_add
 from tile_kernels.testing.bench import make_param_id
 from tile_kernels.testing.generator import generate_moe_params, generate_topk_idx
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch.arithmetic import fused_multiply_add
 
 BACKENDS = ["torch", "emulate"]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.torch import formats
-from tile_kernels.torch.formats import E2M1, E4M3
+from tile_kernels.quant import formats
+from tile_kernels.quant.formats import E2M1, E4M3
 
 NAN = float("nan")
 INF = float("inf")

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 import tile_kernels
 from tests.requirements import GROUNDS, needs_nvcc
 from tile_kernels import quant
+from tile_kernels import torch as references
+from tile_kernels.quant import formats
+from tile_kernels.quant.back import reference as back_references
 from tile_kernels.runtime import emulation, sources
 from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.runtime.warmup import compilations
-from tile_kernels.torch import formats
-from tile_kernels.torch import quant as oracles
 
 MAX = {"e4m3": 448.0, "e2m1": 6.0, "e5m6": 65024.0}
 
@@ -42,7 +43,7 @@ def test_every_bfloat16(fmt: str, dtype: torch.dtype, ground: tuple[str, str]) -
         x = torch.cat((x, torch.zeros(len(x), 6)), 1)
     x = x.to(dtype)
     width = x.shape[1]
-    expected = oracles.per_token_cast(x, fmt, width, None, False, True, False)
+    expected = references.per_token_cast(x, fmt, width, None, False, True, False)
     with tile_kernels.backend(backend):
         data, sf = quant.per_token_cast(x.to(device), fmt, width, round_sf=True)
     assert (sf == 1).all()
@@ -59,7 +60,7 @@ def test_every_bfloat16_by_a_given_scale(
     backend, device = ground
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     x, sf = x.view(-1, 128).to(dtype), torch.ones(512, 1)
-    expected = oracles.per_token_cast_with_precomputed_sf(x, fmt, 128, sf)
+    expected = references.per_token_cast_with_precomputed_sf(x, fmt, 128, sf)
     with tile_kernels.backend(backend):
         data = quant.per_token_cast_with_precomputed_sf(x.to(device), fmt, 128, sf.to(device))
     assert torch.equal(data.cpu().view(torch.uint8), expected.view(torch.uint8))
@@ -78,7 +79,7 @@ def test_every_code(fmt: str, ground: tuple[str, str]) -> None:
     }[fmt]
     sf = torch.ones(8, 512 // block[1])
     for target in ("fp32", "bf16"):
-        expected = oracles.cast_back((data, sf), target, block, special)
+        expected = back_references.cast_back((data, sf), target, block, special)
         with tile_kernels.backend(backend):
             quantised = (data.to(device), sf.to(device))
             found = quant.cast_back(quantised, target, block, special).cpu()
@@ -131,7 +132,7 @@ BLACKWELL = pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
 def test_every_bfloat16_by_instruction(dtype: torch.dtype, arch: str) -> None:
     x = every_bfloat16(6.0, 257)
     x = torch.cat((x, torch.zeros(len(x), 1)), 1).to(dtype)
-    expected = oracles.per_token_cast(x, "e2m1", 258, None, False, True, False)
+    expected = references.per_token_cast(x, "e2m1", 258, None, False, True, False)
     with tile_kernels.backend("emulate", arch=arch):
         data, _ = quant.per_token_cast(x, "e2m1", 258, round_sf=True)
     assert torch.equal(data, expected[0])

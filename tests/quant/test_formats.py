@@ -20,9 +20,9 @@ from tests.quant.helpers import (
     nearest_codes,
     values_of_codes,
 )
+from tile_kernels.quant import formats
+from tile_kernels.quant.formats import E2M1, E4M3, E5M6, scale_from_amax
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch import formats
-from tile_kernels.torch.formats import E2M1, E4M3, E5M6, scale_from_amax
 
 FORMATS = [E4M3, E2M1, E5M6]
 any_float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)

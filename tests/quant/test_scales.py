@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.quant.helpers import LAYOUTS, bits
+from tile_kernels.quant import scales
 from tile_kernels.testing.numeric import assert_equal
 from tile_kernels.testing.quant import clear_unused_sf
-from tile_kernels.torch import scales
 from tile_kernels.utils import align, ceil_div
 
 

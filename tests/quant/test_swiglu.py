@@ -1,4 +1,4 @@
-"""The oracles of SwiGLU against worked vectors, exact arithmetic and numerical derivatives."""
+"""The references of SwiGLU against worked vectors, exact arithmetic and numerical derivatives."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.quant.helpers import INF, LAYOUTS, NAN, bits, float32, hex_rows
+from tile_kernels import torch as references
+from tile_kernels.quant import scales
+from tile_kernels.quant.swiglu.reference import activate, split_halves, swiglu_gradients
+from tile_kernels.runtime import arithmetic
 from tile_kernels.testing.numeric import assert_equal
 from tile_kernels.torch import (
-    arithmetic,
     cast,
     cast_back,
-    quant,
-    scales,
     swiglu_backward,
     swiglu_forward,
 )
-from tile_kernels.torch.swiglu import activate, split_halves, swiglu_gradients
 
 CLAMPS = [None, 10.0, 0.5]
 
@@ -59,7 +59,9 @@ def test_weighted_forward_vectors() -> None:
     out = swiglu_forward(X, index, weights)
     close_to(out[0], 17.5454063416, -1.4304350615)
     close_to(out[1], -0.0, -0.0)
-    data, sf = quant.swiglu_forward_and_per_token_cast(X, "e4m3", 2, index, weights, round_sf=True)
+    data, sf = references.swiglu_forward_and_per_token_cast(
+        X, "e4m3", 2, index, weights, round_sf=True
+    )
     assert hex_rows(data) == "79 DB / 80 80"
     assert sf.tolist() == [[2**-4], [2**-22]]
 
@@ -67,10 +69,12 @@ def test_weighted_forward_vectors() -> None:
 def test_per_channel_vector() -> None:
     x = torch.tensor([[1.0, 3], [2, 1]]).bfloat16()
     assert swiglu_forward(x).bfloat16().flatten().tolist() == [2.1875, 1.7578125]
-    data, sf = quant.swiglu_forward_and_per_channel_cast_and_transpose(x, "e4m3", 2)
+    data, sf = references.swiglu_forward_and_per_channel_cast_and_transpose(x, "e4m3", 2)
     assert hex_rows(data) == "7E 7B"
     assert bits(sf) == [0x3BA00000]
-    data, _ = quant.swiglu_forward_and_per_channel_cast_and_transpose(x, "e4m3", 2, False, True)
+    data, _ = references.swiglu_forward_and_per_channel_cast_and_transpose(
+        x, "e4m3", 2, False, True
+    )
     assert hex_rows(data) == "7E / 7B"
     assert bits(cast(swiglu_forward(x), "e4m3", (2, 1))[1]) == [0x3BA06A47]
 
@@ -114,9 +118,9 @@ def test_no_rows() -> None:
     count = torch.zeros(3, dtype=torch.int64)
     x, index = torch.zeros(0, 256), torch.zeros(0, dtype=torch.int32)
     assert swiglu_forward(x, index, torch.zeros(0, 2), 1.0, count).shape == (0, 128)
-    data, sf = quant.swiglu_forward_and_per_token_cast(x, "e4m3", 128, pos_to_expert=index)
+    data, sf = references.swiglu_forward_and_per_token_cast(x, "e4m3", 128, pos_to_expert=index)
     assert (tuple(data.shape), tuple(sf.shape)) == ((0, 128), (0, 1))
-    data, sf = quant.swiglu_forward_and_per_channel_cast_and_transpose(x, "e4m3", 128)
+    data, sf = references.swiglu_forward_and_per_channel_cast_and_transpose(x, "e4m3", 128)
     assert (tuple(data.shape), tuple(sf.shape)) == ((128, 0), (0, 128))
     assert count.tolist() == [0, 0, 0]
 
@@ -151,7 +155,7 @@ def test_skipped_rows_are_zero_and_not_counted(
     x[~real] = NAN
     options = {"use_tma_aligned_col_major_sf": flags[0], "use_packed_ue8m0": flags[1]}
     counts = torch.zeros(2, 3, dtype=torch.int64)
-    data, sf = quant.swiglu_forward_and_per_token_cast(
+    data, sf = references.swiglu_forward_and_per_token_cast(
         x,
         "e4m3",
         64,
@@ -175,8 +179,8 @@ def test_skipped_rows_are_zero_and_not_counted(
 
 def test_another_least_magnitude() -> None:
     x = torch.full((1, 256), 1e-4)
-    plain = quant.swiglu_forward_and_per_token_cast(x, "e4m3", 128)
-    finer = quant.swiglu_forward_and_per_token_cast(x, "e4m3", 128, sf_clamp_min=1e-12)
+    plain = references.swiglu_forward_and_per_token_cast(x, "e4m3", 128)
+    finer = references.swiglu_forward_and_per_token_cast(x, "e4m3", 128, sf_clamp_min=1e-12)
     act = float(swiglu_forward(x)[0, 0])
     assert bits(plain[1]) == [0x346FACAD]
     assert_equal(finer[1], (float32(act).double() / 448).float()[None])
@@ -273,7 +277,7 @@ def test_backward_vectors() -> None:
 def test_quantised_backward_vectors() -> None:
     data, sf, grad, weight, index, inverse = example()
     arguments = (data, sf), grad, weight, index, inverse, 32
-    found = quant.swiglu_backward_and_per_token_cast(*arguments, round_sf=True)
+    found = references.swiglu_backward_and_per_token_cast(*arguments, round_sf=True)
     out, (grad_data, grad_sf), x_grad, weight_grad = found
     assert grad_data.float()[0, :4].tolist() == [176, -12, 32, 320]
     assert grad_data.float()[0, 32:36].tolist() == [24, -15, -384, 0]
@@ -377,7 +381,7 @@ def test_backward_in_the_stated_association() -> None:
 def test_backward_without_rows() -> None:
     x = torch.zeros(0, 128).to(torch.float8_e4m3fn), torch.zeros(0, 4)
     index = torch.zeros(0, dtype=torch.int32)
-    out, (data, sf), x_grad, weight_grad = quant.swiglu_backward_and_per_token_cast(
+    out, (data, sf), x_grad, weight_grad = references.swiglu_backward_and_per_token_cast(
         x, torch.zeros(0, 64).bfloat16(), torch.ones(2, 3), index, torch.full((2, 3), -1), 32
     )
     shapes = [tuple(tensor.shape) for tensor in (out, data, sf, x_grad)]
@@ -403,7 +407,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"shape of weight, \(2, 2\), got \(2, 1\)"):
         swiglu_backward((data, sf), grad, weight, index, inverse[:, :1], 32)
     with pytest.raises(ValueError, match="must be 'e4m3', got 'e2m1'"):
-        quant.swiglu_forward_and_per_token_cast(torch.zeros(3, 4), "e2m1", 2)
+        references.swiglu_forward_and_per_token_cast(torch.zeros(3, 4), "e2m1", 2)
 
 
 @pytest.mark.gpu

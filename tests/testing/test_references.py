@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from benchmarks import references
+from tile_kernels import torch as definitions
+from tile_kernels.moe.top2_sum.reference import best_experts
+from tile_kernels.moe.weight import reference as weight_references
+from tile_kernels.runtime import arithmetic
 from tile_kernels.runtime import registry
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.torch import arithmetic, fused, quant, topk
 
 
 def test_every_operator_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,8 +43,8 @@ def test_stable_topk_is_a_stable_sort(k: int) -> None:
         special[torch.randint(len(special), (200, 16))],
         torch.randint(5, (200, 16)),
     ):
-        assert_equal(topk.stable_topk(scores, k), definition(scores, k))
-    assert topk.stable_topk(torch.empty(0, 16), k).shape == (0, k)
+        assert_equal(definitions.stable_topk(scores, k), definition(scores, k))
+    assert definitions.stable_topk(torch.empty(0, 16), k).shape == (0, k)
 
 
 @pytest.mark.parametrize("scoring_func", ["sigmoid", "softmax"])
@@ -49,20 +52,20 @@ def test_experts_of_kept_groups_are_a_masked_stable_sort(scoring_func: str) -> N
     torch.manual_seed(0)
     values = torch.tensor([-torch.inf, -1.0, 0.0, 0.5, 1.0, torch.nan])
     logits, bias = values[torch.randint(6, (300, 32))], torch.zeros(32)
-    ranks = logits if scoring_func == "softmax" else topk.gate_scores(logits, scoring_func)
-    groups = topk.topk_sum_and_topk_group_idx(ranks.view(300, 8, 4), 2, 3)
+    ranks = logits if scoring_func == "softmax" else definitions.gate_scores(logits, scoring_func)
+    groups = definitions.topk_sum_and_topk_group_idx(ranks.view(300, 8, 4), 2, 3)
     keep = torch.zeros(300, 8).bool().scatter_(1, groups, True).repeat_interleave(4, 1)
     order = definition(ranks, 32)
     last = (~keep).gather(1, order).byte().sort(dim=1, stable=True).indices
     expected = order.gather(1, last)[:, :6]
-    assert_equal(topk.best_experts(logits, bias, 6, 3, 8, scoring_func), expected.contiguous())
+    assert_equal(best_experts(logits, bias, 6, 3, 8, scoring_func), expected.contiguous())
 
 
 @pytest.mark.parametrize("scoring_func", ["sigmoid", "sqrtsoftplus", "softmax"])
 def test_scores_of_chosen_experts(scoring_func: str) -> None:
     logits, idx = torch.randn(65, 37) * 10, torch.randint(37, (65, 5))
-    expected = topk.gate_scores(logits, scoring_func).gather(1, idx)
-    assert_equal(topk._chosen_scores(logits, idx, scoring_func), expected)
+    expected = definitions.gate_scores(logits, scoring_func).gather(1, idx)
+    assert_equal(weight_references._chosen_scores(logits, idx, scoring_func), expected)
 
 
 def scattered(*shape: int) -> torch.Tensor:
@@ -93,8 +96,8 @@ def test_sums_without_weights_are_those_with_ones(dtype: torch.dtype) -> None:
     x[::7, ::5] = torch.nan
     x[::11, ::3] = -0.0
     slots = torch.randint(-1, 400, (300, 6)).int()
-    expected = fused.reduce_fused(x, torch.ones(300, 6), slots)
-    assert_equal(fused.reduce_fused(x, None, slots), expected)
+    expected = definitions.reduce_fused(x, torch.ones(300, 6), slots)
+    assert_equal(definitions.reduce_fused(x, None, slots), expected)
 
 
 @pytest.mark.parametrize("shape", [(130, 256), (131, 200), (0, 64)])
@@ -105,11 +108,11 @@ def test_casts_in_chunks(fmt: str, shape: tuple[int, int], monkeypatch: pytest.M
     x[::7, ::5] = torch.nan
     x[::11, ::3] = -torch.inf
     for block in ((1, 32), (32, 32), (128, 1)):
-        expected = quant.per_block_cast(x, fmt, block)
-        assert_equal(quant.per_block_cast_with_sf_only(x, fmt, block), expected[1])
+        expected = definitions.per_block_cast(x, fmt, block)
+        assert_equal(definitions.per_block_cast_with_sf_only(x, fmt, block), expected[1])
         with monkeypatch.context() as patch:
             patch.setattr(arithmetic, "_CHUNK", 1000)
-            for one, other in zip(quant.per_block_cast(x, fmt, block), expected):
+            for one, other in zip(definitions.per_block_cast(x, fmt, block), expected):
                 assert_equal(one, other)
 
 
@@ -118,8 +121,8 @@ def test_scales_alone_and_sums_without_weights_are_cheaper() -> None:
     x = torch.randn(1024, 2048)
     data, scales = references._fastest(
         [
-            lambda: quant.per_token_cast(x, "e5m6", 2048),
-            lambda: quant.per_token_cast_with_sf_only(x, "e4m3", 128),
+            lambda: definitions.per_token_cast(x, "e5m6", 2048),
+            lambda: definitions.per_token_cast_with_sf_only(x, "e4m3", 128),
         ],
         0.0,
     )
@@ -127,7 +130,7 @@ def test_scales_alone_and_sums_without_weights_are_cheaper() -> None:
     slots = torch.randint(1024, (512, 8)).int()
     weights = torch.rand(512, 8)
     weighted, plain = references._fastest(
-        [lambda w=w: fused.reduce_fused(x, w, slots) for w in (weights, None)], 0.0
+        [lambda w=w: definitions.reduce_fused(x, w, slots) for w in (weights, None)], 0.0
     )
     assert plain < weighted
 
@@ -135,7 +138,7 @@ def test_scales_alone_and_sums_without_weights_are_cheaper() -> None:
 def test_references_that_look_at_values_take_none() -> None:
     """On the meta device, where cases are built for warm-up."""
     x = torch.empty(130, 256, device="meta")
-    data, sf = quant.per_token_cast(x, "e4m3", 128)
+    data, sf = definitions.per_token_cast(x, "e4m3", 128)
     assert (data.shape, sf.shape) == ((130, 256), (130, 2))
-    assert topk.stable_topk(x, 8).shape == (130, 8)
+    assert definitions.stable_topk(x, 8).shape == (130, 8)
     assert arithmetic.fused_multiply_add(x, x, x[:1]).shape == x.shape

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tile_kernels.attention import indexer_reference
 from tile_kernels.runtime import checks
-from tile_kernels.torch import indexer as references
 
 
 def indexer_ranges(cu_seqlens: Tensor, ratio: int, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -42,4 +42,4 @@ def indexer_ranges(cu_seqlens: Tensor, ratio: int, num_tokens: int) -> tuple[Ten
         checks.integer("num_tokens", num_tokens, 0)
     except (TypeError, ValueError) as error:
         raise type(error)(f"indexer_ranges: {error}") from None
-    return references.indexer_ranges(cu_seqlens, ratio, num_tokens)
+    return indexer_reference.indexer_ranges(cu_seqlens, ratio, num_tokens)

@@ -1,5 +1,5 @@
 """`round_to_tf32` at its import path."""
 
-from tile_kernels.torch.mhc_projection import round_to_tf32
+from tile_kernels.mhc.norm_fn.reference import round_to_tf32
 
 __all__ = ["round_to_tf32"]

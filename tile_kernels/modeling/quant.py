@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels import quant
-from tile_kernels.torch.scales import QuantTensor
+from tile_kernels.quant.types import QuantTensor
 
 _GROUPS = (32, 128)
 

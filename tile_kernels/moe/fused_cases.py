@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tile_kernels.moe.mapping.reference import get_fused_mapping
 from tile_kernels.runtime.cases import Reject, with_value
-from tile_kernels.torch.mapping import get_fused_mapping
 
 Mapping = tuple[Tensor, Tensor]
 MakeMapping = Callable[[], Mapping]

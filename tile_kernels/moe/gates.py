@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tile_kernels.moe.plan import MAX_GROUPS, MAX_SLOTS
+from tile_kernels.moe.scoring import ScoringFunc
 from tile_kernels.runtime import checks
-from tile_kernels.torch.scoring import ScoringFunc
 
 
 def check_scoring(scoring_func: str) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tile_kernels.quant import formats
 from tile_kernels.quant.storage import COLUMN, PACKED, ROW
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.declaration import Out
-from tile_kernels.torch import formats
 from tile_kernels.utils import align, ceil_div
 
 PLAIN = (torch.bfloat16, torch.float32)

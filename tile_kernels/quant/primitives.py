@@ -1,6 +1,6 @@
 """Device macros of the casts: formats, scales and their layouts, vectors of a row.
 
-The mirror of `tile_kernels.torch.formats` and `.scales`, which define every bit. A cast reads as
+The mirror of `tile_kernels.quant.formats` and `.scales`, which define every bit. A cast reads as
 load -> amax -> scale -> encode -> store; each step is a macro here.
 """
 

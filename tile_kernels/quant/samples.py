@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from tile_kernels.quant.casting import cast
 from tile_kernels.runtime.cases import Arguments, Build, assert_equal_results, misaligned
-from tile_kernels.torch.cast import cast
 
 _NAN, _INF = float("nan"), float("inf")
 Flags = dict[str, bool]

@@ -1,5 +1,8 @@
 """Types of the quantizing operators."""
 
-from tile_kernels.torch.scales import QuantTensor
+import torch
+
+# Quantised data and its scale factors.
+QuantTensor = tuple[torch.Tensor, torch.Tensor]
 
 __all__ = ["QuantTensor"]

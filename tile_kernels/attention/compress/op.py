@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tile_kernels.attention.compress import reference
 from tile_kernels.attention.compress.plan import plan_gradients
+from tile_kernels.attention.compress.reference import Gradients, halves
 from tile_kernels.attention.windows import (
     DTYPES,
     Series,
@@ -32,8 +34,6 @@ from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec, dtype_name
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import compress as references
-from tile_kernels.torch.compress import Gradients, halves
 
 _GRADIENTS = Kernel("tile_kernels.attention.compress.kernel", "gradients", plan_gradients)
 
@@ -123,7 +123,7 @@ def cost(
 
 def _reference(*fields: Any) -> Tensor:
     *series, cu_seqlens, num_windows, out_dtype = fields
-    return references.kv_compress(
+    return reference.kv_compress(
         *series, cu_seqlens=cu_seqlens, num_windows=num_windows, out_dtype=out_dtype
     )
 
@@ -148,7 +148,7 @@ KV_COMPRESS = Operator(
 )
 
 
-@KV_COMPRESS.public(reference=references.kv_compress)
+@KV_COMPRESS.public(reference=reference.kv_compress)
 def kv_compress(
     kv_a: Tensor,
     z_a: Tensor,
@@ -270,7 +270,7 @@ def packed_cost(kv: Tensor, ape: Tensor, out_dtype: torch.dtype | None = None, *
 
 def _packed_reference(*fields: Any) -> Tensor:
     *packed, cu_seqlens, num_windows, out_dtype = fields
-    return references.kv_compress_packed(
+    return reference.kv_compress_packed(
         *packed, cu_seqlens=cu_seqlens, num_windows=num_windows, out_dtype=out_dtype
     )
 
@@ -295,7 +295,7 @@ KV_COMPRESS_PACKED = Operator(
 )
 
 
-@KV_COMPRESS_PACKED.public(reference=references.kv_compress_packed)
+@KV_COMPRESS_PACKED.public(reference=reference.kv_compress_packed)
 def kv_compress_packed(
     kv: Tensor,
     gate: Tensor,
@@ -461,7 +461,7 @@ def cost_bwd(
 
 def _reference_bwd(*fields: Any) -> tuple[Tensor, ...]:
     *given, cu_seqlens = fields
-    grads = references.kv_compress_bwd(*given, cu_seqlens=cu_seqlens)
+    grads = reference.kv_compress_bwd(*given, cu_seqlens=cu_seqlens)
     return tuple(grad for grad in grads if grad is not None)
 
 
@@ -492,7 +492,7 @@ KV_COMPRESS_BWD_ONE_SERIES = Operator(
 )
 
 
-@KV_COMPRESS_BWD.public(reference=references.kv_compress_bwd)
+@KV_COMPRESS_BWD.public(reference=reference.kv_compress_bwd)
 def kv_compress_bwd(
     grad_out: Tensor,
     kv_a: Tensor,
@@ -586,7 +586,7 @@ def packed_cost_bwd(grad_out: Tensor, kv: Tensor, ape: Tensor, **_: Any) -> Cost
 
 def _packed_reference_bwd(*fields: Any) -> tuple[Tensor, Tensor, Tensor]:
     *given, cu_seqlens = fields
-    return references.kv_compress_packed_bwd(*given, cu_seqlens=cu_seqlens)
+    return reference.kv_compress_packed_bwd(*given, cu_seqlens=cu_seqlens)
 
 
 KV_COMPRESS_PACKED_BWD = Operator(
@@ -603,7 +603,7 @@ KV_COMPRESS_PACKED_BWD = Operator(
 )
 
 
-@KV_COMPRESS_PACKED_BWD.public(reference=references.kv_compress_packed_bwd)
+@KV_COMPRESS_PACKED_BWD.public(reference=reference.kv_compress_packed_bwd)
 def kv_compress_packed_bwd(
     grad_out: Tensor,
     kv: Tensor,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tile_kernels.quant import formats
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -20,7 +21,6 @@ from tile_kernels.runtime.cases import (
     misaligned,
     with_value,
 )
-from tile_kernels.torch import formats
 
 BF16, E4M3, E2M1 = "bf16", "e4m3", "e2m1"
 _GROUP = 32

@@ -23,14 +23,14 @@ from tile_kernels.attention.indexer import (
     score_scratch,
     share_of_keys,
 )
+from tile_kernels.attention.indexer_reference import Operand, in_range
+from tile_kernels.attention.logits import reference
 from tile_kernels.attention.logits.plan import padded_heads, plan, plan_gradients
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec, dtype_name
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import indexer as references
-from tile_kernels.torch.indexer import Operand
 
 OUT_DTYPES = (torch.float32, torch.bfloat16)
 MAX_GRADIENT_ROW = 128 * 128  # heads times channels, whose gradient is in a block's registers
@@ -108,7 +108,7 @@ def _reference(
     q: Tensor, q_sf: Tensor | None, k: Tensor, k_sf: Tensor | None, *rest: Any
 ) -> Tensor:
     *given, out_dtype = rest
-    return references.indexer_logits(joined(q, q_sf), joined(k, k_sf), *given, out_dtype=out_dtype)
+    return reference.indexer_logits(joined(q, q_sf), joined(k, k_sf), *given, out_dtype=out_dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
@@ -121,7 +121,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if ctx.needs_input_grad[3]:
         raise RuntimeError("indexer_logits: the scales of k have no gradient; detach them")
     q, k, k_sf, weights, start, end = ctx.saved_tensors
-    inside = references.in_range(start, end, k.shape[0])
+    inside = in_range(start, end, k.shape[0])
     keys = torch.arange(k.shape[0], device=q.device, dtype=torch.int32)
     indices = torch.where(inside, keys, -1)
     grad_q, grad_k, grad_weights = indexer_logits_bwd(
@@ -160,7 +160,7 @@ INDEXER_LOGITS_PACKED = Operator(
 )
 
 
-@INDEXER_LOGITS.public(reference=references.indexer_logits)
+@INDEXER_LOGITS.public(reference=reference.indexer_logits)
 def indexer_logits(
     q: Operand,
     k: Operand,
@@ -311,7 +311,7 @@ def cost_bwd(q: Tensor, k: Operand, indices: Tensor, **_: Any) -> Cost:
 def _reference_bwd(
     q: Tensor, k: Tensor, k_sf: Tensor | None, weights: Tensor, indices: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return references.indexer_logits_bwd(q, joined(k, k_sf), weights, indices, grad)
+    return reference.indexer_logits_bwd(q, joined(k, k_sf), weights, indices, grad)
 
 
 INDEXER_LOGITS_BWD = Operator(
@@ -328,7 +328,7 @@ INDEXER_LOGITS_BWD = Operator(
 )
 
 
-@INDEXER_LOGITS_BWD.public(reference=references.indexer_logits_bwd)
+@INDEXER_LOGITS_BWD.public(reference=reference.indexer_logits_bwd)
 def indexer_logits_bwd(
     q: Tensor, k: Operand, weights: Tensor, indices: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

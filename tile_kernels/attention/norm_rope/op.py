@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.attention.geometry import geometry
+from tile_kernels.attention.norm_rope import reference
 from tile_kernels.attention.norm_rope.plan import (
     GROUP,
     MAX_THREADS,
@@ -32,7 +33,6 @@ from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, dtype_name
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import compress as references
 
 _FUSED = Kernel("tile_kernels.attention.norm_rope.kernel", "compress_tail", plan_fused)
 _ROWS = Kernel("tile_kernels.attention.norm_rope.kernel", "norm_rope_cast", plan_rows)
@@ -162,7 +162,7 @@ def cost(kv_a: Tensor, bias_a: Tensor, cos: Tensor, kv_b: Tensor | None = None, 
 
 def _reference(*fields: Any) -> tuple[Tensor, Tensor, Tensor]:
     by_name = dict(zip(Arguments._fields[6:], fields[6:]))
-    return references.kv_compress_norm_rope_cast(*fields[:6], **by_name)
+    return reference.kv_compress_norm_rope_cast(*fields[:6], **by_name)
 
 
 KV_COMPRESS_NORM_ROPE_CAST = Operator(
@@ -180,7 +180,7 @@ KV_COMPRESS_NORM_ROPE_CAST = Operator(
 )
 
 
-@KV_COMPRESS_NORM_ROPE_CAST.public(reference=references.kv_compress_norm_rope_cast)
+@KV_COMPRESS_NORM_ROPE_CAST.public(reference=reference.kv_compress_norm_rope_cast)
 def kv_compress_norm_rope_cast(
     kv_a: Tensor,
     z_a: Tensor,

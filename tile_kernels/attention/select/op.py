@@ -23,14 +23,14 @@ from tile_kernels.attention.indexer import (
     score_scratch,
     shares_to_select,
 )
+from tile_kernels.attention.indexer_reference import Operand
+from tile_kernels.attention.select import reference
 from tile_kernels.attention.select.plan import plan
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, Out, Spec
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import indexer as references
-from tile_kernels.torch.indexer import Operand
 
 MAX_SHORT = 1 << 16  # keys of a block that lists have by 16 bits
 
@@ -122,7 +122,7 @@ def cost(q: Operand, k: Operand, weights: Tensor, topk: int, **_: Any) -> Cost:
 def _reference(
     q: Tensor, q_sf: Tensor | None, k: Tensor, k_sf: Tensor | None, *rest: Any
 ) -> Tensor:
-    return references.indexer_select(joined(q, q_sf), joined(k, k_sf), *rest)
+    return reference.indexer_select(joined(q, q_sf), joined(k, k_sf), *rest)
 
 
 # Nothing is dynamic: the numbers of queries and of keys decide how many blocks share the keys of a
@@ -140,7 +140,7 @@ INDEXER_SELECT = Operator(
 )
 
 
-@INDEXER_SELECT.public(reference=references.indexer_select)
+@INDEXER_SELECT.public(reference=reference.indexer_select)
 def indexer_select(
     q: Operand,
     k: Operand,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tile_kernels.attention.step import reference
 from tile_kernels.attention.step.plan import plan
 from tile_kernels.attention.step.state import check_slots
 from tile_kernels.attention.windows import (
@@ -22,7 +23,6 @@ from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, alignment, dtype_name
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import compress as references
 
 _APPEND = Kernel("tile_kernels.attention.step.kernel", "append", plan)
 
@@ -129,7 +129,7 @@ def cost(kv_a: Tensor, kv_b: Tensor | None = None, **_: Any) -> Cost:
 
 def _reference(state: Tensor, lengths: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *series, slots, out_dtype = rest
-    return references.kv_compress_step((state, lengths), *series, slots=slots, out_dtype=out_dtype)
+    return reference.kv_compress_step((state, lengths), *series, slots=slots, out_dtype=out_dtype)
 
 
 KV_COMPRESS_STEP = Operator(
@@ -148,7 +148,7 @@ KV_COMPRESS_STEP = Operator(
 )
 
 
-@KV_COMPRESS_STEP.public(reference=references.kv_compress_step, mutates=("state",))
+@KV_COMPRESS_STEP.public(reference=reference.kv_compress_step, mutates=("state",))
 def kv_compress_step(
     state: tuple[Tensor, Tensor],
     kv_a: Tensor,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tile_kernels.attention.indexer import BEST_OF_ROWS, MAX_TOPK, check_bound
+from tile_kernels.attention.topk import reference
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, alignment, dtype_name
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import indexer as references
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -71,7 +71,7 @@ def cost(logits: Tensor, k: int, **_: Any) -> Cost:
 def _reference(
     logits: Tensor, k: int, end: Tensor | None, start: Tensor | None, by_value: bool
 ) -> Tensor:
-    return references.indexer_topk(logits, k, end, start=start, sorted=by_value)
+    return reference.indexer_topk(logits, k, end, start=start, sorted=by_value)
 
 
 INDEXER_TOPK = Operator(
@@ -87,7 +87,7 @@ INDEXER_TOPK = Operator(
 )
 
 
-@INDEXER_TOPK.public(reference=references.indexer_topk)
+@INDEXER_TOPK.public(reference=reference.indexer_topk)
 def indexer_topk(
     logits: Tensor,
     k: int,

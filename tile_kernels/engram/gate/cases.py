@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tile_kernels.engram.gate import reference
 from tile_kernels.engram.samples import normal
 from tile_kernels.runtime.cases import (
     Arguments,
@@ -19,7 +20,6 @@ from tile_kernels.runtime.cases import (
     changed,
     close_results,
 )
-from tile_kernels.torch import engram as references
 
 _EPS, _CLAMP = 1e-20, 1e-6
 
@@ -67,7 +67,7 @@ def _backward(*shape: int, expanded: bool = False, **how: Any) -> Build:
         if expanded:
             grad_out = grad_out[:1, :1, :1].expand(shape)
         clamp = arguments["clamp_value"]
-        _, *saved = references.engram_gate_fwd(**inputs, eps=arguments["eps"], clamp_value=clamp)
+        _, *saved = reference.engram_gate_fwd(**inputs, eps=arguments["eps"], clamp_value=clamp)
         names = ("dot", "gate_score", "rstd_x", "rstd_k")
         residual = {key: arguments[key] for key in ("add_residual",) if key in arguments}
         return {

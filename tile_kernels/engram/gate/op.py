@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tile_kernels.engram.gate import reference
 from tile_kernels.engram.gate.plan import VECTOR, count_parts, plan, plan_bwd
 from tile_kernels.engram.weight.op import fused_weight
 from tile_kernels.runtime import checks
@@ -16,7 +17,6 @@ from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, Out, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import engram as references
 
 MAX_STREAMS = 8
 
@@ -129,7 +129,7 @@ def cost(
 
 def _reference(*fields: Any) -> tuple[Any, ...]:
     *given, add_residual = fields
-    return references.engram_gate_fwd(*given, True, add_residual)  # type: ignore[call-arg]
+    return reference.engram_gate_fwd(*given, True, add_residual)  # type: ignore[call-arg]
 
 
 def _reference_alone(*fields: Any) -> Tensor:
@@ -185,7 +185,7 @@ def _any_requires_grad(arguments: tuple[Any, ...]) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
 
 
-@ENGRAM_GATE_FWD.public(reference=references.engram_gate_fwd)
+@ENGRAM_GATE_FWD.public(reference=reference.engram_gate_fwd)
 def engram_gate_fwd(
     hidden_states: Tensor,
     k: Tensor,
@@ -307,7 +307,7 @@ def _reference_bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, T
     a = BackwardArguments(*args, **kwargs)
     num_tokens, streams, hidden = a.hidden_states.shape
     parts = count_parts(num_tokens, streams, hidden, a.hidden_states.device)
-    return references.engram_gate_bwd(**a._asdict(), num_parts=parts)
+    return reference.engram_gate_bwd(**a._asdict(), num_parts=parts)
 
 
 ENGRAM_GATE_BWD = Operator(

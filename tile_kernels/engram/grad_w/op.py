@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tile_kernels.engram.grad_w import reference
 from tile_kernels.engram.grad_w.plan import plan
 from tile_kernels.engram.weights import access_width, check_weights
 from tile_kernels.runtime import checks
@@ -14,7 +15,6 @@ from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Size, dtype_name
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import engram as references
 
 _REDUCE = Kernel("tile_kernels.engram.grad_w.kernel", "reduce_gradients", plan)
 
@@ -67,7 +67,7 @@ GRAD_W_REDUCE = Operator(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=references.grad_w_reduce,
+    reference=reference.grad_w_reduce,
     cost=cost,
     dynamic={"grad_w_partial": 2},
     mutates=("grad_weight_hidden", "grad_weight_embed"),

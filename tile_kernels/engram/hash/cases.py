@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tile_kernels.engram.hash.reference import make_offsets
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -14,7 +15,6 @@ from tile_kernels.runtime.cases import (
     Vector,
     with_value,
 )
-from tile_kernels.torch.engram import make_offsets
 
 _INT32, _INT64 = torch.int32, torch.int64
 

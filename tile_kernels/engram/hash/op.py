@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tile_kernels.engram.hash import reference
 from tile_kernels.engram.hash.plan import plan
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, dtype_name
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import engram as references
 
 MAX_WINDOW = 64
 MAX_LAYERS = 65535  # the grid's second axis
@@ -85,7 +85,7 @@ ENGRAM_HASH = Operator(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=references.engram_hash,
+    reference=reference.engram_hash,
     cost=cost,
     dynamic={"ngram_token_ids": 1},
     values=check_values,

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tile_kernels.engram.ngram import reference
 from tile_kernels.engram.ngram.plan import plan
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec, dtype_name
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import engram as references
 
 MAX_WINDOW = 64
 _DTYPES = (torch.int32, torch.int64)
@@ -80,7 +80,7 @@ NGRAM_WINDOWS = Operator(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=references.ngram_windows,
+    reference=reference.ngram_windows,
     cost=cost,
     dynamic={"token_ids": 0, "cu_seqlens": 0, "token_map": 0},
     values=check_values,

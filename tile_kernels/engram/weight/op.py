@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tile_kernels.engram.weight import reference
 from tile_kernels.engram.weight.plan import plan
 from tile_kernels.engram.weights import access_width, check_weights
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, dtype_name
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import engram as references
 
 _PRODUCT = Kernel("tile_kernels.engram.weight.kernel", "product", plan)
 
@@ -56,7 +56,7 @@ FUSED_WEIGHT = Operator(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=references.fused_weight,
+    reference=reference.fused_weight,
     cost=cost,
     backward=_backward,
     setup_context=_save,

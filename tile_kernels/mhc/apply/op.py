@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tile_kernels.mhc import shapes
+from tile_kernels.mhc.apply import reference
 from tile_kernels.mhc.tiling import plan_gradient, plan_mix
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import mhc as references
 
 _APPLY = Kernel("tile_kernels.mhc.apply.kernel", "apply_mix", plan_mix)
 _BACKWARD = Kernel("tile_kernels.mhc.apply.kernel", "apply_mix_backward", plan_gradient)
@@ -64,7 +64,7 @@ MHC_PRE_APPLY_MIX = Operator(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=references.mhc_pre_apply_mix,
+    reference=reference.mhc_pre_apply_mix,
     cost=cost,
     dynamic={"x": 2, "mix": 2},
     out=("out",),
@@ -167,7 +167,7 @@ def cost_backward(grad_out: Tensor, x: Tensor, mix: Tensor, grad_x: Tensor | Non
 
 
 def _reference_in_place(*arguments: Any) -> Tensor:
-    return references.mhc_pre_apply_mix_bwd(*arguments)[1]
+    return reference.mhc_pre_apply_mix_bwd(*arguments)[1]
 
 
 MHC_PRE_APPLY_MIX_BWD = Operator(
@@ -176,7 +176,7 @@ MHC_PRE_APPLY_MIX_BWD = Operator(
     check=check_backward,
     outputs=outputs_backward,
     launches=launches_backward,
-    reference=references.mhc_pre_apply_mix_bwd,
+    reference=reference.mhc_pre_apply_mix_bwd,
     cost=cost_backward,
     dynamic={"grad_out": 1, "x": 2, "mix": 2},
 )
@@ -194,7 +194,7 @@ _IN_PLACE = Operator(
 )
 
 
-@MHC_PRE_APPLY_MIX_BWD.public(reference=references.mhc_pre_apply_mix_bwd, mutates=("grad_x",))
+@MHC_PRE_APPLY_MIX_BWD.public(reference=reference.mhc_pre_apply_mix_bwd, mutates=("grad_x",))
 def mhc_pre_apply_mix_bwd(
     grad_out: Tensor, x: Tensor, mix: Tensor, grad_x: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

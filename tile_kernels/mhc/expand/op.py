@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tile_kernels.mhc import shapes
+from tile_kernels.mhc.expand import reference
 from tile_kernels.mhc.expand.plan import plan
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import mhc as references
 
 _EXPAND = Kernel("tile_kernels.mhc.expand.kernel", "expand", plan)
 _BACKWARD = Kernel("tile_kernels.mhc.expand.kernel", "expand_backward", plan)
@@ -61,7 +61,7 @@ EXPAND_TO_MHC = Operator(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=references.expand_to_mhc,
+    reference=reference.expand_to_mhc,
     cost=cost,
     dynamic={"hidden": 1},
     out=("out",),
@@ -130,7 +130,7 @@ EXPAND_TO_MHC_BWD = Operator(
     check=check_backward,
     outputs=outputs_backward,
     launches=launches_backward,
-    reference=references.expand_to_mhc_bwd,
+    reference=reference.expand_to_mhc_bwd,
     cost=cost_backward,
     dynamic={"grad_out": 2},
 )

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from tile_kernels.mhc import shapes
+from tile_kernels.mhc.mix import reference
 from tile_kernels.mhc.mix.plan import MAX_CHUNKS, plan
 from tile_kernels.runtime import checks, tickets
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, Out, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import mhc as references
 
 _MIXES = Kernel("tile_kernels.mhc.mix.kernel", "compute_mixes", plan)
 _BACKWARD = Kernel("tile_kernels.mhc.mix.kernel", "mixes_backward", plan)
@@ -155,7 +155,7 @@ MHC_PRE_SPLIT_MIXES = Operator(
     check=check_split,
     outputs=outputs_split,
     launches=launches_split,
-    reference=references.mhc_pre_split_mixes,
+    reference=reference.mhc_pre_split_mixes,
     cost=cost_split,
     dynamic={"input_mixes": 1},
     backward=_backward_split,
@@ -254,7 +254,7 @@ MHC_PRE_SPLIT_MIXES_BWD = Operator(
     outputs=outputs_split_backward,
     scratch=scratch_backward,
     launches=launches_split_backward,
-    reference=references.mhc_pre_split_mixes_bwd,
+    reference=reference.mhc_pre_split_mixes_bwd,
     cost=cost_split_backward,
     dynamic={"grad_pre": 2, "grad_post": 2, "grad_comb": 2, "input_mixes": 1},
 )
@@ -354,7 +354,7 @@ MHC_HEAD_COMPUTE_MIX = Operator(
     check=check_head,
     outputs=outputs_head,
     launches=launches_head,
-    reference=references.mhc_head_compute_mix,
+    reference=reference.mhc_head_compute_mix,
     cost=cost_head,
     dynamic={"input_mix": 1},
     backward=_backward_head,
@@ -428,7 +428,7 @@ MHC_HEAD_COMPUTE_MIX_BWD = Operator(
     outputs=outputs_head_backward,
     scratch=scratch_backward,
     launches=launches_head_backward,
-    reference=references.mhc_head_compute_mix_bwd,
+    reference=reference.mhc_head_compute_mix_bwd,
     cost=cost_head_backward,
     dynamic={"grad_mix": 1, "input_mix": 1},
 )

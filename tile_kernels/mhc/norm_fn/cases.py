@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tile_kernels.mhc.norm_fn import reference
 from tile_kernels.mhc.samples import BF16, LEADING
 from tile_kernels.runtime.cases import (
     Arguments,
@@ -20,7 +21,6 @@ from tile_kernels.runtime.cases import (
     edited,
     misaligned,
 )
-from tile_kernels.torch import mhc_projection as references
 
 _EPS = 1e-6
 
@@ -54,7 +54,7 @@ def _backward(*shape: int, adding: bool = False, expanded: bool = False, **how: 
 
     def make(device: torch.device) -> Arguments:
         arguments = forward(device)
-        mixes, mul, s = references.mhc_norm_fn_fwd(**arguments)
+        mixes, mul, s = reference.mhc_norm_fn_fwd(**arguments)
         grad = torch.randn(mixes.shape, device=device)
         arguments = {
             "grad_mixes": grad[..., :1].expand(mixes.shape) if expanded else grad,

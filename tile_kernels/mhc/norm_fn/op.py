@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.mhc import shapes
+from tile_kernels.mhc.norm_fn import reference
 from tile_kernels.mhc.norm_fn.plan import (
     MAX_MIXES,
     VECTOR,
@@ -26,7 +27,6 @@ from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import mhc_projection as references
 
 _MODULE = "tile_kernels.mhc.norm_fn.kernel"
 _PRODUCTS = Kernel(_MODULE, "products", plan_products)
@@ -149,7 +149,7 @@ MHC_NORM_FN_FWD = Operator(
     outputs=outputs,
     scratch=product_scratch,
     launches=launches,
-    reference=references.mhc_norm_fn_fwd,
+    reference=reference.mhc_norm_fn_fwd,
     cost=cost,
     dynamic={"residual": 2},
     backward=_backward,
@@ -306,7 +306,7 @@ def cost_backward(
 
 
 def _reference_in_place(*arguments: Any) -> Tensor:
-    return references.mhc_norm_fn_bwd(*arguments)[1]
+    return reference.mhc_norm_fn_bwd(*arguments)[1]
 
 
 # The number of tokens is not dynamic: whether `grad_fn` is summed from shares depends on it.
@@ -317,7 +317,7 @@ MHC_NORM_FN_BWD = Operator(
     outputs=outputs_backward,
     scratch=scratch_backward,
     launches=launches_backward,
-    reference=references.mhc_norm_fn_bwd,
+    reference=reference.mhc_norm_fn_bwd,
     cost=cost_backward,
 )
 
@@ -334,7 +334,7 @@ _IN_PLACE = Operator(
 )
 
 
-@MHC_NORM_FN_BWD.public(reference=references.mhc_norm_fn_bwd, mutates=("grad_residual",))
+@MHC_NORM_FN_BWD.public(reference=reference.mhc_norm_fn_bwd, mutates=("grad_residual",))
 def mhc_norm_fn_bwd(
     grad_mixes: Tensor,
     residual: Tensor,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from tile_kernels.mhc import shapes
+from tile_kernels.mhc.post import reference
 from tile_kernels.mhc.tiling import plan_gradient, plan_mix
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import mhc as references
 
 _POST = Kernel("tile_kernels.mhc.post.kernel", "post", plan_mix)
 _BACKWARD = Kernel("tile_kernels.mhc.post.kernel", "post_backward", plan_gradient)
@@ -79,7 +79,7 @@ _declare = functools.partial(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=references.mhc_post,
+    reference=reference.mhc_post,
     cost=cost,
     dynamic=_DYNAMIC,
     out=("out",),
@@ -223,7 +223,7 @@ MHC_POST_BWD = Operator(
     check=check_backward,
     outputs=outputs_backward,
     launches=launches_backward,
-    reference=references.mhc_post_bwd,
+    reference=reference.mhc_post_bwd,
     cost=cost_backward,
     dynamic={**_DYNAMIC, "d_o": 2},
 )

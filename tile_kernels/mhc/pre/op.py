@@ -24,7 +24,9 @@ from tile_kernels.mhc.norm_fn.op import (
     product_scratch,
 )
 from tile_kernels.mhc.norm_fn.plan import padded
+from tile_kernels.mhc.pre import reference
 from tile_kernels.mhc.pre.plan import plan_read
+from tile_kernels.mhc.pre.reference import Pre
 from tile_kernels.mhc.sinkhorn.op import check_steps, sinkhorn_normalize_bwd
 from tile_kernels.mhc.sinkhorn.plan import is_near
 from tile_kernels.runtime import checks
@@ -32,12 +34,8 @@ from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import mhc as references
-from tile_kernels.torch.mhc_projection import mhc_norm_fn_fwd as norm_fn_reference
 
 _READ = Kernel("tile_kernels.mhc.pre.kernel", "read_from_products", plan_read)
-
-Pre = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 # ---- both ---------------------------------------------------------------------------------------
@@ -136,15 +134,6 @@ def cost_big_fuse(residual: Tensor, fn: Tensor, **_: Any) -> Cost:
     )
 
 
-def reference_big_fuse(
-    *given: Any,
-    n_splits: int = 16,  # noqa: ARG001
-    **named: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    layer_input, post, comb, *_ = reference(*given[:9], **named)
-    return post, comb, layer_input
-
-
 MHC_PRE_BIG_FUSE = Operator(
     "mhc.mhc_pre_big_fuse",
     BigFuseArguments,
@@ -152,7 +141,7 @@ MHC_PRE_BIG_FUSE = Operator(
     outputs=outputs_big_fuse,
     scratch=product_scratch,
     launches=launches_big_fuse,
-    reference=reference_big_fuse,
+    reference=reference.mhc_pre_big_fuse,
     cost=cost_big_fuse,
     dynamic={"residual": 2},
     instead="tile_kernels.mhc.mhc_pre_fwd",
@@ -252,25 +241,6 @@ def cost(residual: Tensor, fn: Tensor, **_: Any) -> Cost:
     return Cost(least.bytes + 4 * tokens * (2 * fn.shape[0] + 1 + m * (m + 1)), least.flops)
 
 
-def reference(
-    residual: Tensor,
-    fn: Tensor,
-    mhc_scale: Tensor,
-    mhc_base: Tensor,
-    rms_eps: float,
-    mhc_pre_eps: float,
-    mhc_sinkhorn_eps: float,
-    mhc_post_mult_value: float,
-    sinkhorn_repeat: int,
-) -> Pre:
-    mixes, mul, s = norm_fn_reference(residual, fn, rms_eps)
-    pre, post, logits = references.mhc_pre_split_mixes(
-        mixes, mhc_scale, mhc_base, residual.shape[-2], mhc_post_mult_value, mhc_pre_eps
-    )
-    comb = references.sinkhorn_normalize(logits, sinkhorn_repeat, mhc_sinkhorn_eps)
-    return references.mhc_pre_apply_mix(residual, pre), post, comb, pre, mixes, mul, s, logits
-
-
 def pre_gradients(
     saved: Sequence[Tensor],
     grads: tuple[Tensor, Tensor, Tensor],
@@ -314,7 +284,7 @@ MHC_PRE_FWD = Operator(
     outputs=outputs,
     scratch=product_scratch,
     launches=launches,
-    reference=reference,
+    reference=reference.mhc_pre_fwd,
     cost=cost,
     dynamic={"residual": 2},
     backward=_backward,

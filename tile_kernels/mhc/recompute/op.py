@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from tile_kernels.mhc import shapes
+from tile_kernels.mhc.recompute import reference
 from tile_kernels.mhc.recompute.plan import LAYERS, plan_recompute
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost, tensors_in
 from tile_kernels.runtime.declaration import Launch, Out, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import mhc as references
 
 _RECOMPUTE = Kernel("tile_kernels.mhc.recompute.kernel", "recompute", plan_recompute)
 
@@ -126,25 +126,6 @@ def cost(initial_residual: Tensor, **others: Any) -> Cost:
     return Cost(sum(x.numel() * x.element_size() for x in tensors))
 
 
-def reference(
-    initial_residual: Tensor,
-    pre_mix_list: list[Tensor],
-    layer_output_list: list[Tensor],
-    post_mix_list: list[Tensor],
-    comb_mix_list: list[Tensor],
-    layer_input_list: list[Tensor],
-    residual_list: list[Tensor],
-) -> None:
-    residual = initial_residual
-    for i, pre in enumerate(pre_mix_list):
-        layer_input_list[i].copy_(references.mhc_pre_apply_mix(residual, pre))
-        if i < len(layer_output_list):
-            residual = references.mhc_post(
-                layer_output_list[i], residual, post_mix_list[i], comb_mix_list[i]
-            )
-            residual_list[i].copy_(residual)
-
-
 MHC_MULTILAYER_RECOMPUTE = Operator(
     "mhc.mhc_multilayer_recompute",
     Arguments,
@@ -152,7 +133,7 @@ MHC_MULTILAYER_RECOMPUTE = Operator(
     outputs=outputs,
     scratch=scratch,
     launches=launches,
-    reference=reference,
+    reference=reference.mhc_multilayer_recompute,
     cost=cost,
     mutates=("layer_input_list", "residual_list"),
     differentiable=False,

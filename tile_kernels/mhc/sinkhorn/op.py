@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from tile_kernels.mhc import shapes
+from tile_kernels.mhc.sinkhorn import reference
 from tile_kernels.mhc.sinkhorn.plan import MAX_REPEAT, is_near, plan
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import mhc as references
 
 _NORMALIZE = Kernel("tile_kernels.mhc.sinkhorn.kernel", "sinkhorn_normalize", plan)
 _BACKWARD = Kernel("tile_kernels.mhc.sinkhorn.kernel", "sinkhorn_backward", plan)
@@ -78,7 +78,7 @@ SINKHORN_NORMALIZE = Operator(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=references.sinkhorn_normalize,
+    reference=reference.sinkhorn_normalize,
     cost=cost,
     dynamic={"x": 2},
     backward=_backward,
@@ -158,7 +158,7 @@ SINKHORN_NORMALIZE_BWD = Operator(
     check=check_backward,
     outputs=outputs_backward,
     launches=launches_backward,
-    reference=references.sinkhorn_normalize_bwd,
+    reference=reference.sinkhorn_normalize_bwd,
     cost=cost_backward,
     dynamic={"grad_out": 2, "x": 2},
 )

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from tile_kernels import engram as ops
 from tile_kernels.engram.hash.op import MAX_LAYERS, MAX_WINDOW
+from tile_kernels.engram.hash.reference import make_offsets
 from tile_kernels.runtime import checks
-from tile_kernels.torch.engram import make_offsets
 
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels import torch as references
+from tile_kernels.moe.aux import reference
 from tile_kernels.moe.count.op import check_indices, chunk_counts, count_launch
 from tile_kernels.moe.count.plan import MAX_GROUPS
 from tile_kernels.runtime import checks
@@ -57,7 +57,7 @@ AUX_FI = Operator(
     outputs=outputs,
     scratch=scratch,
     launches=launches,
-    reference=references.aux_fi,
+    reference=reference.aux_fi,
     cost=cost,
     dynamic={"topk_idx": 1},
     differentiable=False,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels import torch as references
+from tile_kernels.moe.count import reference
 from tile_kernels.moe.count.plan import MAX_CHUNKS, MAX_GROUPS, plan
 from tile_kernels.runtime import checks, tickets
 from tile_kernels.runtime.cases import Cost
@@ -89,7 +89,7 @@ GROUP_COUNT = Operator(
     outputs=outputs,
     scratch=scratch,
     launches=launches,
-    reference=references.group_count,
+    reference=reference.group_count,
     cost=cost,
     dynamic={"group_idx": 1},
     differentiable=False,

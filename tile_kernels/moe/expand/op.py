@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels import torch as references
+from tile_kernels.moe.expand import reference
 from tile_kernels.moe.expand.plan import plan
 from tile_kernels.moe.fused import FP8, SLOT_DIMS, check_positions, data_and_scales, dtype_names
 from tile_kernels.runtime import checks
@@ -119,7 +119,7 @@ EXPAND_TO_FUSED = Operator(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=references.expand_to_fused,
+    reference=reference.expand_to_fused,
     cost=cost,
     dynamic={"x": 1, "token_topk_to_pos": 1, "pos_to_expert": 0},
     backward=_backward,
@@ -221,7 +221,7 @@ def scaled_cost(
 
 
 def _scaled_reference(x: Tensor, x_sf: Tensor, *rest: Any) -> Any:
-    return references.expand_to_fused_with_sf((x, x_sf), *rest)
+    return reference.expand_to_fused_with_sf((x, x_sf), *rest)
 
 
 EXPAND_TO_FUSED_WITH_SF = Operator(
@@ -238,7 +238,7 @@ EXPAND_TO_FUSED_WITH_SF = Operator(
 )
 
 
-@EXPAND_TO_FUSED_WITH_SF.public(reference=references.expand_to_fused_with_sf)
+@EXPAND_TO_FUSED_WITH_SF.public(reference=reference.expand_to_fused_with_sf)
 def expand_to_fused_with_sf(
     x: tuple[Tensor, Tensor],
     num_per_channels: int,

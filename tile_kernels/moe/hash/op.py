@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels import torch as references
 from tile_kernels.moe.gates import (
     check_map_values,
     check_mask,
@@ -15,15 +14,16 @@ from tile_kernels.moe.gates import (
     check_scoring,
     experts_per_rank,
 )
+from tile_kernels.moe.hash import reference
 from tile_kernels.moe.hash.plan import plan
 from tile_kernels.moe.plan import MAX_SLOTS
+from tile_kernels.moe.scoring import ScoringFunc
+from tile_kernels.moe.weight.reference import topk_weights_backward
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, dtype_name, row_alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch.hashing import hashed_experts
-from tile_kernels.torch.scoring import ScoringFunc
 
 _KERNEL = Kernel("tile_kernels.moe.hash.kernel", "hash_gate", plan)
 
@@ -137,8 +137,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _backward(ctx: Any, _idx: Any, grad_weights: Tensor) -> tuple[Any, ...]:
     logits, token_ids, table, mask = ctx.saved_tensors
-    chosen = hashed_experts(token_ids, table, mask)
-    grad = references.topk_weights_backward(
+    chosen = reference.hashed_experts(token_ids, table, mask)
+    grad = topk_weights_backward(
         grad_weights[:, : table.shape[1]], logits.float(), chosen, ctx.scoring_func, ctx.factor
     )
     return grad.to(logits.dtype), *(None,) * (len(Arguments._fields) - 1)
@@ -150,7 +150,7 @@ HASH_GATE = Operator(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=references.hash_gate,
+    reference=reference.hash_gate,
     cost=cost,
     dynamic={"logits": 1, "token_ids": 0, "mask": 0},
     backward=_backward,

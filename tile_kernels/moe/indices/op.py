@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels import torch as references
+from tile_kernels.moe.indices import reference
 from tile_kernels.moe.indices.plan import MAX_UNIQUE_COLUMNS, plan_mask, plan_unique
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
@@ -66,7 +66,7 @@ MASK_INDICES_BY_TP = Operator(
     check=check_mask,
     outputs=mask_outputs,
     launches=mask_launches,
-    reference=references.mask_indices_by_tp,
+    reference=reference.mask_indices_by_tp,
     cost=mask_cost,
     dynamic={"indices": 1},
     differentiable=False,
@@ -148,7 +148,7 @@ INPLACE_UNIQUE_GROUP_INDICES = Operator(
     check=check_unique,
     outputs=unique_outputs,
     launches=unique_launches,
-    reference=references.inplace_unique_group_indices,
+    reference=reference.inplace_unique_group_indices,
     cost=unique_cost,
     dynamic={"group_indices": 1},
     mutates=("group_indices",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tile_kernels.moe.mapping.reference import most_expanded_tokens
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -15,7 +16,6 @@ from tile_kernels.runtime.cases import (
     changed,
     with_value,
 )
-from tile_kernels.torch.mapping import most_expanded_tokens
 
 # What one of 8 ranks receives when each sends 4096 tokens to 8 of 256 experts, 32 of them here:
 # the tokens that chose at least one of its experts, about 1.5 each.

@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels import torch as references
 from tile_kernels.moe.count.op import chunk_counts
+from tile_kernels.moe.mapping import reference
 from tile_kernels.moe.mapping.plan import MAX_EXPERTS, MAX_NUMBERS, plan
-from tile_kernels.runtime import backends, checks
-from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec
-from tile_kernels.runtime.launch import Kernel
-from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch.mapping import (
+from tile_kernels.moe.mapping.reference import (
     Mapping,
     finish_mapping,
     fused_mapping,
     most_expanded_tokens,
 )
+from tile_kernels.runtime import backends, checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
 
 _KERNEL = Kernel("tile_kernels.moe.mapping.kernel", "fused_mapping", plan)
 
@@ -130,7 +130,7 @@ def _check_overflow(overflow: Tensor, topk_idx: Tensor) -> None:
         checks.writable("overflow", overflow)
 
 
-@GET_FUSED_MAPPING.public(reference=references.get_fused_mapping, mutates=("overflow",))
+@GET_FUSED_MAPPING.public(reference=reference.get_fused_mapping, mutates=("overflow",))
 def get_fused_mapping(
     topk_idx: Tensor,
     num_experts: int,

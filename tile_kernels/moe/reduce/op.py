@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels import torch as references
 from tile_kernels.moe.expand.op import expand_to_fused
 from tile_kernels.moe.fused import FP8, SLOT_DIMS, check_positions, data_and_scales, dtype_names
+from tile_kernels.moe.reduce import reference
 from tile_kernels.moe.reduce.plan import plan
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
@@ -126,7 +126,7 @@ def cost(
 def _reference(*args: Any) -> Tensor:
     a = Arguments(*args)
     rows = a.x if a.x_sf is None else (a.x, a.x_sf)
-    return references.reduce_fused(
+    return reference.reduce_fused(
         rows, a.topk_weights, a.token_topk_to_pos, a.fp8_format, a.sf, out_dtype=a.out_dtype
     )
 
@@ -200,7 +200,7 @@ REDUCE_FUSED = Operator(
 )
 
 
-@REDUCE_FUSED.public(reference=references.reduce_fused)
+@REDUCE_FUSED.public(reference=reference.reduce_fused)
 def reduce_fused(
     x: Tensor | tuple[Tensor, Tensor],
     topk_weights: Tensor | None,

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels import torch as references
 from tile_kernels.moe.gates import (
     check_groups,
     check_map_values,
@@ -17,14 +16,16 @@ from tile_kernels.moe.gates import (
     experts_per_rank,
 )
 from tile_kernels.moe.plan import MAX_SLOTS
+from tile_kernels.moe.scoring import ScoringFunc
+from tile_kernels.moe.top2_sum import reference
 from tile_kernels.moe.top2_sum.plan import MAX_EXPERTS, plan
+from tile_kernels.moe.weight.reference import topk_weights_backward
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.autograd import refuse_tangents
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, Out, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch.scoring import ScoringFunc
 
 _KERNEL = Kernel("tile_kernels.moe.top2_sum.kernel", "top2_sum_gate", plan)
 
@@ -165,7 +166,7 @@ def _reference_with_choice(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         choice = a.logits.new_empty((a.logits.shape[0], a.num_topk), dtype=torch.int64)
     else:
         choice = a.unmapped_topk_idx.clone(memory_format=torch.contiguous_format)
-    return *references.top2_sum_gate(*a._replace(unmapped_topk_idx=choice)), choice
+    return *reference.top2_sum_gate(*a._replace(unmapped_topk_idx=choice)), choice
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -177,7 +178,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _backward(ctx: Any, _idx: Any, grad_weights: Tensor, _choice: Any) -> tuple[Any, ...]:
     logits, choice = ctx.saved_tensors  # masked tokens have no choice, so no gradient
-    grad = references.topk_weights_backward(
+    grad = topk_weights_backward(
         grad_weights[:, : choice.shape[1]], logits, choice, ctx.scoring_func, ctx.factor
     )
     return grad, *(None,) * (len(Arguments._fields) - 1)
@@ -195,7 +196,7 @@ TOP2_SUM_GATE = Operator(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=references.top2_sum_gate,
+    reference=reference.top2_sum_gate,
     cost=cost,
     dynamic=_DYNAMIC,
     differentiable=False,
@@ -208,7 +209,7 @@ IN_PLACE = Operator(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=references.top2_sum_gate,
+    reference=reference.top2_sum_gate,
     dynamic=_DYNAMIC,
     mutates=("unmapped_topk_idx",),
     differentiable=False,

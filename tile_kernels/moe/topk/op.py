@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels import torch as references
 from tile_kernels.moe.plan import MAX_GROUPS
+from tile_kernels.moe.topk import reference
 from tile_kernels.moe.topk.plan import (
     MAX_EXPERTS,
     MAX_WARP_EXPERTS,
@@ -73,7 +73,7 @@ TOPK_GATE = Operator(
     check=check_gate,
     outputs=gate_outputs,
     launches=gate_launches,
-    reference=references.stable_topk,
+    reference=reference.stable_topk,
     cost=gate_cost,
     dynamic={"scores": 1},
     differentiable=False,
@@ -151,7 +151,7 @@ def group_cost(scores: Tensor, num_topk_groups: int, **_: int) -> Cost:
 
 def _group_reference(scores: Tensor, num_topk_sum: int, num_topk_groups: int) -> Tensor:
     """The reference under the public names of the arguments."""
-    return references.topk_sum_and_topk_group_idx(scores, num_topk_sum, num_topk_groups)
+    return reference.topk_sum_and_topk_group_idx(scores, num_topk_sum, num_topk_groups)
 
 
 TOPK_GROUPS = Operator(

@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels import torch as references
 from tile_kernels.moe.gates import check_scoring
 from tile_kernels.moe.plan import MAX_SLOTS
+from tile_kernels.moe.scoring import ScoringFunc
+from tile_kernels.moe.weight import reference
 from tile_kernels.moe.weight.plan import plan_normalize, plan_topk
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch.scoring import ScoringFunc
 
 _TOPK = Kernel("tile_kernels.moe.weight.kernel", "topk_weights", plan_topk)
 _NORMALIZE = Kernel("tile_kernels.moe.weight.kernel", "normalize_weight", plan_normalize)
@@ -77,7 +77,7 @@ def _topk_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # n
 
 def _topk_backward(ctx: Any, grad_weights: Tensor) -> tuple[Any, ...]:
     logits, topk_idx = ctx.saved_tensors
-    grad = references.topk_weights_backward(
+    grad = reference.topk_weights_backward(
         grad_weights, logits, topk_idx, ctx.scoring_func, ctx.factor
     )
     return grad, None, None, None
@@ -89,7 +89,7 @@ TOPK_WEIGHTS = Operator(
     check=check_topk,
     outputs=topk_outputs,
     launches=topk_launches,
-    reference=references.topk_weights,
+    reference=reference.topk_weights,
     cost=topk_cost,
     dynamic={"logits": 1, "topk_idx": 1},
     backward=_topk_backward,
@@ -176,7 +176,7 @@ NORMALIZE_WEIGHT = Operator(
     check=check_normalize,
     outputs=normalize_outputs,
     launches=normalize_launches,
-    reference=references.normalize_weight,
+    reference=reference.normalize_weight,
     cost=normalize_cost,
     dynamic={"topk_weights": 1},
     backward=_normalize_backward,

@@ -17,6 +17,7 @@ from tile_kernels.quant.samples import (
     placed,
     strided,
 )
+from tile_kernels.quant.scales import lay_out_sf
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -28,7 +29,6 @@ from tile_kernels.runtime.cases import (
     assert_equal_results,
     changed,
 )
-from tile_kernels.torch.scales import lay_out_sf
 
 Block = tuple[int, int]
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from tile_kernels.quant import layout
+from tile_kernels.quant.back import reference
 from tile_kernels.quant.back.plan import plan
+from tile_kernels.quant.types import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, alignment, row_alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import quant as references
-from tile_kernels.torch.scales import QuantTensor
 
 E5M6 = "e5m6"
 
@@ -107,7 +107,7 @@ CAST_BACK = Operator(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=_flat(references.cast_back),
+    reference=_flat(reference.cast_back),
     cost=cost,
     dynamic={"x": 1, "x_sf": 1},
     out=("out",),
@@ -120,7 +120,7 @@ PER_TOKEN_CAST_BACK = Operator(
     check=check_per_token,
     outputs=outputs,
     launches=per_token_launches,
-    reference=_flat(references.per_token_cast_back),
+    reference=_flat(reference.per_token_cast_back),
     cost=cost,
     dynamic={"x": 1, "x_sf": 1},
     out=("out",),
@@ -128,7 +128,7 @@ PER_TOKEN_CAST_BACK = Operator(
 )
 
 
-@CAST_BACK.public(reference=references.cast_back)
+@CAST_BACK.public(reference=reference.cast_back)
 def cast_back(
     x: QuantTensor,
     fmt: str,
@@ -191,7 +191,7 @@ def cast_back_e5m6(
     return cast_back(x, fmt, x_block_size, E5M6, out)
 
 
-@PER_TOKEN_CAST_BACK.public(reference=references.per_token_cast_back)
+@PER_TOKEN_CAST_BACK.public(reference=reference.per_token_cast_back)
 def per_token_cast_back(
     x: QuantTensor,
     fmt: str,

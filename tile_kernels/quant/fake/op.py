@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tile_kernels.quant.fake import reference
 from tile_kernels.quant.per_token.op import check_plain_cast, launch_cast
 from tile_kernels.quant.storage import FAKE, ROW
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import quant as references
 
 
 class Arguments(NamedTuple):
@@ -53,7 +53,7 @@ FAKE_CAST = Operator(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=references.fake_cast,
+    reference=reference.fake_cast,
     cost=cost,
     dynamic={"x": 1},
     out=("out",),

@@ -15,6 +15,7 @@ from tile_kernels.quant.samples import (
     hexed,
     placed,
 )
+from tile_kernels.quant.scales import lay_out_sf
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -25,7 +26,6 @@ from tile_kernels.runtime.cases import (
     Vector,
     changed,
 )
-from tile_kernels.torch.scales import lay_out_sf
 
 Block = tuple[int, int]
 

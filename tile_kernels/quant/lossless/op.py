@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from tile_kernels.quant import layout
+from tile_kernels.quant import scales as scale_layouts
+from tile_kernels.quant.lossless import reference
 from tile_kernels.quant.lossless.plan import MAX_CHANNELS, MAX_RATIO, plan
 from tile_kernels.quant.storage import PACKED
+from tile_kernels.quant.types import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, row_alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import quant as references
-from tile_kernels.torch import scales as scale_layouts
-from tile_kernels.torch.scales import QuantTensor
 from tile_kernels.utils import ceil_div
 
 _CAST_LOSSLESS = Kernel("tile_kernels.quant.lossless.kernel", "cast_lossless", plan)
@@ -112,7 +112,7 @@ def _reference(
     x: Tensor, x_sf: Tensor, fmt: str, x_block_size: Any, out_block_size: Any, *flags: bool
 ) -> QuantTensor:
     blocks = tuple(x_block_size), tuple(out_block_size)
-    return references.per_block_cast_lossless((x, x_sf), fmt, *blocks, *flags)
+    return reference.per_block_cast_lossless((x, x_sf), fmt, *blocks, *flags)
 
 
 def cost(
@@ -140,7 +140,7 @@ PER_BLOCK_CAST_LOSSLESS = Operator(
 )
 
 
-@PER_BLOCK_CAST_LOSSLESS.public(reference=references.per_block_cast_lossless)
+@PER_BLOCK_CAST_LOSSLESS.public(reference=reference.per_block_cast_lossless)
 def per_block_cast_lossless(
     x: QuantTensor,
     fmt: str,

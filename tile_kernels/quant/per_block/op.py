@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from tile_kernels.quant import layout
+from tile_kernels.quant.per_block import reference
 from tile_kernels.quant.per_block.plan import plan
 from tile_kernels.quant.storage import CAST, GIVEN, GROUPS, PACKED, ROW, SCALES
+from tile_kernels.quant.types import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, row_alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import quant as references
-from tile_kernels.torch.scales import QuantTensor
 from tile_kernels.utils import ceil_div
 
 FORMATS = ("e4m3", "e2m1")
@@ -119,7 +119,7 @@ PER_BLOCK_CAST = Operator(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=references.per_block_cast,
+    reference=reference.per_block_cast,
     cost=cost,
     dynamic={"x": 1},
     out=("out", "out_sf"),
@@ -132,7 +132,7 @@ PER_BLOCK_CAST_WITH_SF_ONLY = Operator(
     check=check,
     outputs=scales_outputs,
     launches=scales_launches,
-    reference=references.per_block_cast_with_sf_only,
+    reference=reference.per_block_cast_with_sf_only,
     cost=scales_cost,
     dynamic={"x": 1},
     out=("out",),
@@ -262,7 +262,7 @@ PER_BLOCK_CAST_WITH_PRECOMPUTED_SF = Operator(
     check=check_given,
     outputs=given_outputs,
     launches=given_launches,
-    reference=references.per_block_cast_with_precomputed_sf,
+    reference=reference.per_block_cast_with_precomputed_sf,
     cost=given_cost,
     dynamic={"x": 1, "sf": 1},
     out=("out",),

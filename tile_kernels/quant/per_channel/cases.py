@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tile_kernels.quant.casting import cast
 from tile_kernels.quant.samples import (
     hexed,
     numbers,
@@ -25,7 +26,6 @@ from tile_kernels.runtime.cases import (
     Vector,
     changed,
 )
-from tile_kernels.torch.cast import cast
 
 _BF16, _FP32, _E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 

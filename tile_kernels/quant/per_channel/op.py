@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels.quant import layout
+from tile_kernels.quant import formats, layout
+from tile_kernels.quant.per_channel import reference
 from tile_kernels.quant.per_channel.plan import (
     CLAMPED_SWIGLU,
     GROUPS,
@@ -17,14 +18,12 @@ from tile_kernels.quant.per_channel.plan import (
     SWIGLU,
     plan,
 )
+from tile_kernels.quant.types import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import formats
-from tile_kernels.torch import quant as references
-from tile_kernels.torch.scales import QuantTensor
 from tile_kernels.utils import ceil_div
 
 _CAST_COLUMNS = Kernel("tile_kernels.quant.per_channel.kernel", "cast_columns", plan)
@@ -121,7 +120,7 @@ PER_CHANNEL_CAST = Operator(
     check=check,
     outputs=outputs,
     launches=launches,
-    reference=references.per_channel_cast,
+    reference=reference.per_channel_cast,
     cost=cost,
     dynamic={"x": 1},
     out=("out", "out_sf"),
@@ -134,7 +133,7 @@ PER_CHANNEL_CAST_AND_TRANSPOSE = Operator(
     check=check,
     outputs=transposed_outputs,
     launches=transposed_launches,
-    reference=references.per_channel_cast_and_transpose,
+    reference=reference.per_channel_cast_and_transpose,
     cost=cost,
     dynamic={"x": 1},
     out=("out", "out_sf"),
@@ -296,7 +295,7 @@ def _fused_reference(
     source = x if x_sf is None else (x, x_sf)
     if pos_to_token is not None:
         pos_to_token = pos_to_token.masked_fill(pos_to_token >= x.shape[0], -1)
-    return references.per_channel_cast_fused(
+    return reference.per_channel_cast_fused(
         source, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token
     )
 
@@ -326,7 +325,7 @@ PER_CHANNEL_CAST_FUSED = Operator(
 )
 
 
-@PER_CHANNEL_CAST_FUSED.public(reference=references.per_channel_cast_fused)
+@PER_CHANNEL_CAST_FUSED.public(reference=reference.per_channel_cast_fused)
 def per_channel_cast_fused(
     x: Tensor | QuantTensor,
     fmt: str,
@@ -422,7 +421,7 @@ SWIGLU_FORWARD_AND_PER_CHANNEL_CAST_AND_TRANSPOSE = Operator(
     check=check_swiglu,
     outputs=swiglu_outputs,
     launches=swiglu_launches,
-    reference=references.swiglu_forward_and_per_channel_cast_and_transpose,
+    reference=reference.swiglu_forward_and_per_channel_cast_and_transpose,
     cost=swiglu_cost,
     dynamic={"x": 1},
     out=("out", "out_sf"),

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from tile_kernels.quant import layout
+from tile_kernels.quant.per_token import reference
 from tile_kernels.quant.per_token.plan import is_whole, plan
 from tile_kernels.quant.storage import CAST, GIVEN, GROUPS, ROW, SCALES
+from tile_kernels.quant.types import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, row_alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import quant as references
-from tile_kernels.torch.scales import QuantTensor
 from tile_kernels.utils import ceil_div
 
 _CAST_GROUPS = Kernel("tile_kernels.quant.per_token.kernel", "cast_groups", plan)
@@ -130,7 +130,7 @@ def launches(a: Arguments, out: Spec, out_sf: Spec) -> Launch | None:
 
 
 def _reference(x: Tensor, x_sf: Tensor | None, *rest: Any) -> QuantTensor:
-    return references.per_token_cast(x if x_sf is None else (x, x_sf), *rest)
+    return reference.per_token_cast(x if x_sf is None else (x, x_sf), *rest)
 
 
 def cost(
@@ -157,7 +157,7 @@ PER_TOKEN_CAST = Operator(
 )
 
 
-@PER_TOKEN_CAST.public(reference=references.per_token_cast)
+@PER_TOKEN_CAST.public(reference=reference.per_token_cast)
 def per_token_cast(
     x: Tensor | QuantTensor,
     fmt: str,
@@ -306,7 +306,7 @@ PER_TOKEN_CAST_WITH_SF_ONLY = Operator(
     check=check_scales,
     outputs=scales_outputs,
     launches=scales_launches,
-    reference=references.per_token_cast_with_sf_only,
+    reference=reference.per_token_cast_with_sf_only,
     cost=scales_cost,
     dynamic={"x": 1},
     out=("out",),
@@ -402,7 +402,7 @@ PER_TOKEN_CAST_WITH_PRECOMPUTED_SF = Operator(
     check=check_given,
     outputs=given_outputs,
     launches=given_launches,
-    reference=references.per_token_cast_with_precomputed_sf,
+    reference=reference.per_token_cast_with_precomputed_sf,
     cost=given_cost,
     dynamic={"x": 1, "sf": 1},
     out=("out",),

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tile_kernels.quant.casting import cast
 from tile_kernels.quant.samples import (
     COLUMN,
     LAYOUTS,
@@ -32,7 +33,6 @@ from tile_kernels.runtime.cases import (
     edited,
     misaligned,
 )
-from tile_kernels.torch.cast import cast
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _E4M3, _INT32 = torch.float8_e4m3fn, torch.int32

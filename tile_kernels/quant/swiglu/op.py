@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels.quant import layout
+from tile_kernels.quant import formats, layout
 from tile_kernels.quant.storage import GROUPS
+from tile_kernels.quant.swiglu import reference
 from tile_kernels.quant.swiglu.plan import (
     BACKWARD_GROUPS,
     FMT,
@@ -17,14 +18,12 @@ from tile_kernels.quant.swiglu.plan import (
     plan,
     plan_backward,
 )
+from tile_kernels.quant.types import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, Out, Spec, row_alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.torch import formats
-from tile_kernels.torch import quant as references
-from tile_kernels.torch.scales import QuantTensor
 from tile_kernels.utils import ceil_div
 
 _GROUPS = Kernel("tile_kernels.quant.swiglu.kernel", "swiglu_groups", plan)
@@ -150,7 +149,7 @@ def _reference(*args: Any) -> QuantTensor:
     if a.pos_to_token_topk is not None and a.topk_weights is not None:
         index = _only_in_range(a.pos_to_token_topk, a.topk_weights)
         a = a._replace(pos_to_token_topk=index)
-    return references.swiglu_forward_and_per_token_cast(*a)
+    return reference.swiglu_forward_and_per_token_cast(*a)
 
 
 def cost(x: Tensor, num_per_channels: int, use_packed_ue8m0: bool, **_: Any) -> Cost:
@@ -194,7 +193,7 @@ _SWIGLU_FORWARD_AND_COUNT = Operator(
 
 
 @SWIGLU_FORWARD_AND_PER_TOKEN_CAST.public(
-    reference=references.swiglu_forward_and_per_token_cast, mutates=("clamped_count",)
+    reference=reference.swiglu_forward_and_per_token_cast, mutates=("clamped_count",)
 )
 def swiglu_forward_and_per_token_cast(
     x: Tensor,
@@ -375,7 +374,7 @@ def backward_launches(
 def _backward_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x, x_sf, grad_out, weight, index, *rest = args
     index = _only_in_range(index, weight)
-    out, (data, sf), x_grad, weight_grad = references.swiglu_backward_and_per_token_cast(
+    out, (data, sf), x_grad, weight_grad = reference.swiglu_backward_and_per_token_cast(
         (x, x_sf), grad_out, weight, index, *rest
     )
     return out, data, sf, x_grad, weight_grad
@@ -414,7 +413,7 @@ def _as_rows(x: Tensor, dims: int) -> Tensor:
     return x.flatten(0, -2) if x.dim() == dims else x
 
 
-@SWIGLU_BACKWARD_AND_PER_TOKEN_CAST.public(reference=references.swiglu_backward_and_per_token_cast)
+@SWIGLU_BACKWARD_AND_PER_TOKEN_CAST.public(reference=reference.swiglu_backward_and_per_token_cast)
 def swiglu_backward_and_per_token_cast(
     x: QuantTensor,
     grad_out: Tensor,

@@ -1,4 +1,4 @@
-"""The arithmetic of SwiGLU on the device: the mirror of `tile_kernels.torch.swiglu`.
+"""The arithmetic of SwiGLU on the device: the mirror of `reference.py`.
 
 Every operation is rounded on its own, divisions included, in exactly the association that the
 reference has; nothing is contracted. `l` is the gate and `r` the value, both float32. Reused values

@@ -1,10 +1,11 @@
-"""Oracle of the hash gate."""
+"""Reference of `hash_gate`."""
 
 from __future__ import annotations
 
 import torch
 
-from tile_kernels.torch.topk import placed, topk_weights
+from tile_kernels.moe.placement import placed
+from tile_kernels.moe.weight.reference import topk_weights
 
 
 def hashed_experts(

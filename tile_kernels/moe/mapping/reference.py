@@ -1,4 +1,4 @@
-"""Oracle of the mapping between tokens and the rows of a grouped matrix product."""
+"""Reference of the mapping between tokens and the rows of a grouped matrix product."""
 
 from __future__ import annotations
 

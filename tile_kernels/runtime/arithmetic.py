@@ -1,4 +1,4 @@
-"""Arithmetic of the hardware that PyTorch has no operator for."""
+"""What references of several families share: arithmetic that PyTorch has no operator for."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def row_chunks(num_rows: int, width: int, multiple: int = 1) -> list[slice]:
     """
     size = max(1, _CHUNK // max(width * multiple, 1)) * multiple
     return [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """`x` in float32, or as it is if it is float64."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

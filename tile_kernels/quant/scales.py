@@ -23,11 +23,8 @@ from collections.abc import Sequence
 import torch
 
 from tile_kernels import utils
-from tile_kernels.torch import formats
-from tile_kernels.torch.arithmetic import row_chunks
-
-# Quantised data and its scale factors.
-QuantTensor = tuple[torch.Tensor, torch.Tensor]
+from tile_kernels.quant import formats
+from tile_kernels.runtime.arithmetic import row_chunks
 
 _GROUPS_PER_WORD = 4
 _ROW_ALIGNMENT = 4

@@ -1,4 +1,4 @@
-"""Oracles of SwiGLU and its gradient.
+"""References of SwiGLU and its gradient, alone and with casts along rows.
 
 A row `x` of width `2 H` holds the gate, its left half `l`, and the value, its right half `r`. With
 a clamp value `c` first `l = min(l, c)` and `r = min(max(r, -c), c)`, where NaN stays NaN. Then
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.torch.arithmetic import fused_multiply_add
-from tile_kernels.torch.cast import dequantize
-from tile_kernels.torch.gather import gather_or_zero
-from tile_kernels.torch.scales import QuantTensor
+from tile_kernels.quant import formats
+from tile_kernels.quant.casting import dequantize, quantize
+from tile_kernels.quant.gather import gather_or_zero
+from tile_kernels.quant.types import QuantTensor
+from tile_kernels.runtime.arithmetic import fused_multiply_add, widened
 
 
 def swiglu_forward(
@@ -44,7 +45,7 @@ def swiglu_forward(
     >>> count.tolist()
     [0, 1, 0]
     """
-    left, right = split_halves(x if x.dtype == torch.float64 else x.float())
+    left, right = split_halves(widened(x))
     if swiglu_clamp_value is not None:
         if clamped_count is not None:
             clamped_count += count_clamped(left, right, swiglu_clamp_value)
@@ -204,3 +205,79 @@ def weights_of_rows(weights: torch.Tensor, pos_to_token_topk: torch.Tensor) -> t
     [[2.0], [0.0]]
     """
     return gather_or_zero(weights.flatten(), pos_to_token_topk)[:, None]
+
+
+def swiglu_forward_and_per_token_cast(
+    x: torch.Tensor,
+    fmt: str,
+    num_per_channels: int,
+    pos_to_token_topk: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    pos_to_expert: torch.Tensor | None = None,
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+    swiglu_clamp_value: float | None = None,
+    clamped_count: torch.Tensor | None = None,
+    sf_clamp_min: float | None = None,
+) -> QuantTensor:
+    """`swiglu_forward`, and its float32 result to e4m3 in blocks of `(1, num_per_channels)`.
+
+    Rows whose `pos_to_expert` is negative are padding: they are not read and not counted, and
+    their data and scale factors are zero. `sf_clamp_min` replaces `1e-4`, the least magnitude that
+    a block's scale factor is made from.
+
+    >>> x = torch.tensor([[1.0, -2.0, 12.0, 3.0], [1.0, 1.0, 1.0, 1.0]])
+    >>> expert = torch.tensor([3, -1])
+    >>> data, sf = swiglu_forward_and_per_token_cast(
+    ...     x, "e4m3", 2, pos_to_expert=expert, round_sf=True
+    ... )
+    >>> data.float().tolist(), sf.tolist()
+    ([[288.0, -22.0], [0.0, 0.0]], [[0.03125], [0.0]])
+    """
+    if fmt != formats.E4M3.name:
+        raise ValueError(f"fmt must be 'e4m3', got {fmt!r}")
+    rest = topk_weights, swiglu_clamp_value, clamped_count
+    flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
+    block = 1, num_per_channels
+    if pos_to_expert is None:
+        out = swiglu_forward(x, pos_to_token_topk, *rest)
+        return quantize(out, formats.E4M3, block, *flags, clamp_min=sf_clamp_min)
+    real = pos_to_expert >= 0
+    index = None if pos_to_token_topk is None else pos_to_token_topk[real]
+    out = x.new_zeros((x.shape[0], x.shape[1] // 2), dtype=torch.float32)
+    out[real] = swiglu_forward(x[real], index, *rest)
+    data, sf = quantize(out, formats.E4M3, block, *flags, clamp_min=sf_clamp_min)
+    return data, sf.masked_fill_(~real[:, None], 0)
+
+
+def swiglu_backward_and_per_token_cast(
+    x: QuantTensor,
+    grad_out: torch.Tensor,
+    weight: torch.Tensor,
+    pos_to_token_topk: torch.Tensor,
+    token_topk_to_pos: torch.Tensor,
+    num_per_channels: int,
+    round_sf: bool = False,
+    swiglu_clamp_value: float | None = None,
+) -> tuple[torch.Tensor, QuantTensor, torch.Tensor, torch.Tensor]:
+    """`swiglu_backward`, and its `x_grad` also to e4m3 in blocks of `(1, num_per_channels)`.
+
+    Returns `(out, (x_grad_e4m3, x_grad_sf), x_grad, weight_grad)`, where `out` and `x_grad` are
+    rounded to bfloat16; the e4m3 gradient is made from the float32 one.
+
+    >>> x = torch.tensor([[1.0, 3.0]]).to(torch.float8_e4m3fn), torch.ones(1, 2)
+    >>> index, inverse = torch.tensor([0]), torch.tensor([[0]])
+    >>> weight = torch.tensor([[2.0]])
+    >>> out, (data, sf), x_grad, weight_grad = swiglu_backward_and_per_token_cast(
+    ...     x, torch.ones(1, 1), weight, index, inverse, 1, round_sf=True
+    ... )
+    >>> out.tolist(), (data.float() * sf).tolist(), x_grad.tolist()
+    ([[4.375]], [[5.5, 1.5]], [[5.5625, 1.4609375]])
+    """
+    maps = pos_to_token_topk, token_topk_to_pos
+    out, x_grad, weight_grad = swiglu_backward(
+        x, grad_out, weight, *maps, num_per_channels, swiglu_clamp_value
+    )
+    x_grad_quantised = quantize(x_grad, formats.E4M3, (1, num_per_channels), round_sf)
+    return out.bfloat16(), x_grad_quantised, x_grad.bfloat16(), weight_grad

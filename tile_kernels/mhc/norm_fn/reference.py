@@ -1,4 +1,4 @@
-"""Oracle of the projection that gives the mixes of a token, and of its gradient.
+"""References of the projection that gives the mixes of a token, and of its gradient.
 
 The streams of a token, as one row `X` of `K = m * h` numbers, are projected to `J` mixes and
 divided by their root mean square:
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from tile_kernels.runtime.arithmetic import widened
 
 _DROPPED = 0x1FFF  # the bits of a float32 that TF32 has not
 
@@ -38,6 +40,27 @@ def tf32(x: Tensor) -> Tensor:
         return x
     bits = round_to_tf32(x).view(torch.int32) & ~_DROPPED
     return torch.where(x.isfinite(), bits.view(torch.float32), x)
+
+
+def mhc_pre_norm_fn_ref(
+    residual: Tensor, mhc_fn: Tensor, mhc_norm_weight: Tensor | None, mhc_norm_eps: float
+) -> Tensor:
+    """The mixes `[..., J]` of a residual `[..., m, h]`: a projection of its RMS norm.
+
+    `mhc_fn` is float32 `[J, m * h]`, `mhc_norm_weight` `[m * h]` or None. The norm is applied after
+    the product, which is a matrix product of PyTorch's, with TF32 if that is on.
+
+    >>> rows = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.5]])
+    >>> mhc_pre_norm_fn_ref(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), rows, None, 1e-6)
+    tensor([0.3651, 1.8257])
+    """
+    if mhc_fn.dtype != torch.float32:
+        raise TypeError(f"mhc_fn must be float32, got {mhc_fn.dtype}")
+    if mhc_norm_weight is not None:
+        mhc_fn = mhc_fn * mhc_norm_weight
+    x = residual.flatten(-2).float()
+    mean_square = x.square().mean(-1, keepdim=True)
+    return torch.nn.functional.linear(x, mhc_fn) * torch.rsqrt(mean_square + mhc_norm_eps)
 
 
 def mhc_norm_fn_fwd(residual: Tensor, fn: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,5 +131,4 @@ def mhc_norm_fn_bwd(
 
 def _rows(residual: Tensor) -> Tensor:
     """`[*, m * h]` in float32, or float64."""
-    rows = residual.flatten(-2)
-    return rows if rows.dtype == torch.float64 else rows.float()
+    return widened(residual.flatten(-2))

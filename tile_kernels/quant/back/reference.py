@@ -1,0 +1,62 @@
+"""References of the casts back to floating point."""
+
+from __future__ import annotations
+
+import torch
+
+from tile_kernels.quant import casting, formats
+from tile_kernels.quant.types import QuantTensor
+
+
+def cast_back(
+    x: QuantTensor, fmt: str, x_block_size: tuple[int, int], x_special_fmt: str | None = None
+) -> torch.Tensor:
+    """`casting.cast_back`, or `cast_back_from_e5m6` if that is the special format.
+
+    >>> x = casting.quantize(torch.ones(1, 8), formats.E5M6, (1, 8))
+    >>> cast_back(x, "bf16", (1, 8), "e5m6").tolist()
+    [[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]]
+    """
+    if x_special_fmt == formats.E5M6.name:
+        return cast_back_e5m6(x, fmt, x_block_size)
+    if x_special_fmt is not None:
+        raise ValueError(f"x_special_fmt must be None or 'e5m6', got {x_special_fmt!r}")
+    return casting.cast_back(x, fmt, x_block_size)
+
+
+def per_token_cast_back(
+    x: QuantTensor, fmt: str, num_per_channels: int, x_special_fmt: str | None = None
+) -> torch.Tensor:
+    """`cast_back` of blocks of `(1, num_per_channels)`.
+
+    >>> x = casting.cast(torch.ones(1, 4), "e4m3", (1, 4))
+    >>> per_token_cast_back(x, "fp32", 4).tolist()
+    [[1.0, 1.0, 1.0, 1.0]]
+    """
+    return cast_back(x, fmt, (1, num_per_channels), x_special_fmt)
+
+
+def cast_back_e5m6(x: QuantTensor, fmt: str, x_block_size: tuple[int, int]) -> torch.Tensor:
+    """`cast_back_from_e5m6`.
+
+    >>> x = casting.quantize(torch.ones(1, 8), formats.E5M6, (1, 8))
+    >>> cast_back_e5m6(x, "fp32", (1, 8)).shape
+    torch.Size([1, 8])
+    """
+    return cast_back_from_e5m6(x, fmt, x_block_size)
+
+
+def cast_back_from_e5m6(x: QuantTensor, fmt: str, x_block_size: tuple[int, int]) -> torch.Tensor:
+    """From e5m6 data and scale factors to `[T, H]`, bfloat16 ("bf16") or float32 ("fp32").
+
+    The data is uint8 `[T, 3 * H / 2]`. `code * sf` in float32, rounded once, then to bfloat16 if
+    asked.
+
+    >>> x = torch.tensor([[0.5, -1, 0.25, 2, 0, 1.5, -3, 4]])
+    >>> quantised = casting.quantize(x, formats.E5M6, (1, 8), round_sf=True)
+    >>> cast_back_from_e5m6(quantised, "fp32", (1, 8)).equal(x)
+    True
+    """
+    if x[0].dtype != formats.E5M6.dtype:
+        raise TypeError(f"e5m6 data must be uint8, got {x[0].dtype}")
+    return casting.round_to(casting.dequantize(x, x_block_size), fmt)

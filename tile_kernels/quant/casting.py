@@ -1,0 +1,234 @@
+"""Casts between floating-point and block-scaled tensors, which the references are made of.
+
+The references accept every size that the formats can hold, more than the operators do. What `cast`
+says of NaN and infinity, and `tile_kernels.quant.scales` of padding, holds for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+
+from tile_kernels.quant import formats, scales
+from tile_kernels.quant.types import QuantTensor
+from tile_kernels.runtime.arithmetic import row_chunks
+
+_CAST_FORMATS = {fmt.name: fmt for fmt in (formats.E4M3, formats.E2M1)}
+_FORMAT_OF_DTYPE = {fmt.dtype: fmt for fmt in (formats.E4M3, formats.E2M1, formats.E5M6)}
+_OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def dequantize(x: QuantTensor, block_size: tuple[int, int]) -> torch.Tensor:
+    """The values of a quantised tensor, float32 `[T, H]`: `code * sf`, rounded once.
+
+    The dtype of the data says the format, the dtype of the scale factors their layout.
+
+    >>> dequantize((torch.tensor([[33, 15]], dtype=torch.int8), torch.tensor([[2.0, 0.5]])), (1, 2))
+    tensor([[ 1.,  2., -3.,  0.]])
+    """
+    data, sf = x
+    if data.dtype not in _FORMAT_OF_DTYPE:
+        raise TypeError(f"quantised data must be one of {[*_FORMAT_OF_DTYPE]}, got {data.dtype}")
+    values = _FORMAT_OF_DTYPE[data.dtype].decode(data)
+    return values * scales.expand_blocks(scales.read_sf(sf), block_size, values.shape)
+
+
+def to_float32(x: torch.Tensor | QuantTensor, x_block_size: tuple[int, int] | None) -> torch.Tensor:
+    """What a cast reads, as float32 `[T, H]`: a bfloat16 or float32 tensor, or a quantised one.
+
+    >>> to_float32(torch.tensor([[1.5]], dtype=torch.bfloat16), None)
+    tensor([[1.5000]])
+    """
+    if isinstance(x, tuple):
+        if x_block_size is None:
+            raise ValueError("x_block_size must say the scale blocks of a quantised x, got None")
+        return dequantize(x, x_block_size)
+    if x_block_size is not None:
+        raise ValueError(f"x_block_size is for a quantised x only, got {x_block_size}")
+    if x.dtype not in _OUT_DTYPES.values():
+        raise TypeError(f"x must be bfloat16 or float32, got {x.dtype}")
+    return x.float()
+
+
+def block_amax(values: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
+    """The largest magnitude in each block of float32 `[T, H]`: float32 `[M, G]`.
+
+    NaN counts as 0, so that it spoils no neighbour, and infinity as the largest finite float32, so
+    that scale factors stay finite.
+
+    >>> block_amax(torch.tensor([[1.0, -2.0, float("nan")], [3.0, 0.0, 0.5]]), (2, 2)).tolist()
+    [[3.0, 0.5]]
+    """
+    if not values.is_cpu:  # where looking at the result would wait for it
+        return scales.block_max(values.nan_to_num(), block_size)
+    largest = scales.block_max(values, block_size)
+    if largest.isnan().any():
+        largest = scales.block_max(values.nan_to_num(nan=0.0), block_size)
+    return largest.nan_to_num()
+
+
+def quantize(
+    values: torch.Tensor,
+    fmt: formats.Format,
+    block_size: tuple[int, int],
+    round_sf: bool = False,
+    use_tma_aligned_col_major_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+    clamp_min: float | None = None,
+) -> QuantTensor:
+    """float32 `[T, H]` to data of a format and the scale factors of its blocks.
+
+    `scale_from_amax` defines the scale factors, `encode_scaled` the data.
+
+    >>> data, sf = quantize(torch.tensor([[1.0, -2.0, 3.0, 7.0]]), formats.E4M3, (1, 4))
+    >>> data.float().tolist(), sf.tolist()
+    ([[64.0, -128.0, 192.0, 448.0]], [[0.015625]])
+    """
+    amax = block_amax(values, block_size)
+    sf, inv = formats.scale_from_amax(amax, fmt, round_sf, clamp_min)
+    data = encode_scaled(values, fmt, block_size, inv)
+    return data, scales.lay_out_sf(sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+
+
+def scale_factors(
+    x: torch.Tensor,
+    fmt: str,
+    block_size: tuple[int, int],
+    round_sf: bool = False,
+    use_tma_aligned_col_major_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> torch.Tensor:
+    """The scale factors of `cast` without the data.
+
+    >>> scale_factors(torch.tensor([[1.0, -2.0, 3.0, 7.0]]), "e4m3", (1, 4)).tolist()
+    [[0.015625]]
+    """
+    amax = block_amax(to_float32(x, x_block_size=None), block_size)
+    sf, _ = formats.scale_from_amax(amax, _CAST_FORMATS[fmt], round_sf)
+    return scales.lay_out_sf(sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+
+
+def quantize_with_sf(
+    values: torch.Tensor, fmt: formats.Format, block_size: tuple[int, int], sf: torch.Tensor
+) -> torch.Tensor:
+    """float32 `[T, H]` to data of a format, by given float32 scale factors `[M, G]`.
+
+    The factor before encoding is `1 / sf`, rounded once.
+
+    >>> sf = torch.tensor([[2.0]])
+    >>> quantize_with_sf(torch.tensor([[1.0, 1000.0]]), formats.E4M3, (1, 2), sf).float().tolist()
+    [[0.5, 448.0]]
+    """
+    expected = scales.num_blocks(values.shape, block_size)
+    if sf.shape != expected or sf.dtype != torch.float32:
+        raise ValueError(
+            f"sf must be float32 of shape {expected} for x of {tuple(values.shape)} in blocks of "
+            f"{block_size}, got {sf.dtype} of {tuple(sf.shape)}"
+        )
+    return encode_scaled(values, fmt, block_size, torch.ones_like(sf) / sf)
+
+
+def encode_scaled(
+    values: torch.Tensor, fmt: formats.Format, block_size: tuple[int, int], inv: torch.Tensor
+) -> torch.Tensor:
+    """float32 `[T, H]` to `encode(value * inv)`, saturating, with a factor for each block.
+
+    Infinity becomes the largest finite value of every format, of its sign; NaN is encoded as NaN.
+
+    >>> encode_scaled(torch.tensor([[2.0, -3.0]]), formats.E2M1, (1, 1), torch.tensor([[2.0, 1.0]]))
+    tensor([[-42]], dtype=torch.int8)
+    """
+    num_rows, width = values.shape
+    chunks = row_chunks(num_rows, width, block_size[0]) if values.is_cpu else [slice(num_rows)]
+    encoded = []
+    for rows in chunks or [slice(0)]:
+        factors = inv[rows.start // block_size[0] if rows.start else 0 :]
+        scaled = scales.times_blocks(values[rows], factors, block_size)
+        encoded.append(fmt.encode(scaled.clamp_(-fmt.max, fmt.max)))
+    return torch.cat(encoded)
+
+
+@overload
+def cast(
+    x: torch.Tensor | QuantTensor,
+    fmt: str,
+    block_size: tuple[int, int] = (32, 32),
+    sf: None = None,
+    x_block_size: tuple[int, int] | None = None,
+    round_sf: bool = False,
+    use_tma_aligned_col_major_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> QuantTensor: ...
+@overload
+def cast(
+    x: torch.Tensor | QuantTensor,
+    fmt: str,
+    block_size: tuple[int, int],
+    sf: torch.Tensor,
+    x_block_size: tuple[int, int] | None = None,
+    round_sf: bool = False,
+    use_tma_aligned_col_major_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> torch.Tensor: ...
+def cast(
+    x: torch.Tensor | QuantTensor,
+    fmt: str,
+    block_size: tuple[int, int] = (32, 32),
+    sf: torch.Tensor | None = None,
+    x_block_size: tuple[int, int] | None = None,
+    round_sf: bool = False,
+    use_tma_aligned_col_major_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> QuantTensor | torch.Tensor:
+    """To e4m3 or e2m1 with a scale factor for each block, of any block and tensor size.
+
+    | argument | shape | dtype |
+    |---|---|---|
+    | `x` | `[T, H]` | bfloat16, float32 |
+    | or `x`, with `x_block_size` | `([T, H], sf)`, `([T, H / 2], sf)` | e4m3, int8 of e2m1 |
+    | `sf`, optional | `[ceil(T / rows), ceil(H / channels)]` | float32 |
+    | returns data | `[T, H]` for e4m3, `[T, H / 2]` for e2m1 | float8_e4m3fn, int8 |
+    | returns scale factors | see `tile_kernels.quant.scales` | float32, int32 |
+
+    A quantised `x` is first converted to float32. `round_sf` makes the scale factors powers of two.
+    With `sf` these are used and only the data is returned. A NaN affects only its own element; an
+    infinity counts as the largest finite float32 for the scale and saturates.
+
+    >>> data, sf = cast(torch.tensor([[1.0, -2.0, 3.0, 4.0]]), "e2m1", (1, 4), round_sf=True)
+    >>> bytes(data.view(torch.uint8)[0].tolist()).hex(), sf.tolist()
+    ('c265', [[1.0]])
+    """
+    target = _CAST_FORMATS[fmt]
+    values = to_float32(x, x_block_size)
+    flags = use_tma_aligned_col_major_sf, use_packed_ue8m0
+    if sf is None:
+        return quantize(values, target, block_size, round_sf, *flags)
+    if any(flags):
+        raise ValueError("a given sf must be row-major float32: leave both layout flags False")
+    return quantize_with_sf(values, target, block_size, sf)
+
+
+def cast_back(x: QuantTensor, fmt: str, block_size: tuple[int, int] = (32, 32)) -> torch.Tensor:
+    """From e4m3 or e2m1 data and scale factors to `[T, H]`, bfloat16 ("bf16") or float32 ("fp32").
+
+    `code * sf` in float32, rounded once, then to bfloat16 if asked.
+
+    >>> x = cast(torch.tensor([[1.0, -2.0, 3.0, 4.0]]), "e2m1", (1, 4), round_sf=True)
+    >>> cast_back(x, "fp32", (1, 4))
+    tensor([[ 1., -2.,  3.,  4.]])
+    """
+    if x[0].dtype not in (formats.E4M3.dtype, formats.E2M1.dtype):
+        raise TypeError(f"data must be float8_e4m3fn, or int8 of e2m1, got {x[0].dtype}")
+    return round_to(dequantize(x, block_size), fmt)
+
+
+def round_to(values: torch.Tensor, fmt: str) -> torch.Tensor:
+    """float32 to the dtype that "bf16" or "fp32" names.
+
+    >>> round_to(torch.tensor([1.0]), "bf16").dtype
+    torch.bfloat16
+    """
+    if fmt not in _OUT_DTYPES:
+        raise ValueError(f"fmt must be one of {[*_OUT_DTYPES]}, got {fmt!r}")
+    return values.to(_OUT_DTYPES[fmt])

@@ -1,0 +1,121 @@
+"""References of the casts in blocks of one row."""
+
+from __future__ import annotations
+
+import torch
+
+from tile_kernels.quant import formats
+from tile_kernels.quant.casting import cast, quantize, scale_factors, to_float32
+from tile_kernels.quant.types import QuantTensor
+
+
+def per_token_cast(
+    x: torch.Tensor | QuantTensor,
+    fmt: str,
+    num_per_channels: int,
+    x_block_size: tuple[int, int] | None = None,
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> QuantTensor:
+    """`cast` or `cast_to_e5m6` in blocks of `(1, num_per_channels)`.
+
+    >>> data, sf = per_token_cast(torch.tensor([[1.0, -2.0, 3.0, 7.0]]), "e4m3", 4)
+    >>> data.float().tolist(), sf.tolist()
+    ([[64.0, -128.0, 192.0, 448.0]], [[0.015625]])
+    """
+    if fmt == formats.E5M6.name:
+        if isinstance(x, tuple) or x_block_size is not None:
+            raise ValueError("a quantised x cannot be cast to e5m6")
+        return per_token_cast_to_e5m6(
+            x, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0
+        )
+    flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
+    return cast(x, fmt, (1, num_per_channels), None, x_block_size, *flags)
+
+
+def per_token_cast_with_sf_only(
+    x: torch.Tensor,
+    fmt: str,
+    num_per_channels: int,
+    x_block_size: tuple[int, int] | None = None,
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> torch.Tensor:
+    """The scale factors of `per_token_cast`.
+
+    >>> per_token_cast_with_sf_only(torch.tensor([[1.0, -2.0, 3.0, 7.0]]), "e4m3", 2).shape
+    torch.Size([1, 2])
+    """
+    flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
+    if x_block_size is not None:
+        raise ValueError(f"x_block_size is for a quantised x only, got {x_block_size}")
+    return scale_factors(x, fmt, (1, num_per_channels), *flags)
+
+
+def per_token_cast_with_precomputed_sf(
+    x: torch.Tensor,
+    fmt: str,
+    num_per_channels: int,
+    sf: torch.Tensor,
+    x_block_size: tuple[int, int] | None = None,
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> torch.Tensor:
+    """The data of `per_token_cast` by given row-major scale factors; `round_sf` has no effect.
+
+    >>> sf = torch.tensor([[0.5]])
+    >>> per_token_cast_with_precomputed_sf(torch.tensor([[1.0, 1000.0]]), "e4m3", 2, sf).float()
+    tensor([[  2., 448.]])
+    """
+    flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
+    return cast(x, fmt, (1, num_per_channels), sf, x_block_size, *flags)
+
+
+def per_token_cast_to_e5m6(
+    x: torch.Tensor,
+    num_per_channels: int,
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> QuantTensor:
+    """`cast_to_e5m6`.
+
+    >>> per_token_cast_to_e5m6(torch.ones(2, 16), 16)[0].shape
+    torch.Size([2, 24])
+    """
+    return cast_to_e5m6(
+        x, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0
+    )
+
+
+def cast_to_e5m6(
+    x: torch.Tensor,
+    num_per_channels: int,
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+) -> QuantTensor:
+    """To e5m6 with a scale factor for every `num_per_channels` channels of a row.
+
+    | argument | shape | dtype |
+    |---|---|---|
+    | `x` | `[T, H]`, `H` a multiple of 8 | bfloat16, float32 |
+    | returns data | `[T, 3 * H / 2]` | uint8 |
+    | returns scale factors | see `tile_kernels.quant.scales` | float32, int32 |
+
+    NaN becomes `0x7E0` in its own place; infinity counts as the largest finite float32 for the
+    scale and becomes 65024 of its sign. The largest finite float32 comes back as infinity, since
+    its scale is rounded up. Scaled magnitudes below `2**-14` are not rounded to nearest:
+    `tile_kernels.quant.formats.e5m6_codes` says how.
+
+    >>> x = torch.tensor([[0.5, -1, 0.25, 2, 0, 0.001, -3, 4]])
+    >>> data, sf = cast_to_e5m6(x, 8, round_sf=True)
+    >>> bytes(data[0].tolist()).hex(), sf.item() == 2.0**-13
+    ('68000f6c040040078007f682', True)
+    """
+    flags = use_tma_aligned_col_major_sf, use_packed_ue8m0
+    values = to_float32(x, x_block_size=None)
+    return quantize(values, formats.E5M6, (1, num_per_channels), round_sf, *flags)
