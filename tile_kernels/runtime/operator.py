@@ -108,6 +108,7 @@ class Operator(registry.Registered):
         serves: str | None = None,
     ) -> None:
         self.name, self._label = name, serves or name.rpartition(".")[2]
+        registry.register(self)  # first: a name that exists must not replace its custom op
         self.serves = f"{self.family}.{serves}" if serves else None
         self.arguments, self.check, self.reference, self.cost = arguments, check, reference, cost
         self._outputs, self._scratch, self._launches = outputs, scratch, launches
@@ -128,7 +129,6 @@ class Operator(registry.Registered):
         self._register(hints, out, no_gradient, backward, setup_context)
         self.function: Callable[..., Any] = self
         self.body: Callable[..., Any] = self
-        registry.register(self)
 
     def _register(
         self,
