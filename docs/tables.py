@@ -7,9 +7,13 @@ the results files.
 
 import inspect
 import json
+import re
 import statistics
 import sys
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tile_kernels import moe
 from tile_kernels.runtime.operator import Operator
@@ -31,6 +35,13 @@ def operators() -> list[str]:
     return ["| operator | what it does |", "|---|---|", *(row(op) for op in all_ops())]
 
 
+def sections(function: Callable[..., Any]) -> dict[str, str]:
+    """The sections of a docstring (`Args:`, `Returns:`, ...) by title, without indentation."""
+    text = inspect.getdoc(function) or ""
+    parts = re.split(r"^(\w+):\n", text, flags=re.M)
+    return {title: textwrap.dedent(body) for title, body in zip(parts[1::2], parts[2::2])}
+
+
 def arguments() -> list[str]:
     """The main operators of routing: what they take and return, from their docstrings."""
     lines = []
@@ -40,9 +51,11 @@ def arguments() -> list[str]:
         moe.expand_to_fused,
         moe.reduce_fused,
     ):
-        text = (inspect.getdoc(function) or "").splitlines()
-        rows = [line for line in text if line.startswith("|")]
-        lines += [f"### `{function.__name__}`", "", *rows, ""]
+        found = sections(function)
+        entries = re.findall(r"^(\w+): (.*(?:\n .*)*)", found["Args"], flags=re.M)
+        rows = [f"| `{name}` | {' '.join(text.split())} |" for name, text in entries]
+        lines += [f"### `{function.__name__}`", "", "| argument | |", "|---|---|", *rows, ""]
+        lines += ["Returns:", "", *found["Returns"].strip().splitlines(), ""]
     return lines[:-1]
 
 
