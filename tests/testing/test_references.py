@@ -12,8 +12,7 @@ from benchmarks import references
 from tile_kernels import torch as definitions
 from tile_kernels.moe.top2_sum.reference import best_experts
 from tile_kernels.moe.weight import reference as weight_references
-from tile_kernels.runtime import arithmetic
-from tile_kernels.runtime import registry
+from tile_kernels.runtime import arithmetic, registry
 from tile_kernels.testing.numeric import assert_equal
 
 
