@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tile_kernels import compat
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from tile_kernels.runtime.backends import backend, checked
     from tile_kernels.runtime.logs import set_log_level
     from tile_kernels.runtime.warmup import warmup
+
+compat.install()
 
 FAMILIES = ("attention", "engram", "mhc", "moe", "quant", "transpose")
 _SUBMODULES = (*FAMILIES, "config", "emulator", "ep", "modeling", "testing", "torch", "utils")

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from tile_kernels.runtime.device import DESCRIBED
-
 from . import build as _build
 from . import cache
 from . import debug as _debug
@@ -27,8 +25,10 @@ from .staging import staged
 
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 # Shared memory a block may use, by architecture, as the launch would enforce it.
-SHARED_LIMIT = {arch.rstrip("a"): d.smem_per_block for arch, d in DESCRIBED.items()}
-SHARED_LIMIT["sm_86"] = SHARED_LIMIT["sm_89"]
+SHARED_LIMIT = {
+    "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10,
+    "sm_100": 227 << 10, "sm_120": 99 << 10,
+}  # fmt: skip
 
 
 # ---- the C side's structures (include/core.h) --------------------------------------------------

@@ -10,22 +10,21 @@ from torch import Tensor
 from tile_kernels import mhc
 from tile_kernels.mhc.pre.op import pre_gradients
 from tile_kernels.modeling.mhc.main_grad import in_float32
+from tile_kernels.modeling.mhc.norm_weight import merged
 from tile_kernels.modeling.mhc.once import differentiable_once
-from tile_kernels.modeling.mhc.ops.norm_fn import merged
-from tile_kernels.modeling.mhc.ops.post import Made, MHCPost
-from tile_kernels.modeling.mhc.ops.pre_big_fuse import mhc_pre_big_fuse
+from tile_kernels.modeling.mhc.post import Computed, MHCPost
 
 
 class CarriedResidual(NamedTuple):
     """A residual that `mhc_post` shall take from `mhc_pre`, so that both share one gradient.
 
     `residual` is the residual again, as a result of `mhc_pre`: what flows back to it passes through
-    `mhc_pre`, which adds its own part. `made` tells whether it is the tensor that `mhc_post` made
-    for this purpose, which can be added to in place, or one that somebody else may hold.
+    `mhc_pre`, which adds its own part. `computed` tells whether it is the tensor that `mhc_post`
+    computed for this purpose, which can be added to in place, or one that others may hold.
     """
 
     residual: Tensor
-    made: Made
+    computed: Computed
 
 
 Mixes = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, CarriedResidual | None]
@@ -72,16 +71,16 @@ class _Pre(torch.autograd.Function):
         scale: Tensor,
         base: Tensor,
         settings: Settings,
-        made: Made | None,
+        computed: Computed | None,
     ) -> tuple[Tensor, ...]:
         """Layer input, `post`, `comb`, `pre`, and the residual again if it is to be carried."""
         layer_input, post, comb, pre, *kept = _steps(residual, fn, scale, base, settings)
         ctx.save_for_backward(residual, fn, scale, base, pre, *kept)
-        ctx.settings, ctx.made = settings, made
+        ctx.settings, ctx.computed = settings, computed
         ctx.mark_non_differentiable(pre)
         ctx.set_materialize_grads(False)
         results = layer_input, post, comb, pre
-        return results if made is None else (*results, residual)
+        return results if computed is None else (*results, residual)
 
     @staticmethod
     @differentiable_once
@@ -92,16 +91,16 @@ class _Pre(torch.autograd.Function):
         of_input = _or_zeros(grads[0], residual, residual.shape[:-2] + residual.shape[-1:])
         of_post = _or_zeros(grads[1], pre, pre.shape)
         of_comb = _or_zeros(grads[2], logits, logits.shape)
-        total = grads[4] if ctx.made is not None else None
-        if total is not None and total is not ctx.made.gradient:  # others may hold it: not ours
+        total = grads[4] if ctx.computed is not None else None
+        if total is not None and total is not ctx.computed.gradient:  # others may hold it: not ours
             total = total.clone(memory_format=torch.contiguous_format)
         numbers = (
             settings.norm_eps, settings.sinkhorn_eps, settings.post_mult_value,
             settings.sinkhorn_repeat,
         )  # fmt: skip
         of_inputs = pre_gradients(saved, (of_input, of_post, of_comb), total, numbers)
-        if ctx.made is not None:
-            ctx.made.gradient = None
+        if ctx.computed is not None:
+            ctx.computed.gradient = None
         return *of_inputs, None, None
 
 
@@ -125,7 +124,7 @@ def read(
     fn = merged(("fn", "norm_weight"), fn, norm_weight)
     scale, base = in_float32("scale", scale), in_float32("base", base)
     if not (trained or with_pre):
-        post, comb, layer_input = mhc_pre_big_fuse(
+        post, comb, layer_input = mhc.mhc_pre_big_fuse(
             residual, fn, scale, base, settings.norm_eps, settings.pre_eps, settings.sinkhorn_eps,
             settings.post_mult_value, settings.sinkhorn_repeat,
         )  # fmt: skip
@@ -133,9 +132,9 @@ def read(
     if not trained or torch.compiler.is_compiling():  # no graph can follow who holds a gradient
         layer_input, post, comb, pre, *_ = _steps(residual, fn, scale, base, settings)
         return Read(layer_input, pre, post, comb, None)
-    made = Made() if carry and residual.requires_grad else None
-    layer_input, post, comb, pre, *same = _Pre.apply(residual, fn, scale, base, settings, made)
-    carried = None if made is None else CarriedResidual(same[0], made)
+    computed = Computed() if carry and residual.requires_grad else None
+    layer_input, post, comb, pre, *same = _Pre.apply(residual, fn, scale, base, settings, computed)
+    carried = None if computed is None else CarriedResidual(same[0], computed)
     return Read(layer_input, pre, post, comb, carried)
 
 
@@ -244,10 +243,10 @@ def mhc_post(
     """
     if carried is None:
         return mhc.mhc_post(x, residual, post_layer_mix, comb_res_mix)
-    same, made = carried
+    same, computed = carried
     if same.data_ptr() != residual.data_ptr() or same.shape != residual.shape:
         raise ValueError("mhc_post: carried must come from the mhc_pre of this very residual")
-    result: Tensor = MHCPost.apply(x, same, post_layer_mix, comb_res_mix, None, made)
+    result: Tensor = MHCPost.apply(x, same, post_layer_mix, comb_res_mix, None, computed)
     return result
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tile_kernels.mhc import mhc_multilayer_recompute
 from tile_kernels.modeling.mhc.functional import Read, mhc_post
 from tile_kernels.modeling.mhc.module import HyperConnection
-from tile_kernels.modeling.mhc.ops.multilayer_recompute import mhc_multilayer_recompute
 
 
 class _Name(NamedTuple):

@@ -4,56 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tile_kernels import mhc
+from tile_kernels.compat.modeling.mhc.ops import storage
+from tile_kernels.modeling.mhc import post
 from tile_kernels.modeling.mhc.once import differentiable_once
-from tile_kernels.modeling.mhc.ops import storage
 
 mhc_post_fwd = mhc.mhc_post_fwd
 
 
-class Made:
-    """Which gradient a backward pass has made, for another to know it again."""
-
-    __slots__ = ("gradient",)
-
-    def __init__(self) -> None:
-        self.gradient: Tensor | None = None
-
-
-class MHCPost(torch.autograd.Function):
-    """`mhc_post`, whose arguments `apply` takes in order.
-
-    The gradient of the residual is left on its storage, or with `made`, if that is given.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        post_layer_mix: Tensor,
-        comb_res_mix: Tensor,
-        out: Tensor | None = None,
-        made: Made | None = None,
-    ) -> Tensor:
-        """The next residual; only the arguments are kept."""
-        ctx.save_for_backward(x, residual, post_layer_mix, comb_res_mix)
-        ctx.made = made
-        return mhc.mhc_post_fwd(x, residual, post_layer_mix, comb_res_mix, out)
+class MHCPost(post.MHCPost):
+    """`mhc_post`; the gradient of the residual is also left on its storage."""
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Of the four tensors; that of the residual is also left for others to add to."""
-        x, residual, post, comb = ctx.saved_tensors
-        shared = ctx.made is None and ctx.needs_input_grad[1]
-        grads = mhc_post_bwd(x, residual, post, comb, grad, shared)
-        if ctx.made is not None:
-            ctx.made.gradient = grads[1]
-        return *grads, None, None
+        """Of the four tensors."""
+        x, residual, post_mix, comb = ctx.saved_tensors
+        shared = ctx.needs_input_grad[1]
+        return *mhc_post_bwd(x, residual, post_mix, comb, grad, shared), None, None
 
 
 def mhc_post(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tile_kernels import mhc
+from tile_kernels.compat.modeling.mhc.ops import storage
 from tile_kernels.modeling.mhc.once import differentiable_once
-from tile_kernels.modeling.mhc.ops import storage
 
 
 class MHCPreApplyMix(torch.autograd.Function):
