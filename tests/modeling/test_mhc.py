@@ -520,9 +520,9 @@ def test_same_bits_without_gradients(ground: tuple[str, str], with_weight: bool)
 
 def test_inference_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    fused = functional.mhc_pre_big_fuse
+    fused = tile_kernels.mhc.mhc_pre_big_fuse
     monkeypatch.setattr(
-        functional, "mhc_pre_big_fuse", lambda *given: calls.append(given) or fused(*given)
+        tile_kernels.mhc, "mhc_pre_big_fuse", lambda *given: calls.append(given) or fused(*given)
     )
     inputs = layer_inputs(5)[:4]
     mhc_pre(*inputs)
@@ -630,14 +630,14 @@ def test_fused_layer_makes_one_gradient(
     """The tensor that `mhc_post` makes is the one that the residual gets."""
     backend, device = ground
     made = []
-    backward = ops.post.mhc_post_bwd
+    backward = tile_kernels.mhc.mhc_post_bwd
 
     def noted(*given: Any) -> Any:
         grads = backward(*given)
         made.append(grads[1].data_ptr())
         return grads
 
-    monkeypatch.setattr(ops.post, "mhc_post_bwd", noted)
+    monkeypatch.setattr(tile_kernels.mhc, "mhc_post_bwd", noted)
     residual, *others = leaves(*layer_inputs(7, h=64, device=device))
     with tile_kernels.backend(backend):
         fused_layer(residual, *others).sum().backward()

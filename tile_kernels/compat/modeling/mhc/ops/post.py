@@ -42,6 +42,7 @@ def mhc_post(
     `grad_from_mhc_post` of the storage of `residual`, where `mhc_pre_apply_mix` and
     `mhc_pre_norm_fn` add theirs.
 
+    >>> import torch
     >>> x, residual = torch.tensor([10.0, 20.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     >>> post, comb = torch.tensor([[1.0], [0.5]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]])
     >>> mhc_post(x.bfloat16(), residual.bfloat16(), post, comb).tolist()
@@ -64,6 +65,7 @@ def mhc_post_bwd(
     With `fuse_grad_acc` that of `residual` is also set as the attribute `grad_from_mhc_post` of the
     storage of `residual`.
 
+    >>> import torch
     >>> x, residual = torch.ones(2).bfloat16(), torch.ones(1, 2).bfloat16()
     >>> grads = mhc_post_bwd(x, residual, torch.ones(1, 1), torch.ones(1, 1), residual)
     >>> residual.untyped_storage().grad_from_mhc_post.tolist()
