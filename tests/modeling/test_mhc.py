@@ -25,7 +25,6 @@ from tile_kernels.modeling.mhc import (
     HyperHead,
     RecomputedStack,
     expand_from_embedding,
-    functional,
     mhc_head,
     mhc_post,
     mhc_pre,
