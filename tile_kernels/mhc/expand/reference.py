@@ -11,6 +11,7 @@ from tile_kernels.runtime.arithmetic import widened
 def expand_to_mhc_ref(hidden: Tensor, mhc_mult: int) -> Tensor:
     """`[..., h]` to contiguous `[..., m, h]`: every stream a copy.
 
+    >>> import torch
     >>> expand_to_mhc_ref(torch.tensor([1, 2]), 2).tolist()
     [[1, 2], [1, 2]]
     """
@@ -20,6 +21,7 @@ def expand_to_mhc_ref(hidden: Tensor, mhc_mult: int) -> Tensor:
 def expand_to_mhc(hidden: Tensor, mhc_mult: int) -> Tensor:
     """`expand_to_mhc_ref`.
 
+    >>> import torch
     >>> expand_to_mhc(torch.tensor([1, 2]), 2).tolist()
     [[1, 2], [1, 2]]
     """
@@ -29,6 +31,7 @@ def expand_to_mhc(hidden: Tensor, mhc_mult: int) -> Tensor:
 def expand_to_mhc_bwd(grad_out: Tensor) -> Tensor:
     """The sum of the streams `[..., m, h]`, in order: `[..., h]`.
 
+    >>> import torch
     >>> expand_to_mhc_bwd(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])).tolist()
     [5.0, 7.0, 9.0]
     """
