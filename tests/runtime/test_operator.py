@@ -26,9 +26,8 @@ from tile_kernels.runtime.operator import Operator
 from tile_kernels.torch import mhc as mhc_references
 from tile_kernels.transpose import reference
 
-registry.load_all()
-OPERATORS = [each for each in registry._registry.values() if isinstance(each, Operator)]
-PUBLIC = [each for each in OPERATORS if "._" not in each.name]
+OPERATORS = registry.operators()
+PUBLIC = registry.all_ops()  # the library's own: other tests declare operators too
 each_operator = pytest.mark.parametrize("op", PUBLIC, ids=lambda each: each.name)
 
 
