@@ -51,7 +51,7 @@ def test_pictures_show_the_results() -> None:
 def scripts(path: Path) -> list[str]:
     """The Python examples of a page.
 
-    A block that begins with `# NAME.py, continued` goes on after those of that name. Files of a
+    A block that begins with `# NAME.py, continued` continues the block of that name. Files of a
     folder (`# FOLDER/NAME.py`) have a test of their own.
     """
     blocks = re.findall(r"^```python\n(?!# \w+/)(.*?)^```", path.read_text(), flags=re.S | re.M)

@@ -164,7 +164,7 @@ def scale_bytes(rows: int, groups: int, packed: bool) -> int:
 
 
 def as_words(data: Any) -> Any:
-    """The spec of data as kernels see it: bytes of e2m1 unsigned, e5m6 in words of four bytes."""
+    """The spec of data as kernels read it: e2m1 as unsigned bytes, e5m6 as 32-bit integers."""
     if data.dtype == torch.int8:
         return data.view(torch.uint8)
     return data.view(torch.int32) if data.dtype == torch.uint8 else data

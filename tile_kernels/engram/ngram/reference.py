@@ -17,7 +17,7 @@ def ngram_windows(
 
     | argument | shape | dtype |
     |---|---|---|
-    | `token_ids` | `[S]`, or `[B, S]`: each row a text of its own | int32, int64 |
+    | `token_ids` | `[S]`, or `[B, S]`: each row is a separate text | int32, int64 |
     | `cu_seqlens`, optional | `[D + 1]`: starts in the flattened tokens | int32, int64 |
     | `token_map`, optional | `[V]`: the id that stands for each id | int32, int64 |
     | returns | `[*token_ids.shape, max_ngram_size]` | int32 |

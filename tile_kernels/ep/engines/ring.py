@@ -2,7 +2,7 @@
 
 Each rank owns a slab that all others can write. For every ordered pair of ranks there is a ring of
 `SLOTS` areas in the receiver's slab, and for each area two flags: `full`, beside it, and `busy`, in
-the sender's slab. A rank waits on flags of its own slab only.
+the sender's slab. A rank polls flags in its local slab only.
 
 ```
  sender                                    receiver

@@ -177,7 +177,7 @@ def hash_gate(
 ) -> tuple[Tensor, Tensor]:
     """Takes the experts of each token from a table by its id; weights by the router's logits.
 
-    The experts of token `t` are `table[token_ids[t]]`, in that order; one may stand there twice.
+    The experts of token `t` are `table[token_ids[t]]`, in that order; an expert may occur twice.
     Weights are `score / (1e-20 + sum of the chosen scores) * routed_scaling_factor`, summed in slot
     order in float32, and differentiable with respect to `logits`. There is no bias: nothing is
     ranked. Shared experts, replicas and ranks follow as in `top2_sum_gate`, steps 3 and 4.

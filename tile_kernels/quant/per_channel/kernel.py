@@ -21,7 +21,7 @@ from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 BANK_BYTES = 128
-MAX_UNROLLED = 16
+MAX_UNROLLED = 16  # steps of a loop that is unrolled; not measured
 AHEAD = 4  # rows whose halves a thread loads before it activates them
 
 
