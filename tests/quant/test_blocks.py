@@ -20,7 +20,8 @@ from tile_kernels.quant import (
 from tile_kernels.quant.back import plan as back_plan
 from tile_kernels.quant.cast_back_e5m6_kernel import cast_back_e5m6
 from tile_kernels.quant.per_block.plan import THREADS, tile_of
-from tile_kernels.quant.samples import PACKED, codes, hexed, words
+from tile_kernels.quant.sample_flags import PACKED
+from tile_kernels.quant.samples import codes, hexed, words
 from tile_kernels.testing.poison import poisoned_empty
 
 BACKENDS = ["torch", "emulate"]

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import tile_kernels
 from tile_kernels.runtime import emulation
 from tile_kernels.runtime.device import described
+from tile_kernels.runtime.sampling import random_bits
 from tile_kernels.testing.bench import make_param_id
 from tile_kernels.testing.generator import generate_hidden_sizes, generate_num_tokens
 from tile_kernels.testing.numeric import assert_equal
-from tile_kernels.transpose.cases import random_bits
 
 E4M3 = torch.float8_e4m3fn
 

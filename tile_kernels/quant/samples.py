@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from tile_kernels.quant import scales
 from tile_kernels.quant.casting import cast
-from tile_kernels.runtime.cases import Arguments, Build, assert_equal_results, misaligned
+from tile_kernels.quant.sample_flags import ROW, Flags, all_flags
+from tile_kernels.runtime.cases import Arguments, Build, Reject
+from tile_kernels.runtime.sampling import (
+    BF16,
+    NAN,
+    assert_equal_results,
+    builder,
+    edited,
+    misaligned,
+    with_some,
+)
 
-_NAN, _INF = float("nan"), float("inf")
-Flags = dict[str, bool]
-ROW: Flags = {}
-ROUNDED: Flags = {"round_sf": True}
-COLUMN: Flags = {"use_tma_aligned_col_major_sf": True}
-PACKED: Flags = {"round_sf": True, "use_tma_aligned_col_major_sf": True, "use_packed_ue8m0": True}
-LAYOUTS = {"row": ROW, "rounded": ROUNDED, "column": COLUMN, "packed": PACKED}
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.int8, "e5m6": torch.uint8}
 _BYTES = {"e4m3": (1, 1), "e2m1": (1, 2), "e5m6": (3, 2)}
 
@@ -27,10 +32,8 @@ def numbers(
     x = torch.randn(rows, width, device=device)
     x = x * torch.exp2(torch.randint(-20, 20, (rows, 1), device=device).float())
     if special and rows:
-        values = torch.tensor([_NAN, -_NAN, _INF, -_INF, 0.0, -0.0, 3e38, 1e-40], device=device)
-        picks = torch.randint(len(values), (rows, width), device=device)
-        x = torch.where(torch.rand(rows, width, device=device) < 0.1, values[picks], x)
-        x[0] = _NAN
+        x = with_some(x)
+        x[0] = NAN
         x[-1] = 0.0
     return x.to(dtype)
 
@@ -47,28 +50,39 @@ def placed(x: torch.Tensor, extra: int = 0, shift: bool = False) -> torch.Tensor
     return strided(x, extra) if extra else misaligned(x) if shift else x
 
 
-def all_flags(given: Flags) -> Flags:
-    """The flags of scales, False where they are not given."""
-    return {**dict.fromkeys(PACKED, False), **given}
-
-
+@builder
 def plain(
+    device: torch.device,
     rows: int,
     width: int,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = BF16,
     *,
     special: bool = False,
     extra: int = 0,
     shift: bool = False,
     **others: Any,
-) -> Build:
+) -> Arguments:
     """`x`, which is not quantized, `placed`, and other arguments."""
+    x = numbers(rows, width, dtype, device, special=special)
+    return {"x": placed(x, extra, shift), **others}
 
-    def make(device: torch.device) -> Arguments:
-        x = numbers(rows, width, dtype, device, special=special)
-        return {"x": placed(x, extra, shift), **others}
 
-    return make
+def plain_cast(block: str) -> Callable[..., Build]:
+    """`plain` samples of a cast with a format and all flags, whose scale blocks go by that name."""
+
+    def build(
+        rows: int,
+        width: int,
+        fmt: str,
+        block_size: int | tuple[int, int],
+        dtype: torch.dtype = BF16,
+        flags: Flags = ROW,
+        **how: Any,
+    ) -> Build:
+        named: dict[str, Any] = {"fmt": fmt, block: block_size, **all_flags(flags)}
+        return plain(rows, width, dtype, **named, **how)
+
+    return build
 
 
 def quantized(
@@ -88,6 +102,52 @@ def codes(rows: int, width: int, fmt: str, device: torch.device) -> torch.Tensor
     times, per = _BYTES[fmt]
     data = torch.randint(256, (rows, width * times // per), dtype=torch.uint8, device=device)
     return data.view(_DTYPES[fmt])
+
+
+def gates_and_values(
+    rows: int, hidden: int, dtype: torch.dtype, device: torch.device, special: bool
+) -> torch.Tensor:
+    """The input of SwiGLU: `[rows, 2 * hidden]`, of a few units, or `numbers` with special ones."""
+    if special:
+        return numbers(rows, 2 * hidden, dtype, device, special=True)
+    return (4 * torch.randn(rows, 2 * hidden, device=device)).to(dtype)
+
+
+def block_scales(
+    rows: int,
+    width: int,
+    block: tuple[int, int],
+    device: torch.device,
+    exponents: tuple[int, int],
+    flags: Flags,
+) -> torch.Tensor:
+    """Scales of the blocks of `rows x width` values; exponents from a range without its end."""
+    shape = scales.num_blocks((rows, width), block)
+    sf = torch.exp2(torch.randint(*exponents, shape, device=device).float())
+    given = all_flags(flags)
+    if not given["round_sf"]:
+        sf = sf * (1 + torch.rand(shape, device=device))
+    return scales.lay_out_sf(sf, given["use_tma_aligned_col_major_sf"], given["use_packed_ue8m0"])
+
+
+def with_data(edit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Arguments], Arguments]:
+    """An edit for `Reject` of the data of a quantized `x`."""
+    return edited("x", lambda x: (edit(x[0]), x[1]))
+
+
+def with_sf(edit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Arguments], Arguments]:
+    """An edit for `Reject` of the scales of a quantized `x`."""
+    return edited("x", lambda x: (x[0], edit(x[1])))
+
+
+# Of operators that take nothing but quantized data.
+QUANTIZED_REJECTS = [
+    Reject("x", "a tensor", edited("x", lambda x: x[0])),
+    Reject("x", "a triple", edited("x", lambda x: (*x, x[1]))),
+    Reject("x", "bytes", with_data(lambda data: data.view(torch.uint8))),
+    Reject("x", "no channels", with_data(lambda data: data[:, :0])),
+    Reject("x_sf", "too few", with_sf(lambda sf: sf[:, :1])),
+]
 
 
 def hexed(text: str, dtype: torch.dtype) -> torch.Tensor:

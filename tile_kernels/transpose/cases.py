@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import BF16, FP32, builder, random_bits
 
 _FP8 = torch.float8_e4m3fn
 
 
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Every bit pattern of `dtype` may occur: NaN payloads and signed zeros must survive."""
-    count = math.prod(shape) * dtype.itemsize
-    return torch.randint(256, (count,), dtype=torch.uint8, device=device).view(dtype).view(shape)
-
-
-def _bits(*shape: int, dtype: torch.dtype = torch.bfloat16, extra: int = 0, skip: int = 0) -> Build:
+@builder
+def _bits(
+    device: torch.device, *shape: int, dtype: torch.dtype = BF16, extra: int = 0, skip: int = 0
+) -> Arguments:
     """`x` of `shape`, cut out of rows that are `extra` wider, `skip` elements in."""
-
-    def make(device: torch.device) -> Arguments:
-        wide = random_bits((*shape[:-1], shape[-1] + extra), dtype, device)
-        return {"x": wide[..., skip : skip + shape[-1]]}
-
-    return make
+    wide = random_bits((*shape[:-1], shape[-1] + extra), dtype, device)
+    return {"x": wide[..., skip : skip + shape[-1]]}
 
 
 def _label(shape: tuple[int, ...], dtype: torch.dtype, extra: int = 0) -> str:
@@ -34,7 +26,7 @@ def _label(shape: tuple[int, ...], dtype: torch.dtype, extra: int = 0) -> str:
 
 # Around the edges of 128- and 64-element tiles and of every access width.
 _EDGES = [(0, 8), (8, 0), (1, 1), (1, 130), (130, 1), (64, 64), (127, 129), (128, 136), (136, 256)]
-_DTYPES = [torch.bfloat16, _FP8, torch.float32, torch.float64]
+_DTYPES = [BF16, _FP8, FP32, torch.float64]
 
 
 def _scattered(x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +67,7 @@ _TRANSPOSE = Cases(
         Benchmark("bf16", _bits(8192, 7168), goal_us=58.6),
         Benchmark("bf16.strided", _bits(8192, 7168, extra=7168)),
         Benchmark("bf16.8191x7167", _bits(8191, 7167)),
-        Benchmark("fp32", _bits(8192, 7168, dtype=torch.float32)),
+        Benchmark("fp32", _bits(8192, 7168, dtype=FP32)),
     ],
     vectors=[
         Vector("64i+j", lambda: {"x": _counted(64, 64)}, lambda: _counted(64, 64).T.contiguous()),  # noqa: PLW0108
@@ -97,7 +89,7 @@ _BATCHED_TRANSPOSE = Cases(
         Sample("every-other", lambda d: {"x": _bits(6, 24, 40)(d)["x"][::2]}),
     ],
     large=[
-        Sample("8x4032x576.fp32", _bits(8, 4032, 576, dtype=torch.float32)),
+        Sample("8x4032x576.fp32", _bits(8, 4032, 576, dtype=FP32)),
         Sample("over-2^31.e4m3", _bits(3, 27008, 27008, dtype=_FP8)),
     ],
     benchmarks=[

@@ -7,17 +7,8 @@ from typing import Any
 import torch
 
 from tile_kernels.quant.samples import plain
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-    close_results,
-)
+from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import changed, close_results
 
 
 def _fake(

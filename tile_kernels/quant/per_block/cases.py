@@ -3,62 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from tile_kernels.quant.samples import (
-    COLUMN,
-    LAYOUTS,
-    PACKED,
-    ROUNDED,
-    ROW,
-    Flags,
-    all_flags,
-    hexed,
-    plain,
-    strided,
-)
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-)
+from tile_kernels.quant.sample_flags import COLUMN, LAYOUTS, PACKED, ROUNDED, ROW, all_flags
+from tile_kernels.quant.samples import block_scales, hexed, placed, plain_cast
+from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import FP32, builder, changed
 
-_BF16, _FP32 = torch.bfloat16, torch.float32
 Block = tuple[int, int]
 
 
-def _plain(
-    rows: int,
-    width: int,
-    fmt: str,
-    block: Block,
-    dtype: torch.dtype = _BF16,
-    flags: Flags = ROW,
-    **how: Any,
-) -> Build:
-    return plain(rows, width, dtype, fmt=fmt, block_size=block, **all_flags(flags), **how)
+_plain = plain_cast("block_size")
 
 
-def _given(build: Build, extra: int = 0) -> Build:
+@builder
+def _given(device: torch.device, build: Build, extra: int = 0) -> Arguments:
     """With scales over a few magnitudes, for the same arguments."""
-
-    def make(device: torch.device) -> Arguments:
-        arguments = build(device)
-        (rows, width), block = arguments["x"].shape, arguments["block_size"]
-        shape = -(-rows // block[0]), -(-width // block[1])
-        sf = torch.exp2(torch.randint(-20, 20, shape, device=device).float())
-        sf = sf * (1 + torch.rand(shape, device=device))
-        row_major = {"use_tma_aligned_col_major_sf": False, "use_packed_ue8m0": False}
-        return {**arguments, **row_major, "sf": strided(sf, extra) if extra else sf}
-
-    return make
+    arguments = build(device)
+    (rows, width), block = arguments["x"].shape, arguments["block_size"]
+    sf = block_scales(rows, width, block, device, (-20, 20), ROW)
+    row_major = {"use_tma_aligned_col_major_sf": False, "use_packed_ue8m0": False}
+    return {**arguments, **row_major, "sf": placed(sf, extra)}
 
 
 _SHAPES = [(33, 576, (32, 32)), (130, 200, (128, 128)), (5, 130, (32, 128)), (129, 64, (128, 32))]
@@ -80,16 +46,16 @@ _SMALL = [
         for (t, h, b), flags in zip(_SHAPES, LAYOUTS.values())
     ),
     *(
-        Sample(f"{t}x{h}.{fmt}.{b[0]}x{b[1]}.fp32", _plain(t, h, fmt, b, _FP32, flags))
+        Sample(f"{t}x{h}.{fmt}.{b[0]}x{b[1]}.fp32", _plain(t, h, fmt, b, FP32, flags))
         for fmt in ("e4m3", "e2m1")
         for (t, h, b), flags in zip(_SHAPES + _OTHER, [PACKED, ROW, COLUMN, ROUNDED, *[ROW] * 3])
     ),
     Sample("33x33.e4m3.odd", _plain(33, 33, "e4m3", (32, 32))),
     Sample("2x1.e4m3", _plain(2, 1, "e4m3", (16, 16), flags=PACKED)),
     Sample("special.e4m3", _plain(70, 160, "e4m3", (32, 32), special=True)),
-    Sample("special.e4m3.packed", _plain(70, 160, "e4m3", (32, 32), _FP32, PACKED, special=True)),
+    Sample("special.e4m3.packed", _plain(70, 160, "e4m3", (32, 32), FP32, PACKED, special=True)),
     Sample("special.e2m1", _plain(70, 160, "e2m1", (32, 32), special=True)),
-    Sample("special.e2m1.fp32", _plain(70, 160, "e2m1", (32, 32), _FP32, ROUNDED, special=True)),
+    Sample("special.e2m1.fp32", _plain(70, 160, "e2m1", (32, 32), FP32, ROUNDED, special=True)),
     Sample("special.e2m1.rounded", _plain(70, 160, "e2m1", (32, 32), flags=ROUNDED, special=True)),
     Sample("strided.e4m3", _plain(35, 128, "e4m3", (32, 32), extra=128)),
     Sample("strided.odd.e4m3", _plain(35, 128, "e4m3", (32, 128), extra=3)),

@@ -8,6 +8,7 @@ import torch
 
 from tile_kernels.quant.casting import cast
 from tile_kernels.quant.samples import (
+    gates_and_values,
     hexed,
     numbers,
     placed,
@@ -16,25 +17,17 @@ from tile_kernels.quant.samples import (
     within_one_step,
     words,
 )
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-)
+from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import BF16, FP32, NAN, builder, changed, with_value
 
-_BF16, _FP32, _E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+_E4M3 = torch.float8_e4m3fn
 
 
 def _plain(
     rows: int,
     width: int,
     group: int,
-    dtype: torch.dtype = _BF16,
+    dtype: torch.dtype = BF16,
     round_sf: bool = False,
     **how: Any,
 ) -> Build:
@@ -61,10 +54,10 @@ def _samples(**more: Any) -> list[Sample]:
             )
             for (t, h, n), r in zip(_SIZES, [True, False] * len(_SIZES))
         ),
-        Sample("float32", _plain(132, 136, 32, _FP32, **more)),
-        Sample("float32.odd", _plain(35, 33, 128, _FP32, **more)),
+        Sample("float32", _plain(132, 136, 32, FP32, **more)),
+        Sample("float32.odd", _plain(35, 33, 128, FP32, **more)),
         Sample("special", _plain(70, 40, 32, special=True, **more)),
-        Sample("special.float32", _plain(70, 40, 128, _FP32, special=True, **more)),
+        Sample("special.float32", _plain(70, 40, 128, FP32, special=True, **more)),
         Sample("special.rounded", _plain(130, 24, 128, special=True, round_sf=True, **more)),
         Sample("strided", _plain(48, 64, 32, extra=64, **more)),
         Sample("strided.odd", _plain(48, 64, 32, extra=3, **more)),
@@ -81,7 +74,7 @@ def _large(beyond: tuple[int, int]) -> list[Sample]:
             for n, r in ((32, False), (128, True))
         ),
         Sample("4001x577", _plain(4001, 577, 128)),
-        Sample("float32.4001x2048", _plain(4001, 2048, 32, _FP32)),
+        Sample("float32.4001x2048", _plain(4001, 2048, 32, FP32)),
         Sample("special.4001x2048", _plain(4001, 2048, 128, special=True)),
         Sample("9000000x16", _plain(9_000_000, 16, 128)),  # beyond the blocks of a grid's axis
         Sample("{}x{}".format(*beyond), _plain(*beyond, 128)),  # beyond 2^31 elements
@@ -154,7 +147,9 @@ _PER_CHANNEL_CAST_AND_TRANSPOSE = Cases(
 # ---- gathered -----------------------------------------------------------------------------------
 
 
+@builder
 def _fused(
+    device: torch.device,
     rows: int,
     width: int,
     group: int,
@@ -164,34 +159,30 @@ def _fused(
     padding: float = 0.3,
     extra: int = 0,
     columns: bool = False,
-    dtype: torch.dtype = _BF16,
+    dtype: torch.dtype = BF16,
     special: bool = False,
     round_sf: bool = False,
-) -> Build:
+) -> Arguments:
     """`positions` of random rows, some of them padding; without, the rows as they are."""
-
-    def make(device: torch.device) -> Arguments:
-        plain = numbers(rows, width, dtype, device, special=special)
-        x: Any = strided(plain, extra) if extra else plain
-        if scales:
-            data, sf = cast(plain, "e4m3", (1, 128))
-            if extra:
-                data = strided(data.view(torch.uint8), extra).view(_E4M3)
-            x = data, sf.T.contiguous().T if columns else strided(sf, 1) if extra else sf
-        index = None
-        if positions is not None:
-            index = torch.randint(max(rows, 1), (positions,), device=device, dtype=torch.int32)
-            index[torch.rand(positions, device=device) < padding] = -1
-        return {
-            "x": x,
-            "fmt": "e4m3",
-            "num_per_tokens": group,
-            "round_sf": round_sf,
-            "num_per_channels": 128 if scales else None,
-            "pos_to_token": index,
-        }
-
-    return make
+    plain = numbers(rows, width, dtype, device, special=special)
+    x: Any = placed(plain, extra)
+    if scales:
+        data, sf = cast(plain, "e4m3", (1, 128))
+        if extra:
+            data = strided(data.view(torch.uint8), extra).view(_E4M3)
+        x = data, sf.T.contiguous().T if columns else strided(sf, 1) if extra else sf
+    index = None
+    if positions is not None:
+        index = torch.randint(max(rows, 1), (positions,), device=device, dtype=torch.int32)
+        index[torch.rand(positions, device=device) < padding] = -1
+    return {
+        "x": x,
+        "fmt": "e4m3",
+        "num_per_tokens": group,
+        "round_sf": round_sf,
+        "num_per_channels": 128 if scales else None,
+        "pos_to_token": index,
+    }
 
 
 def worked_example(scales: bool) -> Arguments:
@@ -212,15 +203,6 @@ def worked_codes(first: str, *others: str) -> torch.Tensor:
     return hexed("/".join([first, *["0000"] * 31, *others]), _E4M3)
 
 
-def _with_index(value: int) -> Any:
-    def change(arguments: Arguments) -> Arguments:
-        index = arguments["pos_to_token"].clone()
-        index[3] = value
-        return {**arguments, "pos_to_token": index}
-
-    return change
-
-
 _PER_CHANNEL_CAST_FUSED = Cases(
     small=[
         Sample("40x24.32", _fused(40, 24, 32, 50)),
@@ -235,13 +217,13 @@ _PER_CHANNEL_CAST_FUSED = Cases(
         Sample("scales.odd", _fused(30, 131, 128, 40, scales=True)),
         Sample("scales.strided", _fused(34, 160, 32, scales=True, extra=16)),
         Sample("scales.columns", _fused(33, 320, 32, 70, scales=True, columns=True)),
-        Sample("scales.special", _fused(40, 160, 32, 64, scales=True, special=True, dtype=_FP32)),
+        Sample("scales.special", _fused(40, 160, 32, 64, scales=True, special=True, dtype=FP32)),
         Sample("special", _fused(40, 24, 32, 64, special=True)),
         Sample("all padding", _fused(7, 24, 32, 70, padding=2.0)),
         Sample("padding of nothing", _fused(0, 24, 32, 70, padding=2.0)),
         Sample("padding of nothing.scales", _fused(0, 24, 32, 7, padding=2.0, scales=True)),
         Sample("strided", _fused(40, 64, 128, 40, extra=3)),
-        Sample("float32", _fused(20, 132, 32, 140, dtype=_FP32)),
+        Sample("float32", _fused(20, 132, 32, 140, dtype=FP32)),
     ],
     large=[
         *(
@@ -281,7 +263,7 @@ _PER_CHANNEL_CAST_FUSED = Cases(
         Reject("pos_to_token", "strided", lambda a: {**a, "pos_to_token": a["pos_to_token"][::2]}),
         Reject("pos_to_token", "2-D", lambda a: {**a, "pos_to_token": a["pos_to_token"][None]}),
     ],
-    bad_values=[Reject("pos_to_token", "beyond the tokens", _with_index(40))],
+    bad_values=[Reject("pos_to_token", "beyond the tokens", with_value("pos_to_token", 40, 3))],
 )  # fmt: skip
 
 
@@ -292,11 +274,13 @@ def _quantized(arguments: Arguments) -> Arguments:
 # ---- of SwiGLU ----------------------------------------------------------------------------------
 
 
+@builder
 def _swiglu(
+    device: torch.device,
     rows: int,
     width: int,
     group: int,
-    dtype: torch.dtype = _BF16,
+    dtype: torch.dtype = BF16,
     *,
     straight: bool = False,
     clamp: float | None = None,
@@ -304,23 +288,16 @@ def _swiglu(
     round_sf: bool = False,
     extra: int = 0,
     shift: bool = False,
-) -> Build:
-    def make(device: torch.device) -> Arguments:
-        if special:
-            x = numbers(rows, 2 * width, torch.float32, device, special=True)
-        else:
-            x = 4 * torch.randn(rows, 2 * width, device=device)
-        x = x.to(dtype)
-        return {
-            "x": placed(x, extra, shift),
-            "fmt": "e4m3",
-            "num_per_tokens": group,
-            "round_sf": round_sf,
-            "without_transpose": straight,
-            "swiglu_clamp_value": clamp,
-        }
-
-    return make
+) -> Arguments:
+    x = gates_and_values(rows, width, dtype, device, special)
+    return {
+        "x": placed(x, extra, shift),
+        "fmt": "e4m3",
+        "num_per_tokens": group,
+        "round_sf": round_sf,
+        "without_transpose": straight,
+        "swiglu_clamp_value": clamp,
+    }
 
 
 def _swiglu_vector(label: str, straight: bool, data: str) -> Vector:
@@ -348,10 +325,10 @@ _SWIGLU_AND_PER_CHANNEL_CAST = Cases(
                 (130, 131, 128, True, 0.5), (31, 200, 32, True, None), (144, 8, 32, True, 10.0),
             ]
         ),
-        Sample("float32", _swiglu(36, 20, 32, _FP32, clamp=2.0)),
+        Sample("float32", _swiglu(36, 20, 32, FP32, clamp=2.0)),
         Sample("special", _swiglu(70, 24, 32, special=True)),
         Sample("special.clamped", _swiglu(70, 24, 32, special=True, clamp=3.0)),
-        Sample("special.straight", _swiglu(40, 24, 128, _FP32, special=True, straight=True)),
+        Sample("special.straight", _swiglu(40, 24, 128, FP32, special=True, straight=True)),
         Sample("clamp 0", _swiglu(40, 24, 128, clamp=0.0)),
         Sample("strided", _swiglu(48, 32, 32, extra=64)),
         Sample("strided.odd", _swiglu(48, 32, 32, extra=3, straight=True)),
@@ -382,7 +359,7 @@ _SWIGLU_AND_PER_CHANNEL_CAST = Cases(
         Reject("x", "no halves", lambda a: {**a, "x": a["x"][:, :47]}),
         Reject("without_transpose", "an int", changed(without_transpose=1)),
         Reject("swiglu_clamp_value", "negative", changed(swiglu_clamp_value=-1.0)),
-        Reject("swiglu_clamp_value", "NaN", changed(swiglu_clamp_value=float("nan"))),
+        Reject("swiglu_clamp_value", "NaN", changed(swiglu_clamp_value=NAN)),
         Reject("swiglu_clamp_value", "text", changed(swiglu_clamp_value="1")),
     ],
     compare=within_one_step,

@@ -6,60 +6,35 @@ from typing import Any
 
 import torch
 
-from tile_kernels.quant.samples import (
-    COLUMN,
-    LAYOUTS,
-    PACKED,
-    ROUNDED,
-    ROW,
-    Flags,
-    all_flags,
-    hexed,
-    numbers,
-    plain,
-    quantized,
-    words,
-)
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-)
+from tile_kernels.quant.sample_flags import COLUMN, LAYOUTS, PACKED, ROUNDED, ROW, Flags, all_flags
+from tile_kernels.quant.samples import block_scales, hexed, numbers, plain_cast, quantized, words
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import BF16, FP32, builder, changed
 
-_BF16, _FP32 = torch.bfloat16, torch.float32
 _E4M3 = torch.float8_e4m3fn
 
 
-def _plain(
+_plain = plain_cast("num_per_channels")
+
+
+@builder
+def _requantized(
+    device: torch.device,
     rows: int,
     width: int,
+    source: str,
+    block: tuple[int, int],
     fmt: str,
     group: int,
-    dtype: torch.dtype = _BF16,
-    flags: Flags = ROW,
-    **how: Any,
-) -> Build:
-    return plain(rows, width, dtype, fmt=fmt, num_per_channels=group, **all_flags(flags), **how)
-
-
-def _requantized(
-    rows: int, width: int, source: str, block: tuple[int, int], fmt: str, group: int, flags: Flags
-) -> Build:
-    def make(device: torch.device) -> Arguments:
-        return {
-            "x": quantized(rows, width, source, block, device, flags),
-            "fmt": fmt,
-            "num_per_channels": group,
-            "x_block_size": block,
-            **all_flags(flags),
-        }
-
-    return make
+    flags: Flags,
+) -> Arguments:
+    return {
+        "x": quantized(rows, width, source, block, device, flags),
+        "fmt": fmt,
+        "num_per_channels": group,
+        "x_block_size": block,
+        **all_flags(flags),
+    }
 
 
 _ROW = [1.0, -2.0, 3.0, 4.0, 0.5, 0.0, -0.0, 7.0]
@@ -97,7 +72,7 @@ _PER_TOKEN_CAST = Cases(
             for name, flags in LAYOUTS.items()
         ),
         *(
-            Sample(f"{t}x{h}.e2m1.{g}.{name}", _plain(t, h + h % 2, "e2m1", g, _FP32, flags=flags))
+            Sample(f"{t}x{h}.e2m1.{g}.{name}", _plain(t, h + h % 2, "e2m1", g, FP32, flags=flags))
             for t, h, g in _SHAPES[:4]
             for name, flags in LAYOUTS.items()
         ),
@@ -113,12 +88,12 @@ _PER_TOKEN_CAST = Cases(
         ),
         Sample("rows.3x1.e4m3", _plain(3, 1, "e4m3", 1)),
         Sample("special.e4m3", _plain(9, 160, "e4m3", 32, special=True)),
-        Sample("special.packed", _plain(9, 160, "e4m3", 32, _FP32, special=True, flags=PACKED)),
-        Sample("special.e2m1", _plain(9, 160, "e2m1", 16, _FP32, special=True)),
+        Sample("special.packed", _plain(9, 160, "e4m3", 32, FP32, special=True, flags=PACKED)),
+        Sample("special.e2m1", _plain(9, 160, "e2m1", 16, FP32, special=True)),
         Sample("bf16.7x1056.e2m1.32", _plain(7, 1056, "e2m1", 32, flags=PACKED)),
         Sample("bf16.5x136.e2m1.16", _plain(5, 136, "e2m1", 16, flags=ROUNDED)),
         Sample("bf16.special.e2m1", _plain(9, 160, "e2m1", 32, special=True, flags=ROUNDED)),
-        Sample("special.e5m6", _plain(9, 160, "e5m6", 160, _FP32, special=True)),
+        Sample("special.e5m6", _plain(9, 160, "e5m6", 160, FP32, special=True)),
         Sample("strided.e4m3", _plain(5, 128, "e4m3", 64, extra=128)),
         Sample("strided.odd.e4m3", _plain(5, 128, "e4m3", 64, extra=3)),
         Sample("misaligned.e2m1", _plain(4, 128, "e2m1", 32, shift=True)),
@@ -249,14 +224,13 @@ _PER_TOKEN_SCALES = Cases(
 )  # fmt: skip
 
 
-def _given(rows: int, width: int, fmt: str, group: int, *, special: bool = False) -> Build:
-    def make(device: torch.device) -> Arguments:
-        x = numbers(rows, width, _BF16, device, special=special)
-        groups = -(-width // group)
-        sf = torch.exp2(torch.randn(rows, groups, device=device) * 10)
-        return {"x": x, "fmt": fmt, "num_per_channels": group, "sf": sf}
-
-    return make
+@builder
+def _given(
+    device: torch.device, rows: int, width: int, fmt: str, group: int, *, special: bool = False
+) -> Arguments:
+    x = numbers(rows, width, BF16, device, special=special)
+    sf = block_scales(rows, width, (1, group), device, (-20, 20), ROW)
+    return {"x": x, "fmt": fmt, "num_per_channels": group, "sf": sf}
 
 
 _X, _Z14 = [1.0, 2.0, 3.0, 1000.0, *[0.0] * 12], "00" * 14

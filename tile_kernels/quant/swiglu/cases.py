@@ -7,34 +7,30 @@ from typing import Any
 import torch
 
 from tile_kernels.quant.casting import cast
+from tile_kernels.quant.sample_flags import COLUMN, LAYOUTS, PACKED, ROUNDED, ROW, Flags, all_flags
 from tile_kernels.quant.samples import (
-    COLUMN,
-    LAYOUTS,
-    PACKED,
-    ROUNDED,
-    ROW,
-    Flags,
-    all_flags,
+    gates_and_values,
     hexed,
     numbers,
     placed,
+    with_data,
+    with_sf,
     within_one_step,
 )
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import (
+    BF16,
+    FP32,
+    INF,
+    NAN,
+    builder,
     changed,
     close_results,
     edited,
     misaligned,
+    with_value,
 )
 
-_BF16, _FP32 = torch.bfloat16, torch.float32
 _E4M3, _INT32 = torch.float8_e4m3fn, torch.int32
 
 
@@ -54,11 +50,13 @@ def _maps(rows: int, num_tokens: int, num_topk: int) -> tuple[torch.Tensor, torc
 # ---- forward ------------------------------------------------------------------------------------
 
 
+@builder
 def _forward(
+    device: torch.device,
     rows: int,
     hidden: int,
     group: int,
-    dtype: torch.dtype = _BF16,
+    dtype: torch.dtype = BF16,
     *,
     weighted: bool = False,
     padded: bool = False,
@@ -69,30 +67,23 @@ def _forward(
     extra: int = 0,
     shift: bool = False,
     flags: Flags = ROW,
-) -> Build:
-    def make(device: torch.device) -> Arguments:
-        if special:
-            x = numbers(rows, 2 * hidden, dtype, device, special=True)
-        else:
-            x = (4 * torch.randn(rows, 2 * hidden, device=device)).to(dtype)
-        x = placed(x, extra, shift)
-        num_tokens = rows + 2
-        return {
-            "x": x,
-            "fmt": "e4m3",
-            "num_per_channels": group,
-            **all_flags(flags),
-            "pos_to_token_topk": _maps(rows, num_tokens, 2)[0].to(device) if weighted else None,
-            "topk_weights": torch.randn(num_tokens, 2).to(device) if weighted else None,
-            "pos_to_expert": (
-                torch.randint(-2, 5, (rows,), dtype=_INT32).to(device) if padded else None
-            ),
-            "swiglu_clamp_value": clamp,
-            "clamped_count": torch.tensor([5, 2**40, 0]).to(device) if counted else None,
-            "sf_clamp_min": bound,
-        }
-
-    return make
+) -> Arguments:
+    x = placed(gates_and_values(rows, hidden, dtype, device, special), extra, shift)
+    num_tokens = rows + 2
+    return {
+        "x": x,
+        "fmt": "e4m3",
+        "num_per_channels": group,
+        **all_flags(flags),
+        "pos_to_token_topk": _maps(rows, num_tokens, 2)[0].to(device) if weighted else None,
+        "topk_weights": torch.randn(num_tokens, 2).to(device) if weighted else None,
+        "pos_to_expert": (
+            torch.randint(-2, 5, (rows,), dtype=_INT32).to(device) if padded else None
+        ),
+        "swiglu_clamp_value": clamp,
+        "clamped_count": torch.tensor([5, 2**40, 0]).to(device) if counted else None,
+        "sf_clamp_min": bound,
+    }
 
 
 _X = [[1.0, -2.0, 12.0, 3.0], [0.0, 5.0, -0.25, -20.0]]
@@ -108,15 +99,8 @@ def _vector_arguments(**changes: Any) -> Arguments:
     }
 
 
-def _with_maps(arguments: Arguments, name: str, value: int) -> Arguments:
-    """One element of an index replaced."""
-    index = arguments[name].clone()
-    index.view(-1)[1] = value
-    return {**arguments, name: index}
-
-
-def _short(arguments: Arguments, name: str) -> Arguments:
-    return {**arguments, name: arguments[name][:-1]}
+def _short(x: torch.Tensor) -> torch.Tensor:
+    return x[:-1]
 
 
 _SHAPES = [(5, 576, 128), (3, 256, 16), (4, 200, 64), (6, 1056, 32), (2, 33, 16)]
@@ -148,12 +132,12 @@ _SWIGLU_FORWARD_AND_CAST = Cases(
         Sample("counted", _forward(9, 1056, 128, clamp=0.5, counted=True, flags=PACKED, **_ALL)),
         Sample("counted.rows", _forward(9, 576, 576, clamp=0.5, counted=True, padded=True)),
         Sample("counted.0", _forward(3, 40, 16, clamp=0.0, counted=True)),
-        Sample("counted.blocks", _forward(4300, 33, 16, _FP32, clamp=4.0, counted=True)),
+        Sample("counted.blocks", _forward(4300, 33, 16, FP32, clamp=4.0, counted=True)),
         Sample("bound", _forward(4, 64, 32, bound=100.0)),
         Sample("bound.least", _forward(4, 64, 32, padded=True, bound=2.0**-119, flags=PACKED)),
-        Sample("float32", _forward(4, 320, 128, _FP32, clamp=3.0, weighted=True)),
+        Sample("float32", _forward(4, 320, 128, FP32, clamp=3.0, weighted=True)),
         Sample("special", _forward(9, 160, 32, special=True)),
-        Sample("special.packed", _forward(9, 160, 32, _FP32, special=True, flags=PACKED, **_ALL)),
+        Sample("special.packed", _forward(9, 160, 32, FP32, special=True, flags=PACKED, **_ALL)),
         Sample("special.clamped", _forward(9, 160, 160, special=True, clamp=3.0, counted=True)),
         Sample("strided", _forward(5, 128, 64, extra=64)),
         Sample("strided.odd", _forward(5, 128, 64, extra=3)),
@@ -215,21 +199,21 @@ _SWIGLU_FORWARD_AND_CAST = Cases(
         Reject("x", "odd width", lambda a: {**a, "x": a["x"][:, :191]}),
         Reject("x", "no channels", lambda a: {**a, "x": a["x"][:, :0]}),
         Reject("topk_weights", "missing", changed(topk_weights=None)),
-        Reject("pos_to_token_topk", "short", lambda a: _short(a, "pos_to_token_topk")),
-        Reject("pos_to_expert", "short", lambda a: _short(a, "pos_to_expert")),
+        Reject("pos_to_token_topk", "short", edited("pos_to_token_topk", _short)),
+        Reject("pos_to_expert", "short", edited("pos_to_expert", _short)),
         Reject("swiglu_clamp_value", "negative", changed(swiglu_clamp_value=-1.0)),
         Reject("clamped_count", "without a clamp", changed(swiglu_clamp_value=None)),
-        Reject("clamped_count", "short", lambda a: _short(a, "clamped_count")),
+        Reject("clamped_count", "short", edited("clamped_count", _short)),
         Reject("sf_clamp_min", "zero", changed(sf_clamp_min=0.0)),
         Reject("sf_clamp_min", "negative", changed(sf_clamp_min=-1.0)),
         Reject("sf_clamp_min", "tiny", changed(sf_clamp_min=1e-37)),
-        Reject("sf_clamp_min", "NaN", changed(sf_clamp_min=float("nan"))),
-        Reject("sf_clamp_min", "infinite", changed(sf_clamp_min=float("inf"))),
+        Reject("sf_clamp_min", "NaN", changed(sf_clamp_min=NAN)),
+        Reject("sf_clamp_min", "infinite", changed(sf_clamp_min=INF)),
         Reject("sf_clamp_min", "text", changed(sf_clamp_min="1")),
     ],
     bad_values=[
-        Reject("pos_to_token_topk", "too large", lambda a: _with_maps(a, "pos_to_token_topk", 16)),
-        Reject("pos_to_token_topk", "below -1", lambda a: _with_maps(a, "pos_to_token_topk", -2)),
+        Reject("pos_to_token_topk", "too large", with_value("pos_to_token_topk", 16, 1)),
+        Reject("pos_to_token_topk", "below -1", with_value("pos_to_token_topk", -2, 1)),
     ],
     compare=within_one_step,
 )  # fmt: skip
@@ -238,7 +222,9 @@ _SWIGLU_FORWARD_AND_CAST = Cases(
 # ---- backward -----------------------------------------------------------------------------------
 
 
+@builder
 def _backward(
+    device: torch.device,
     rows: int,
     hidden: int,
     group: int,
@@ -250,35 +236,32 @@ def _backward(
     special: bool = False,
     shift: bool = False,
     leading: bool = False,
-) -> Build:
-    def make(device: torch.device) -> Arguments:
-        x = torch.randn(rows, 2 * hidden, device=device)
-        grad = torch.randn(rows, hidden, device=device)
-        if special:
-            x = numbers(rows, 2 * hidden, torch.float32, device, special=True)
-            grad = numbers(rows, hidden, torch.float32, device, special=True)
-        data, sf = cast(x, "e4m3", (1, group))
-        if special:
-            data = torch.where(x.isnan(), torch.nan, data.float()).to(_E4M3)
-        grad = grad.bfloat16()
-        if shift:
-            data = misaligned(data.view(torch.uint8)).view(_E4M3)
-            sf, grad = misaligned(sf), misaligned(grad)
-        index, inverse = (m.to(device) for m in _maps(rows, num_tokens, num_topk))
-        if leading:
-            data, sf, grad = (t.unflatten(0, (-1, 2)) for t in (data, sf, grad))
-        return {
-            "x": (data, sf),
-            "grad_out": grad,
-            "weight": torch.rand(num_tokens, num_topk).to(device),
-            "pos_to_token_topk": index,
-            "token_topk_to_pos": inverse,
-            "num_per_channels": group,
-            "round_sf": round_sf,
-            "swiglu_clamp_value": clamp,
-        }
-
-    return make
+) -> Arguments:
+    x = torch.randn(rows, 2 * hidden, device=device)
+    grad = torch.randn(rows, hidden, device=device)
+    if special:
+        x = numbers(rows, 2 * hidden, torch.float32, device, special=True)
+        grad = numbers(rows, hidden, torch.float32, device, special=True)
+    data, sf = cast(x, "e4m3", (1, group))
+    if special:
+        data = torch.where(x.isnan(), torch.nan, data.float()).to(_E4M3)
+    grad = grad.bfloat16()
+    if shift:
+        data = misaligned(data.view(torch.uint8)).view(_E4M3)
+        sf, grad = misaligned(sf), misaligned(grad)
+    index, inverse = (m.to(device) for m in _maps(rows, num_tokens, num_topk))
+    if leading:
+        data, sf, grad = (t.unflatten(0, (-1, 2)) for t in (data, sf, grad))
+    return {
+        "x": (data, sf),
+        "grad_out": grad,
+        "weight": torch.rand(num_tokens, num_topk).to(device),
+        "pos_to_token_topk": index,
+        "token_topk_to_pos": inverse,
+        "num_per_channels": group,
+        "round_sf": round_sf,
+        "swiglu_clamp_value": clamp,
+    }
 
 
 _close_sums = close_results(rtol=1e-4, atol=1e-4)
@@ -377,23 +360,23 @@ _SWIGLU_BACKWARD_AND_CAST = Cases(
     rejects=[
         Reject("x", "no tuple", lambda a: {**a, "x": a["x"][0]}),
         Reject("x", "three tensors", lambda a: {**a, "x": (*a["x"], a["x"][1])}),
-        Reject("x", "bfloat16", lambda a: {**a, "x": (a["x"][0].bfloat16(), a["x"][1])}),
-        Reject("x", "odd", lambda a: {**a, "x": (a["x"][0][:, :255].clone(), a["x"][1])}),
-        Reject("x_sf", "too few", lambda a: {**a, "x": (a["x"][0], a["x"][1][:, :-1].clone())}),
-        Reject("x_sf", "double", lambda a: {**a, "x": (a["x"][0], a["x"][1].double())}),
+        Reject("x", "bfloat16", with_data(lambda data: data.bfloat16())),
+        Reject("x", "odd", with_data(lambda data: data[:, :255].clone())),
+        Reject("x_sf", "too few", with_sf(lambda sf: sf[:, :-1].clone())),
+        Reject("x_sf", "double", with_sf(lambda sf: sf.double())),
         Reject("num_per_channels", "64", changed(num_per_channels=64)),
         Reject("num_per_channels", "no divisor", _narrow_halves),
         Reject("grad_out", "float32", lambda a: {**a, "grad_out": a["grad_out"].float()}),
-        Reject("pos_to_token_topk", "short", lambda a: _short(a, "pos_to_token_topk")),
-        Reject("token_topk_to_pos", "short", lambda a: _short(a, "token_topk_to_pos")),
+        Reject("pos_to_token_topk", "short", edited("pos_to_token_topk", _short)),
+        Reject("token_topk_to_pos", "short", edited("token_topk_to_pos", _short)),
         Reject("round_sf", "an int", changed(round_sf=1)),
-        Reject("swiglu_clamp_value", "NaN", changed(swiglu_clamp_value=float("nan"))),
+        Reject("swiglu_clamp_value", "NaN", changed(swiglu_clamp_value=NAN)),
     ],
     bad_values=[
-        Reject("pos_to_token_topk", "too large", lambda a: _with_maps(a, "pos_to_token_topk", 10)),
-        Reject("pos_to_token_topk", "below -1", lambda a: _with_maps(a, "pos_to_token_topk", -2)),
-        Reject("token_topk_to_pos", "too large", lambda a: _with_maps(a, "token_topk_to_pos", 6)),
-        Reject("token_topk_to_pos", "below -1", lambda a: _with_maps(a, "token_topk_to_pos", -2)),
+        Reject("pos_to_token_topk", "too large", with_value("pos_to_token_topk", 10, 1)),
+        Reject("pos_to_token_topk", "below -1", with_value("pos_to_token_topk", -2, 1)),
+        Reject("token_topk_to_pos", "too large", with_value("token_topk_to_pos", 6, 1)),
+        Reject("token_topk_to_pos", "below -1", with_value("token_topk_to_pos", -2, 1)),
         Reject("token_topk_to_pos", "no inverse", edited("token_topk_to_pos", lambda m: m.flip(0))),
         *(
             Reject(name, "names nothing", edited(name, lambda m: torch.full_like(m, -1)))
