@@ -33,6 +33,11 @@ __device__ __forceinline__ int e2m1_pair(float low, float high) {
 """
 
 
+def local_arrays(dtype: Any, *sizes: int) -> tuple[Any, ...]:
+    """In a kernel: arrays of `sizes` elements in registers."""
+    return tuple(T.alloc_local((size,), dtype) for size in sizes)
+
+
 # ---- formats ------------------------------------------------------------------------------------
 
 

@@ -37,16 +37,6 @@ def per_token_cast_back(
 
 
 def cast_back_e5m6(x: QuantTensor, fmt: str, x_block_size: tuple[int, int]) -> torch.Tensor:
-    """`cast_back_from_e5m6`.
-
-    >>> x = casting.quantize(torch.ones(1, 8), formats.E5M6, (1, 8))
-    >>> cast_back_e5m6(x, "fp32", (1, 8)).shape
-    torch.Size([1, 8])
-    """
-    return cast_back_from_e5m6(x, fmt, x_block_size)
-
-
-def cast_back_from_e5m6(x: QuantTensor, fmt: str, x_block_size: tuple[int, int]) -> torch.Tensor:
     """From e5m6 data and scale factors to `[T, H]`, bfloat16 ("bf16") or float32 ("fp32").
 
     The data is uint8 `[T, 3 * H / 2]`. `code * sf` in float32, rounded once, then to bfloat16 if
@@ -54,9 +44,12 @@ def cast_back_from_e5m6(x: QuantTensor, fmt: str, x_block_size: tuple[int, int])
 
     >>> x = torch.tensor([[0.5, -1, 0.25, 2, 0, 1.5, -3, 4]])
     >>> quantised = casting.quantize(x, formats.E5M6, (1, 8), round_sf=True)
-    >>> cast_back_from_e5m6(quantised, "fp32", (1, 8)).equal(x)
+    >>> cast_back_e5m6(quantised, "fp32", (1, 8)).equal(x)
     True
     """
     if x[0].dtype != formats.E5M6.dtype:
         raise TypeError(f"e5m6 data must be uint8, got {x[0].dtype}")
     return casting.round_to(casting.dequantize(x, x_block_size), fmt)
+
+
+cast_back_from_e5m6 = cast_back_e5m6

@@ -81,23 +81,6 @@ def per_token_cast_to_e5m6(
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
 ) -> QuantTensor:
-    """`cast_to_e5m6`.
-
-    >>> per_token_cast_to_e5m6(torch.ones(2, 16), 16)[0].shape
-    torch.Size([2, 24])
-    """
-    return cast_to_e5m6(
-        x, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0
-    )
-
-
-def cast_to_e5m6(
-    x: torch.Tensor,
-    num_per_channels: int,
-    use_tma_aligned_col_major_sf: bool = False,
-    round_sf: bool = False,
-    use_packed_ue8m0: bool = False,
-) -> QuantTensor:
     """To e5m6 with a scale factor for every `num_per_channels` channels of a row.
 
     | argument | shape | dtype |
@@ -112,10 +95,13 @@ def cast_to_e5m6(
     `tile_kernels.quant.formats.e5m6_codes` says how.
 
     >>> x = torch.tensor([[0.5, -1, 0.25, 2, 0, 0.001, -3, 4]])
-    >>> data, sf = cast_to_e5m6(x, 8, round_sf=True)
+    >>> data, sf = per_token_cast_to_e5m6(x, 8, round_sf=True)
     >>> bytes(data[0].tolist()).hex(), sf.item() == 2.0**-13
     ('68000f6c040040078007f682', True)
     """
     flags = use_tma_aligned_col_major_sf, use_packed_ue8m0
     values = to_float32(x, x_block_size=None)
     return quantize(values, formats.E5M6, (1, num_per_channels), round_sf, *flags)
+
+
+cast_to_e5m6 = per_token_cast_to_e5m6

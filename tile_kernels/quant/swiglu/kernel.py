@@ -8,6 +8,7 @@ from tile_kernels.quant.primitives import (
     encode_and_store,
     fetch_values,
     group_amax,
+    local_arrays,
     scale_of,
     scale_of_row,
     store_values,
@@ -71,12 +72,8 @@ def activation(plan: Plan, counted: bool) -> Any:
 
     @T.macro
     def activated(x, row, first, values, base, weight, clamp, counts):
-        raw_left = T.alloc_local((CHUNK,), storage(plan.source)[0])
-        raw_right = T.alloc_local((CHUNK,), storage(plan.source)[0])
-        left = T.alloc_local((CHUNK,), T.float32)
-        right = T.alloc_local((CHUNK,), T.float32)
-        gate = T.alloc_local((1,), T.float32)
-        value = T.alloc_local((1,), T.float32)
+        raw_left, raw_right = local_arrays(storage(plan.source)[0], CHUNK, CHUNK)
+        left, right, gate, value = local_arrays(T.float32, CHUNK, CHUNK, 1, 1)
         largest = T.alloc_var(T.float32, init=T.float32(0))
         fetch_left(x, row, first, raw_left, 0)
         fetch_right(x, row, first, raw_right, 0)
@@ -226,10 +223,8 @@ def swiglu_groups(*static: Any) -> Any:
         warp = unit * WARPS + T.get_thread_binding() // LANES
         row = T.alloc_var(T.int32, init=warp // tiles)
         first = T.alloc_var(T.int32, init=(warp % tiles * LANES + lane) * CHUNK)
-        values = T.alloc_local((CHUNK,), T.float32)
-        scale = T.alloc_local((2,), T.float32)
-        scales = T.alloc_local((per_thread,), T.float32)
-        inverse = T.alloc_local((per_thread,), T.float32)
+        values, scale = local_arrays(T.float32, CHUNK, 2)
+        scales, inverse = local_arrays(T.float32, per_thread, per_thread)
         weight = T.alloc_var(T.float32, init=T.float32(0))
         if row < to_write:  # the same for the whole warp
             exists = row_is_read(row, rows, experts)
@@ -270,9 +265,7 @@ def swiglu_whole_rows(*static: Any) -> Any:
         counts,
     ):  # fmt: skip
         tx = T.get_thread_binding()
-        values = T.alloc_local((CHUNK * (steps if keep else 1),), T.float32)
-        scale = T.alloc_local((2,), T.float32)
-        inverse = T.alloc_local((1,), T.float32)
+        values, scale, inverse = local_arrays(T.float32, CHUNK * (steps if keep else 1), 2, 1)
         of_warps = T.alloc_shared((threads // LANES,), T.float32)
         amax = T.alloc_var(T.float32, init=T.float32(0))
         weight = T.alloc_var(T.float32, init=T.float32(0))
@@ -349,9 +342,7 @@ def swiglu_backward(*static: Any) -> Any:
 
         @T.macro
         def computed(left, right, grad, weight, clamp, total):
-            gate = T.alloc_local((1,), T.float32)
-            value = T.alloc_local((1,), T.float32)
-            act = T.alloc_local((1,), T.float32)
+            gate, value, act = local_arrays(T.float32, 1, 1, 1)
             for v in T.unroll(PART):
                 gate[0] = left[v]
                 value[0] = right[v]
@@ -372,8 +363,7 @@ def swiglu_backward(*static: Any) -> Any:
 
         @T.macro
         def quantised(values, row, first, lane, codes, sf, x_grad, clamp_min):
-            scale = T.alloc_local((2,), T.float32)
-            inverse = T.alloc_local((1,), T.float32)
+            scale, inverse = local_arrays(T.float32, 2, 1)
             store_grad(values, 0, x_grad, row, first)
             scaled(amax_of(values, 0), clamp_min, scale)
             inverse[0] = scale[1]
@@ -406,12 +396,9 @@ def swiglu_backward(*static: Any) -> Any:
             T.annotate_min_blocks_per_sm(max(1, RESIDENT_BACKWARD // threads))
             tx = T.get_thread_binding()
             lane = tx % LANES
-            raw_left = T.alloc_local((PART,), T.float8_e4m3fn)
-            raw_right = T.alloc_local((PART,), T.float8_e4m3fn)
+            raw_left, raw_right = local_arrays(T.float8_e4m3fn, PART, PART)
             raw_grad = T.alloc_local((PART,), T.bfloat16)
-            left = T.alloc_local((PART,), T.float32)
-            right = T.alloc_local((PART,), T.float32)
-            grad = T.alloc_local((PART,), T.float32)
+            left, right, grad = local_arrays(T.float32, PART, PART, PART)
             of_warps = T.alloc_shared((warps,), T.float32)
             total = T.alloc_local((1,), T.float32)
             total[0] = T.float32(0)
