@@ -11,7 +11,7 @@ from typing import overload
 import torch
 
 from tile_kernels.quant import formats, scales
-from tile_kernels.quant.types import QuantTensor
+from tile_kernels.quant.types import ROW_MAJOR, QuantTensor, ScaleFlags
 from tile_kernels.runtime.arithmetic import row_chunks
 
 _CAST_FORMATS = {fmt.name: fmt for fmt in (formats.E4M3, formats.E2M1)}
@@ -72,9 +72,7 @@ def quantize(
     values: torch.Tensor,
     fmt: formats.Format,
     block_size: tuple[int, int],
-    round_sf: bool = False,
-    use_tma_aligned_col_major_sf: bool = False,
-    use_packed_ue8m0: bool = False,
+    flags: ScaleFlags = ROW_MAJOR,
     clamp_min: float | None = None,
 ) -> QuantTensor:
     """float32 `[T, H]` to data of a format and the scale factors of its blocks.
@@ -86,18 +84,13 @@ def quantize(
     ([[64.0, -128.0, 192.0, 448.0]], [[0.015625]])
     """
     amax = block_amax(values, block_size)
-    sf, inv = formats.scale_from_amax(amax, fmt, round_sf, clamp_min)
+    sf, inv = formats.scale_from_amax(amax, fmt, flags.round_sf, clamp_min)
     data = encode_scaled(values, fmt, block_size, inv)
-    return data, scales.lay_out_sf(sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+    return data, scales.lay_out_sf(sf, *flags[1:])
 
 
 def scale_factors(
-    x: torch.Tensor,
-    fmt: str,
-    block_size: tuple[int, int],
-    round_sf: bool = False,
-    use_tma_aligned_col_major_sf: bool = False,
-    use_packed_ue8m0: bool = False,
+    x: torch.Tensor, fmt: str, block_size: tuple[int, int], flags: ScaleFlags = ROW_MAJOR
 ) -> torch.Tensor:
     """The scale factors of `cast` without the data.
 
@@ -105,8 +98,8 @@ def scale_factors(
     [[0.015625]]
     """
     amax = block_amax(to_float32(x, x_block_size=None), block_size)
-    sf, _ = formats.scale_from_amax(amax, _CAST_FORMATS[fmt], round_sf)
-    return scales.lay_out_sf(sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+    sf, _ = formats.scale_from_amax(amax, _CAST_FORMATS[fmt], flags.round_sf)
+    return scales.lay_out_sf(sf, *flags[1:])
 
 
 def quantize_with_sf(
@@ -201,10 +194,10 @@ def cast(
     """
     target = _CAST_FORMATS[fmt]
     values = to_float32(x, x_block_size)
-    flags = use_tma_aligned_col_major_sf, use_packed_ue8m0
     if sf is None:
-        return quantize(values, target, block_size, round_sf, *flags)
-    if any(flags):
+        flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+        return quantize(values, target, block_size, flags)
+    if use_tma_aligned_col_major_sf or use_packed_ue8m0:
         raise ValueError("a given sf must be row-major float32: leave both layout flags False")
     return quantize_with_sf(values, target, block_size, sf)
 

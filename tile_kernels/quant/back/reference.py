@@ -43,7 +43,7 @@ def cast_back_e5m6(x: QuantTensor, fmt: str, x_block_size: tuple[int, int]) -> t
     asked.
 
     >>> x = torch.tensor([[0.5, -1, 0.25, 2, 0, 1.5, -3, 4]])
-    >>> quantised = casting.quantize(x, formats.E5M6, (1, 8), round_sf=True)
+    >>> quantised = casting.quantize(x, formats.E5M6, (1, 8), casting.ScaleFlags(round_sf=True))
     >>> cast_back_e5m6(quantised, "fp32", (1, 8)).equal(x)
     True
     """

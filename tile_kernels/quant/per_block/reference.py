@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tile_kernels.quant.casting import cast, scale_factors
-from tile_kernels.quant.types import QuantTensor
+from tile_kernels.quant.types import QuantTensor, ScaleFlags
 
 
 def per_block_cast(
@@ -22,7 +22,7 @@ def per_block_cast(
     >>> sf.tolist()
     [[1.0, 1.0], [1.0, 1.0]]
     """
-    flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
+    flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
     return cast(x, fmt, block_size, None, None, *flags)
 
 
@@ -39,8 +39,8 @@ def per_block_cast_with_sf_only(
     >>> per_block_cast_with_sf_only(torch.full((3, 64), 448.0), "e4m3", (2, 64)).tolist()
     [[1.0], [1.0]]
     """
-    flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
-    return scale_factors(x, fmt, block_size, *flags)
+    flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+    return scale_factors(x, fmt, block_size, flags)
 
 
 def per_block_cast_with_precomputed_sf(
@@ -58,5 +58,5 @@ def per_block_cast_with_precomputed_sf(
     >>> per_block_cast_with_precomputed_sf(torch.ones(2, 2), "e4m3", (2, 2), sf).float().tolist()
     [[0.5, 0.5], [0.5, 0.5]]
     """
-    flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
+    flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
     return cast(x, fmt, block_size, sf, None, *flags)

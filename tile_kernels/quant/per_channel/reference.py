@@ -8,7 +8,7 @@ from tile_kernels.quant import formats
 from tile_kernels.quant.casting import cast, quantize, to_float32
 from tile_kernels.quant.gather import gather_or_zero
 from tile_kernels.quant.swiglu.reference import swiglu_forward
-from tile_kernels.quant.types import QuantTensor
+from tile_kernels.quant.types import QuantTensor, ScaleFlags
 from tile_kernels.transpose.reference import transpose
 
 
@@ -56,7 +56,7 @@ def per_channel_cast_fused(
     values = to_float32(x, x_block_size)
     if pos_to_token is not None:
         values = gather_or_zero(values, pos_to_token)
-    return quantize(values, formats.E4M3, (num_per_tokens, 1), round_sf)
+    return quantize(values, formats.E4M3, (num_per_tokens, 1), ScaleFlags(round_sf))
 
 
 def per_channel_cast_and_transpose(

@@ -6,7 +6,7 @@ import torch
 
 from tile_kernels.quant import formats
 from tile_kernels.quant.casting import cast, quantize, scale_factors, to_float32
-from tile_kernels.quant.types import QuantTensor
+from tile_kernels.quant.types import QuantTensor, ScaleFlags
 
 
 def per_token_cast(
@@ -30,7 +30,7 @@ def per_token_cast(
         return per_token_cast_to_e5m6(
             x, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0
         )
-    flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
+    flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
     return cast(x, fmt, (1, num_per_channels), None, x_block_size, *flags)
 
 
@@ -48,10 +48,10 @@ def per_token_cast_with_sf_only(
     >>> per_token_cast_with_sf_only(torch.tensor([[1.0, -2.0, 3.0, 7.0]]), "e4m3", 2).shape
     torch.Size([1, 2])
     """
-    flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
+    flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
     if x_block_size is not None:
         raise ValueError(f"x_block_size is for a quantised x only, got {x_block_size}")
-    return scale_factors(x, fmt, (1, num_per_channels), *flags)
+    return scale_factors(x, fmt, (1, num_per_channels), flags)
 
 
 def per_token_cast_with_precomputed_sf(
@@ -70,7 +70,7 @@ def per_token_cast_with_precomputed_sf(
     >>> per_token_cast_with_precomputed_sf(torch.tensor([[1.0, 1000.0]]), "e4m3", 2, sf).float()
     tensor([[  2., 448.]])
     """
-    flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
+    flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
     return cast(x, fmt, (1, num_per_channels), sf, x_block_size, *flags)
 
 
@@ -99,9 +99,9 @@ def per_token_cast_to_e5m6(
     >>> bytes(data[0].tolist()).hex(), sf.item() == 2.0**-13
     ('68000f6c040040078007f682', True)
     """
-    flags = use_tma_aligned_col_major_sf, use_packed_ue8m0
+    flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
     values = to_float32(x, x_block_size=None)
-    return quantize(values, formats.E5M6, (1, num_per_channels), round_sf, *flags)
+    return quantize(values, formats.E5M6, (1, num_per_channels), flags)
 
 
 cast_to_e5m6 = per_token_cast_to_e5m6

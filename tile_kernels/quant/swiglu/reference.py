@@ -15,7 +15,7 @@ import torch
 from tile_kernels.quant import formats
 from tile_kernels.quant.casting import dequantize, quantize
 from tile_kernels.quant.gather import gather_or_zero
-from tile_kernels.quant.types import QuantTensor
+from tile_kernels.quant.types import QuantTensor, ScaleFlags
 from tile_kernels.runtime.arithmetic import fused_multiply_add, widened
 
 
@@ -238,16 +238,16 @@ def swiglu_forward_and_per_token_cast(
     if fmt != formats.E4M3.name:
         raise ValueError(f"fmt must be 'e4m3', got {fmt!r}")
     rest = topk_weights, swiglu_clamp_value, clamped_count
-    flags = round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0
+    flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
     block = 1, num_per_channels
     if pos_to_expert is None:
         out = swiglu_forward(x, pos_to_token_topk, *rest)
-        return quantize(out, formats.E4M3, block, *flags, clamp_min=sf_clamp_min)
+        return quantize(out, formats.E4M3, block, flags, sf_clamp_min)
     real = pos_to_expert >= 0
     index = None if pos_to_token_topk is None else pos_to_token_topk[real]
     out = x.new_zeros((x.shape[0], x.shape[1] // 2), dtype=torch.float32)
     out[real] = swiglu_forward(x[real], index, *rest)
-    data, sf = quantize(out, formats.E4M3, block, *flags, clamp_min=sf_clamp_min)
+    data, sf = quantize(out, formats.E4M3, block, flags, sf_clamp_min)
     return data, sf.masked_fill_(~real[:, None], 0)
 
 
@@ -279,5 +279,5 @@ def swiglu_backward_and_per_token_cast(
     out, x_grad, weight_grad = swiglu_backward(
         x, grad_out, weight, *maps, num_per_channels, swiglu_clamp_value
     )
-    x_grad_quantised = quantize(x_grad, formats.E4M3, (1, num_per_channels), round_sf)
+    x_grad_quantised = quantize(x_grad, formats.E4M3, (1, num_per_channels), ScaleFlags(round_sf))
     return out.bfloat16(), x_grad_quantised, x_grad.bfloat16(), weight_grad
