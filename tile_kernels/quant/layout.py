@@ -1,18 +1,22 @@
-"""What the declarations of all casts share: names of dtypes and formats, checks, results."""
+"""What the declarations of all casts share: names of dtypes and formats, checks, results, costs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tile_kernels.quant import formats
+from tile_kernels.quant.scales import num_blocks
 from tile_kernels.quant.storage import COLUMN, PACKED, ROW
+from tile_kernels.quant.types import QuantTensor
 from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Out
+from tile_kernels.runtime.operator import Operator
 from tile_kernels.utils import align, ceil_div
 
 PLAIN = (torch.bfloat16, torch.float32)
@@ -30,31 +34,48 @@ CAST_INSTEAD = "tile_kernels.quant.fake_cast, whose gradient passes straight thr
 SWIGLU_INSTEAD = "tile_kernels.modeling.quant.swiglu_cast"
 
 
-def layout_of(use_tma_aligned_col_major_sf: bool, use_packed_ue8m0: bool) -> str:
+class ScaleOptions(Protocol):
+    """The flags among the arguments of an operator with scales."""
+
+    @property
+    def use_tma_aligned_col_major_sf(self) -> bool: ...  # noqa: D102
+    @property
+    def round_sf(self) -> bool: ...  # noqa: D102
+    @property
+    def use_packed_ue8m0(self) -> bool: ...  # noqa: D102
+
+
+def layout_of(a: ScaleOptions) -> str:
     """The name of the layout that the flags ask for."""
-    if use_packed_ue8m0:
+    if a.use_packed_ue8m0:
         return PACKED
-    return COLUMN if use_tma_aligned_col_major_sf else ROW
+    return COLUMN if a.use_tma_aligned_col_major_sf else ROW
 
 
-def check_flags(use_tma_aligned_col_major_sf: bool, round_sf: bool, use_packed_ue8m0: bool) -> None:
-    """Packed exponents are powers of two in columns; nothing else makes sense."""
-    checks.boolean("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
-    checks.boolean("round_sf", round_sf)
-    checks.boolean("use_packed_ue8m0", use_packed_ue8m0)
-    if use_packed_ue8m0 and not (round_sf and use_tma_aligned_col_major_sf):
+def _check_kinds(a: ScaleOptions) -> None:
+    checks.boolean("use_tma_aligned_col_major_sf", a.use_tma_aligned_col_major_sf)
+    checks.boolean("round_sf", a.round_sf)
+    checks.boolean("use_packed_ue8m0", a.use_packed_ue8m0)
+
+
+def check_flags(a: ScaleOptions, rounded: bool = False) -> None:
+    """Packed exponents are powers of two in columns; nothing else makes sense.
+
+    `rounded`: scales are powers of two even without `round_sf`.
+    """
+    _check_kinds(a)
+    if a.use_packed_ue8m0 and not ((a.round_sf or rounded) and a.use_tma_aligned_col_major_sf):
         raise ValueError(
             "use_packed_ue8m0 needs round_sf and use_tma_aligned_col_major_sf: packed scales are "
             "exponents, in columns"
         )
 
 
-def check_row_major_flags(use_tma_aligned_col_major_sf: bool, use_packed_ue8m0: bool) -> None:
+def check_row_major_flags(a: ScaleOptions) -> None:
     """Scales that are given come row by row, as float32."""
-    checks.boolean("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
-    checks.boolean("use_packed_ue8m0", use_packed_ue8m0)
-    if use_tma_aligned_col_major_sf or use_packed_ue8m0:
-        name = "use_packed_ue8m0" if use_packed_ue8m0 else "use_tma_aligned_col_major_sf"
+    _check_kinds(a)
+    if a.use_tma_aligned_col_major_sf or a.use_packed_ue8m0:
+        name = "use_packed_ue8m0" if a.use_packed_ue8m0 else "use_tma_aligned_col_major_sf"
         raise ValueError(f"{name} must be False: a given sf is row-major float32")
 
 
@@ -84,7 +105,7 @@ def check_width(fmt: str, width: int) -> None:
 def check_source_scales(x: Tensor, x_sf: Tensor, block: Sequence[int]) -> None:
     """The scales of a quantized `x` in blocks, in any layout."""
     checks.tensor("x_sf", x_sf, ("row_blocks", "channel_blocks"), (torch.float32, torch.int32))
-    rows, groups = ceil_div(x.shape[0], block[0]), ceil_div(values_in(x), block[1])
+    rows, groups = num_blocks((x.shape[0], values_in(x)), block)
     if x_sf.dtype == torch.int32:
         groups = ceil_div(groups, 4)
     checks.tensor("x_sf", x_sf, ("row_blocks", "channel_blocks"), shape=(rows, groups))
@@ -158,9 +179,12 @@ def scale_out(name: str, rows: int, groups: int, layout: str) -> Out:
     return Out(name, (rows, groups), dtype, (1, padded), base=(groups, padded))
 
 
-def scale_bytes(rows: int, groups: int, packed: bool) -> int:
-    """The bytes of the scales of `rows x groups` blocks, without padding."""
-    return 4 * rows * (ceil_div(groups, 4) if packed else groups)
+def cast_outs(
+    a: ScaleOptions, fmt: str, shape: Sequence[int], block: Sequence[int]
+) -> tuple[Out, Out]:
+    """Data and scales of a result of that many values, in blocks."""
+    scales = scale_out("out_sf", *num_blocks(shape, block), layout_of(a))
+    return data_out(fmt, *shape), scales
 
 
 def as_words(data: Any) -> Any:
@@ -168,3 +192,66 @@ def as_words(data: Any) -> Any:
     if data.dtype == torch.int8:
         return data.view(torch.uint8)
     return data.view(torch.int32) if data.dtype == torch.uint8 else data
+
+
+# ---- the least work ------------------------------------------------------------------------------
+
+
+def bytes_of(x: Tensor | QuantTensor) -> int:
+    """The bytes of a tensor, or of data and scales."""
+    parts = x if isinstance(x, tuple) else (x,)
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def _scale_bytes(shape: Sequence[int], block: Sequence[int], packed: bool) -> int:
+    """The bytes of the scales of that many values in blocks, without padding."""
+    rows, groups = num_blocks(shape, block)
+    return 4 * rows * (ceil_div(groups, 4) if packed else groups)
+
+
+def cast_cost(
+    x: Tensor | QuantTensor, fmt: str, shape: Sequence[int], block: Sequence[int], packed: bool
+) -> Cost:
+    """Reads `x`, writes data of `shape` values and their scales."""
+    written = shape[0] * data_width(fmt, shape[1]) + _scale_bytes(shape, block, packed)
+    return Cost(bytes=bytes_of(x) + written)
+
+
+def scales_cost(x: Tensor, block: Sequence[int], packed: bool) -> Cost:
+    """Reads `x`, writes its scales."""
+    return Cost(bytes=bytes_of(x) + _scale_bytes(x.shape, block, packed))
+
+
+def given_cost(x: Tensor, fmt: str, sf: Tensor, **_: Any) -> Cost:
+    """Reads `x` and its scales, writes data."""
+    return Cost(bytes=bytes_of((x, sf)) + x.shape[0] * data_width(fmt, x.shape[1]))
+
+
+# ---- operators -----------------------------------------------------------------------------------
+
+
+def cast_operator(
+    name: str,
+    arguments: Any,
+    reference: Callable[..., Any],
+    cost: Callable[..., Cost],
+    *,
+    out: tuple[str, ...] = ("out", "out_sf"),
+    instead: str = CAST_INSTEAD,
+    **more: Any,
+) -> Operator:
+    """An operator with buffers for its results and without a gradient.
+
+    The rows of `x`, and of scales that are arguments, may change with the same launches.
+    """
+    dynamic = {each: 1 for each in ("x", "x_sf", "sf") if each in arguments._fields}
+    more = {"dynamic": dynamic, **more}
+    return Operator(
+        f"quant.{name}",
+        arguments,
+        reference=reference,
+        cost=cost,
+        out=out,
+        instead=instead,
+        **more,
+    )

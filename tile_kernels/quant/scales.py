@@ -30,7 +30,7 @@ _GROUPS_PER_WORD = 4
 _ROW_ALIGNMENT = 4
 
 
-def num_blocks(shape: Sequence[int], block_size: tuple[int, int]) -> tuple[int, int]:
+def num_blocks(shape: Sequence[int], block_size: Sequence[int]) -> tuple[int, int]:
     """How many blocks, partial ones included, cover the rows and the columns of `shape`.
 
     >>> num_blocks((300, 576), (128, 128))

@@ -16,7 +16,6 @@ from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, alignment, row_alignment
 from tile_kernels.runtime.launch import Kernel
-from tile_kernels.runtime.operator import Operator
 
 E5M6 = "e5m6"
 
@@ -30,63 +29,68 @@ class Arguments(NamedTuple):
     x_block_size: list[int]
     x_special_fmt: str | None
 
+    def check(self) -> None:
+        layout.check_pair(self.x, self.x_sf)
+        checks.one_of("fmt", self.fmt, tuple(layout.OUT_DTYPES))
+        checks.one_of("x_special_fmt", self.x_special_fmt, (None, E5M6))
+        special = self.x_special_fmt is not None
+        dtypes = torch.uint8 if special else (torch.float8_e4m3fn, torch.int8)
+        x = self.x
+        checks.tensor("x", x, ("num_tokens", "hidden"), dtypes, unit_inner_stride=True)
+        if special and (x.shape[1] % 12 or x.stride(0) % 4 or x.storage_offset() % 4):
+            raise ValueError(
+                "x must have rows of 12 bytes for 8 values of e5m6, at multiples of 4 bytes, got "
+                f"shape {tuple(x.shape)} and strides {tuple(x.stride())}"
+            )
+        if x.shape[1] == 0:
+            raise ValueError("x must have at least one channel, got 0")
+        layout.check_block("x_block_size", self.x_block_size)
+        layout.check_source_scales(x, self.x_sf, self.x_block_size)
+
+    def outputs(self) -> Out:
+        shape = (self.x.shape[0], layout.values_in(self.x))
+        return Out("out", shape, layout.OUT_DTYPES[self.fmt])
+
     def launches(self, out: Spec) -> Launch | None:
-        return _launch(self.x, self.x_sf, tuple(self.x_block_size), out)
+        x: Any = self.x
+        if x.numel() == 0:
+            return None
+        x_sf, block = self.x_sf, tuple(self.x_block_size)
+        packed = x_sf.dtype == torch.int32
+        # Scales of neighbouring channels that are neighbours themselves can be read together.
+        together = not packed and x_sf.stride(1) == 1 and block[1] == 1
+        problem = (
+            layout.SOURCES[x.dtype], layout.SOURCES[out.dtype], Size(lambda a: a.x.shape[0]),
+            layout.values_in(x), block, packed, row_alignment(x), alignment(out),
+            row_alignment(x_sf) if together else 4,
+        )  # fmt: skip
+        return Launch(_CAST_ROWS_BACK, problem, (layout.as_words(x), x_sf, out))
 
 
 class PerTokenArguments(NamedTuple):
+    """`Arguments` in blocks of one row."""
+
     x: Tensor
     x_sf: Tensor
     fmt: str
     num_per_channels: int
     x_special_fmt: str | None
 
+    def in_blocks(self) -> Arguments:
+        """The same call of `cast_back`."""
+        block = [1, self.num_per_channels]
+        return Arguments(self.x, self.x_sf, self.fmt, block, self.x_special_fmt)
+
     def check(self) -> None:
         layout.check_pair(self.x, self.x_sf)
         checks.integer("num_per_channels", self.num_per_channels, 1)
-        check(
-            Arguments(self.x, self.x_sf, self.fmt, [1, self.num_per_channels], self.x_special_fmt)
-        )
+        self.in_blocks().check()
+
+    def outputs(self) -> Out:
+        return self.in_blocks().outputs()
 
     def launches(self, out: Spec) -> Launch | None:
-        return _launch(self.x, self.x_sf, (1, self.num_per_channels), out)
-
-
-def check(a: Arguments) -> None:
-    layout.check_pair(a.x, a.x_sf)
-    checks.one_of("fmt", a.fmt, tuple(layout.OUT_DTYPES))
-    checks.one_of("x_special_fmt", a.x_special_fmt, (None, E5M6))
-    special = a.x_special_fmt is not None
-    dtypes = torch.uint8 if special else (torch.float8_e4m3fn, torch.int8)
-    x = a.x
-    checks.tensor("x", x, ("num_tokens", "hidden"), dtypes, unit_inner_stride=True)
-    if special and (x.shape[1] % 12 or x.stride(0) % 4 or x.storage_offset() % 4):
-        raise ValueError(
-            "x must have rows of 12 bytes for 8 values of e5m6, at multiples of 4 bytes, got shape "
-            f"{tuple(x.shape)} and strides {tuple(x.stride())}"
-        )
-    if x.shape[1] == 0:
-        raise ValueError("x must have at least one channel, got 0")
-    layout.check_block("x_block_size", a.x_block_size)
-    layout.check_source_scales(x, a.x_sf, a.x_block_size)
-
-
-def outputs(a: Arguments | PerTokenArguments) -> Out:
-    return Out("out", (a.x.shape[0], layout.values_in(a.x)), layout.OUT_DTYPES[a.fmt])
-
-
-def _launch(x: Any, x_sf: Any, block: tuple[int, ...], out: Spec) -> Launch | None:
-    if x.numel() == 0:
-        return None
-    packed = x_sf.dtype == torch.int32
-    # Scales of neighbouring channels that are neighbours themselves can be read together.
-    together = not packed and x_sf.stride(1) == 1 and block[1] == 1
-    problem = (
-        layout.SOURCES[x.dtype], layout.SOURCES[out.dtype], Size(lambda a: a.x.shape[0]),
-        layout.values_in(x), block, packed, row_alignment(x), alignment(out),
-        row_alignment(x_sf) if together else 4,
-    )  # fmt: skip
-    return Launch(_CAST_ROWS_BACK, problem, (layout.as_words(x), x_sf, out))
+        return self.in_blocks().launches(out)
 
 
 def _flat(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -95,32 +99,20 @@ def _flat(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def cost(x: QuantTensor, fmt: str, **_: Any) -> Cost:
-    data, sf = x
-    written = data.shape[0] * layout.values_in(data) * layout.OUT_DTYPES[fmt].itemsize
-    return Cost(bytes=data.numel() + 4 * sf.numel() + written)
+    values = x[0].shape[0] * layout.values_in(x[0])
+    return Cost(bytes=layout.bytes_of(x) + values * layout.OUT_DTYPES[fmt].itemsize)
 
 
-CAST_BACK = Operator(
-    "quant.cast_back",
-    Arguments,
-    check=check,
-    outputs=outputs,
-    reference=_flat(reference.cast_back),
-    cost=cost,
-    dynamic={"x": 1, "x_sf": 1},
-    out=("out",),
-    instead=layout.CAST_INSTEAD,
+CAST_BACK = layout.cast_operator(
+    "cast_back", Arguments, _flat(reference.cast_back), cost, out=("out",)
 )
 
-PER_TOKEN_CAST_BACK = Operator(
-    "quant.per_token_cast_back",
+PER_TOKEN_CAST_BACK = layout.cast_operator(
+    "per_token_cast_back",
     PerTokenArguments,
-    outputs=outputs,
-    reference=_flat(reference.per_token_cast_back),
-    cost=cost,
-    dynamic={"x": 1, "x_sf": 1},
+    _flat(reference.per_token_cast_back),
+    cost,
     out=("out",),
-    instead=layout.CAST_INSTEAD,
 )
 
 
@@ -172,9 +164,7 @@ def cast_back_e5m6(
 
     Args:
         x: `(data, scales)` with data `[num_tokens, 3 * hidden / 2]` uint8, as in `cast_back`.
-        fmt: `"bf16"` or `"fp32"`.
-        x_block_size: `(rows, channels)` of a scale, any.
-        out: A buffer for the result that is filled and returned.
+        fmt, x_block_size, out: As in `cast_back`.
 
     Returns:
         `[num_tokens, hidden]`, bfloat16 or float32, contiguous.
@@ -197,21 +187,15 @@ def per_token_cast_back(
 ) -> Tensor:
     """`cast_back` of data with a scale for every `num_per_channels` channels of a row.
 
-    Not differentiable.
+    Not differentiable. Errors are those of `cast_back`.
 
     Args:
         x: `(data, scales)` as in `cast_back`, with blocks of one row.
-        fmt: `"bf16"` or `"fp32"`.
         num_per_channels: Channels of a scale, any number.
-        x_special_fmt: `"e5m6"` if the data are e5m6, else None.
-        out: A buffer for the result that is filled and returned.
+        fmt, x_special_fmt, out: As in `cast_back`.
 
     Returns:
-        `[num_tokens, hidden]`, bfloat16 or float32, contiguous.
-
-    Raises:
-        TypeError: If a dtype or the kind of an argument differs; `x_sf` names the scales.
-        ValueError: If a shape, a layout or a value is not one of these.
+        As `cast_back`: `[num_tokens, hidden]`, bfloat16 or float32, contiguous.
 
     Example:
         >>> data = torch.tensor([[1.0, -2.0, 3.0, 4.0]]).to(torch.float8_e4m3fn)

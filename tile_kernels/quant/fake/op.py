@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tile_kernels.quant.fake import reference
 from tile_kernels.quant.per_token.op import check_plain_cast, launch_cast
-from tile_kernels.quant.storage import FAKE, ROW
+from tile_kernels.quant.storage import FAKE
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec
@@ -29,19 +29,8 @@ class Arguments(NamedTuple):
         return Out("out", self.x.shape, self.x.dtype)
 
     def launches(self, out: Spec) -> Launch | None:
-        if self.x.numel() == 0:
-            return None
         return launch_cast(
-            self.x,
-            None,
-            self.fmt,
-            self.num_per_channels,
-            (0, 0),
-            ROW,
-            self.round_sf,
-            FAKE,
-            out,
-            None,
+            self.x, self.fmt, self.num_per_channels, FAKE, out, None, round_sf=self.round_sf
         )
 
 

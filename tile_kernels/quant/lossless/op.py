@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels.quant import layout
-from tile_kernels.quant import scales as scale_layouts
+from tile_kernels.quant import layout, scales
 from tile_kernels.quant.lossless import reference
 from tile_kernels.quant.lossless.plan import MAX_CHANNELS, MAX_RATIO, plan
 from tile_kernels.quant.storage import PACKED
@@ -17,8 +16,6 @@ from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, row_alignment
 from tile_kernels.runtime.launch import Kernel
-from tile_kernels.runtime.operator import Operator
-from tile_kernels.utils import ceil_div
 
 _CAST_LOSSLESS = Kernel("tile_kernels.quant.lossless.kernel", "cast_lossless", plan)
 
@@ -36,9 +33,7 @@ class Arguments(NamedTuple):
     def check(self) -> None:
         layout.check_pair(self.x, self.x_sf)
         checks.one_of("fmt", self.fmt, ("e4m3",))
-        checks.boolean("round_sf", self.round_sf)
-        # Scales are powers of two in any case: round_sf does not matter.
-        layout.check_flags(self.use_tma_aligned_col_major_sf, True, self.use_packed_ue8m0)
+        layout.check_flags(self, rounded=True)
         checks.tensor("x", self.x, ("num_tokens", "hidden / 2"), torch.int8, unit_inner_stride=True)
         if self.x.shape[1] == 0:
             raise ValueError("x must have at least two channels, got 0")
@@ -59,13 +54,8 @@ class Arguments(NamedTuple):
         layout.check_source_scales(self.x, self.x_sf, block)
 
     def outputs(self) -> tuple[Out, Out]:
-        rows, width = self.x.shape[0], 2 * self.x.shape[1]
-        blocks = ceil_div(rows, self.out_block_size[0]), ceil_div(width, self.out_block_size[1])
-        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
-        return (
-            layout.data_out(self.fmt, rows, width),
-            layout.scale_out("out_sf", *blocks, scale_layout),
-        )
+        shape = (self.x.shape[0], 2 * self.x.shape[1])
+        return layout.cast_outs(self, self.fmt, shape, self.out_block_size)
 
     def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
         x: Any = self.x
@@ -74,7 +64,7 @@ class Arguments(NamedTuple):
         width, alignment, out_alignment = 2 * x.shape[1], row_alignment(x), row_alignment(out)
         # Eight values share a word of x, and a scale.
         words = not (width % 8 or self.x_block_size[1] % 8 or alignment % 4 or out_alignment % 8)
-        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
+        scale_layout = layout.layout_of(self)
         problem = (
             width, tuple(self.x_block_size), self.x_sf.dtype == torch.int32,
             tuple(self.out_block_size), scale_layout, words, alignment, out_alignment,
@@ -90,11 +80,11 @@ class Arguments(NamedTuple):
     def check_values(self) -> None:
         """No scale in a block of the result is more than 2**11 times another one."""
         block, out_block = self.x_block_size, self.out_block_size
-        rows, groups = ceil_div(self.x.shape[0], block[0]), ceil_div(2 * self.x.shape[1], block[1])
+        rows, groups = scales.num_blocks((self.x.shape[0], 2 * self.x.shape[1]), block)
         ratio = out_block[0] // block[0], out_block[1] // block[1]
-        exponents = scale_layouts.read_exponents(self.x_sf)[:rows, :groups].int()
-        largest = scale_layouts.block_max(exponents, ratio)
-        below = scale_layouts.expand_blocks(largest, ratio, exponents.shape) - exponents
+        exponents = scales.read_exponents(self.x_sf)[:rows, :groups].int()
+        largest = scales.block_max(exponents, ratio)
+        below = scales.expand_blocks(largest, ratio, exponents.shape) - exponents
         bad = below > MAX_RATIO
         if bad.any():
             where = bad.nonzero()[0].tolist()
@@ -112,23 +102,18 @@ def _reference(
 
 
 def cost(
-    x: QuantTensor, out_block_size: tuple[int, int], use_packed_ue8m0: bool = False, **_: Any
+    x: QuantTensor,
+    fmt: str,
+    out_block_size: tuple[int, int],
+    use_packed_ue8m0: bool = False,
+    **_: Any,
 ) -> Cost:
-    data, sf = x
-    rows = ceil_div(data.shape[0], out_block_size[0])
-    groups = ceil_div(2 * data.shape[1], out_block_size[1])
-    written = layout.scale_bytes(rows, groups, use_packed_ue8m0)
-    return Cost(bytes=3 * data.numel() + 4 * sf.numel() + written)
+    shape = (x[0].shape[0], 2 * x[0].shape[1])
+    return layout.cast_cost(x, fmt, shape, out_block_size, use_packed_ue8m0)
 
 
-PER_BLOCK_CAST_LOSSLESS = Operator(
-    "quant.per_block_cast_lossless",
-    Arguments,
-    reference=_reference,
-    cost=cost,
-    dynamic={"x": 1, "x_sf": 1},
-    out=("out", "out_sf"),
-    instead=layout.CAST_INSTEAD,
+PER_BLOCK_CAST_LOSSLESS = layout.cast_operator(
+    "per_block_cast_lossless", Arguments, _reference, cost
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +19,12 @@ from tile_kernels.quant.per_channel.plan import (
     SWIGLU,
     plan,
 )
+from tile_kernels.quant.scales import num_blocks
 from tile_kernels.quant.types import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
-from tile_kernels.runtime.operator import Operator
 from tile_kernels.utils import ceil_div
 
 _CAST_COLUMNS = Kernel("tile_kernels.quant.per_channel.kernel", "cast_columns", plan)
@@ -36,12 +37,12 @@ def _check_flags(fmt: str, num_per_tokens: int, round_sf: bool) -> None:
     checks.boolean("round_sf", round_sf)
 
 
-def _outputs(rows: int, width: int, num_per_tokens: int, transposed: bool) -> tuple[Out, Out]:
-    shape = (width, rows) if transposed else (rows, width)
-    return (
-        Out("out", shape, torch.float8_e4m3fn),
-        Out("out_sf", (ceil_div(rows, num_per_tokens), width), torch.float32),
-    )
+def _outputs(
+    shape: Sequence[int], num_per_tokens: int, *, transposed: bool = False
+) -> tuple[Out, Out]:
+    data = tuple(reversed(shape)) if transposed else tuple(shape)
+    scales = num_blocks(shape, (num_per_tokens, 1))
+    return Out("out", data, torch.float8_e4m3fn), Out("out_sf", scales, torch.float32)
 
 
 _NUM_TOKENS = Size(lambda a: a.x.shape[0])
@@ -71,10 +72,6 @@ def _launch(
     return Launch(_CAST_COLUMNS, problem, arguments)
 
 
-def _cost(read: int, rows: int, width: int, num_per_tokens: int) -> Cost:
-    return Cost(bytes=read + rows * width + 4 * ceil_div(rows, num_per_tokens) * width)
-
-
 # ---- as it is, or transposed ---------------------------------------------------------------------
 
 
@@ -90,47 +87,35 @@ class Arguments(NamedTuple):
         _check_flags(self.fmt, self.num_per_tokens, self.round_sf)
 
     def outputs(self) -> tuple[Out, Out]:
-        rows, width = self.x.shape
-        return _outputs(rows, width, self.num_per_tokens, transposed=False)
+        return _outputs(self.x.shape, self.num_per_tokens)
 
     def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
         return _launch(self.x, out, out_sf, self.num_per_tokens, self.round_sf)
 
 
 def transposed_outputs(a: Arguments) -> tuple[Out, Out]:
-    rows, width = a.x.shape
-    return _outputs(rows, width, a.num_per_tokens, transposed=True)
+    return _outputs(a.x.shape, a.num_per_tokens, transposed=True)
 
 
 def transposed_launches(a: Arguments, out: Spec, out_sf: Spec) -> Launch | None:
     return _launch(a.x, out, out_sf, a.num_per_tokens, a.round_sf, transposed=True)
 
 
-def cost(x: Tensor, num_per_tokens: int, **_: Any) -> Cost:
-    rows, width = x.shape
-    return _cost(x.numel() * x.element_size(), rows, width, num_per_tokens)
+def cost(x: Tensor, fmt: str, num_per_tokens: int, **_: Any) -> Cost:
+    return layout.cast_cost(x, fmt, x.shape, (num_per_tokens, 1), packed=False)
 
 
-PER_CHANNEL_CAST = Operator(
-    "quant.per_channel_cast",
-    Arguments,
-    reference=reference.per_channel_cast,
-    cost=cost,
-    dynamic={"x": 1},
-    out=("out", "out_sf"),
-    instead=layout.CAST_INSTEAD,
+PER_CHANNEL_CAST = layout.cast_operator(
+    "per_channel_cast", Arguments, reference.per_channel_cast, cost
 )
 
-PER_CHANNEL_CAST_AND_TRANSPOSE = Operator(
-    "quant.per_channel_cast_and_transpose",
+PER_CHANNEL_CAST_AND_TRANSPOSE = layout.cast_operator(
+    "per_channel_cast_and_transpose",
     Arguments,
+    reference.per_channel_cast_and_transpose,
+    cost,
     outputs=transposed_outputs,
     launches=transposed_launches,
-    reference=reference.per_channel_cast_and_transpose,
-    cost=cost,
-    dynamic={"x": 1},
-    out=("out", "out_sf"),
-    instead=layout.CAST_INSTEAD,
 )
 
 
@@ -182,22 +167,15 @@ def per_channel_cast_and_transpose(
 ) -> QuantTensor:
     """`per_channel_cast` with the data transposed, not the scales.
 
-    Fastest where `num_tokens` is a multiple of 16 and `hidden` of 8. Not differentiable.
+    Fastest where `num_tokens` is a multiple of 16 and `hidden` of 8. Not differentiable. Errors are
+    those of `per_channel_cast`.
 
     Args:
-        x: `[num_tokens, hidden]`, bfloat16 or float32, any row stride.
-        fmt: `"e4m3"`.
-        num_per_tokens: Tokens of a scale: 32 or 128.
-        round_sf: Takes the next power of two as scale.
-        out: Buffers `(data, scales)` that are filled and returned.
+        x, fmt, num_per_tokens, round_sf, out: As in `per_channel_cast`.
 
     Returns:
         `(data, scales)`: `[hidden, num_tokens]` float8_e4m3fn, and
         `[ceil(num_tokens / num_per_tokens), hidden]` float32, both contiguous.
-
-    Raises:
-        TypeError: If a dtype or the kind of an argument differs.
-        ValueError: If a shape, a layout or a value is not one of these.
 
     Example:
         >>> x = torch.tensor([[1.0, -2.0], [7.0, 0.5]])
@@ -245,9 +223,7 @@ class FusedArguments(NamedTuple):
             )
 
     def outputs(self) -> tuple[Out, Out]:
-        return _outputs(
-            _num_positions(self), self.x.shape[1], self.num_per_tokens, transposed=False
-        )
+        return _outputs((_num_positions(self), self.x.shape[1]), self.num_per_tokens)
 
     def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
         x, x_sf = self.x, self.x_sf
@@ -292,23 +268,22 @@ def _fused_reference(
 
 
 def fused_cost(
-    x: Tensor | QuantTensor, num_per_tokens: int, pos_to_token: Tensor | None, **_: Any
+    x: Tensor | QuantTensor, fmt: str, num_per_tokens: int, pos_to_token: Tensor | None, **_: Any
 ) -> Cost:
-    data, sf = layout.pair(x)
-    rows = data.shape[0] if pos_to_token is None else pos_to_token.shape[0]
-    read = data.numel() * data.element_size() + (0 if sf is None else 4 * sf.numel())
-    read += 0 if pos_to_token is None else 4 * rows
-    return _cost(read, rows, data.shape[1], num_per_tokens)
+    rows, width = layout.pair(x)[0].shape
+    index_bytes = 0
+    if pos_to_token is not None:
+        rows, index_bytes = pos_to_token.shape[0], layout.bytes_of(pos_to_token)
+    cast = layout.cast_cost(x, fmt, (rows, width), (num_per_tokens, 1), packed=False)
+    return Cost(bytes=cast.bytes + index_bytes)
 
 
-PER_CHANNEL_CAST_FUSED = Operator(
-    "quant.per_channel_cast_fused",
+PER_CHANNEL_CAST_FUSED = layout.cast_operator(
+    "per_channel_cast_fused",
     FusedArguments,
-    reference=_fused_reference,
-    cost=fused_cost,
+    _fused_reference,
+    fused_cost,
     dynamic={"x": 1, "x_sf": 1, "pos_to_token": 0},
-    out=("out", "out_sf"),
-    instead=layout.CAST_INSTEAD,
 )
 
 
@@ -333,12 +308,9 @@ def per_channel_cast_fused(
         x: `[num_tokens, hidden]`, bfloat16 or float32, any row stride. Or `(data, scales)`:
             `[num_tokens, hidden]` float8_e4m3fn, any row stride, and
             `[num_tokens, ceil(hidden / 128)]` float32, any strides.
-        fmt: `"e4m3"`.
-        num_per_tokens: Tokens of a scale: 32 or 128.
-        round_sf: Takes the next power of two as scale.
         num_per_channels: 128 for a quantized `x`; ignored for a plain one.
         pos_to_token: `[num_positions]`, int32, contiguous; or None.
-        out: Buffers `(data, scales)` that are filled and returned.
+        fmt, num_per_tokens, round_sf, out: As in `per_channel_cast`.
 
     Returns:
         `(data, scales)`: `[num_positions, hidden]` float8_e4m3fn, and
@@ -384,8 +356,8 @@ class SwigluArguments(NamedTuple):
         layout.check_swiglu_clamp(self.swiglu_clamp_value)
 
     def outputs(self) -> tuple[Out, Out]:
-        rows, width = self.x.shape[0], self.x.shape[1] // 2
-        return _outputs(rows, width, self.num_per_tokens, transposed=not self.without_transpose)
+        shape = (self.x.shape[0], self.x.shape[1] // 2)
+        return _outputs(shape, self.num_per_tokens, transposed=not self.without_transpose)
 
     def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
         return _launch(
@@ -395,17 +367,16 @@ class SwigluArguments(NamedTuple):
         )  # fmt: skip
 
 
-def swiglu_cost(x: Tensor, num_per_tokens: int, **_: Any) -> Cost:
-    return _cost(x.numel() * x.element_size(), x.shape[0], x.shape[1] // 2, num_per_tokens)
+def swiglu_cost(x: Tensor, fmt: str, num_per_tokens: int, **_: Any) -> Cost:
+    shape = (x.shape[0], x.shape[1] // 2)
+    return layout.cast_cost(x, fmt, shape, (num_per_tokens, 1), packed=False)
 
 
-SWIGLU_FORWARD_AND_PER_CHANNEL_CAST_AND_TRANSPOSE = Operator(
-    "quant.swiglu_forward_and_per_channel_cast_and_transpose",
+SWIGLU_FORWARD_AND_PER_CHANNEL_CAST_AND_TRANSPOSE = layout.cast_operator(
+    "swiglu_forward_and_per_channel_cast_and_transpose",
     SwigluArguments,
-    reference=reference.swiglu_forward_and_per_channel_cast_and_transpose,
-    cost=swiglu_cost,
-    dynamic={"x": 1},
-    out=("out", "out_sf"),
+    reference.swiglu_forward_and_per_channel_cast_and_transpose,
+    swiglu_cost,
     instead=layout.SWIGLU_INSTEAD,
 )
 
@@ -427,12 +398,9 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
 
     Args:
         x: `[num_tokens, 2 * hidden]`, gate then value, bfloat16 or float32, any row stride.
-        fmt: `"e4m3"`.
-        num_per_tokens: Tokens of a scale: 32 or 128.
-        round_sf: Takes the next power of two as scale.
         without_transpose: True for data as `per_channel_cast` returns them.
         swiglu_clamp_value: The clamp value, at least 0, or None.
-        out: Buffers `(data, scales)` that are filled and returned.
+        fmt, num_per_tokens, round_sf, out: As in `per_channel_cast`.
 
     Returns:
         `(data, scales)`: `[hidden, num_tokens]` float8_e4m3fn, or `[num_tokens, hidden]` without

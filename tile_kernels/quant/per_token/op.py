@@ -16,7 +16,6 @@ from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, row_alignment
 from tile_kernels.runtime.launch import Kernel
-from tile_kernels.runtime.operator import Operator
 from tile_kernels.utils import ceil_div
 
 _CAST_GROUPS = Kernel("tile_kernels.quant.per_token.kernel", "cast_groups", plan)
@@ -51,17 +50,20 @@ def check_plain_cast(x: Tensor, fmt: str, num_per_channels: int) -> None:
 
 def launch_cast(
     x: Any,
-    x_sf: Any,
     fmt: str,
     group: int,
-    block: tuple[int, ...],
-    scale_layout: str,
-    round_sf: bool,
     task: str,
     out: Spec | None,
     scales: Any,
-) -> Launch:
+    *,
+    x_sf: Any = None,
+    block: tuple[int, ...] = (0, 0),
+    scale_layout: str = ROW,
+    round_sf: bool = False,
+) -> Launch | None:
     """The launch for a task: `cast`, `scales` alone, data by `given` scales, or `fake`."""
+    if x.numel() == 0:
+        return None
     width = layout.values_in(x)
     problem = (
         layout.SOURCES[x.dtype], fmt, width, group, scale_layout, round_sf, task, block,
@@ -91,7 +93,7 @@ class Arguments(NamedTuple):
         layout.check_plain_or_pair(self.x)
         if self.x_block_size is not None:
             layout.check_block("x_block_size", self.x_block_size)
-        layout.check_flags(self.use_tma_aligned_col_major_sf, self.round_sf, self.use_packed_ue8m0)
+        layout.check_flags(self)
         if self.x_sf is None:
             check_plain_cast(self.x, self.fmt, self.num_per_channels)
             if self.x_block_size is not None:
@@ -108,21 +110,14 @@ class Arguments(NamedTuple):
         _check_rows(layout.values_in(self.x), self.fmt, self.num_per_channels)
 
     def outputs(self) -> tuple[Out, Out]:
-        rows, width = self.x.shape[0], layout.values_in(self.x)
-        groups = ceil_div(width, self.num_per_channels)
-        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
-        return (
-            layout.data_out(self.fmt, rows, width),
-            layout.scale_out("out_sf", rows, groups, scale_layout),
-        )
+        shape = (self.x.shape[0], layout.values_in(self.x))
+        return layout.cast_outs(self, self.fmt, shape, (1, self.num_per_channels))
 
     def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
-        if self.x.numel() == 0:
-            return None
-        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
         return launch_cast(
-            self.x, self.x_sf, self.fmt, self.num_per_channels, tuple(self.x_block_size or (0, 0)),
-            scale_layout, self.round_sf, CAST, out, out_sf,
+            self.x, self.fmt, self.num_per_channels, CAST, out, out_sf, x_sf=self.x_sf,
+            block=tuple(self.x_block_size or (0, 0)), scale_layout=layout.layout_of(self),
+            round_sf=self.round_sf,
         )  # fmt: skip
 
 
@@ -133,22 +128,12 @@ def _reference(x: Tensor, x_sf: Tensor | None, *rest: Any) -> QuantTensor:
 def cost(
     x: Tensor | QuantTensor, fmt: str, num_per_channels: int, use_packed_ue8m0: bool, **_: Any
 ) -> Cost:
-    data, sf = layout.pair(x)
-    rows, width = data.shape[0], layout.values_in(data)
-    read = data.numel() * data.element_size() + (0 if sf is None else 4 * sf.numel())
-    written = layout.scale_bytes(rows, ceil_div(width, num_per_channels), use_packed_ue8m0)
-    return Cost(bytes=read + written + rows * layout.data_width(fmt, width))
+    data, _sf = layout.pair(x)
+    shape = (data.shape[0], layout.values_in(data))
+    return layout.cast_cost(x, fmt, shape, (1, num_per_channels), use_packed_ue8m0)
 
 
-PER_TOKEN_CAST = Operator(
-    "quant.per_token_cast",
-    Arguments,
-    reference=_reference,
-    cost=cost,
-    dynamic={"x": 1, "x_sf": 1},
-    out=("out", "out_sf"),
-    instead=layout.CAST_INSTEAD,
-)
+PER_TOKEN_CAST = layout.cast_operator("per_token_cast", Arguments, _reference, cost)
 
 
 @PER_TOKEN_CAST.public(reference=reference.per_token_cast)
@@ -227,10 +212,7 @@ def per_token_cast_to_e5m6(
     Args:
         x: `[num_tokens, hidden]`, bfloat16 or float32, any row stride.
         num_per_channels: The row width `hidden`.
-        use_tma_aligned_col_major_sf: As in `per_token_cast`.
-        round_sf: As in `per_token_cast`.
-        use_packed_ue8m0: As in `per_token_cast`.
-        out: Buffers `(data, scales)` that are filled and returned.
+        use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, out: As in `per_token_cast`.
 
     Returns:
         `(data, scales)` as `per_token_cast` returns them.
@@ -246,6 +228,16 @@ def per_token_cast_to_e5m6(
 # ---- scales alone -------------------------------------------------------------------------------
 
 
+def _check_plain_groups(a: ScalesArguments | GivenArguments) -> None:
+    checks.one_of("fmt", a.fmt, _SF_FORMATS)
+    layout.check_plain(a.x)
+    if a.x_block_size is not None:
+        given = checks.shown(a.x_block_size)
+        raise ValueError(f"x_block_size must be None, as x is plain, got {given}")
+    layout.check_width(a.fmt, a.x.shape[1])
+    _check_group(a.num_per_channels, a.x.shape[1], whole=False)
+
+
 class ScalesArguments(NamedTuple):
     x: Tensor
     fmt: str
@@ -256,58 +248,30 @@ class ScalesArguments(NamedTuple):
     use_packed_ue8m0: bool
 
     def check(self) -> None:
-        layout.check_flags(self.use_tma_aligned_col_major_sf, self.round_sf, self.use_packed_ue8m0)
-        _check_plain_groups(self.x, self.fmt, self.num_per_channels, self.x_block_size)
+        layout.check_flags(self)
+        _check_plain_groups(self)
 
     def outputs(self) -> Out:
-        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
         groups = ceil_div(self.x.shape[1], self.num_per_channels)
-        return layout.scale_out("out", self.x.shape[0], groups, scale_layout)
+        return layout.scale_out("out", self.x.shape[0], groups, layout.layout_of(self))
 
     def launches(self, out: Spec) -> Launch | None:
-        if self.x.numel() == 0:
-            return None
-        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
         return launch_cast(
-            self.x,
-            None,
-            self.fmt,
-            self.num_per_channels,
-            (0, 0),
-            scale_layout,
-            self.round_sf,
-            SCALES,
-            None,
-            out,
-        )
-
-
-def _check_plain_groups(
-    x: Tensor, fmt: str, num_per_channels: int, x_block_size: list[int] | None
-) -> None:
-    checks.one_of("fmt", fmt, _SF_FORMATS)
-    layout.check_plain(x)
-    if x_block_size is not None:
-        given = checks.shown(x_block_size)
-        raise ValueError(f"x_block_size must be None, as x is plain, got {given}")
-    layout.check_width(fmt, x.shape[1])
-    _check_group(num_per_channels, x.shape[1], whole=False)
+            self.x, self.fmt, self.num_per_channels, SCALES, None, out,
+            scale_layout=layout.layout_of(self), round_sf=self.round_sf,
+        )  # fmt: skip
 
 
 def scales_cost(x: Tensor, num_per_channels: int, use_packed_ue8m0: bool, **_: Any) -> Cost:
-    groups = ceil_div(x.shape[1], num_per_channels)
-    written = layout.scale_bytes(x.shape[0], groups, use_packed_ue8m0)
-    return Cost(bytes=x.numel() * x.element_size() + written)
+    return layout.scales_cost(x, (1, num_per_channels), use_packed_ue8m0)
 
 
-PER_TOKEN_CAST_WITH_SF_ONLY = Operator(
-    "quant.per_token_cast_with_sf_only",
+PER_TOKEN_CAST_WITH_SF_ONLY = layout.cast_operator(
+    "per_token_cast_with_sf_only",
     ScalesArguments,
-    reference=reference.per_token_cast_with_sf_only,
-    cost=scales_cost,
-    dynamic={"x": 1},
+    reference.per_token_cast_with_sf_only,
+    scales_cost,
     out=("out",),
-    instead=layout.CAST_INSTEAD,
 )
 
 
@@ -324,24 +288,18 @@ def per_token_cast_with_sf_only(
 ) -> Tensor:
     """The scales of `per_token_cast` without the data.
 
-    Only the scales are allocated. Not differentiable.
+    Only the scales are allocated. Not differentiable. Errors are those of `per_token_cast`.
 
     Args:
         x: `[num_tokens, hidden]`, bfloat16 or float32, any row stride.
         fmt: `"e4m3"` or `"e2m1"`.
         num_per_channels: Channels of a scale: 16, 32, 64 or 128.
         x_block_size: None, as `x` is plain.
-        use_tma_aligned_col_major_sf: As in `per_token_cast`.
-        round_sf: As in `per_token_cast`.
-        use_packed_ue8m0: As in `per_token_cast`.
+        use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0: As in `per_token_cast`.
         out: A buffer for the scales that is filled and returned.
 
     Returns:
         The scales as `per_token_cast` returns them.
-
-    Raises:
-        TypeError: If a dtype or the kind of an argument differs.
-        ValueError: If a shape, a layout or a value is not one of these.
 
     Example:
         >>> per_token_cast_with_sf_only(torch.full((1, 32), 448.0), "e4m3", 16).tolist()
@@ -367,9 +325,8 @@ class GivenArguments(NamedTuple):
     use_packed_ue8m0: bool
 
     def check(self) -> None:
-        checks.boolean("round_sf", self.round_sf)
-        layout.check_row_major_flags(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
-        _check_plain_groups(self.x, self.fmt, self.num_per_channels, self.x_block_size)
+        layout.check_row_major_flags(self)
+        _check_plain_groups(self)
         shape = (self.x.shape[0], ceil_div(self.x.shape[1], self.num_per_channels))
         dims = ("num_tokens", "groups")
         checks.tensor("sf", self.sf, dims, torch.float32, shape=shape, contiguous=True)
@@ -378,26 +335,15 @@ class GivenArguments(NamedTuple):
         return layout.data_out(self.fmt, *self.x.shape)
 
     def launches(self, out: Spec) -> Launch | None:
-        if self.x.numel() == 0:
-            return None
-        return launch_cast(
-            self.x, None, self.fmt, self.num_per_channels, (0, 0), ROW, False, GIVEN, out, self.sf
-        )  # fmt: skip
+        return launch_cast(self.x, self.fmt, self.num_per_channels, GIVEN, out, self.sf)
 
 
-def given_cost(x: Tensor, fmt: str, sf: Tensor, **_: Any) -> Cost:
-    written = x.shape[0] * layout.data_width(fmt, x.shape[1])
-    return Cost(bytes=x.numel() * x.element_size() + 4 * sf.numel() + written)
-
-
-PER_TOKEN_CAST_WITH_PRECOMPUTED_SF = Operator(
-    "quant.per_token_cast_with_precomputed_sf",
+PER_TOKEN_CAST_WITH_PRECOMPUTED_SF = layout.cast_operator(
+    "per_token_cast_with_precomputed_sf",
     GivenArguments,
-    reference=reference.per_token_cast_with_precomputed_sf,
-    cost=given_cost,
-    dynamic={"x": 1, "sf": 1},
+    reference.per_token_cast_with_precomputed_sf,
+    layout.given_cost,
     out=("out",),
-    instead=layout.CAST_INSTEAD,
 )
 
 
@@ -415,14 +361,11 @@ def per_token_cast_with_precomputed_sf(
 ) -> Tensor:
     """The data of `per_token_cast` by given scales: `encode(x * (1 / sf))`, saturating.
 
-    Not differentiable.
+    Not differentiable. Errors are those of `per_token_cast`.
 
     Args:
-        x: `[num_tokens, hidden]`, bfloat16 or float32, any row stride.
-        fmt: `"e4m3"` or `"e2m1"`.
-        num_per_channels: Channels of a scale: 16, 32, 64 or 128.
+        x, fmt, num_per_channels, x_block_size: As in `per_token_cast_with_sf_only`.
         sf: The scales, `[num_tokens, groups]`, float32, contiguous.
-        x_block_size: None, as `x` is plain.
         use_tma_aligned_col_major_sf: False, as `sf` is row-major.
         round_sf: Has no effect.
         use_packed_ue8m0: False, as `sf` is float32.
@@ -430,10 +373,6 @@ def per_token_cast_with_precomputed_sf(
 
     Returns:
         The data as `per_token_cast` returns them.
-
-    Raises:
-        TypeError: If a dtype or the kind of an argument differs.
-        ValueError: If a shape, a layout or a value is not one of these.
 
     Example:
         >>> sf = torch.tensor([[2.0]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,6 @@ from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, Out, Spec, row_alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.utils import ceil_div
 
 _GROUPS = Kernel("tile_kernels.quant.swiglu.kernel", "swiglu_groups", plan)
 _WHOLE_ROWS = Kernel("tile_kernels.quant.swiglu.kernel", "swiglu_whole_rows", plan)
@@ -80,7 +80,7 @@ class Arguments(NamedTuple):
                 f"num_per_channels must be {allowed} or half the row width {hidden}, "
                 f"got {self.num_per_channels}"
             )
-        layout.check_flags(self.use_tma_aligned_col_major_sf, self.round_sf, self.use_packed_ue8m0)
+        layout.check_flags(self)
         if self.pos_to_token_topk is not None:
             _check_positions("pos_to_token_topk", self.pos_to_token_topk, rows)
             if self.topk_weights is None:
@@ -112,13 +112,8 @@ class Arguments(NamedTuple):
                 )
 
     def outputs(self) -> tuple[Out, Out]:
-        rows, hidden = self.x.shape[0], self.x.shape[1] // 2
-        groups = ceil_div(hidden, self.num_per_channels)
-        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
-        return (
-            layout.data_out(FMT, rows, hidden),
-            layout.scale_out("out_sf", rows, groups, scale_layout),
-        )
+        shape = (self.x.shape[0], self.x.shape[1] // 2)
+        return layout.cast_outs(self, FMT, shape, (1, self.num_per_channels))
 
     def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
         if self.x.numel() == 0:
@@ -126,7 +121,7 @@ class Arguments(NamedTuple):
         weights = None
         if self.pos_to_token_topk is not None and self.topk_weights is not None:
             weights = self.topk_weights.view(-1)
-        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
+        scale_layout = layout.layout_of(self)
         problem = (
             layout.SOURCES[self.x.dtype], self.x.shape[1] // 2, self.num_per_channels, scale_layout,
             self.round_sf, weights is not None, self.pos_to_expert is not None,
@@ -158,34 +153,25 @@ def _reference(*args: Any) -> QuantTensor:
     return reference.swiglu_forward_and_per_token_cast(*a)
 
 
-def cost(x: Tensor, num_per_channels: int, use_packed_ue8m0: bool, **_: Any) -> Cost:
+def cost(x: Tensor, fmt: str, num_per_channels: int, use_packed_ue8m0: bool, **_: Any) -> Cost:
     """`x`, the data and the scales; the index and the weights are small."""
-    rows, hidden = x.shape[0], x.shape[1] // 2
-    scales = layout.scale_bytes(rows, ceil_div(hidden, num_per_channels), use_packed_ue8m0)
-    return Cost(bytes=x.numel() * x.element_size() + rows * hidden + scales)
+    shape = (x.shape[0], x.shape[1] // 2)
+    return layout.cast_cost(x, fmt, shape, (1, num_per_channels), use_packed_ue8m0)
 
 
-_DYNAMIC = {"x": 1, "pos_to_token_topk": 0, "topk_weights": 1, "pos_to_expert": 0}
-
-SWIGLU_FORWARD_AND_PER_TOKEN_CAST = Operator(
-    "quant.swiglu_forward_and_per_token_cast",
-    Arguments,
+_forward_operator = functools.partial(
+    layout.cast_operator,
+    arguments=Arguments,
     reference=_reference,
     cost=cost,
-    dynamic=_DYNAMIC,
-    out=("out", "out_sf"),
     instead=layout.SWIGLU_INSTEAD,
+    dynamic={"x": 1, "pos_to_token_topk": 0, "topk_weights": 1, "pos_to_expert": 0},
 )
-
+SWIGLU_FORWARD_AND_PER_TOKEN_CAST = _forward_operator("swiglu_forward_and_per_token_cast")
 # With a `clamped_count`: the dispatcher has no optional argument that is written.
-_SWIGLU_FORWARD_AND_COUNT = Operator(
-    "quant._swiglu_forward_and_count",
-    Arguments,
-    reference=_reference,
-    dynamic=_DYNAMIC,
+_SWIGLU_FORWARD_AND_COUNT = _forward_operator(
+    "_swiglu_forward_and_count",
     mutates=("clamped_count",),
-    out=("out", "out_sf"),
-    instead=layout.SWIGLU_INSTEAD,
     serves="swiglu_forward_and_per_token_cast",
 )
 
@@ -230,9 +216,7 @@ def swiglu_forward_and_per_token_cast(
         topk_weights: `[num_tokens, num_topk]`, float32, contiguous; or None.
         pos_to_expert: `[num_positions]`, int32: the row's expert, negative for padding; or None for
             no padding.
-        use_tma_aligned_col_major_sf: As in `per_token_cast`.
-        round_sf: As in `per_token_cast`.
-        use_packed_ue8m0: As in `per_token_cast`.
+        use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0: As in `per_token_cast`.
         swiglu_clamp_value: The clamp value, at least 0, or None.
         clamped_count: `[3]`, int64, added to in place; or None.
         sf_clamp_min: `2**-119` to `2**127`, by default 1e-4.
