@@ -240,7 +240,7 @@ def cast_operator(
     instead: str = CAST_INSTEAD,
     **more: Any,
 ) -> Operator:
-    """An operator with buffers for its results and without a gradient.
+    """An operator with buffers for its results; `instead` of it, if it has none, has a gradient.
 
     The rows of `x`, and of scales that are arguments, may change with the same launches.
     """

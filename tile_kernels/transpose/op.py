@@ -34,8 +34,10 @@ _MAX_BATCHES = 65535  # the limit of the grid's third dimension
 class Arguments(NamedTuple):
     x: Tensor
 
-    def check(self) -> None:
-        _check(("rows", "cols"), self)
+    def check(self, dims: tuple[str, ...] = ("rows", "cols")) -> None:
+        checks.tensor("x", self.x, dims, unit_inner_stride=True)
+        if self.x.element_size() not in _BITS:
+            raise TypeError(f"x must have elements of 1, 2, 4 or 8 bytes, got {self.x.dtype}")
 
     def outputs(self) -> Out:
         *batch, rows, cols = self.x.shape
@@ -65,14 +67,9 @@ class Arguments(NamedTuple):
         ]
 
 
-def _check(dims: tuple[str, ...], a: Arguments) -> None:
-    checks.tensor("x", a.x, dims, unit_inner_stride=True)
-    if a.x.element_size() not in _BITS:
-        raise TypeError(f"x must have elements of 1, 2, 4 or 8 bytes, got {a.x.dtype}")
-
-
-def check_batched_transpose(a: Arguments) -> None:
-    _check(("batch", "rows", "cols"), a)
+class BatchedArguments(Arguments):
+    def check(self, dims: tuple[str, ...] = ("batch", "rows", "cols")) -> None:
+        super().check(dims)
 
 
 def _unit_inner_stride(x: Tensor) -> Tensor:
@@ -103,8 +100,7 @@ TRANSPOSE = Operator(
 
 BATCHED_TRANSPOSE = Operator(
     "transpose.batched_transpose",
-    Arguments,
-    check=check_batched_transpose,
+    BatchedArguments,
     reference=reference.batched_transpose,
     cost=cost,
     backward=_batched_backward,

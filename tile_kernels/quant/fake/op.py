@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tile_kernels.quant import layout
 from tile_kernels.quant.fake import reference
 from tile_kernels.quant.per_token.op import check_plain_cast, launch_cast
 from tile_kernels.quant.storage import FAKE
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec
-from tile_kernels.runtime.operator import Operator
 
 
 class Arguments(NamedTuple):
@@ -35,21 +35,15 @@ class Arguments(NamedTuple):
 
 
 def cost(x: Tensor, **_: Any) -> Cost:
-    return Cost(bytes=2 * x.numel() * x.element_size())
+    return Cost(bytes=2 * layout.bytes_of(x))
 
 
 def _backward(_: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return grad, None, None, None
 
 
-FAKE_CAST = Operator(
-    "quant.fake_cast",
-    Arguments,
-    reference=reference.fake_cast,
-    cost=cost,
-    dynamic={"x": 1},
-    out=("out",),
-    backward=_backward,
+FAKE_CAST = layout.cast_operator(
+    "fake_cast", Arguments, reference.fake_cast, cost, out=("out",), backward=_backward
 )
 
 

@@ -51,7 +51,7 @@ def _launch(
     return Launch(_CAST_BLOCKS, problem, (x, words, buffer, layout.FORMATS[a.fmt].clamp_min))
 
 
-# ---- data and scales, scales alone ---------------------------------------------------------------
+# ---- data and scales ----------------------------------------------------------------------------
 
 
 class Arguments(NamedTuple):
@@ -66,19 +66,16 @@ class Arguments(NamedTuple):
         layout.check_flags(self)
         _check_blocks(self)
 
+    def _launch(self, task: str, out: Spec | None, scales: Spec) -> Launch | None:
+        return _launch(self, layout.layout_of(self), self.round_sf, task, out, scales)
+
+
+class CastArguments(Arguments):
     def outputs(self) -> tuple[Out, Out]:
         return layout.cast_outs(self, self.fmt, self.x.shape, self.block_size)
 
     def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
-        return _launch(self, layout.layout_of(self), self.round_sf, CAST, out, out_sf)
-
-
-def scales_outputs(a: Arguments) -> Out:
-    return a.outputs()[1]._replace(name="out")
-
-
-def scales_launches(a: Arguments, out: Spec) -> Launch | None:
-    return _launch(a, layout.layout_of(a), a.round_sf, SCALES, None, out)
+        return self._launch(CAST, out, out_sf)
 
 
 def cost(
@@ -87,22 +84,8 @@ def cost(
     return layout.cast_cost(x, fmt, x.shape, block_size, use_packed_ue8m0)
 
 
-def scales_cost(
-    x: Tensor, block_size: Sequence[int], use_packed_ue8m0: bool = False, **_: Any
-) -> Cost:
-    return layout.scales_cost(x, block_size, use_packed_ue8m0)
-
-
-PER_BLOCK_CAST = layout.cast_operator("per_block_cast", Arguments, reference.per_block_cast, cost)
-
-PER_BLOCK_CAST_WITH_SF_ONLY = layout.cast_operator(
-    "per_block_cast_with_sf_only",
-    Arguments,
-    reference.per_block_cast_with_sf_only,
-    scales_cost,
-    out=("out",),
-    outputs=scales_outputs,
-    launches=scales_launches,
+PER_BLOCK_CAST = layout.cast_operator(
+    "per_block_cast", CastArguments, reference.per_block_cast, cost
 )
 
 
@@ -146,6 +129,33 @@ def per_block_cast(
     return PER_BLOCK_CAST(
         x, fmt, block_size, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, out=out
     )
+
+
+# ---- scales alone -------------------------------------------------------------------------------
+
+
+class ScalesArguments(Arguments):
+    def outputs(self) -> Out:
+        blocks = num_blocks(self.x.shape, self.block_size)
+        return layout.scale_out("out", *blocks, layout.layout_of(self))
+
+    def launches(self, out: Spec) -> Launch | None:
+        return self._launch(SCALES, None, out)
+
+
+def scales_cost(
+    x: Tensor, block_size: Sequence[int], use_packed_ue8m0: bool = False, **_: Any
+) -> Cost:
+    return layout.scales_cost(x, block_size, use_packed_ue8m0)
+
+
+PER_BLOCK_CAST_WITH_SF_ONLY = layout.cast_operator(
+    "per_block_cast_with_sf_only",
+    ScalesArguments,
+    reference.per_block_cast_with_sf_only,
+    scales_cost,
+    out=("out",),
+)
 
 
 @PER_BLOCK_CAST_WITH_SF_ONLY.public()

@@ -45,27 +45,27 @@ def _outputs(
     return Out("out", data, torch.float8_e4m3fn), Out("out_sf", scales, torch.float32)
 
 
-_NUM_TOKENS = Size(lambda a: a.x.shape[0])
+class Source(NamedTuple):
+    """What a launch reads: `rows` of them, gathered if there is a `pos_to_token`."""
+
+    x: Any
+    x_sf: Any = None
+    pos_to_token: Any = None
+    rows: Size = Size(lambda a: a.x.shape[0])
 
 
 def _launch(
-    x: Any,
-    out: Spec,
-    out_sf: Spec,
-    num_per_tokens: int,
-    round_sf: bool,
-    *,
-    x_sf: Any = None,
-    pos_to_token: Any = None,
-    rows: Size = _NUM_TOKENS,
-    transposed: bool = False,
-    activation: str = NONE,
-    clamp: float = math.inf,
+    a: Any, source: Source, out: Spec, out_sf: Spec, transposed: bool = False, swiglu: bool = False
 ) -> Launch | None:
     if out.numel() == 0:
         return None
+    x, x_sf, pos_to_token, rows = source
+    activation, clamp = NONE, math.inf
+    if swiglu:
+        activation = SWIGLU if a.swiglu_clamp_value is None else CLAMPED_SWIGLU
+        clamp = layout.swiglu_clamp(a.swiglu_clamp_value)
     problem = (
-        layout.SOURCES[x.dtype], activation, transposed, num_per_tokens, round_sf,
+        layout.SOURCES[x.dtype], activation, transposed, a.num_per_tokens, a.round_sf,
         pos_to_token is not None, rows, out_sf.shape[1], x.stride(0), alignment(x), alignment(out),
     )  # fmt: skip
     arguments = (x, x_sf, pos_to_token, out, out_sf, formats.E4M3.clamp_min, clamp)
@@ -90,15 +90,7 @@ class Arguments(NamedTuple):
         return _outputs(self.x.shape, self.num_per_tokens)
 
     def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
-        return _launch(self.x, out, out_sf, self.num_per_tokens, self.round_sf)
-
-
-def transposed_outputs(a: Arguments) -> tuple[Out, Out]:
-    return _outputs(a.x.shape, a.num_per_tokens, transposed=True)
-
-
-def transposed_launches(a: Arguments, out: Spec, out_sf: Spec) -> Launch | None:
-    return _launch(a.x, out, out_sf, a.num_per_tokens, a.round_sf, transposed=True)
+        return _launch(self, Source(self.x), out, out_sf)
 
 
 def cost(x: Tensor, fmt: str, num_per_tokens: int, **_: Any) -> Cost:
@@ -107,15 +99,6 @@ def cost(x: Tensor, fmt: str, num_per_tokens: int, **_: Any) -> Cost:
 
 PER_CHANNEL_CAST = layout.cast_operator(
     "per_channel_cast", Arguments, reference.per_channel_cast, cost
-)
-
-PER_CHANNEL_CAST_AND_TRANSPOSE = layout.cast_operator(
-    "per_channel_cast_and_transpose",
-    Arguments,
-    reference.per_channel_cast_and_transpose,
-    cost,
-    outputs=transposed_outputs,
-    launches=transposed_launches,
 )
 
 
@@ -155,6 +138,22 @@ def per_channel_cast(
         ([[64.0, -448.0], [448.0, 112.0]], [[7.0, 2.0]])
     """
     return PER_CHANNEL_CAST(x, fmt, num_per_tokens, round_sf, out=out)
+
+
+class TransposedArguments(Arguments):
+    def outputs(self) -> tuple[Out, Out]:
+        return _outputs(self.x.shape, self.num_per_tokens, transposed=True)
+
+    def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
+        return _launch(self, Source(self.x), out, out_sf, transposed=True)
+
+
+PER_CHANNEL_CAST_AND_TRANSPOSE = layout.cast_operator(
+    "per_channel_cast_and_transpose",
+    TransposedArguments,
+    reference.per_channel_cast_and_transpose,
+    cost,
+)
 
 
 @PER_CHANNEL_CAST_AND_TRANSPOSE.public()
@@ -229,10 +228,8 @@ class FusedArguments(NamedTuple):
         x, x_sf = self.x, self.x_sf
         if x.numel() == 0:  # all positions are padding
             x, x_sf = _row_of_zeros(x), None if x_sf is None else _row_of_zeros(x_sf)
-        return _launch(
-            x, out, out_sf, self.num_per_tokens, self.round_sf, x_sf=x_sf,
-            pos_to_token=self.pos_to_token, rows=Size(_num_positions),
-        )  # fmt: skip
+        source = Source(x, x_sf, self.pos_to_token, Size(_num_positions))
+        return _launch(self, source, out, out_sf)
 
     def check_values(self) -> None:
         """Negative positions are padding, the others name a row of `x`."""
@@ -360,11 +357,8 @@ class SwigluArguments(NamedTuple):
         return _outputs(shape, self.num_per_tokens, transposed=not self.without_transpose)
 
     def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
-        return _launch(
-            self.x, out, out_sf, self.num_per_tokens, self.round_sf, transposed=not
-            self.without_transpose, activation=SWIGLU if self.swiglu_clamp_value is None else
-            CLAMPED_SWIGLU, clamp=layout.swiglu_clamp(self.swiglu_clamp_value),
-        )  # fmt: skip
+        transposed = not self.without_transpose
+        return _launch(self, Source(self.x), out, out_sf, transposed, swiglu=True)
 
 
 def swiglu_cost(x: Tensor, fmt: str, num_per_tokens: int, **_: Any) -> Cost:
