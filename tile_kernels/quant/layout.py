@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -230,28 +231,37 @@ def given_cost(x: Tensor, fmt: str, sf: Tensor, **_: Any) -> Cost:
 # ---- operators -----------------------------------------------------------------------------------
 
 
+def _by_fields(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference of a plain or quantized `x`, with data and scales as two arguments."""
+    return lambda x, x_sf, *rest: reference(x if x_sf is None else (x, x_sf), *rest)
+
+
 def cast_operator(
-    name: str,
-    arguments: Any,
     reference: Callable[..., Any],
+    arguments: Any,
     cost: Callable[..., Cost],
     *,
-    out: tuple[str, ...] = ("out", "out_sf"),
+    name: str = "",
+    by_fields: Callable[..., Any] | None = None,
     instead: str = CAST_INSTEAD,
     **more: Any,
 ) -> Operator:
-    """An operator with buffers for its results; `instead` of it, if it has none, has a gradient.
+    """The operator with the name of its reference, with a buffer `out` or those of `cast_outs`.
 
     The rows of `x`, and of scales that are arguments, may change with the same launches.
+    `by_fields` is the reference by the fields of `arguments`. If the operator has no gradient,
+    `instead` names what has one.
     """
-    dynamic = {each: 1 for each in ("x", "x_sf", "sf") if each in arguments._fields}
-    more = {"dynamic": dynamic, **more}
+    if by_fields is None:
+        by_fields = _by_fields(reference) if "x_sf" in arguments._fields else reference
+    single = typing.get_type_hints(arguments.outputs)["return"] is Out
+    more.setdefault("dynamic", {x: 1 for x in ("x", "x_sf", "sf") if x in arguments._fields})
     return Operator(
-        f"quant.{name}",
+        f"quant.{name or reference.__name__}",
         arguments,
-        reference=reference,
+        reference=by_fields,
         cost=cost,
-        out=out,
+        out=("out",) if single else ("out", "out_sf"),
         instead=instead,
         **more,
     )

@@ -16,6 +16,7 @@ from tile_kernels.runtime.sampling import (
     NAN,
     assert_equal_results,
     builder,
+    changed,
     edited,
     misaligned,
     with_some,
@@ -147,6 +148,13 @@ QUANTIZED_REJECTS = [
     Reject("x", "bytes", with_data(lambda data: data.view(torch.uint8))),
     Reject("x", "no channels", with_data(lambda data: data[:, :0])),
     Reject("x_sf", "too few", with_sf(lambda sf: sf[:, :1])),
+]
+
+
+CLAMP_REJECTS = [
+    Reject("swiglu_clamp_value", "negative", changed(swiglu_clamp_value=-1.0)),
+    Reject("swiglu_clamp_value", "NaN", changed(swiglu_clamp_value=NAN)),
+    Reject("swiglu_clamp_value", "text", changed(swiglu_clamp_value="1")),
 ]
 
 

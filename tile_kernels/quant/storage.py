@@ -7,6 +7,7 @@ with scales. Values are counted unpacked; `BITS` is what one takes in memory.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from tile_kernels.runtime.device import Device
 
@@ -58,6 +59,23 @@ def access(name: str, width: int, alignment: int, max_values: int) -> int:
 def access_width(name: str, values: int) -> int:
     """The bits of an access of `values` values."""
     return 128 if (name, values) == ("e5m6", 32) else 32 if name == "e5m6" else values * BITS[name]
+
+
+def cast_accesses(
+    plan: Any, target: str, scale_bits: int, reads_scales: bool = False
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The bits of the loads and of the stores of a kernel that does `plan.task`.
+
+    It stores values of `target`, and scales with `scale_bits` per access.
+    """
+    loads, stores = {access_width(plan.source, plan.load)}, set()
+    if reads_scales or plan.task == GIVEN:
+        loads.add(32)
+    if plan.task != SCALES:
+        stores.add(access_width(target, plan.store))
+    if plan.task in (CAST, SCALES):
+        stores.add(scale_bits)
+    return tuple(sorted(loads)), tuple(sorted(stores))
 
 
 def e2m1_conversion(fmt: str, exact: bool, device: Device) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -93,27 +92,14 @@ class PerTokenArguments(NamedTuple):
         return self.in_blocks().launches(out)
 
 
-def _flat(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The reference by the fields of the arguments."""
-    return lambda x, x_sf, *rest: reference((x, x_sf), *rest)
-
-
 def cost(x: QuantTensor, fmt: str, **_: Any) -> Cost:
     values = x[0].shape[0] * layout.values_in(x[0])
     return Cost(bytes=layout.bytes_of(x) + values * layout.OUT_DTYPES[fmt].itemsize)
 
 
-CAST_BACK = layout.cast_operator(
-    "cast_back", Arguments, _flat(reference.cast_back), cost, out=("out",)
-)
+CAST_BACK = layout.cast_operator(reference.cast_back, Arguments, cost)
 
-PER_TOKEN_CAST_BACK = layout.cast_operator(
-    "per_token_cast_back",
-    PerTokenArguments,
-    _flat(reference.per_token_cast_back),
-    cost,
-    out=("out",),
-)
+PER_TOKEN_CAST_BACK = layout.cast_operator(reference.per_token_cast_back, PerTokenArguments, cost)
 
 
 @CAST_BACK.public(reference=reference.cast_back)

@@ -42,9 +42,7 @@ def _backward(_: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return grad, None, None, None
 
 
-FAKE_CAST = layout.cast_operator(
-    "fake_cast", Arguments, reference.fake_cast, cost, out=("out",), backward=_backward
-)
+FAKE_CAST = layout.cast_operator(reference.fake_cast, Arguments, cost, backward=_backward)
 
 
 @FAKE_CAST.public()

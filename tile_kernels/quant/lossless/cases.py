@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tile_kernels.quant.sample_flags import COLUMN, LAYOUTS, PACKED, ROW, Flags, all_flags
@@ -24,11 +26,10 @@ def _up(
     flags: Flags = ROW,
     *,
     exponents: tuple[int, int] = (100, 111),
-    extra: int = 0,
-    shift: bool = False,
+    **placing: Any,
 ) -> Arguments:
-    """Random codes, and scales with biased exponents in a range."""
-    data = placed(codes(rows, width, "e2m1", device), extra, shift)
+    """Random codes, `placed`, and scales with biased exponents in a range."""
+    data = placed(codes(rows, width, "e2m1", device), **placing)
     low, high = exponents
     shape = num_blocks((rows, width), block)
     e = torch.randint(low, high + 1, shape, dtype=torch.int32, device=device)

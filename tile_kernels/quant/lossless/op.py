@@ -94,13 +94,6 @@ class Arguments(NamedTuple):
             )
 
 
-def _reference(
-    x: Tensor, x_sf: Tensor, fmt: str, x_block_size: Any, out_block_size: Any, *flags: bool
-) -> QuantTensor:
-    blocks = tuple(x_block_size), tuple(out_block_size)
-    return reference.per_block_cast_lossless((x, x_sf), fmt, *blocks, *flags)
-
-
 def cost(
     x: QuantTensor,
     fmt: str,
@@ -112,9 +105,7 @@ def cost(
     return layout.cast_cost(x, fmt, shape, out_block_size, use_packed_ue8m0)
 
 
-PER_BLOCK_CAST_LOSSLESS = layout.cast_operator(
-    "per_block_cast_lossless", Arguments, _reference, cost
-)
+PER_BLOCK_CAST_LOSSLESS = layout.cast_operator(reference.per_block_cast_lossless, Arguments, cost)
 
 
 @PER_BLOCK_CAST_LOSSLESS.public(reference=reference.per_block_cast_lossless)

@@ -41,7 +41,7 @@ def per_block_cast_lossless(
     if fmt != formats.E4M3.name:
         raise ValueError(f"fmt must be 'e4m3', got {fmt!r}")
     ratio = out_block_size[0] // x_block_size[0], out_block_size[1] // x_block_size[1]
-    if (ratio[0] * x_block_size[0], ratio[1] * x_block_size[1]) != out_block_size:
+    if (ratio[0] * x_block_size[0], ratio[1] * x_block_size[1]) != tuple(out_block_size):
         raise ValueError(
             f"out_block_size must be a multiple of x_block_size, {x_block_size}, in both "
             f"dimensions, got {out_block_size}"

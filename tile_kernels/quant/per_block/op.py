@@ -24,7 +24,7 @@ FORMATS = ("e4m3", "e2m1")
 _CAST_BLOCKS = Kernel("tile_kernels.quant.per_block.kernel", "cast_blocks", plan)
 
 
-def _check_blocks(a: Arguments | GivenArguments) -> None:
+def _check_blocks(a: Blocks | GivenArguments) -> None:
     checks.one_of("fmt", a.fmt, FORMATS)
     layout.check_plain(a.x)
     layout.check_width(a.fmt, a.x.shape[1])
@@ -54,7 +54,7 @@ def _launch(
 # ---- data and scales ----------------------------------------------------------------------------
 
 
-class Arguments(NamedTuple):
+class Blocks(NamedTuple):
     x: Tensor
     fmt: str
     block_size: list[int]
@@ -70,7 +70,7 @@ class Arguments(NamedTuple):
         return _launch(self, layout.layout_of(self), self.round_sf, task, out, scales)
 
 
-class CastArguments(Arguments):
+class Arguments(Blocks):
     def outputs(self) -> tuple[Out, Out]:
         return layout.cast_outs(self, self.fmt, self.x.shape, self.block_size)
 
@@ -84,9 +84,7 @@ def cost(
     return layout.cast_cost(x, fmt, x.shape, block_size, use_packed_ue8m0)
 
 
-PER_BLOCK_CAST = layout.cast_operator(
-    "per_block_cast", CastArguments, reference.per_block_cast, cost
-)
+PER_BLOCK_CAST = layout.cast_operator(reference.per_block_cast, Arguments, cost)
 
 
 @PER_BLOCK_CAST.public()
@@ -134,7 +132,7 @@ def per_block_cast(
 # ---- scales alone -------------------------------------------------------------------------------
 
 
-class ScalesArguments(Arguments):
+class ScalesArguments(Blocks):
     def outputs(self) -> Out:
         blocks = num_blocks(self.x.shape, self.block_size)
         return layout.scale_out("out", *blocks, layout.layout_of(self))
@@ -150,11 +148,7 @@ def scales_cost(
 
 
 PER_BLOCK_CAST_WITH_SF_ONLY = layout.cast_operator(
-    "per_block_cast_with_sf_only",
-    ScalesArguments,
-    reference.per_block_cast_with_sf_only,
-    scales_cost,
-    out=("out",),
+    reference.per_block_cast_with_sf_only, ScalesArguments, scales_cost
 )
 
 
@@ -215,11 +209,7 @@ class GivenArguments(NamedTuple):
 
 
 PER_BLOCK_CAST_WITH_PRECOMPUTED_SF = layout.cast_operator(
-    "per_block_cast_with_precomputed_sf",
-    GivenArguments,
-    reference.per_block_cast_with_precomputed_sf,
-    layout.given_cost,
-    out=("out",),
+    reference.per_block_cast_with_precomputed_sf, GivenArguments, layout.given_cost
 )
 
 

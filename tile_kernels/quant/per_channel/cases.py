@@ -8,6 +8,7 @@ import torch
 
 from tile_kernels.quant.casting import cast
 from tile_kernels.quant.samples import (
+    CLAMP_REJECTS,
     gates_and_values,
     hexed,
     numbers,
@@ -18,7 +19,7 @@ from tile_kernels.quant.samples import (
     words,
 )
 from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
-from tile_kernels.runtime.sampling import BF16, FP32, NAN, builder, changed, with_value
+from tile_kernels.runtime.sampling import BF16, FP32, builder, changed, with_value
 
 _E4M3 = torch.float8_e4m3fn
 
@@ -358,9 +359,7 @@ _SWIGLU_AND_PER_CHANNEL_CAST = Cases(
         *_flag_rejects(),
         Reject("x", "no halves", lambda a: {**a, "x": a["x"][:, :47]}),
         Reject("without_transpose", "an int", changed(without_transpose=1)),
-        Reject("swiglu_clamp_value", "negative", changed(swiglu_clamp_value=-1.0)),
-        Reject("swiglu_clamp_value", "NaN", changed(swiglu_clamp_value=NAN)),
-        Reject("swiglu_clamp_value", "text", changed(swiglu_clamp_value="1")),
+        *CLAMP_REJECTS,
     ],
     compare=within_one_step,
 )  # fmt: skip

@@ -97,9 +97,7 @@ def cost(x: Tensor, fmt: str, num_per_tokens: int, **_: Any) -> Cost:
     return layout.cast_cost(x, fmt, x.shape, (num_per_tokens, 1), packed=False)
 
 
-PER_CHANNEL_CAST = layout.cast_operator(
-    "per_channel_cast", Arguments, reference.per_channel_cast, cost
-)
+PER_CHANNEL_CAST = layout.cast_operator(reference.per_channel_cast, Arguments, cost)
 
 
 @PER_CHANNEL_CAST.public()
@@ -149,10 +147,7 @@ class TransposedArguments(Arguments):
 
 
 PER_CHANNEL_CAST_AND_TRANSPOSE = layout.cast_operator(
-    "per_channel_cast_and_transpose",
-    TransposedArguments,
-    reference.per_channel_cast_and_transpose,
-    cost,
+    reference.per_channel_cast_and_transpose, TransposedArguments, cost
 )
 
 
@@ -276,10 +271,10 @@ def fused_cost(
 
 
 PER_CHANNEL_CAST_FUSED = layout.cast_operator(
-    "per_channel_cast_fused",
+    reference.per_channel_cast_fused,
     FusedArguments,
-    _fused_reference,
     fused_cost,
+    by_fields=_fused_reference,
     dynamic={"x": 1, "x_sf": 1, "pos_to_token": 0},
 )
 
@@ -367,9 +362,8 @@ def swiglu_cost(x: Tensor, fmt: str, num_per_tokens: int, **_: Any) -> Cost:
 
 
 SWIGLU_FORWARD_AND_PER_CHANNEL_CAST_AND_TRANSPOSE = layout.cast_operator(
-    "swiglu_forward_and_per_channel_cast_and_transpose",
-    SwigluArguments,
     reference.swiglu_forward_and_per_channel_cast_and_transpose,
+    SwigluArguments,
     swiglu_cost,
     instead=layout.SWIGLU_INSTEAD,
 )

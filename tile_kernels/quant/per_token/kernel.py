@@ -28,7 +28,7 @@ from tile_kernels.quant.storage import (
     PACKED,
     ROW,
     SCALES,
-    access_width,
+    cast_accesses,
     storage,
     units,
 )
@@ -38,13 +38,7 @@ from tile_kernels.runtime.launch import kernel
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     plan = Plan(*static)
-    loads = {access_width(plan.source, plan.load)}
-    if plan.source_rows or plan.task == GIVEN:
-        loads.add(32)
-    stores = set() if plan.task == SCALES else {access_width(target(plan), plan.store)}
-    if plan.task in (CAST, SCALES):
-        stores.add(32)
-    return tuple(sorted(loads)), tuple(sorted(stores))
+    return cast_accesses(plan, target(plan), scale_bits=32, reads_scales=plan.source_rows > 0)
 
 
 def target(plan: Plan) -> str:

@@ -121,10 +121,6 @@ class Arguments(NamedTuple):
         )  # fmt: skip
 
 
-def _reference(x: Tensor, x_sf: Tensor | None, *rest: Any) -> QuantTensor:
-    return reference.per_token_cast(x if x_sf is None else (x, x_sf), *rest)
-
-
 def cost(
     x: Tensor | QuantTensor, fmt: str, num_per_channels: int, use_packed_ue8m0: bool, **_: Any
 ) -> Cost:
@@ -133,7 +129,7 @@ def cost(
     return layout.cast_cost(x, fmt, shape, (1, num_per_channels), use_packed_ue8m0)
 
 
-PER_TOKEN_CAST = layout.cast_operator("per_token_cast", Arguments, _reference, cost)
+PER_TOKEN_CAST = layout.cast_operator(reference.per_token_cast, Arguments, cost)
 
 
 @PER_TOKEN_CAST.public(reference=reference.per_token_cast)
@@ -267,11 +263,7 @@ def scales_cost(x: Tensor, num_per_channels: int, use_packed_ue8m0: bool, **_: A
 
 
 PER_TOKEN_CAST_WITH_SF_ONLY = layout.cast_operator(
-    "per_token_cast_with_sf_only",
-    ScalesArguments,
-    reference.per_token_cast_with_sf_only,
-    scales_cost,
-    out=("out",),
+    reference.per_token_cast_with_sf_only, ScalesArguments, scales_cost
 )
 
 
@@ -339,11 +331,7 @@ class GivenArguments(NamedTuple):
 
 
 PER_TOKEN_CAST_WITH_PRECOMPUTED_SF = layout.cast_operator(
-    "per_token_cast_with_precomputed_sf",
-    GivenArguments,
-    reference.per_token_cast_with_precomputed_sf,
-    layout.given_cost,
-    out=("out",),
+    reference.per_token_cast_with_precomputed_sf, GivenArguments, layout.given_cost
 )
 
 

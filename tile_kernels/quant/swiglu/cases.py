@@ -9,6 +9,7 @@ import torch
 from tile_kernels.quant.casting import cast
 from tile_kernels.quant.sample_flags import COLUMN, LAYOUTS, PACKED, ROUNDED, ROW, Flags, all_flags
 from tile_kernels.quant.samples import (
+    CLAMP_REJECTS,
     gates_and_values,
     hexed,
     numbers,
@@ -18,20 +19,9 @@ from tile_kernels.quant.samples import (
     within_one_step,
 )
 from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
-from tile_kernels.runtime.sampling import (
-    BF16,
-    FP32,
-    INF,
-    NAN,
-    builder,
-    changed,
-    close_results,
-    edited,
-    misaligned,
-    with_value,
-)
+from tile_kernels.runtime.sampling import BF16, builder, changed, close_results, edited, with_value
 
-_E4M3, _INT32 = torch.float8_e4m3fn, torch.int32
+_E4M3, _FP32, _INT32 = torch.float8_e4m3fn, torch.float32, torch.int32
 
 
 def _maps(rows: int, num_tokens: int, num_topk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,12 +122,12 @@ _SWIGLU_FORWARD_AND_CAST = Cases(
         Sample("counted", _forward(9, 1056, 128, clamp=0.5, counted=True, flags=PACKED, **_ALL)),
         Sample("counted.rows", _forward(9, 576, 576, clamp=0.5, counted=True, padded=True)),
         Sample("counted.0", _forward(3, 40, 16, clamp=0.0, counted=True)),
-        Sample("counted.blocks", _forward(4300, 33, 16, FP32, clamp=4.0, counted=True)),
+        Sample("counted.blocks", _forward(4300, 33, 16, _FP32, clamp=4.0, counted=True)),
         Sample("bound", _forward(4, 64, 32, bound=100.0)),
         Sample("bound.least", _forward(4, 64, 32, padded=True, bound=2.0**-119, flags=PACKED)),
-        Sample("float32", _forward(4, 320, 128, FP32, clamp=3.0, weighted=True)),
+        Sample("float32", _forward(4, 320, 128, _FP32, clamp=3.0, weighted=True)),
         Sample("special", _forward(9, 160, 32, special=True)),
-        Sample("special.packed", _forward(9, 160, 32, FP32, special=True, flags=PACKED, **_ALL)),
+        Sample("special.packed", _forward(9, 160, 32, _FP32, special=True, flags=PACKED, **_ALL)),
         Sample("special.clamped", _forward(9, 160, 160, special=True, clamp=3.0, counted=True)),
         Sample("strided", _forward(5, 128, 64, extra=64)),
         Sample("strided.odd", _forward(5, 128, 64, extra=3)),
@@ -201,14 +191,14 @@ _SWIGLU_FORWARD_AND_CAST = Cases(
         Reject("topk_weights", "missing", changed(topk_weights=None)),
         Reject("pos_to_token_topk", "short", edited("pos_to_token_topk", _short)),
         Reject("pos_to_expert", "short", edited("pos_to_expert", _short)),
-        Reject("swiglu_clamp_value", "negative", changed(swiglu_clamp_value=-1.0)),
+        *CLAMP_REJECTS,
         Reject("clamped_count", "without a clamp", changed(swiglu_clamp_value=None)),
         Reject("clamped_count", "short", edited("clamped_count", _short)),
         Reject("sf_clamp_min", "zero", changed(sf_clamp_min=0.0)),
         Reject("sf_clamp_min", "negative", changed(sf_clamp_min=-1.0)),
         Reject("sf_clamp_min", "tiny", changed(sf_clamp_min=1e-37)),
-        Reject("sf_clamp_min", "NaN", changed(sf_clamp_min=NAN)),
-        Reject("sf_clamp_min", "infinite", changed(sf_clamp_min=INF)),
+        Reject("sf_clamp_min", "NaN", changed(sf_clamp_min=torch.nan)),
+        Reject("sf_clamp_min", "infinite", changed(sf_clamp_min=torch.inf)),
         Reject("sf_clamp_min", "text", changed(sf_clamp_min="1")),
     ],
     bad_values=[
@@ -240,15 +230,14 @@ def _backward(
     x = torch.randn(rows, 2 * hidden, device=device)
     grad = torch.randn(rows, hidden, device=device)
     if special:
-        x = numbers(rows, 2 * hidden, torch.float32, device, special=True)
-        grad = numbers(rows, hidden, torch.float32, device, special=True)
+        x = numbers(rows, 2 * hidden, _FP32, device, special=True)
+        grad = numbers(rows, hidden, _FP32, device, special=True)
     data, sf = cast(x, "e4m3", (1, group))
     if special:
         data = torch.where(x.isnan(), torch.nan, data.float()).to(_E4M3)
     grad = grad.bfloat16()
-    if shift:
-        data = misaligned(data.view(torch.uint8)).view(_E4M3)
-        sf, grad = misaligned(sf), misaligned(grad)
+    data = placed(data.view(torch.uint8), shift=shift).view(_E4M3)
+    sf, grad = (placed(x, shift=shift) for x in (sf, grad))
     index, inverse = (m.to(device) for m in _maps(rows, num_tokens, num_topk))
     if leading:
         data, sf, grad = (t.unflatten(0, (-1, 2)) for t in (data, sf, grad))
@@ -370,7 +359,7 @@ _SWIGLU_BACKWARD_AND_CAST = Cases(
         Reject("pos_to_token_topk", "short", edited("pos_to_token_topk", _short)),
         Reject("token_topk_to_pos", "short", edited("token_topk_to_pos", _short)),
         Reject("round_sf", "an int", changed(round_sf=1)),
-        Reject("swiglu_clamp_value", "NaN", changed(swiglu_clamp_value=NAN)),
+        *CLAMP_REJECTS,
     ],
     bad_values=[
         Reject("pos_to_token_topk", "too large", with_value("pos_to_token_topk", 10, 1)),

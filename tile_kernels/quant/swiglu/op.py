@@ -11,14 +11,7 @@ from torch import Tensor
 from tile_kernels.quant import formats, layout
 from tile_kernels.quant.storage import GROUPS
 from tile_kernels.quant.swiglu import reference
-from tile_kernels.quant.swiglu.plan import (
-    BACKWARD_GROUPS,
-    FMT,
-    MAX_SF_CLAMP,
-    MIN_SF_CLAMP,
-    plan,
-    plan_backward,
-)
+from tile_kernels.quant.swiglu.plan import BACKWARD_GROUPS, FMT, SF_CLAMP_RANGE, plan, plan_backward
 from tile_kernels.quant.types import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
@@ -92,7 +85,7 @@ class Arguments(NamedTuple):
         layout.check_swiglu_clamp(self.swiglu_clamp_value)
         if self.sf_clamp_min is not None:
             checks.number("sf_clamp_min", self.sf_clamp_min)
-            if not MIN_SF_CLAMP <= self.sf_clamp_min <= MAX_SF_CLAMP:
+            if not SF_CLAMP_RANGE[0] <= self.sf_clamp_min <= SF_CLAMP_RANGE[1]:
                 raise ValueError(
                     f"sf_clamp_min must be in 2**-119..2**127, so that scales and their inverses "
                     f"are finite, got {self.sf_clamp_min}"
@@ -161,16 +154,17 @@ def cost(x: Tensor, fmt: str, num_per_channels: int, use_packed_ue8m0: bool, **_
 
 _forward_operator = functools.partial(
     layout.cast_operator,
-    arguments=Arguments,
-    reference=_reference,
-    cost=cost,
+    reference.swiglu_forward_and_per_token_cast,
+    Arguments,
+    cost,
+    by_fields=_reference,
     instead=layout.SWIGLU_INSTEAD,
     dynamic={"x": 1, "pos_to_token_topk": 0, "topk_weights": 1, "pos_to_expert": 0},
 )
-SWIGLU_FORWARD_AND_PER_TOKEN_CAST = _forward_operator("swiglu_forward_and_per_token_cast")
+SWIGLU_FORWARD_AND_PER_TOKEN_CAST = _forward_operator()
 # With a `clamped_count`: the dispatcher has no optional argument that is written.
 _SWIGLU_FORWARD_AND_COUNT = _forward_operator(
-    "_swiglu_forward_and_count",
+    name="_swiglu_forward_and_count",
     mutates=("clamped_count",),
     serves="swiglu_forward_and_per_token_cast",
 )

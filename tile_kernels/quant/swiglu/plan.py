@@ -8,7 +8,7 @@ from tile_kernels.quant.storage import GROUPS, LANES, access, threads_of_row
 from tile_kernels.runtime.device import Device
 
 # Bounds of sf_clamp_min: the smallest for which 448 / bound is a float32, and the largest.
-MIN_SF_CLAMP, MAX_SF_CLAMP = 2.0**-119, 2.0**127
+SF_CLAMP_RANGE = (2.0**-119, 2.0**127)
 
 FMT = "e4m3"
 
