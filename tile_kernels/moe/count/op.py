@@ -1,4 +1,4 @@
-"""`group_count`: how often each group is chosen. `aux_fi` (`moe/aux`) has the same kernel."""
+"""`group_count`: how often each group is chosen. `aux_fi` (`moe/fi`) has the same kernel."""
 
 from __future__ import annotations
 
