@@ -148,7 +148,7 @@ def _span(t: torch.Tensor) -> int:
     ) * t.element_size()
 
 
-def _placed(
+def _addresses(
     spans: Mapping[str, tuple[int, int]], totals: Mapping[str, list[int]], checked: bool
 ) -> contextlib.AbstractContextManager[dict[str, int]]:
     """Addresses for the kernels: of far apart copies, or in fast mode of the tensors themselves."""
@@ -193,8 +193,8 @@ class _TensorSlot:
         if t.device.type != "cpu":
             raise ValueError(f"{self.name}: expected a CPU tensor, got one on {t.device}")
         if t.dtype not in self.dtypes:
-            want = " or ".join(str(d) for d in self.dtypes)
-            raise TypeError(f"{self.name}: expected dtype {want}, got {t.dtype}")
+            expected = " or ".join(str(d) for d in self.dtypes)
+            raise TypeError(f"{self.name}: expected dtype {expected}, got {t.dtype}")
         if t.dim() != len(self.shape):
             raise ValueError(
                 f"{self.name}: expected {len(self.shape)} dimensions ({', '.join(self.shape)}), "
@@ -222,18 +222,18 @@ class _TensorSlot:
 
     def check_derived(self, t: torch.Tensor, symbols: dict[str, Any]) -> None:
         for i, e, value in self.derived:
-            want = value(symbols)[0]
-            if self.sizes(t)[i] != want:
+            expected = value(symbols)[0]
+            if self.sizes(t)[i] != expected:
                 raise ValueError(
-                    f"{self.name}: dimension {i} must be {e} = {want}, got {self.sizes(t)[i]}"
+                    f"{self.name}: dimension {i} must be {e} = {expected}, got {self.sizes(t)[i]}"
                 )
         for i, e, value in self.stride_rest:
-            want = value(symbols)[0]
+            expected = value(symbols)[0]
             if self.packed and i < t.dim() - 1:
-                want //= 2
-            if t.stride(i) != want and t.shape[i] > 1 and t.numel():
-                said = want if e.isdigit() else f"{e} = {want}"
-                raise ValueError(f"{self.name}: stride {i} must be {said}, got {t.stride(i)}")
+                expected //= 2
+            if t.stride(i) != expected and t.shape[i] > 1 and t.numel():
+                shown = expected if e.isdigit() else f"{e} = {expected}"
+                raise ValueError(f"{self.name}: stride {i} must be {shown}, got {t.stride(i)}")
 
 
 def _check_scalar(param: Param, value: Any) -> None:
@@ -406,7 +406,7 @@ class Emulated:
         spans = {n: (t.data_ptr(), _span(t)) for n, (_, t) in tensors.items()}
         totals = {n: [0] * 5 for n in tensors}
         runs = []
-        with _lock, _placed(spans, totals, checked) as addresses:
+        with _lock, _addresses(spans, totals, checked) as addresses:
             ranges = (CRange * max(1, len(tensors)))()
             for r, (slot, _) in zip(ranges, tensors.values(), strict=False):
                 r.name, r.base = slot.name.encode(), addresses[slot.name]

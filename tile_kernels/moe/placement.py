@@ -7,7 +7,7 @@ import torch
 from tile_kernels.moe.indices.reference import mask_indices_by_tp
 
 
-def placed(
+def to_local_experts(
     chosen: torch.Tensor,
     weights: torch.Tensor,
     routes: torch.Tensor,

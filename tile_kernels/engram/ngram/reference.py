@@ -43,8 +43,8 @@ def ngram_windows(
     flat = flat.to(torch.int32)
 
     row_length = token_ids.shape[-1]
-    place = torch.arange(num_tokens, device=flat.device)
-    starts = place % max(row_length, 1) == 0
+    position = torch.arange(num_tokens, device=flat.device)
+    starts = position % max(row_length, 1) == 0
     if cu_seqlens is not None:
         inside = (cu_seqlens >= 0) & (cu_seqlens < num_tokens)
         boundary = torch.where(inside, cu_seqlens, num_tokens).long()

@@ -57,14 +57,14 @@ class EngramGateFn(torch.autograd.Function):
             rstd_k, *ctx.settings,
         )  # fmt: skip
         needed = ctx.needs_input_grad
-        of_inputs = [
+        input_grads = [
             grad.view(shape) if need else None
             for grad, shape, need in zip(grads, ctx.shapes, needed)
         ]
         if not any(needed[3:5]):
-            return [*of_inputs, None, None]
+            return [*input_grads, None, None]
         weights = weight_hidden, weight_embed
-        return [*of_inputs, *_weight_gradients(partial, weights, ctx.weights, needed[3:5])]
+        return [*input_grads, *_weight_gradients(partial, weights, ctx.weights, needed[3:5])]
 
 
 _WEIGHTS = ("weight_hidden", "weight_embed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.moe.mapping.reference import most_expanded_tokens
+from tile_kernels.moe.mapping.reference import max_expanded_tokens
 from tile_kernels.moe.samples import no_columns, outside
 from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
 from tile_kernels.runtime.sampling import builder, changed
@@ -38,11 +38,11 @@ def _mapping(
     share: float = 0.6,
 ) -> Arguments:
     """`rows` None: as many as can be needed."""
-    most = most_expanded_tokens(num_tokens * num_topk, num_experts, alignment)
+    max_rows = max_expanded_tokens(num_tokens * num_topk, num_experts, alignment)
     return {
         "topk_idx": routed_topk_idx(num_tokens, num_topk, num_experts, share, device),
         "num_experts": num_experts,
-        "num_expanded_tokens": most if rows is None else rows,
+        "num_expanded_tokens": max_rows if rows is None else rows,
         "alignment": alignment,
     }
 
@@ -70,7 +70,7 @@ _ROWS = (
     [0, 2, 3, -1, 0, 1, 3, -1, 2, -1, -1, -1],
     [0, 4, 7, -1, 1, 2, 6, -1, 5, -1, -1, -1],
 )
-_PLACES = [[0, 4], [5, -1], [1, 8], [6, 2]]
+_POSITIONS = [[0, 4], [5, -1], [1, 8], [6, 2]]
 
 
 def _arguments(num_expanded_tokens: int) -> Arguments:
@@ -129,13 +129,13 @@ _GET_FUSED_MAPPING = Cases(
         Vector(
             "as many as needed",
             lambda: _arguments(0),
-            lambda: ((*_tensors(*_ROWS, _PLACES, *_EXPERTS), [4, 0, 4, 4]), None),
+            lambda: ((*_tensors(*_ROWS, _POSITIONS, *_EXPERTS), [4, 0, 4, 4]), None),
         ),
         Vector(
             "16 rows",
             lambda: _arguments(16),
             lambda: (
-                (*_tensors(*([*row, -1, -1, -1, -1] for row in _ROWS), _PLACES, *_EXPERTS), []),
+                (*_tensors(*([*row, -1, -1, -1, -1] for row in _ROWS), _POSITIONS, *_EXPERTS), []),
                 None,
             ),
         ),
