@@ -245,7 +245,7 @@ def softmax_of_row(num_experts: int, vector: int) -> Any:
         return reduced
 
     largest = reduce_row(
-        -T.infinity(T.float32), lambda result, logit, top: T.max(result, logit), warp_max_float
+        -T.infinity(T.float32), lambda result, logit, _: T.max(result, logit), warp_max_float
     )
     exponentials = reduce_row(
         T.float32(0), lambda result, logit, top: T.ieee_add(result, score(logit, top)), warp_sum

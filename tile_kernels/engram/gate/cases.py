@@ -144,10 +144,10 @@ ENGRAM_GATE_FWD = Cases(
     benchmarks=[
         Benchmark("4096x4x7168", _gate(4096, 4, 7168), goal_us=192.0),
         Benchmark("plain.4096x4x7168", _gate(4096, 4, 7168, save_for_backward=False)),
-        Benchmark("4096x4x6144", _gate(4096, 4, 6144)),
-        Benchmark("4096x4x4096", _gate(4096, 4, 4096)),
-        Benchmark("1x4x7168", _gate(1, 4, 7168)),
-        Benchmark("64x4x7168", _gate(64, 4, 7168)),
+        *(
+            Benchmark(f"{t}x4x{h}", _gate(t, 4, h))
+            for t, h in [(4096, 6144), (4096, 4096), (1, 7168), (64, 7168)]
+        ),
     ],
     vectors=[
         Vector(

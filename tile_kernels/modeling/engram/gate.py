@@ -15,18 +15,10 @@ class EngramGateFn(torch.autograd.Function):
     """The gate with gradients; see `engram_gate`, whose arguments `apply` takes in order."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_states: Tensor,
-        k: Tensor,
-        v: Tensor,
-        weight_hidden: Tensor,
-        weight_embed: Tensor,
-        clamp_value: float,
-        eps: float,
-        add_residual: bool = True,
-    ) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
         """The output; dot products, gates and norms are kept, so that nothing is computed twice."""
+        hidden_states, k, v, weight_hidden, weight_embed, *numbers = arguments
+        clamp_value, eps, add_residual = (*numbers, True)[:3]  # add_residual may be left out
         x, key, value = _rows(hidden_states, k, v)
         fused = ops.fused_weight(weight_hidden, weight_embed)
         output, *saved = ops.engram_gate_fwd(

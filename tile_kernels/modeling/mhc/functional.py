@@ -266,13 +266,10 @@ def mhc_head(
 
     | argument | shape | dtype |
     |---|---|---|
-    | `residual` | `[..., m, h]`, contiguous; `m` = `mhc_mult` in `1..8`, `h` a multiple of 8 | \
-bfloat16 |
+    | `residual`, `norm_weight`, `n_splits` | as those of `mhc_pre` | |
     | `fn` | `[m, m * h]`; of more rows the first `m` count | float32 |
     | `scale` | `[1]` or `[]` | float32 |
     | `base` | `[m]` | float32 |
-    | `norm_weight` | `[m * h]`, or None | float32 |
-    | `n_splits` | without effect: the device decides | int |
     | returns | `[..., h]` | bfloat16 |
 
     Parameters may have `main_grad`, as those of `mhc_pre`.

@@ -64,10 +64,10 @@ _TOPK_GATE = Cases(
     ],
     benchmarks=[
         Benchmark("256.8", _scores(8192, 256, 8), goal_us=6.0),
-        Benchmark("384.8", _scores(8192, 384, 8)),
-        Benchmark("72.6", _scores(8192, 72, 6)),
-        Benchmark("4096.8", _scores(8192, 4096, 8)),
-        Benchmark("4096.64", _scores(8192, 4096, 64)),
+        *(
+            Benchmark(f"{e}.{k}", _scores(8192, e, k))
+            for e, k in [(384, 8), (72, 6), (4096, 8), (4096, 64)]
+        ),
     ],
     vectors=[
         Vector(
