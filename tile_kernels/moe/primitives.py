@@ -4,14 +4,13 @@ from typing import Any
 
 from tilelang import language as T
 
-from tile_kernels.moe.plan import SOFTMAX, Gate
+from tile_kernels.moe.plan import REPLICA_STEP, SOFTMAX, Gate
 from tile_kernels.runtime.device import WARP
 
 LANES = WARP
 FULL_WARP = 0xFFFFFFFF
 LOWEST_KEY = -(1 << 31)  # below the key of every number: padding, and what was taken already
 WARPS = 4  # of a block in which every warp serves one token
-REPLICA_STEP = 23333
 
 
 @T.macro
