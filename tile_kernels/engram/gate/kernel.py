@@ -210,7 +210,7 @@ def gate_gradients(
     """Gradients of x, k and v; sums of the weight's, one per part.
 
     A token takes two passes over its vectors: the products of gradient and `v` are summed, then the
-    sums are used. The second pass copies each vector of the next token to the place that it has
+    sums are used. The second pass prefetches each vector of the next token to where it has
     just read. Where a block has not all streams, more blocks take the gradient of v.
     """
     warps = threads // WARP

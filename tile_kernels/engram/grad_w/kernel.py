@@ -40,7 +40,7 @@ def reduce_gradients(dtype: str, vector: int, warps: int, at_once: int) -> Any:
             warp_sums = T.alloc_shared((warps, WARP * vector), T.float32)
             read = T.alloc_local((at_once * vector,), T.float32)
             sums = T.alloc_local((vector,), T.float32)
-            # What a thread will need of its columns at the end, on the way already.
+            # What a thread needs of its columns at the end is loaded first.
             old = T.alloc_local((iterations, 2), T.float32)
             weights = T.alloc_local((iterations, 2), dtype)
             for i in T.unroll(iterations):

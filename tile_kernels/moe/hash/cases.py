@@ -171,7 +171,7 @@ _HASH_GATE = Cases(
             [_WEIGHTS[0], [0, 1.5], [0.75] * 2],
             table=torch.tensor([[0, 3], [2, 5], [-1, 1], [1, 1]]),
         ),
-        # Token 0 takes replica (1 + 0) mod 2 of expert 2: place 7. With 3 places to a rank those
+        # Token 0 takes replica (1 + 0) mod 2 of expert 2: number 7. With 3 experts per rank those
         # are 0..2 and 6..7 here, counted 0..2 and 3..4; 3..5 belong to the other rank of two.
         _vector(
             "map, shared, ranks",

@@ -54,7 +54,7 @@ def _bad_values(device: torch.device) -> Arguments:
 
 @builder
 def _overflowing(device: torch.device, rows: int) -> Arguments:
-    """With a place for the number of choices that found no row."""
+    """With a buffer for the number of choices that found no row."""
     arguments = _mapping(90, 4, 6, 16, rows=rows)(device)
     return {**arguments, "overflow": torch.full((1,), -7, dtype=torch.int32, device=device)}
 

@@ -247,7 +247,7 @@ _TOP2_SUM_GATE = Cases(
         Reject("logical_count", "beyond the map", lambda a: {**_replicas(a), **_count(a, 9)}),
         Reject(
             "to_physical_map",
-            "no such place",
+            "no such expert",
             lambda a: {**_replicas(a), "to_physical_map": torch.full((16, 4), 99).int()},
         ),
     ],
