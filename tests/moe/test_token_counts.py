@@ -10,7 +10,7 @@ import torch
 
 from tests.runtime.test_operator import evaluated
 from tile_kernels import moe
-from tile_kernels.moe.top2_sum.cases import physical_map
+from tile_kernels.moe.samples import physical_map
 from tile_kernels.runtime import launch
 
 __all__ = ["evaluated"]  # a fixture

@@ -210,12 +210,12 @@ def _show(
     if done < len(planned):
         failed = len(outcome.failures)
         verdict = f"stopped after {done} of {len(planned)} cases, of which {failed} failed,"
-    say = terminal.console().print
-    say(f"[bold]{verdict}[/] on {backend} ({_where(backend)})")
+    show = terminal.console().print
+    show(f"[bold]{verdict}[/] on {backend} ({_where(backend)})")
     if backend == "torch":
-        say("[bold]no kernel ran[/]: worked examples were compared with the references alone")
+        show("[bold]no kernel ran[/]: worked examples were compared with the references alone")
     if len(planned) < len(cases):
-        say(
+        show(
             f"These are {len(planned)} of {len(cases)} cases: the cheapest that reach every kernel "
             "of an operator, and a worked example of each. --full runs all."
         )

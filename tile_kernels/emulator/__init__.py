@@ -8,16 +8,15 @@ See docs/debugging-kernels.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 from .errors import EmulationError
-from .launch import Emulated
+from .launch import Emulated, Options
 from .lowering import DEFAULT_ARCH
 from .report import KernelRun, Report, Traffic
 
-__all__ = ["Emulated", "EmulationError", "KernelRun", "Report", "Traffic", "emulate"]
+__all__ = ["Emulated", "EmulationError", "KernelRun", "Options", "Report", "Traffic", "emulate"]
 
 
 def emulate(
@@ -27,17 +26,12 @@ def emulate(
     scalars: Mapping[str, Any] | None = None,
     *,
     static_kwargs: Mapping[str, Any] | None = None,
-    mode: str = "check",
     order: str = "forward",
     seed: int = 0,
     arch: str | None = None,
     pass_configs: Mapping[Any, Any] | None = None,
-    split_shared: bool = True,
-    contract: bool = False,
     async_late: bool = True,
-    cooperative: bool | None = None,
-    keep: str | Path | None = None,
-    transform: Callable[[str], str] | None = None,
+    **options: Unpack[Options],
 ) -> Report:
     """Run every kernel of a TileLang function on CPU tensors, in place.
 
@@ -50,20 +44,15 @@ def emulate(
     | `arch` | architecture of the generated source; default the factory's, else sm_90a |
     | `pass_configs` | default the factory's |
 
-    The other arguments are those of `Emulated.build` and of calling an `Emulated`. A kernel that
-    misbehaves raises `EmulationError`. To run the same kernel many times, keep an `Emulated`.
+    The other arguments are those of calling an `Emulated`, and `Options`. A kernel that misbehaves
+    raises `EmulationError`. To run the same kernel many times, keep an `Emulated`.
     """
     prim_func, configs, own_arch = resolve(factory, static_args, static_kwargs)
     emulated = Emulated.build(
         prim_func,
         arch=arch or own_arch or DEFAULT_ARCH,
         pass_configs=configs if pass_configs is None else pass_configs,
-        mode=mode,
-        split_shared=split_shared,
-        contract=contract,
-        cooperative=cooperative,
-        keep=keep,
-        transform=transform,
+        **options,
     )
     given = {**(tensors or {}), **(scalars or {})}
     names = [p.name for p in emulated.lowered.params]

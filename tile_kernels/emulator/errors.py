@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 
+
+@dataclass(eq=False, repr=False)
 class EmulationError(RuntimeError):
     """The kernel misbehaved, or the emulator cannot run it.
 
@@ -18,33 +21,20 @@ class EmulationError(RuntimeError):
     | `other_line`, `other_text` | of a race: the line it conflicts with, where known |
     """  # noqa: E501
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        kind: str = "unsupported",
-        kernel: str | None = None,
-        buffer: str | None = None,
-        byte_offset: int | None = None,
-        element: int | None = None,
-        block: tuple[int, int, int] | None = None,
-        thread: tuple[int, int, int] | None = None,
-        source_file: str | None = None,
-        source_line: int | None = None,
-        source_text: str | None = None,
-        other_line: int | None = None,
-        other_text: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.kernel = kernel
-        self.buffer = buffer
-        self.byte_offset = byte_offset
-        self.element = element
-        self.block = block
-        self.thread = thread
-        self.source_file = source_file
-        self.source_line = source_line
-        self.source_text = source_text
-        self.other_line = other_line
-        self.other_text = other_text
+    message: str
+    _: KW_ONLY
+    kind: str = "unsupported"
+    kernel: str | None = None
+    buffer: str | None = None
+    byte_offset: int | None = None
+    element: int | None = None
+    block: tuple[int, int, int] | None = None
+    thread: tuple[int, int, int] | None = None
+    source_file: str | None = None
+    source_line: int | None = None
+    source_text: str | None = None
+    other_line: int | None = None
+    other_text: str | None = None
+
+    def __str__(self) -> str:
+        return self.message

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -37,6 +37,11 @@ SHARED_LIMIT = {
 _TRAFFIC = ("read", "written", "atomic", "distinct_read", "distinct_written")
 
 
+def _fields(ctype: Any, names: str) -> list[tuple[str, Any]]:
+    """Fields of one type, in their order."""
+    return [(name, ctype) for name in names.split()]
+
+
 class CTraffic(ctypes.Structure):
     """emu::Traffic."""
 
@@ -50,8 +55,7 @@ class CRange(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("base", ctypes.c_void_p),
         ("size", ctypes.c_uint64),
-        ("elem_bits", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        *_fields(ctypes.c_uint32, "elem_bits unused"),
         ("traffic", CTraffic),
     ]
 
@@ -63,14 +67,11 @@ class CFailure(ctypes.Structure):
         ("kind", ctypes.c_char * 24),
         ("text", ctypes.c_char * 1000),
         ("buffer", ctypes.c_char * 80),
-        ("offset", ctypes.c_int64),
-        ("element", ctypes.c_int64),
-        ("block", ctypes.c_uint32 * 3),
-        ("thread", ctypes.c_uint32 * 3),
+        *_fields(ctypes.c_int64, "offset element"),
+        *_fields(ctypes.c_uint32 * 3, "block thread"),
         ("pcs", ctypes.c_void_p * 24),
         ("other_pc", ctypes.c_void_p),
-        ("num_pcs", ctypes.c_int32),
-        ("has_thread", ctypes.c_int32),
+        *_fields(ctypes.c_int32, "num_pcs has_thread"),
     ]
 
 
@@ -78,22 +79,14 @@ class CLaunch(ctypes.Structure):
     """emu::Launch."""
 
     _fields_ = [
-        ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
+        *_fields(ctypes.c_uint32 * 3, "grid block"),
         ("dyn_bytes", ctypes.c_uint64),
         ("order", ctypes.c_int32),
         ("seed", ctypes.c_uint32),
-        ("cooperative", ctypes.c_int32),
-        ("check", ctypes.c_int32),
-        ("async_late", ctypes.c_int32),
-        ("num_ranges", ctypes.c_int32),
+        *_fields(ctypes.c_int32, "cooperative check async_late num_ranges"),
         ("ranges", ctypes.POINTER(CRange)),
         ("failure", ctypes.POINTER(CFailure)),
-        ("blocks", ctypes.c_uint64),
-        ("threads", ctypes.c_uint64),
-        ("barriers", ctypes.c_uint64),
-        ("warp_ops", ctypes.c_uint64),
-        ("async_ops", ctypes.c_uint64),
+        *_fields(ctypes.c_uint64, "blocks threads barriers warp_ops async_ops"),
     ]
 
 
@@ -102,12 +95,8 @@ class CTensorMap(ctypes.Structure):
 
     _fields_ = [
         ("base", ctypes.c_void_p),
-        ("elem_bytes", ctypes.c_int32),
-        ("rank", ctypes.c_int32),
-        ("swizzle", ctypes.c_int32),
-        ("kind", ctypes.c_int32),
-        ("dims", ctypes.c_int64 * 5),
-        ("strides", ctypes.c_int64 * 5),
+        *_fields(ctypes.c_int32, "elem_bytes rank swizzle kind"),
+        *_fields(ctypes.c_int64 * 5, "dims strides"),
         ("box", ctypes.c_int32 * 5),
     ]
 
@@ -159,7 +148,7 @@ def _span(t: torch.Tensor) -> int:
     ) * t.element_size()
 
 
-def _placed(
+def _addresses(
     spans: Mapping[str, tuple[int, int]], totals: Mapping[str, list[int]], checked: bool
 ) -> contextlib.AbstractContextManager[dict[str, int]]:
     """Addresses for the kernels: of far apart copies, or in fast mode of the tensors themselves."""
@@ -204,8 +193,8 @@ class _TensorSlot:
         if t.device.type != "cpu":
             raise ValueError(f"{self.name}: expected a CPU tensor, got one on {t.device}")
         if t.dtype not in self.dtypes:
-            want = " or ".join(str(d) for d in self.dtypes)
-            raise TypeError(f"{self.name}: expected dtype {want}, got {t.dtype}")
+            expected = " or ".join(str(d) for d in self.dtypes)
+            raise TypeError(f"{self.name}: expected dtype {expected}, got {t.dtype}")
         if t.dim() != len(self.shape):
             raise ValueError(
                 f"{self.name}: expected {len(self.shape)} dimensions ({', '.join(self.shape)}), "
@@ -233,18 +222,18 @@ class _TensorSlot:
 
     def check_derived(self, t: torch.Tensor, symbols: dict[str, Any]) -> None:
         for i, e, value in self.derived:
-            want = value(symbols)[0]
-            if self.sizes(t)[i] != want:
+            expected = value(symbols)[0]
+            if self.sizes(t)[i] != expected:
                 raise ValueError(
-                    f"{self.name}: dimension {i} must be {e} = {want}, got {self.sizes(t)[i]}"
+                    f"{self.name}: dimension {i} must be {e} = {expected}, got {self.sizes(t)[i]}"
                 )
         for i, e, value in self.stride_rest:
-            want = value(symbols)[0]
+            expected = value(symbols)[0]
             if self.packed and i < t.dim() - 1:
-                want //= 2
-            if t.stride(i) != want and t.shape[i] > 1 and t.numel():
-                said = want if e.isdigit() else f"{e} = {want}"
-                raise ValueError(f"{self.name}: stride {i} must be {said}, got {t.stride(i)}")
+                expected //= 2
+            if t.stride(i) != expected and t.shape[i] > 1 and t.numel():
+                shown = expected if e.isdigit() else f"{e} = {expected}"
+                raise ValueError(f"{self.name}: stride {i} must be {shown}, got {t.stride(i)}")
 
 
 def _check_scalar(param: Param, value: Any) -> None:
@@ -271,6 +260,29 @@ class _Launcher:
         self.sizes = compile_expressions([*kernel.grid, *kernel.block, kernel.dyn_bytes])
 
 
+class Options(TypedDict, total=False):
+    """How a kernel is built.
+
+    | key | meaning |
+    |---|---|
+    | `mode` | `"check"`: every access is checked; `"fast"`: only results, deadlock, asserts |
+    | `split_shared` | each shared buffer in its own memory (overruns show), or TileLang's placement (hazards of reuse show) |
+    | `contract` | let the compiler fuse multiply-adds, as nvcc does by default |
+    | `name` | name in reports, default the prim_func's |
+    | `cooperative` | keep all blocks resident; default: when the source has a grid barrier |
+    | `keep` | folder that receives the C++ file, the inputs of the last call and `debug.sh` |
+    | `transform` | edits the generated source before compilation, for mutation tests |
+    """  # noqa: E501
+
+    mode: str
+    split_shared: bool
+    contract: bool
+    name: str | None
+    cooperative: bool | None
+    keep: str | Path | None
+    transform: Callable[[str], str] | None
+
+
 class Emulated:
     """A kernel ready to run on CPU tensors: lowered, compiled, bound again at every call.
 
@@ -289,12 +301,9 @@ class Emulated:
         keep: Path | None,
         cooperative: bool,
     ) -> None:
-        self.name = name
-        self.lowered = lowered
-        self.library = library
-        self.mode = mode
-        self.cooperative = cooperative
-        self.keep = keep
+        self.lowered, self.library = lowered, library
+        self.name, self.mode = name, mode
+        self.cooperative, self.keep = cooperative, keep
         handle = ctypes.CDLL(str(library))
         self._launchers = [_Launcher(k, handle[f"emu_launch_{k.name}"]) for k in lowered.kernels]
         used = {n for k in lowered.kernels for n, kind in k.args if kind == "tensor"}
@@ -322,13 +331,7 @@ class Emulated:
         *,
         arch: str = DEFAULT_ARCH,
         pass_configs: Mapping[Any, Any] | None = None,
-        mode: str = "check",
-        split_shared: bool = True,
-        contract: bool = False,
-        name: str | None = None,
-        cooperative: bool | None = None,
-        keep: str | Path | None = None,
-        transform: Callable[[str], str] | None = None,
+        **options: Unpack[Options],
     ) -> Emulated:
         """Lower and compile a prim_func for the CPU; both steps are cached on disk.
 
@@ -336,27 +339,12 @@ class Emulated:
         |---|---|
         | `arch` | architecture whose source is generated, e.g. `"sm_80"` for the mma.sync route |
         | `pass_configs` | as given to `tilelang.jit`; must equal the shipped kernel's |
-        | `mode` | `"check"`: every access is checked; `"fast"`: only results, deadlock, asserts |
-        | `split_shared` | each shared buffer in its own memory (overruns show), or TileLang's placement (hazards of reuse show) |
-        | `contract` | let the compiler fuse multiply-adds, as nvcc does by default |
-        | `name` | name in reports, default the prim_func's |
-        | `cooperative` | keep all blocks resident; default: when the source has a grid barrier |
-        | `keep` | folder that receives the C++ file, the inputs of the last call and `debug.sh` |
-        | `transform` | edits the generated source before compilation, for mutation tests |
-        """  # noqa: E501
+        | `options` | see `Options` |
+        """
         lowered = lower(
             prim_func, arch=arch, pass_configs=pass_configs, cache_dir=cache.open_cache()
         )
-        return cls.from_lowered(
-            lowered,
-            mode=mode,
-            split_shared=split_shared,
-            contract=contract,
-            name=name,
-            cooperative=cooperative,
-            keep=keep,
-            transform=transform,
-        )
+        return cls.from_lowered(lowered, **options)
 
     @classmethod
     def from_lowered(
@@ -371,19 +359,19 @@ class Emulated:
         keep: str | Path | None = None,
         transform: Callable[[str], str] | None = None,
     ) -> Emulated:
-        """Compile an already lowered kernel; the arguments are those of `build`."""
-        options = _build.flags(mode, contract=contract)
+        """Compile an already lowered kernel; the other arguments are `Options`."""
+        flags = _build.flags(mode, contract=contract)
         source = lowered.source if transform is None else transform(lowered.source)
         kernels = [k.name for k in lowered.kernels]
         shared = {k.name: k.shared for k in lowered.kernels}
         try:
             text = rewrite(source, shared, kernels, split_shared=split_shared)
-            library = _build.compile_kernel(text, options)
+            library = _build.compile_kernel(text, flags)
         except EmulationError as e:
             raise EmulationError(f"{lowered.name}: {e}", kind=e.kind) from None
         folder = None if keep is None else Path(keep)
         if folder is not None:
-            _debug.write_sources(folder, text, source, options, kernels)
+            _debug.write_sources(folder, text, source, flags, kernels)
         return cls(
             lowered,
             library,
@@ -418,7 +406,7 @@ class Emulated:
         spans = {n: (t.data_ptr(), _span(t)) for n, (_, t) in tensors.items()}
         totals = {n: [0] * 5 for n in tensors}
         runs = []
-        with _lock, _placed(spans, totals, checked) as addresses:
+        with _lock, _addresses(spans, totals, checked) as addresses:
             ranges = (CRange * max(1, len(tensors)))()
             for r, (slot, _) in zip(ranges, tensors.values(), strict=False):
                 r.name, r.base = slot.name.encode(), addresses[slot.name]

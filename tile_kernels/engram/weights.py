@@ -25,6 +25,6 @@ def check_weights(weight_hidden: Tensor, weight_embed: Tensor) -> None:
     checks.countable("weight_hidden", weight_hidden)
 
 
-def access_width(most: int, count: int, *specs: Any) -> int:
+def access_width(max_width: int, count: int, *specs: Any) -> int:
     """Elements per access: what the tensors' addresses and their number of elements allow."""
-    return math.gcd(most, count, *[alignment(x) // x.element_size() for x in specs])
+    return math.gcd(max_width, count, *[alignment(x) // x.element_size() for x in specs])

@@ -197,26 +197,3 @@ def combine(
                 out[token] = ordered_sum(values, dtype)
         combined.append(out)
     return combined
-
-
-def combine_weights(
-    weights: list[Tensor],
-    received: list[Received],
-    topk_idx: list[Tensor],
-    num_experts: int,
-    num_max_tokens_per_rank: int,
-    expanded: bool,
-) -> list[Tensor]:
-    """For each slot, the weight that the rank of its expert holds for it; 0 for no expert."""
-    num_local = num_experts // len(topk_idx)
-    where = [{int(g): i for i, g in enumerate(each.sources)} for each in received]
-    combined = []
-    for source, ids in enumerate(topk_idx):
-        out = torch.zeros(ids.shape)
-        for token, slot in (ids >= 0).nonzero().tolist():
-            rank = int(ids[token, slot]) // num_local
-            row = where[rank][source * num_max_tokens_per_rank + token]
-            pos = received[rank].topk_to_pos[row, slot]
-            out[token, slot] = weights[rank][pos] if expanded else weights[rank][row, slot]
-        combined.append(out)
-    return combined

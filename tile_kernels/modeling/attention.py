@@ -145,9 +145,9 @@ class KVCompressor(nn.Module):
         with torch.no_grad():
             projected = self.projection(x)
             kv, gate = projected.to(state.kept.dtype).split(self.width, dim=1)
-            kv_a, z_a, *of_b = self._series(kv, gate)
+            kv_a, z_a, *series_b = self._series(kv, gate)
             bias_a, *bias_b = self._halves(self.ape.float())
-            arguments = (kv_a, z_a, bias_a, *of_b, *bias_b)
+            arguments = (kv_a, z_a, bias_a, *series_b, *bias_b)
             entries, completed = attention.kv_compress_step(state, *arguments, slots=slots)
             return self._normed(entries.to(projected.dtype)), completed
 
@@ -167,10 +167,10 @@ class KVCompressor(nn.Module):
         if self.norm_weight is None or self.norm_eps is None:
             raise ValueError("KVCompressor: compress_and_cast needs a norm, but norm_eps is None")
         kv, gate, cu_seqlens, num_windows, lead = self._projected(x, cu_seqlens, num_windows)
-        kv_a, z_a, *of_b = self._series(kv, gate)
+        kv_a, z_a, *series_b = self._series(kv, gate)
         bias_a, *bias_b = self._halves(self.ape.float())
         results = attention.kv_compress_norm_rope_cast(
-            kv_a, z_a, bias_a, *of_b, *bias_b,
+            kv_a, z_a, bias_a, *series_b, *bias_b,
             weight=self.norm_weight.float(), cos=cos, sin=sin, eps=self.norm_eps,
             cu_seqlens=cu_seqlens, num_windows=num_windows,
         )  # fmt: skip

@@ -134,9 +134,9 @@ class MoELayer(nn.Module):
             hidden = checks.integer("hidden", hidden, 1, checks.MOST_SIZE)
             intermediate = checks.integer("intermediate", intermediate, 1, checks.MOST_SIZE // 2)
             num_experts = checks.integer("num_experts", num_experts, 1, MAX_EXPERTS)
-            most = min(num_experts, MAX_SLOTS)
+            limit = min(num_experts, MAX_SLOTS)
             because = f"(experts, and at most {MAX_SLOTS})"
-            num_topk = checks.integer("num_topk", num_topk, 1, most, because=because)
+            num_topk = checks.integer("num_topk", num_topk, 1, limit, because=because)
             checks.one_of("scoring_func", scoring_func, SCORING_FUNCTIONS)
             num_groups = checks.integer("num_groups", num_groups, 0)
             if num_groups and num_experts % num_groups:
@@ -146,8 +146,8 @@ class MoELayer(nn.Module):
             num_topk_groups = checks.integer("num_topk_groups", num_topk_groups, 0)
             check_groups(num_experts, num_topk, num_topk_groups, num_groups)
             routed_scaling_factor = checks.finite("routed_scaling_factor", routed_scaling_factor)
-            most = checks.MOST_SIZE // (2 * intermediate)
-            num_shared_experts = checks.integer("num_shared_experts", num_shared_experts, 0, most)
+            limit = checks.MOST_SIZE // (2 * intermediate)
+            num_shared_experts = checks.integer("num_shared_experts", num_shared_experts, 0, limit)
             checks.one_of("balancing", balancing, BALANCING)
             fp8 = checks.boolean("fp8", fp8)
             if fp8 and intermediate % 32:

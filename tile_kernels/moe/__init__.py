@@ -1,8 +1,8 @@
 """Expert gating and token routing."""
 
-from tile_kernels.moe.aux.op import aux_fi
 from tile_kernels.moe.count.op import group_count
 from tile_kernels.moe.expand.op import expand_to_fused, expand_to_fused_with_sf
+from tile_kernels.moe.fi.op import aux_fi
 from tile_kernels.moe.hash.op import hash_gate
 from tile_kernels.moe.indices.op import inplace_unique_group_indices, mask_indices_by_tp
 from tile_kernels.moe.mapping.op import get_fused_mapping

@@ -13,7 +13,6 @@ from torch import Tensor
 from tile_kernels.runtime import checks
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-SLOT_DIMS = ("num_tokens", "num_topk")  # of token_topk_to_pos
 
 
 def dtype_names(*dtypes: torch.dtype) -> str:

@@ -1,6 +1,8 @@
-"""Checks of the arguments that several gates, and the layers built on them, share."""
+"""What the declarations of several gates, and the layers built on them, share."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from torch import Tensor
 from tile_kernels.moe.plan import MAX_GROUPS, MAX_SLOTS
 from tile_kernels.moe.scoring import ScoringFunc
 from tile_kernels.runtime import checks
+from tile_kernels.runtime.declaration import Out
 
 
 def check_scoring(scoring_func: str) -> None:
@@ -85,41 +88,48 @@ def _check_map(
     return extra
 
 
-def check_numbering(
-    num_experts: int,
-    num_shared: int,
-    to_physical_map: Tensor | None,
-    logical_count: Tensor | None,
-    ep_rank: int,
-    num_ep_ranks: int,
-    tp_rank: int,
-    num_tp_ranks: int,
-) -> None:
+# ---- records of gates ---------------------------------------------------------------------------
+# `a` is the record of a gate: with `logits`, `num_topk`, `num_shared`, the map and the ranks.
+
+
+def check_numbering(a: Any) -> None:
     """Refuses bad ranks and bad maps from logical to physical experts."""
-    checks.integer("ep_rank", ep_rank, 0, 2**31 - 1)
-    checks.integer("num_ep_ranks", num_ep_ranks, 1)
-    checks.integer("tp_rank", tp_rank, -(2**31), 2**31 - 1)
-    checks.integer("num_tp_ranks", num_tp_ranks, 1, 2**31 - 1)
-    extra = _check_map(num_experts + num_shared, num_shared, to_physical_map, logical_count)
-    if num_experts + extra < num_ep_ranks:
-        experts = num_experts + extra
-        raise ValueError(f"num_ep_ranks must be at most the {experts} experts, got {num_ep_ranks}")
+    num_experts = a.logits.shape[1]
+    checks.integer("ep_rank", a.ep_rank, 0, 2**31 - 1)
+    checks.integer("num_ep_ranks", a.num_ep_ranks, 1)
+    checks.integer("tp_rank", a.tp_rank, -(2**31), 2**31 - 1)
+    checks.integer("num_tp_ranks", a.num_tp_ranks, 1, 2**31 - 1)
+    num_logical = num_experts + a.num_shared
+    extra = _check_map(num_logical, a.num_shared, a.to_physical_map, a.logical_count)
+    if num_experts + extra < a.num_ep_ranks:
+        experts, given = num_experts + extra, a.num_ep_ranks
+        raise ValueError(f"num_ep_ranks must be at most the {experts} experts, got {given}")
 
 
-def experts_per_rank(num_experts: int, to_physical_map: Tensor | None, num_ep_ranks: int) -> int:
-    """The physical experts of one expert-parallel rank."""
-    extra = 0 if to_physical_map is None else to_physical_map.shape[1] - 1
-    return (num_experts + extra) // num_ep_ranks
-
-
-def check_map_values(
-    num_experts: int, to_physical_map: Tensor | None, logical_count: Tensor | None
-) -> None:
+def check_map_values(a: Any) -> None:
     """Refuses counts of replicas that exceed the map, and replicas in use that do not exist."""
-    if to_physical_map is None or logical_count is None:
+    if a.to_physical_map is None:
         return
-    columns = to_physical_map.shape[1]
-    checks.in_range("logical_count", logical_count, 1, columns)
-    used = torch.arange(columns, device=to_physical_map.device) < logical_count[:, None]
-    physical = torch.where(used, to_physical_map, -1)
-    checks.in_range("to_physical_map", physical, -1, num_experts + columns - 2)
+    columns = a.to_physical_map.shape[1]
+    checks.in_range("logical_count", a.logical_count, 1, columns)
+    used = torch.arange(columns, device=a.to_physical_map.device) < a.logical_count[:, None]
+    physical = torch.where(used, a.to_physical_map, -1)
+    checks.in_range("to_physical_map", physical, -1, a.logits.shape[1] + columns - 2)
+
+
+def gate_outputs(a: Any) -> tuple[Out, Out]:
+    """The indices of a token's experts, shared ones included, and their weights."""
+    shape = (a.logits.shape[0], a.num_topk + a.num_shared)
+    return Out("topk_idx", shape, torch.int64), Out("topk_weights", shape, torch.float32)
+
+
+def flat_mask(a: Any) -> Any:
+    """The mask with one dimension, or None."""
+    return None if a.mask is None else a.mask.view(-1)
+
+
+def gate_numbers(a: Any) -> tuple[float, int, int, int, int]:
+    """The scalars of a gate's kernel: the factor of the weights and the ranks."""
+    extra = 0 if a.to_physical_map is None else a.to_physical_map.shape[1] - 1
+    per_rank = (a.logits.shape[1] + extra) // a.num_ep_ranks
+    return float(a.routed_scaling_factor), a.ep_rank, per_rank, a.tp_rank, a.num_tp_ranks

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from tile_kernels.moe.indices.reference import mask_indices_by_tp
+from tile_kernels.moe.plan import REPLICA_STEP
 
 
-def placed(
+def to_local_experts(
     chosen: torch.Tensor,
     weights: torch.Tensor,
     routes: torch.Tensor,
@@ -46,6 +47,6 @@ def _physical(
     token = torch.arange(idx.shape[0], device=idx.device)[:, None]
     logical = idx.clamp(min=0)
     replicas = count[logical]
-    replica = (ep_rank + token * 23333) % replicas.clamp(min=1)
+    replica = (ep_rank + token * REPLICA_STEP) % replicas.clamp(min=1)
     found = (idx >= 0) & (replicas >= 1) & (replica < physical.shape[1])
     return torch.where(found, physical[logical, replica.where(found, 0)], -1)

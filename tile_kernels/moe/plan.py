@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from tile_kernels.moe.scoring import ScoringFunc
 from tile_kernels.runtime.device import WARP, Device
 
 ACCESS_BYTES = 16  # the widest global access
 
 # ---- gates --------------------------------------------------------------------------------------
 
-SIGMOID, SQRTSOFTPLUS, SOFTMAX = 0, 1, 2  # as in ScoringFunc
+SOFTMAX = int(ScoringFunc.SOFTMAX)
+REPLICA_STEP = 23333  # from a token's replica of an expert to the next token's
 MAX_SLOTS = 32  # chosen experts of a token: one per lane
 MAX_GROUPS = 64  # two per lane of a warp
 

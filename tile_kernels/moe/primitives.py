@@ -4,14 +4,13 @@ from typing import Any
 
 from tilelang import language as T
 
-from tile_kernels.moe.plan import SOFTMAX, Gate
+from tile_kernels.moe.plan import REPLICA_STEP, SOFTMAX, Gate
 from tile_kernels.runtime.device import WARP
 
 LANES = WARP
 FULL_WARP = 0xFFFFFFFF
 LOWEST_KEY = -(1 << 31)  # below the key of every number: padding, and what was taken already
 WARPS = 4  # of a block in which every warp serves one token
-REPLICA_STEP = 23333
 
 
 @T.macro
@@ -203,55 +202,53 @@ def score_of(scoring: int) -> Any:
     return (sigmoid, sqrtsoftplus, exponential)[scoring]
 
 
-@T.macro
-def warp_sum(value):
-    """The sum of a float32 over the warp, in every lane, always in the same order."""
-    total = T.alloc_var(T.float32, init=value)
-    for d in T.unroll(5):
-        total = T.ieee_add(total, T.shfl_xor(total, T.shift_left(1, d)))
-    return total
+def warp_butterfly(combine: Any) -> Any:
+    """A macro: float32 values of the warp combined, in every lane, always in the same order."""
+
+    @T.macro
+    def combined(value):
+        result = T.alloc_var(T.float32, init=value)
+        for d in T.unroll(5):
+            result = combine(result, T.shfl_xor(result, T.shift_left(1, d)))
+        return result
+
+    return combined
 
 
-@T.macro
-def warp_max_float(value):
-    """The largest number over the warp, in every lane; NaN only if there is no number."""
-    most = T.alloc_var(T.float32, init=value)
-    for d in T.unroll(5):
-        most = T.max(most, T.shfl_xor(most, T.shift_left(1, d)))
-    return most
+warp_sum = warp_butterfly(T.ieee_add)
+warp_max_float = warp_butterfly(T.max)  # NaN only if there is no number
 
 
 def softmax_of_row(num_experts: int, vector: int) -> Any:
-    """Macros: the largest logit of a token, by one warp, and the sum of exponentials below it."""
+    """Macros: the largest logit of a token, by one warp, and the sum of exponentials below it.
+
+    Both take the largest logit, which the first ignores.
+    """
     score = score_of(SOFTMAX)
     steps = -(-num_experts // (LANES * vector))
 
-    @T.macro
-    def largest(lane, token, logits):
-        logit = T.alloc_local((vector,), T.float32)
-        top = T.alloc_var(T.float32, init=-T.infinity(T.float32))
-        for step in T.serial(steps):
-            e = (step * LANES + lane) * vector
-            if e < num_experts:
-                for v in T.vectorized(vector):
-                    logit[v] = T.cast(logits[token, e + v], T.float32)
-                for v in T.unroll(vector):
-                    top = T.max(top, logit[v])
-        return warp_max_float(top)
+    def reduce_row(initial: Any, add: Any, reduce_warp: Any) -> Any:
+        @T.macro
+        def reduced(lane, token, logits, top):
+            logit = T.alloc_local((vector,), T.float32)
+            result = T.alloc_var(T.float32, init=initial)
+            for step in T.serial(steps):
+                e = (step * LANES + lane) * vector
+                if e < num_experts:
+                    for v in T.vectorized(vector):
+                        logit[v] = T.cast(logits[token, e + v], T.float32)
+                    for v in T.unroll(vector):
+                        result = add(result, logit[v], top)
+            return reduce_warp(result)
 
-    @T.macro
-    def exponentials(lane, token, logits, top):
-        logit = T.alloc_local((vector,), T.float32)
-        total = T.alloc_var(T.float32, init=T.float32(0))
-        for step in T.serial(steps):
-            e = (step * LANES + lane) * vector
-            if e < num_experts:
-                for v in T.vectorized(vector):
-                    logit[v] = T.cast(logits[token, e + v], T.float32)
-                for v in T.unroll(vector):
-                    total = T.ieee_add(total, score(logit[v], top))
-        return warp_sum(total)
+        return reduced
 
+    largest = reduce_row(
+        -T.infinity(T.float32), lambda result, logit, _: T.max(result, logit), warp_max_float
+    )
+    exponentials = reduce_row(
+        T.float32(0), lambda result, logit, top: T.ieee_add(result, score(logit, top)), warp_sum
+    )
     return largest, exponentials
 
 
@@ -300,9 +297,10 @@ def number(gate: Gate) -> Any:
             if logical >= 0:
                 replicas = T.alloc_var(T.int32, init=logical_count[logical])
                 if replicas > 0:
-                    turn = T.cast(ranks[0], T.int64) + T.cast(token, T.int64) * REPLICA_STEP
+                    sequence = T.cast(ranks[0], T.int64) + T.cast(token, T.int64) * REPLICA_STEP
                     replica = T.alloc_var(
-                        T.int32, init=T.cast(T.truncmod(turn, T.cast(replicas, T.int64)), T.int32)
+                        T.int32,
+                        init=T.cast(T.truncmod(sequence, T.cast(replicas, T.int64)), T.int32),
                     )
                     if replica < to_physical_map.shape[1]:
                         index = to_physical_map[logical, replica]

@@ -187,7 +187,7 @@ def _measure(
 def _host_call(op: Operator) -> Callable[[], Any]:
     """The operator on a small input of its kind: what the host spends, the device hardly working.
 
-    Without a GPU the launch is recorded instead of made, so that only our own road is timed.
+    Without a GPU the launch is recorded instead of made, so that only our host code is timed.
     """
     device = "cuda" if torch.cuda.is_available() else "meta"
     arguments = op.cases.ordinary().build(device)

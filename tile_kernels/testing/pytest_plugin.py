@@ -192,19 +192,7 @@ def benchmark_timer() -> BenchmarkTimer:
     return timer
 
 
-class BenchmarkRecorder(Protocol):
-    """See `benchmark_record`."""
-
-    def __call__(
-        self,
-        *,
-        kernel: str,
-        operation: str,
-        params: Mapping[str, Any],
-        time_us: float,
-        bandwidth_gbs: float | None = None,
-        extras: Mapping[str, Any] | None = None,
-    ) -> None: ...
+BenchmarkRecorder = Callable[..., None]  # the arguments of `make_record`, by name
 
 
 @pytest.fixture
@@ -216,19 +204,11 @@ def benchmark_record(request: pytest.FixtureRequest) -> BenchmarkRecorder:
     in microseconds and `bandwidth_gbs` in 10^9 bytes per second.
     """
 
-    def record(
-        *,
-        kernel: str,
-        operation: str,
-        params: Mapping[str, Any],
-        time_us: float,
-        bandwidth_gbs: float | None = None,
-        extras: Mapping[str, Any] | None = None,
-    ) -> None:
-        entry = make_record(kernel, operation, params, time_us, bandwidth_gbs, extras)
+    def record(**result: Any) -> None:
+        entry = make_record(**result)
         line = f"BENCH {record_key(entry)} {entry['time_us']:.2f} us"
-        if bandwidth_gbs is not None:
-            line += f" {bandwidth_gbs:.1f} GB/s"
+        if "bandwidth_gbs" in entry:
+            line += f" {entry['bandwidth_gbs']:.1f} GB/s"
         print("".join([line, *(f" {k}={v}" for k, v in entry.get("extras", {}).items())]))
         request.node.user_properties.append((_PROPERTY, entry))
 

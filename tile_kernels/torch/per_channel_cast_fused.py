@@ -7,6 +7,8 @@ import torch
 from tile_kernels.quant.per_channel import reference
 from tile_kernels.quant.types import QuantTensor
 
+__all__ = ["per_channel_cast_fused"]
+
 
 def per_channel_cast_fused(
     x: torch.Tensor | QuantTensor,

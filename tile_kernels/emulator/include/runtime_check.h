@@ -245,20 +245,28 @@ void global_only(const void *q, size_t n, const char *what) {
     fail("address space", "%s of shared memory (%s): it is an instruction for global memory", what, place(r, p));
 }
 
+// The shadow of `n` bytes of shared memory, in cells that they fill; empty outside of all buffers.
+struct Cells { Shadow *shadow = nullptr; size_t first = 0, end = 0; };
+static Cells shared_cells(Block *b, char *p, size_t n) {
+  Region *r = find_shared(b, p, n);
+  if (!r) return {};
+  Shadow &s = *r->shadow;
+  size_t off = size_t(p - r->base);
+  uint32_t fits = uint32_t(__builtin_ctzll(off | n));
+  if (fits < s.shift) shadow_split(s, fits);
+  return {&s, off >> s.shift, ((off + n - 1) >> s.shift) + 1};
+}
 // Copies in flight: their target may not be touched, their source may not be written.
 static void mark_pending(const void *ptr, size_t n, uint8_t kind, bool on) {
   if (!L->check || !n) return;
   char *p = const_cast<char *>(static_cast<const char *>(ptr));
   Block *b = cur->blk;
-  Region *r = find_shared(b, p, n);
-  if (!r) return;
-  Shadow &s = *r->shadow;
-  size_t off = size_t(p - r->base);
-  uint32_t fits = uint32_t(__builtin_ctzll(off | n));
-  if (fits < s.shift) shadow_split(s, fits);
-  s.lo = std::min(s.lo, off >> s.shift);
-  s.hi = std::max(s.hi, ((off + n - 1) >> s.shift) + 1);
-  for (size_t i = off >> s.shift; i <= (off + n - 1) >> s.shift; ++i) {
+  Cells r = shared_cells(b, p, n);
+  if (!r.shadow) return;
+  Shadow &s = *r.shadow;
+  s.lo = std::min(s.lo, r.first);
+  s.hi = std::max(s.hi, r.end);
+  for (size_t i = r.first; i < r.end; ++i) {
     Cell &c = s.cells[i];
     // An operand mark must not hide that a copy into the same place is still in flight.
     if (kind == 3 && c.pend_serial == b->serial && c.pend_kind && c.pend_kind != 3) continue;
@@ -268,14 +276,9 @@ static void mark_pending(const void *ptr, size_t n, uint8_t kind, bool on) {
 // The copy engine has written: later accesses must have acquired `clock` through the mbarrier.
 static void stamp_async(Block *b, char *p, size_t n, uint32_t clock) {
   if (!L->check) return;
-  Region *r = find_shared(b, p, n);
-  if (!r) return;
-  Shadow &s = *r->shadow;
-  size_t off = size_t(p - r->base);
-  uint32_t fits = uint32_t(__builtin_ctzll(off | n));
-  if (fits < s.shift) shadow_split(s, fits);
-  for (size_t i = off >> s.shift; i <= (off + n - 1) >> s.shift; ++i) {
-    Cell &c = s.cells[i];
+  Cells r = shared_cells(b, p, n);
+  for (size_t i = r.first; i < r.end; ++i) {
+    Cell &c = r.shadow->cells[i];
     c.w = {b->serial, clock, 0, kAsyncTid, 0, 0};
     c.wpc = 0;
     c.wtime = release_time;

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tile_kernels.engram.gate import reference
-from tile_kernels.engram.samples import normal
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
+from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import (
+    BF16,
+    INF,
+    NAN,
+    builder,
     changed,
     close_results,
+    edited,
+    normal,
 )
 
 _EPS, _CLAMP = 1e-20, 1e-6
+_SAVED = ("dot", "gate_score", "rstd_x", "rstd_k")
 
 
+@builder
 def _gate(
+    device: torch.device,
     num_tokens: int,
     streams: int,
     hidden: int,
@@ -33,49 +35,41 @@ def _gate(
     skip: int = 0,
     extra: int = 0,
     **more: Any,
-) -> Build:
+) -> Arguments:
     """With `extra`, k and v have gaps between rows; with `skip`, all start off a vector."""
-
-    def make(device: torch.device) -> Arguments:
-        arguments: Arguments = {
-            "hidden_states": normal(num_tokens, streams, hidden, device=device, skip=skip),
-            "k": normal(num_tokens, streams, hidden, device=device, extra=extra, skip=skip),
-            "v": normal(num_tokens, hidden, device=device, extra=extra, skip=skip),
-            "weight_fused": torch.randn(streams, hidden, device=device),
-            "eps": _EPS,
-            "clamp_value": _CLAMP,
-            **more,
-        }
-        if special:
-            x, k = arguments["hidden_states"], arguments["k"]
-            x[0] = 0  # an exact zero of the dot product, with norms of almost nothing
-            x[1, :, 1::2], k[1, :, ::2] = 0, 0  # and with ordinary ones
-            x[2, 0, 3], k[3, 0, 1] = float("nan"), float("inf")
-        return arguments
-
-    return make
+    shape, layout = (num_tokens, streams, hidden), {"extra": extra, "skip": skip}
+    arguments: Arguments = {
+        "hidden_states": normal(*shape, device=device, dtype=BF16, skip=skip),
+        "k": normal(*shape, device=device, dtype=BF16, **layout),
+        "v": normal(num_tokens, hidden, device=device, dtype=BF16, **layout),
+        "weight_fused": torch.randn(streams, hidden, device=device),
+        "eps": _EPS,
+        "clamp_value": _CLAMP,
+        **more,
+    }
+    if special:
+        x, k = arguments["hidden_states"], arguments["k"]
+        x[0] = 0  # an exact zero of the dot product, with norms of almost nothing
+        x[1, :, 1::2], k[1, :, ::2] = 0, 0  # and with ordinary ones
+        x[2, 0, 3], k[3, 0, 1] = NAN, INF
+    return arguments
 
 
-def _backward(*shape: int, expanded: bool = False, **how: Any) -> Build:
-    """The arguments of the backward pass, with what the reference saves."""
-    forward = _gate(*shape, **how)
-
-    def make(device: torch.device) -> Arguments:
-        arguments = forward(device)
-        inputs = {name: arguments[name] for name in ("hidden_states", "k", "v", "weight_fused")}
-        grad_out = normal(*shape, device=device)
-        if expanded:
-            grad_out = grad_out[:1, :1, :1].expand(shape)
-        clamp = arguments["clamp_value"]
-        _, *saved = reference.engram_gate_fwd(**inputs, eps=arguments["eps"], clamp_value=clamp)
-        names = ("dot", "gate_score", "rstd_x", "rstd_k")
-        residual = {key: arguments[key] for key in ("add_residual",) if key in arguments}
-        return {
-            "grad_out": grad_out, **inputs, **dict(zip(names, saved)), "clamp_value": clamp,
-            **residual,
-        }  # fmt: skip
-
-    return make
+@builder
+def _backward(
+    device: torch.device, *shape: int, expanded: bool = False, **options: Any
+) -> Arguments:
+    """The arguments of the backward pass, with what the reference saves; `options` of `_gate`."""
+    arguments = _gate(*shape, **options)(device)
+    grad_out = normal(*shape, device=device, dtype=BF16)
+    if expanded:
+        grad_out = grad_out[:1, :1, :1].expand(shape)
+    inputs = {name: arguments[name] for name in ("hidden_states", "k", "v", "weight_fused")}
+    clamp = arguments["clamp_value"]
+    _, *saved = reference.engram_gate_fwd(**inputs, eps=arguments["eps"], clamp_value=clamp)
+    residual = {key: arguments[key] for key in ("add_residual",) if key in arguments}
+    saved_by_name = dict(zip(_SAVED, saved))
+    return {"grad_out": grad_out, **inputs, **saved_by_name, "clamp_value": clamp, **residual}
 
 
 _SHAPES = [(1, 1, 8), (5, 4, 64), (3, 2, 520), (37, 3, 264), (2, 8, 1000), (300, 1, 40)]
@@ -84,8 +78,31 @@ _LARGE += [(513, 8, 7168), (700, 5, 1288), (64, 1, 16384), (40, 2, 40960), (9, 1
 _HUGE = (2**17, 4, 4104)  # more than 2**31 elements
 
 
-def _samples(make: Any, shapes: Sequence[tuple[int, ...]]) -> list[Sample]:
-    return [Sample("x".join(map(str, shape)), make(*shape)) for shape in shapes]
+def _samples(build: Callable[..., Build], shapes: Sequence[tuple[int, ...]]) -> list[Sample]:
+    return [Sample("x".join(map(str, shape)), build(*shape)) for shape in shapes]
+
+
+def _small(build: Callable[..., Build]) -> list[Sample]:
+    """What the gate and its gradients are both tested with."""
+    return [
+        Sample("7x2x272", build(7, 2, 272)),
+        Sample("none", build(0, 4, 64)),
+        *_samples(build, _SHAPES),
+        Sample("special.9x2x72", build(9, 2, 72, special=True)),
+        Sample("strided.6x3x80", build(6, 3, 80, extra=8)),
+        Sample("odd strides.6x3x80", build(6, 3, 80, extra=3)),
+        Sample("misaligned.6x3x80", build(6, 3, 80, skip=1)),
+        Sample("no residual.5x2x64", build(5, 2, 64, add_residual=False)),
+        Sample("no clamp.5x2x64", build(5, 2, 64, special=True, clamp_value=0.0, eps=1e-6)),
+        Sample("long.2x1x37600", build(2, 1, 37600)),
+    ]
+
+
+def _large(build: Callable[..., Build]) -> list[Sample]:
+    return [
+        *_samples(build, _LARGE),
+        Sample("strided.4001x4x7168", build(4001, 4, 7168, extra=64)),
+    ]
 
 
 # A step of bfloat16, and in float32 what the order of a sum makes.
@@ -119,31 +136,18 @@ def _row(*values: float) -> torch.Tensor:
 
 ENGRAM_GATE_FWD = Cases(
     small=[
-        Sample("7x2x272", _gate(7, 2, 272)),
-        Sample("none", _gate(0, 4, 64)),
-        *_samples(_gate, _SHAPES),
-        Sample("special.9x2x72", _gate(9, 2, 72, special=True)),
-        Sample("strided.6x3x80", _gate(6, 3, 80, extra=8)),
-        Sample("odd strides.6x3x80", _gate(6, 3, 80, extra=3)),
-        Sample("misaligned.6x3x80", _gate(6, 3, 80, skip=1)),
+        *_small(_gate),
         Sample("plain.5x2x64", _gate(5, 2, 64, save_for_backward=False)),
-        Sample("no residual.5x2x64", _gate(5, 2, 64, add_residual=False)),
         Sample("neither.5x2x64", _gate(5, 2, 64, save_for_backward=False, add_residual=False)),
-        Sample("no clamp.5x2x64", _gate(5, 2, 64, special=True, clamp_value=0.0, eps=1e-6)),
-        Sample("long.2x1x37600", _gate(2, 1, 37600)),
     ],
-    large=[
-        *_samples(_gate, _LARGE),
-        Sample("strided.4001x4x7168", _gate(4001, 4, 7168, extra=64)),
-        Sample("over 2**31", _gate(*_HUGE, save_for_backward=False)),
-    ],
+    large=[*_large(_gate), Sample("over 2**31", _gate(*_HUGE, save_for_backward=False))],
     benchmarks=[
         Benchmark("4096x4x7168", _gate(4096, 4, 7168), goal_us=192.0),
         Benchmark("plain.4096x4x7168", _gate(4096, 4, 7168, save_for_backward=False)),
-        Benchmark("4096x4x6144", _gate(4096, 4, 6144)),
-        Benchmark("4096x4x4096", _gate(4096, 4, 4096)),
-        Benchmark("1x4x7168", _gate(1, 4, 7168)),
-        Benchmark("64x4x7168", _gate(64, 4, 7168)),
+        *(
+            Benchmark(f"{t}x4x{h}", _gate(t, 4, h))
+            for t, h in [(4096, 6144), (4096, 4096), (1, 7168), (64, 7168)]
+        ),
     ],
     vectors=[
         Vector(
@@ -161,14 +165,15 @@ ENGRAM_GATE_FWD = Cases(
         ),
     ],
     rejects=[
-        Reject("hidden_states", "no streams", lambda a: changed(
-            hidden_states=a["hidden_states"][:, :0].contiguous())(a)),
-        Reject("hidden_states", "columns", lambda a: changed(
-            hidden_states=a["hidden_states"][..., :4].contiguous())(a)),
-        Reject("k", "another shape", lambda a: changed(k=a["k"][1:])(a)),
-        Reject("v", "another shape", lambda a: changed(v=a["v"][:, :8])(a)),
-        Reject("weight_fused", "bfloat16", lambda a: changed(
-            weight_fused=a["weight_fused"].bfloat16())(a)),
+        Reject(
+            "hidden_states", "no streams", edited("hidden_states", lambda x: x[:, :0].contiguous())
+        ),
+        Reject(
+            "hidden_states", "columns", edited("hidden_states", lambda x: x[..., :4].contiguous())
+        ),
+        Reject("k", "another shape", edited("k", lambda x: x[1:])),
+        Reject("v", "another shape", edited("v", lambda x: x[:, :8])),
+        Reject("weight_fused", "bfloat16", edited("weight_fused", torch.Tensor.bfloat16)),
         Reject("eps", "words", changed(eps="small")),
         Reject("clamp_value", "words", changed(clamp_value="small")),
         Reject("clamp_value", "NaN", changed(clamp_value=float("nan"))),
@@ -176,29 +181,16 @@ ENGRAM_GATE_FWD = Cases(
         Reject("add_residual", "an int", changed(add_residual=1)),
     ],
     compare=_compare,
-)  # fmt: skip
+)
 
 ENGRAM_GATE_BWD = Cases(
     small=[
-        Sample("7x2x272", _backward(7, 2, 272)),
-        Sample("none", _backward(0, 4, 64)),
-        *_samples(_backward, _SHAPES),
-        Sample("special.9x2x72", _backward(9, 2, 72, special=True)),
-        Sample("strided.6x3x80", _backward(6, 3, 80, extra=8)),
-        Sample("odd strides.6x3x80", _backward(6, 3, 80, extra=3)),
-        Sample("misaligned.6x3x80", _backward(6, 3, 80, skip=1)),
+        *_small(_backward),
         Sample("expanded.6x2x64", _backward(6, 2, 64, expanded=True)),
-        Sample("no residual.5x2x64", _backward(5, 2, 64, add_residual=False)),
-        Sample("no clamp.5x2x64", _backward(5, 2, 64, special=True, clamp_value=0.0, eps=1e-6)),
         Sample("in groups.3x6x8448", _backward(3, 6, 8448)),
         Sample("parts.400x1x40", _backward(400, 1, 40)),
-        Sample("long.2x1x37600", _backward(2, 1, 37600)),
     ],
-    large=[
-        *_samples(_backward, _LARGE),
-        Sample("strided.4001x4x7168", _backward(4001, 4, 7168, extra=64)),
-        Sample("over 2**31", _backward(*_HUGE)),
-    ],
+    large=[*_large(_backward), Sample("over 2**31", _backward(*_HUGE))],
     benchmarks=[
         Benchmark("4096x4x7168", _backward(4096, 4, 7168), goal_us=340.0),
         Benchmark("4096x4x4096", _backward(4096, 4, 4096)),
@@ -210,7 +202,7 @@ ENGRAM_GATE_BWD = Cases(
             lambda: {
                 "grad_out": torch.ones(1, 2, 16).bfloat16(),
                 **{key: value for key, value in _worked().items() if key != "eps"},
-                **dict(zip(("dot", "gate_score", "rstd_x", "rstd_k"), _saved())),
+                **dict(zip(_SAVED, _saved())),
             },
             # D = 16 * gate * (1 - gate) / 2 * sqrt(1 / (4 * 16)) = gate * (1 - gate) = 0.10499
             lambda: (
@@ -222,15 +214,14 @@ ENGRAM_GATE_BWD = Cases(
         )
     ],
     rejects=[
-        Reject("grad_out", "another shape", lambda a: changed(grad_out=a["grad_out"][1:])(a)),
-        Reject("dot", "another shape", lambda a: changed(dot=a["dot"][1:])(a)),
-        Reject("gate_score", "bfloat16", lambda a: changed(
-            gate_score=a["gate_score"].bfloat16())(a)),
-        Reject("rstd_x", "another shape", lambda a: changed(rstd_x=a["rstd_x"][:, 1:])(a)),
-        Reject("rstd_k", "another shape", lambda a: changed(rstd_k=a["rstd_k"][1:])(a)),
+        Reject("grad_out", "another shape", edited("grad_out", lambda x: x[1:])),
+        Reject("dot", "another shape", edited("dot", lambda x: x[1:])),
+        Reject("gate_score", "bfloat16", edited("gate_score", torch.Tensor.bfloat16)),
+        Reject("rstd_x", "another shape", edited("rstd_x", lambda x: x[:, 1:])),
+        Reject("rstd_k", "another shape", edited("rstd_k", lambda x: x[1:])),
         Reject("add_residual", "an int", changed(add_residual=1)),
     ],
     compare=_compare,
-)  # fmt: skip
+)
 
 CASES = {"engram_gate_fwd": ENGRAM_GATE_FWD, "engram_gate_bwd": ENGRAM_GATE_BWD}

@@ -48,7 +48,7 @@ def gate(
 ) -> Any:
     """`out = x + sigmoid(u) * v`, where `u` compares `x` and `k`; a block per stream."""
     warps = threads // WARP
-    held = stages > 0
+    staged = stages > 0
     depth = max(1, stages)
     summed = sum_over_block(3, threads)
     tokens = T.dynamic("tokens")
@@ -56,18 +56,18 @@ def gate(
     saved_shape = (tokens, streams) if saved else (1, 1)
 
     @T.macro
-    def fetch(places, turn, worker, stream, x, k, v):
-        """Copy a row ahead: the one that this block comes to in its `turn`."""
+    def fetch(tiles, iteration, worker, stream, x, k, v):
+        """Prefetch the row that this block reads in `iteration`."""
         tx = T.get_thread_binding()
-        token = T.alloc_var(T.int32, init=worker + turn * workers)
-        slot = T.alloc_var(T.int32, init=turn % depth)
+        token = T.alloc_var(T.int32, init=worker + iteration * workers)
+        slot = T.alloc_var(T.int32, init=iteration % depth)
         if token < tokens:
             for s in T.unroll(steps):
-                place = s * threads + tx
-                if place * VECTOR < hidden:
-                    stage(places[slot, 0, place, 0], x[token, stream, place * VECTOR], VECTOR)
-                    stage(places[slot, 1, place, 0], k[token, stream, place * VECTOR], VECTOR)
-                    stage(places[slot, 2, place, 0], v[token, place * VECTOR], VECTOR)
+                vec = s * threads + tx
+                if vec * VECTOR < hidden:
+                    stage(tiles[slot, 0, vec, 0], x[token, stream, vec * VECTOR], VECTOR)
+                    stage(tiles[slot, 1, vec, 0], k[token, stream, vec * VECTOR], VECTOR)
+                    stage(tiles[slot, 2, vec, 0], v[token, vec * VECTOR], VECTOR)
         close_stage()
 
     @T.prim_func
@@ -90,90 +90,92 @@ def gate(
             T.assume(k_stream % VECTOR == 0)
             T.assume(v_token % VECTOR == 0)
             tx = T.get_thread_binding()
-            places = T.alloc_shared(
-                (depth, STREAMED, steps * threads if held else 1, VECTOR), T.bfloat16
+            tiles = T.alloc_shared(
+                (depth, STREAMED, steps * threads if staged else 1, VECTOR), T.bfloat16
             )
-            of_warps = T.alloc_shared((2, 3, warps), T.float32)
-            weights = T.alloc_local(((steps if held else 1) * VECTOR,), T.float32)
-            own_x = T.alloc_local((steps * VECTOR,), T.bfloat16)
-            own_v = T.alloc_local((steps * VECTOR,), T.bfloat16)
-            own_k = T.alloc_local((VECTOR,), T.bfloat16)
+            warp_sums = T.alloc_shared((2, 3, warps), T.float32)
+            weights = T.alloc_local(((steps if staged else 1) * VECTOR,), T.float32)
+            x_regs = T.alloc_local((steps * VECTOR,), T.bfloat16)
+            v_regs = T.alloc_local((steps * VECTOR,), T.bfloat16)
+            k_regs = T.alloc_local((VECTOR,), T.bfloat16)
             values = T.alloc_local((VECTOR,), T.float32)
             written = T.alloc_local((VECTOR,), T.bfloat16)
             sums = T.alloc_local((3,), T.float32)
-            if held:
+            if staged:
                 for s in T.unroll(steps):
-                    place = s * threads + tx
-                    if place * VECTOR < hidden:
+                    vec = s * threads + tx
+                    if vec * VECTOR < hidden:
                         for e in T.vectorized(VECTOR):
-                            weights[s * VECTOR + e] = weight[stream, place * VECTOR + e]
+                            weights[s * VECTOR + e] = weight[stream, vec * VECTOR + e]
                 for ahead in T.unroll(depth):
-                    fetch(places, ahead, worker, stream, x, k, v)
-            for turn in T.serial(T.ceildiv(tokens - worker, workers)):
-                token = T.alloc_var(T.int32, init=worker + turn * workers)
-                slot = T.alloc_var(T.int32, init=turn % depth)
+                    fetch(tiles, ahead, worker, stream, x, k, v)
+            for iteration in T.serial(T.ceildiv(tokens - worker, workers)):
+                token = T.alloc_var(T.int32, init=worker + iteration * workers)
+                slot = T.alloc_var(T.int32, init=iteration % depth)
                 for n in T.unroll(3):
                     sums[n] = T.float32(0)
-                if held:
+                if staged:
                     await_stages(depth - 1)
                 for s in T.unroll(steps):
-                    place = s * threads + tx
-                    if place * VECTOR < hidden:
-                        if held:
+                    vec = s * threads + tx
+                    if vec * VECTOR < hidden:
+                        if staged:
                             for e in T.vectorized(VECTOR):
-                                own_x[s * VECTOR + e] = places[slot, 0, place, e]
+                                x_regs[s * VECTOR + e] = tiles[slot, 0, vec, e]
                             for e in T.vectorized(VECTOR):
-                                own_k[e] = places[slot, 1, place, e]
+                                k_regs[e] = tiles[slot, 1, vec, e]
                             for e in T.vectorized(VECTOR):
-                                own_v[s * VECTOR + e] = places[slot, 2, place, e]
+                                v_regs[s * VECTOR + e] = tiles[slot, 2, vec, e]
                         else:
                             for e in T.vectorized(VECTOR):
-                                weights[e] = weight[stream, place * VECTOR + e]
+                                weights[e] = weight[stream, vec * VECTOR + e]
                             for e in T.vectorized(VECTOR):
-                                own_x[s * VECTOR + e] = x[token, stream, place * VECTOR + e]
+                                x_regs[s * VECTOR + e] = x[token, stream, vec * VECTOR + e]
                             for e in T.vectorized(VECTOR):
-                                own_k[e] = k[token, stream, place * VECTOR + e]
+                                k_regs[e] = k[token, stream, vec * VECTOR + e]
                             for e in T.vectorized(VECTOR):
-                                own_v[s * VECTOR + e] = v[token, place * VECTOR + e]
+                                v_regs[s * VECTOR + e] = v[token, vec * VECTOR + e]
                         for e in T.unroll(VECTOR):
-                            of_x = T.alloc_var(T.float32)
-                            of_k = T.alloc_var(T.float32)
-                            of_x = T.cast(own_x[s * VECTOR + e], T.float32)
-                            of_k = T.cast(own_k[e], T.float32)
-                            of_w = weights[(s if held else 0) * VECTOR + e]
-                            sums[0] = T.fma(of_x * of_w, of_k, sums[0])
-                            sums[1] = T.fma(of_x, of_x, sums[1])
-                            sums[2] = T.fma(of_k, of_k, sums[2])
-                if held:
+                            x_value = T.alloc_var(T.float32)
+                            k_value = T.alloc_var(T.float32)
+                            x_value = T.cast(x_regs[s * VECTOR + e], T.float32)
+                            k_value = T.cast(k_regs[e], T.float32)
+                            w_value = weights[(s if staged else 0) * VECTOR + e]
+                            sums[0] = T.fma(x_value * w_value, k_value, sums[0])
+                            sums[1] = T.fma(x_value, x_value, sums[1])
+                            sums[2] = T.fma(k_value, k_value, sums[2])
+                if staged:
                     free_stage()
-                    fetch(places, turn + depth, worker, stream, x, k, v)
-                summed(sums, of_warps, turn)
+                    fetch(tiles, iteration + depth, worker, stream, x, k, v)
+                summed(sums, warp_sums, iteration)
                 inverse_x = T.alloc_var(T.float32)
                 inverse_k = T.alloc_var(T.float32)
                 inverse_x = T.rsqrt(sums[1] * T.float32(1 / hidden) + eps)
                 inverse_k = T.rsqrt(sums[2] * T.float32(1 / hidden) + eps)
-                opening = T.alloc_var(T.float32)
-                opening = gate_of(sums[0] * inverse_x * inverse_k * T.float32(hidden**-0.5), clamp)
+                gate_value = T.alloc_var(T.float32)
+                gate_value = gate_of(
+                    sums[0] * inverse_x * inverse_k * T.float32(hidden**-0.5), clamp
+                )
                 if saved:
                     if tx == 0:
                         dot[token, stream] = sums[0]
-                        score[token, stream] = opening
+                        score[token, stream] = gate_value
                         rstd_x[token, stream] = inverse_x
                         rstd_k[token, stream] = inverse_k
                 for s in T.unroll(steps):
-                    place = s * threads + tx
-                    if place * VECTOR < hidden:
+                    vec = s * threads + tx
+                    if vec * VECTOR < hidden:
                         for e in T.unroll(VECTOR):
-                            values[e] = T.cast(own_v[s * VECTOR + e], T.float32)
+                            values[e] = T.cast(v_regs[s * VECTOR + e], T.float32)
                             if residual:
-                                of_x = T.cast(own_x[s * VECTOR + e], T.float32)
-                                values[e] = T.fma(opening, values[e], of_x)
+                                x_value = T.cast(x_regs[s * VECTOR + e], T.float32)
+                                values[e] = T.fma(gate_value, values[e], x_value)
                             else:
-                                values[e] = opening * values[e]
+                                values[e] = gate_value * values[e]
                         for e in T.vectorized(VECTOR):
                             written[e] = T.cast(values[e], T.bfloat16)
                         for e in T.vectorized(VECTOR):
-                            out[token, stream, place * VECTOR + e] = written[e]
+                            out[token, stream, vec * VECTOR + e] = written[e]
 
     return gate_rows
 
@@ -201,14 +203,14 @@ def gate_gradients(
     hidden: int,
     threads: int,
     steps: int,
-    held: bool,
+    staged: bool,
     blocks: int,
     residual: bool,
 ) -> Any:
     """Gradients of x, k and v; sums of the weight's, one per part.
 
     A token takes two passes over its vectors: the products of gradient and `v` are summed, then the
-    sums are used. The second pass copies each vector of the next token to the place that it has
+    sums are used. The second pass prefetches each vector of the next token to where it has
     just read. Where a block has not all streams, more blocks take the gradient of v.
     """
     warps = threads // WARP
@@ -217,28 +219,28 @@ def gate_gradients(
     units = steps * group  # vectors of a thread in a row of each kind
     # Loops over these are written out here, since the copies to wait for are counted.
     all_steps, all_streams = tuple(range(steps)), tuple(range(group))
-    row = steps * threads if held else 1
+    row = steps * threads if staged else 1
     summed = sum_over_block(group, threads)
     tokens, parts = T.dynamic("tokens parts")
     k_token, k_stream, v_token = T.dynamic("k_token k_stream v_token", "int64")
 
     @T.macro
-    def fetch_value(of_v, token, end, v):
+    def fetch_value(v_tile, token, end, v):
         tx = T.get_thread_binding()
         if token < end:
             for s in T.unroll(steps):
-                place = s * threads + tx
-                if place * VECTOR < hidden:
-                    stage(of_v[place, 0], v[token, place * VECTOR], VECTOR)
+                vec = s * threads + tx
+                if vec * VECTOR < hidden:
+                    stage(v_tile[vec, 0], v[token, vec * VECTOR], VECTOR)
         close_stage()
 
     @T.macro
-    def fetch_unit(places, n, place, token, end, stream, grad_out, x, k):
+    def fetch_unit(tiles, n, vec, token, end, stream, grad_out, x, k):
         """A vector of the gradient, of x and of k."""
-        if token < end and place * VECTOR < hidden:
-            stage(places[0, n, place, 0], grad_out[token, stream, place * VECTOR], VECTOR)
-            stage(places[1, n, place, 0], x[token, stream, place * VECTOR], VECTOR)
-            stage(places[2, n, place, 0], k[token, stream, place * VECTOR], VECTOR)
+        if token < end and vec * VECTOR < hidden:
+            stage(tiles[0, n, vec, 0], grad_out[token, stream, vec * VECTOR], VECTOR)
+            stage(tiles[1, n, vec, 0], x[token, stream, vec * VECTOR], VECTOR)
+            stage(tiles[2, n, vec, 0], k[token, stream, vec * VECTOR], VECTOR)
         close_stage()
 
     @T.macro
@@ -248,8 +250,8 @@ def gate_gradients(
         read = T.alloc_local((streams * VECTOR,), T.bfloat16)
         sums = T.alloc_local((VECTOR,), T.float32)
         rounded = T.alloc_local((VECTOR,), T.bfloat16)
-        for turn in T.serial(end - start):
-            token = start + turn
+        for iteration in T.serial(end - start):
+            token = start + iteration
             for s in T.serial(steps):
                 column = (s * threads + tx) * VECTOR
                 if column < hidden:
@@ -268,7 +270,7 @@ def gate_gradients(
                         grad_v[token, column + e] = rounded[e]
 
     @T.macro
-    def unit_gradients(grads, own_x, own_k, weights, scalars, n, totals, base, new_x, new_k):
+    def unit_gradients(grads, x_regs, k_regs, weights, scalars, n, totals, base, new_x, new_k):
         """Eight columns of a stream: their gradients, and what they add to the weight's."""
         slope = T.alloc_var(T.float32, init=T.shfl_sync(scalars[0], n))
         by_x = T.alloc_var(T.float32, init=T.shfl_sync(scalars[1], n))
@@ -278,8 +280,8 @@ def gate_gradients(
             plain_k = T.alloc_var(T.float32)
             scaled_x = T.alloc_var(T.float32)
             scaled_k = T.alloc_var(T.float32)
-            plain_x = T.cast(own_x[e], T.float32)
-            plain_k = T.cast(own_k[e], T.float32)
+            plain_x = T.cast(x_regs[e], T.float32)
+            plain_k = T.cast(k_regs[e], T.float32)
             scaled_x = slope * plain_x
             scaled_k = slope * plain_k
             totals[base + e] = T.fma(scaled_x, plain_k, totals[base + e])
@@ -306,22 +308,22 @@ def gate_gradients(
         clamp: T.float32,
     ):
         with T.Kernel(groups + (not whole), T.min(parts, blocks), threads=threads) as (
-            of_group,
+            group_index,
             block,
         ):
             T.assume(k_token % VECTOR == 0)
             T.assume(k_stream % VECTOR == 0)
             T.assume(v_token % VECTOR == 0)
             tx = T.get_thread_binding()
-            first = of_group * group
-            places = T.alloc_shared((ROWS, group, row, VECTOR), T.bfloat16)
-            of_v = T.alloc_shared((row, VECTOR), T.bfloat16)
-            of_warps = T.alloc_shared((2, group, warps), T.float32)
+            first = group_index * group
+            tiles = T.alloc_shared((ROWS, group, row, VECTOR), T.bfloat16)
+            v_tile = T.alloc_shared((row, VECTOR), T.bfloat16)
+            warp_sums = T.alloc_shared((2, group, warps), T.float32)
             totals = T.alloc_local((units * VECTOR,), T.float32)
             grads = T.alloc_local((VECTOR,), T.bfloat16)
             values = T.alloc_local((VECTOR,), T.bfloat16)
-            own_x = T.alloc_local((VECTOR,), T.bfloat16)
-            own_k = T.alloc_local((VECTOR,), T.bfloat16)
+            x_regs = T.alloc_local((VECTOR,), T.bfloat16)
+            k_regs = T.alloc_local((VECTOR,), T.bfloat16)
             weights = T.alloc_local((VECTOR,), T.float32)
             new_x = T.alloc_local((VECTOR,), T.float32)
             new_k = T.alloc_local((VECTOR,), T.float32)
@@ -338,19 +340,19 @@ def gate_gradients(
                 end = T.alloc_var(T.int32)
                 start = T.cast(T.cast(part, T.int64) * tokens // parts, T.int32)
                 end = T.cast((T.cast(part, T.int64) + 1) * tokens // parts, T.int32)
-                if of_group < groups:
+                if group_index < groups:
                     for i in T.unroll(units * VECTOR):
                         totals[i] = T.float32(0)
-                    if held:
-                        fetch_value(of_v, start, end, v)
+                    if staged:
+                        fetch_value(v_tile, start, end, v)
                         for s in T.unroll(steps):
                             for n in T.unroll(group):
                                 fetch_unit(
-                                    places, n, s * threads + tx, start, end, first + n, grad_out, x,
+                                    tiles, n, s * threads + tx, start, end, first + n, grad_out, x,
                                     k,
                                 )  # fmt: skip
-                    for turn in T.serial(end - start):
-                        token = T.alloc_var(T.int32, init=start + turn)
+                    for iteration in T.serial(end - start):
+                        token = T.alloc_var(T.int32, init=start + iteration)
                         for n in T.unroll(group):
                             products[n] = T.float32(0)
                         gate_score = T.alloc_var(T.float32, init=score[token, stream])
@@ -358,26 +360,26 @@ def gate_gradients(
                         inverse_x = T.alloc_var(T.float32, init=rstd_x[token, stream])
                         inverse_k = T.alloc_var(T.float32, init=rstd_k[token, stream])
                         for s in all_steps:
-                            place = s * threads + tx
+                            vec = s * threads + tx
                             for e in T.unroll(VECTOR):
                                 new_x[e] = T.float32(0)
                             for n in all_streams:
-                                if held:
+                                if staged:
                                     await_stages(units - 1 - (s * group + n))
-                                opening = T.alloc_var(T.float32, init=T.shfl_sync(gate_score, n))
-                                if place * VECTOR < hidden:
+                                gate_value = T.alloc_var(T.float32, init=T.shfl_sync(gate_score, n))
+                                if vec * VECTOR < hidden:
                                     if n == 0:
                                         for e in T.vectorized(VECTOR):
                                             values[e] = (
-                                                of_v[place, e]
-                                                if held
-                                                else v[token, place * VECTOR + e]
+                                                v_tile[vec, e]
+                                                if staged
+                                                else v[token, vec * VECTOR + e]
                                             )
                                     for e in T.vectorized(VECTOR):
                                         grads[e] = (
-                                            places[0, n, place, e]
-                                            if held
-                                            else grad_out[token, first + n, place * VECTOR + e]
+                                            tiles[0, n, vec, e]
+                                            if staged
+                                            else grad_out[token, first + n, vec * VECTOR + e]
                                         )
                                     for e in T.unroll(VECTOR):
                                         grad = T.alloc_var(T.float32)
@@ -386,17 +388,17 @@ def gate_gradients(
                                             grad, T.cast(values[e], T.float32), products[n]
                                         )
                                         if whole:
-                                            new_x[e] = T.fma(grad, opening, new_x[e])
+                                            new_x[e] = T.fma(grad, gate_value, new_x[e])
                             if whole:
-                                if place * VECTOR < hidden:
+                                if vec * VECTOR < hidden:
                                     for e in T.vectorized(VECTOR):
                                         written[e] = T.cast(new_x[e], T.bfloat16)
                                     for e in T.vectorized(VECTOR):
-                                        grad_v[token, place * VECTOR + e] = written[e]
-                        if held:
+                                        grad_v[token, vec * VECTOR + e] = written[e]
+                        if staged:
                             free_stage()
-                            fetch_value(of_v, token + 1, end, v)
-                        summed(products, of_warps, sums_taken)
+                            fetch_value(v_tile, token + 1, end, v)
+                        summed(products, warp_sums, sums_taken)
                         sums_taken = sums_taken + 1
                         for n in T.unroll(group):
                             if tx % WARP % group == n:
@@ -408,33 +410,33 @@ def gate_gradients(
                         scalars[1] = raw * inverse_x * inverse_x * T.float32(1 / hidden)
                         scalars[2] = raw * inverse_k * inverse_k * T.float32(1 / hidden)
                         for s in T.unroll(steps):
-                            place = s * threads + tx
-                            column = place * VECTOR
+                            vec = s * threads + tx
+                            column = vec * VECTOR
                             for n in T.unroll(group):
                                 if column < hidden:
                                     for e in T.vectorized(VECTOR):
                                         weights[e] = weight[first + n, column + e]
-                                    if held:
+                                    if staged:
                                         for e in T.vectorized(VECTOR):
-                                            grads[e] = places[0, n, place, e]
+                                            grads[e] = tiles[0, n, vec, e]
                                         for e in T.vectorized(VECTOR):
-                                            own_x[e] = places[1, n, place, e]
+                                            x_regs[e] = tiles[1, n, vec, e]
                                         for e in T.vectorized(VECTOR):
-                                            own_k[e] = places[2, n, place, e]
+                                            k_regs[e] = tiles[2, n, vec, e]
                                     else:
                                         for e in T.vectorized(VECTOR):
                                             grads[e] = grad_out[token, first + n, column + e]
                                         for e in T.vectorized(VECTOR):
-                                            own_x[e] = x[token, first + n, column + e]
+                                            x_regs[e] = x[token, first + n, column + e]
                                         for e in T.vectorized(VECTOR):
-                                            own_k[e] = k[token, first + n, column + e]
-                                if held:
+                                            k_regs[e] = k[token, first + n, column + e]
+                                if staged:
                                     free_stage()
                                     fetch_unit(
-                                        places, n, place, token + 1, end, first + n, grad_out, x, k
+                                        tiles, n, vec, token + 1, end, first + n, grad_out, x, k
                                     )
                                 unit_gradients(
-                                    grads, own_x, own_k, weights, scalars, n, totals,
+                                    grads, x_regs, k_regs, weights, scalars, n, totals,
                                     (s * group + n) * VECTOR, new_x, new_k,
                                 )  # fmt: skip
                                 if column < hidden:

@@ -74,7 +74,7 @@ def plan(streams: int, hidden: int, saved: bool, residual: bool, device: Device)
 
 MAX_BLOCKS_PER_SM = 4
 COLUMNS_PER_SM = 16384  # of all streams, for which a block takes a multiprocessor or its share
-OTHERS = 64  # registers of a thread beside its sums
+OTHER_REGISTERS = 64  # registers of a thread beside its sums
 ROWS = 3  # of each stream: the gradient, x and k; and one of v
 
 
@@ -103,7 +103,7 @@ class BackwardPlan(NamedTuple):
     hidden: int
     threads: int
     steps: int
-    held: bool
+    staged: bool
     blocks: int
     residual: bool
 
@@ -114,9 +114,9 @@ def fits(threads: int, steps: int, group: int, per_sm: int, device: Device) -> b
     The warps of a quarter of a multiprocessor share 512 registers per lane.
     """
     warps = math.ceil(per_sm * threads / (4 * WARP))
-    registers = VECTOR * group * steps + OTHERS
-    staged = per_sm * ((ROWS * group + 1) * threads * steps * VECTOR * 2 + 2048)
-    return registers <= min(255, 512 // warps) and staged <= device.smem_per_block
+    registers = VECTOR * group * steps + OTHER_REGISTERS
+    staged_bytes = per_sm * ((ROWS * group + 1) * threads * steps * VECTOR * 2 + 2048)
+    return registers <= min(255, 512 // warps) and staged_bytes <= device.smem_per_block
 
 
 def plan_bwd(streams: int, hidden: int, residual: bool, device: Device) -> BackwardPlan:

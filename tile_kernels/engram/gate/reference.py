@@ -156,8 +156,8 @@ def engram_gate_bwd(
 
     starts = torch.arange(1, num_parts, device=x.device) * num_tokens // num_parts
     part = torch.bucketize(torch.arange(num_tokens, device=x.device), starts, right=True)
-    of_tokens = grad_dot * x * key
-    grad_w_partial = x.new_zeros(num_parts, num_streams, hidden).index_add(0, part, of_tokens)
+    token_products = grad_dot * x * key
+    grad_w_partial = x.new_zeros(num_parts, num_streams, hidden).index_add(0, part, token_products)
     return (
         grad_x.to(hidden_states.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_w_partial,
     )  # fmt: skip

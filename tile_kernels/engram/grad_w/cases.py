@@ -5,34 +5,25 @@ from __future__ import annotations
 import torch
 
 from tile_kernels.engram.weight.cases import weights
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-    close_results,
-)
-
-_BF16, _FP32 = torch.bfloat16, torch.float32
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import BF16, FP32, builder, close_results, edited, normal
 
 
+@builder
 def _partial(
-    parts: int, streams: int, hidden: int, dtype: torch.dtype = _BF16, skip: int = 0
-) -> Build:
-    def make(device: torch.device) -> Arguments:
-        flat = torch.randn(parts * streams * hidden + skip, device=device)
-        return {
-            "grad_w_partial": flat[skip:].view(parts, streams, hidden),
-            **weights(streams, hidden, dtype)(device),
-            "grad_weight_hidden": torch.randn(streams, hidden, device=device),
-            "grad_weight_embed": torch.randn(streams, hidden, device=device),
-        }
-
-    return make
+    device: torch.device,
+    parts: int,
+    streams: int,
+    hidden: int,
+    dtype: torch.dtype = BF16,
+    skip: int = 0,
+) -> Arguments:
+    return {
+        "grad_w_partial": normal(parts, streams, hidden, device=device, skip=skip),
+        **weights(streams, hidden, dtype)(device),
+        "grad_weight_hidden": torch.randn(streams, hidden, device=device),
+        "grad_weight_embed": torch.randn(streams, hidden, device=device),
+    }
 
 
 GRAD_W_REDUCE = Cases(
@@ -43,7 +34,7 @@ GRAD_W_REDUCE = Cases(
         Sample("one", _partial(1, 1, 8)),
         Sample("odd.17.3x77", _partial(17, 3, 77)),
         Sample("many.300.1x40", _partial(300, 1, 40)),
-        Sample("float32.133.2x72", _partial(133, 2, 72, _FP32)),
+        Sample("float32.133.2x72", _partial(133, 2, 72, FP32)),
         Sample("misaligned.8.1x256", _partial(8, 1, 256, skip=1)),
     ],
     large=[Sample(f"132.4x{h}", _partial(132, 4, h)) for h in (2048, 2560, 7168)],
@@ -64,14 +55,17 @@ GRAD_W_REDUCE = Cases(
         )
     ],
     rejects=[
-        Reject("grad_w_partial", "another shape", lambda a: changed(
-            grad_w_partial=a["grad_w_partial"][:, 1:].contiguous())(a)),
-        Reject("grad_weight_hidden", "bfloat16", lambda a: changed(
-            grad_weight_hidden=a["grad_weight_hidden"].bfloat16())(a)),
-        Reject("grad_weight_embed", "another shape", lambda a: changed(
-            grad_weight_embed=a["grad_weight_embed"][1:])(a)),
+        Reject(
+            "grad_w_partial",
+            "another shape",
+            edited("grad_w_partial", lambda x: x[:, 1:].contiguous()),
+        ),
+        Reject(
+            "grad_weight_hidden", "bfloat16", edited("grad_weight_hidden", torch.Tensor.bfloat16)
+        ),
+        Reject("grad_weight_embed", "another shape", edited("grad_weight_embed", lambda x: x[1:])),
     ],
     compare=close_results(rtol=1e-5, atol=1e-4),
-)  # fmt: skip
+)
 
 CASES = {"grad_w_reduce": GRAD_W_REDUCE}

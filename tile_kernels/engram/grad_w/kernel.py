@@ -22,7 +22,7 @@ def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
 def reduce_gradients(dtype: str, vector: int, warps: int, at_once: int) -> Any:
     """With `S` the sum of parts, `S` times either weight is added to the other's gradient."""
     parts, columns = T.dynamic("parts columns")
-    turns = -(-vector // warps)  # columns of a thread at the end
+    iterations = -(-vector // warps)  # columns of a thread at the end
 
     @T.prim_func
     def reduce_columns(
@@ -37,16 +37,16 @@ def reduce_gradients(dtype: str, vector: int, warps: int, at_once: int) -> Any:
             lane = T.get_thread_binding() % WARP
             warp = T.get_thread_binding() // WARP
             first = (block * WARP + lane) * vector
-            of_warps = T.alloc_shared((warps, WARP * vector), T.float32)
+            warp_sums = T.alloc_shared((warps, WARP * vector), T.float32)
             read = T.alloc_local((at_once * vector,), T.float32)
             sums = T.alloc_local((vector,), T.float32)
-            # What a thread will need of its columns at the end, on the way already.
-            old = T.alloc_local((turns, 2), T.float32)
-            weights = T.alloc_local((turns, 2), dtype)
-            for i in T.unroll(turns):
-                place = i * warps * WARP + T.get_thread_binding()
-                column = block * WARP * vector + place
-                if place < WARP * vector and column < columns:
+            # What a thread needs of its columns at the end is loaded first.
+            old = T.alloc_local((iterations, 2), T.float32)
+            weights = T.alloc_local((iterations, 2), dtype)
+            for i in T.unroll(iterations):
+                index = i * warps * WARP + T.get_thread_binding()
+                column = block * WARP * vector + index
+                if index < WARP * vector and column < columns:
                     weights[i, 0] = weight_embed[column]
                     weights[i, 1] = weight_hidden[column]
                     old[i, 0] = grad_hidden[column]
@@ -54,9 +54,9 @@ def reduce_gradients(dtype: str, vector: int, warps: int, at_once: int) -> Any:
             for e in T.unroll(vector):
                 sums[e] = T.float32(0)
             if first < columns:
-                for turn in T.serial(T.ceildiv(parts, warps * at_once)):
+                for iteration in T.serial(T.ceildiv(parts, warps * at_once)):
                     for i in T.unroll(at_once):
-                        part = (turn * warps + warp) * at_once + i
+                        part = (iteration * warps + warp) * at_once + i
                         if part < parts:
                             for e in T.vectorized(vector):
                                 read[i * vector + e] = partial[part, first + e]
@@ -67,19 +67,19 @@ def reduce_gradients(dtype: str, vector: int, warps: int, at_once: int) -> Any:
                         for e in T.unroll(vector):
                             sums[e] = sums[e] + read[i * vector + e]
             for e in T.unroll(vector):
-                of_warps[warp, lane * vector + e] = sums[e]
+                warp_sums[warp, lane * vector + e] = sums[e]
             T.sync_threads()
             # A thread per column: the sums of warps in their order, then the products.
-            for i in T.unroll(turns):
-                place = i * warps * WARP + T.get_thread_binding()
-                column = block * WARP * vector + place
-                if place < WARP * vector and column < columns:
-                    total = T.alloc_var(T.float32, init=of_warps[0, place])
+            for i in T.unroll(iterations):
+                index = i * warps * WARP + T.get_thread_binding()
+                column = block * WARP * vector + index
+                if index < WARP * vector and column < columns:
+                    total = T.alloc_var(T.float32, init=warp_sums[0, index])
                     for w in T.unroll(warps - 1):
-                        total = total + of_warps[w + 1, place]
-                    of_hidden = T.ieee_mul(total, T.cast(weights[i, 0], T.float32))
-                    of_embed = T.ieee_mul(total, T.cast(weights[i, 1], T.float32))
-                    grad_hidden[column] = T.ieee_add(old[i, 0], of_hidden)
-                    grad_embed[column] = T.ieee_add(old[i, 1], of_embed)
+                        total = total + warp_sums[w + 1, index]
+                    hidden_product = T.ieee_mul(total, T.cast(weights[i, 0], T.float32))
+                    embed_product = T.ieee_mul(total, T.cast(weights[i, 1], T.float32))
+                    grad_hidden[column] = T.ieee_add(old[i, 0], hidden_product)
+                    grad_embed[column] = T.ieee_add(old[i, 1], embed_product)
 
     return reduce_columns

@@ -9,7 +9,7 @@ from tile_kernels.runtime.device import WARP, Device
 AT_ONCE = (1, 3, 6, 9, 12)  # parts that a thread reads at once
 FEW_PARTS, MAX_PARTS = 8, AT_ONCE[-1]
 MAX_WARPS = 16
-MANY_WARPS = 4096  # enough for any device
+MAX_GRID_WARPS = 4096  # enough for any device
 
 
 class Plan(NamedTuple):
@@ -24,7 +24,7 @@ class Plan(NamedTuple):
 def plan(dtype: str, columns: int, parts: int, vector: int, device: Device) -> Plan:
     """More warps for fewer columns and for more parts; the SM budget does not count."""
     blocks = max(1, -(-columns // (WARP * vector)))
-    warps = max(1, min(MAX_WARPS, -(-parts // FEW_PARTS), MANY_WARPS // blocks))
+    warps = max(1, min(MAX_WARPS, -(-parts // FEW_PARTS), MAX_GRID_WARPS // blocks))
     warps = 1 << (warps.bit_length() - 1)
     steps = max(1, -(-parts // (warps * MAX_PARTS)))
     at_once = -(-parts // (warps * steps))

@@ -5,16 +5,8 @@ from __future__ import annotations
 import torch
 
 from tile_kernels.engram.hash.reference import make_offsets
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    with_value,
-)
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import builder, edited, with_value
 
 _INT32, _INT64 = torch.int32, torch.int64
 
@@ -23,7 +15,9 @@ def _rows(*rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows, dtype=_INT32)
 
 
+@builder
 def _hash(
+    device: torch.device,
     num_tokens: int,
     window: int = 3,
     layers: int = 2,
@@ -31,25 +25,22 @@ def _hash(
     *,
     dtype: torch.dtype = _INT32,
     wild: bool = False,
-) -> Build:
+) -> Arguments:
     """As a model has them, or over the whole range of their types."""
 
-    def make(device: torch.device) -> Arguments:
-        def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
-            return torch.randint(low, high, shape, device=device)
+    def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, device=device)
 
-        ids, factors, sizes = (0, 10**5), (0, 10**5), (10**5, 10**6)
-        if wild:
-            ids, factors, sizes = (-(2**31), 2**31), (-(2**63), 2**63 - 1), (1, 2**31 - 1)
-        vocab_sizes = numbers(*sizes, layers, window - 1, tables).to(_INT32)
-        return {
-            "ngram_token_ids": numbers(*ids, num_tokens, window).to(_INT32),
-            "multipliers": numbers(*factors, layers, window),
-            "vocab_sizes": vocab_sizes,
-            "offsets": make_offsets(vocab_sizes, dtype),
-        }
-
-    return make
+    ids, factors, sizes = (0, 10**5), (0, 10**5), (10**5, 10**6)
+    if wild:
+        ids, factors, sizes = (-(2**31), 2**31), (-(2**63), 2**63 - 1), (1, 2**31 - 1)
+    vocab_sizes = numbers(*sizes, layers, window - 1, tables).to(_INT32)
+    return {
+        "ngram_token_ids": numbers(*ids, num_tokens, window).to(_INT32),
+        "multipliers": numbers(*factors, layers, window),
+        "vocab_sizes": vocab_sizes,
+        "offsets": make_offsets(vocab_sizes, dtype),
+    }
 
 
 def _worked(ids: torch.Tensor, multipliers: list[int], size: int, row: int) -> Vector:
@@ -101,17 +92,19 @@ ENGRAM_HASH = Cases(
         _worked(_rows([100000, 99999]), [2**62 + 1, 2**40 + 3], 1000003, 105154),
     ],
     rejects=[
-        Reject("ngram_token_ids", "one column", lambda a: {
-            **a, "ngram_token_ids": a["ngram_token_ids"][:, :1].contiguous(),
-        }),
-        Reject("offsets", "too few", lambda a: {**a, "offsets": a["offsets"][:, 1:].contiguous()}),
-        Reject("multipliers", "int32", lambda a: {**a, "multipliers": a["multipliers"].int()}),
+        Reject(
+            "ngram_token_ids",
+            "one column",
+            edited("ngram_token_ids", lambda x: x[:, :1].contiguous()),
+        ),
+        Reject("offsets", "too few", edited("offsets", lambda x: x[:, 1:].contiguous())),
+        Reject("multipliers", "int32", edited("multipliers", torch.Tensor.int)),
     ],
     bad_values=[
         Reject("vocab_sizes", "no rows", with_value("vocab_sizes", 0, 0)),
         Reject("vocab_sizes", "negative", with_value("vocab_sizes", -5, 2)),
         Reject("vocab_sizes", "minus one", with_value("vocab_sizes", -1, -1)),
     ],
-)  # fmt: skip
+)
 
 CASES = {"engram_hash": ENGRAM_HASH}

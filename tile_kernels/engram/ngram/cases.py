@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-    with_value,
-)
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import builder, changed, edited, with_value
 
 _INT32, _INT64 = torch.int32, torch.int64
 _VOCABULARY = 40  # small, so that pads come up within texts
 
 
+@builder
 def _windows(
+    device: torch.device,
     *shape: int,
     window: int = 3,
     dtype: torch.dtype = _INT64,
@@ -28,24 +21,21 @@ def _windows(
     starts: torch.dtype = _INT32,
     mapped: torch.dtype | None = None,
     pad_id: int = 0,
-) -> Build:
-    def make(device: torch.device) -> Arguments:
-        arguments: Arguments = {
-            "token_ids": torch.randint(0, _VOCABULARY, shape, device=device).to(dtype),
-            "max_ngram_size": window,
-            "pad_id": pad_id,
-        }
-        count = arguments["token_ids"].numel()
-        if documents:
-            inner = torch.randint(0, count + 1, (documents - 1,), device=device).sort().values
-            ends = torch.tensor([0, count], device=device)
-            arguments["cu_seqlens"] = torch.cat((ends[:1], inner, ends[1:])).to(starts)
-        if mapped is not None:
-            ids = torch.randint(0, 9, (_VOCABULARY - 3,), device=device)  # some ids are outside
-            arguments["token_map"] = ids.to(mapped)
-        return arguments
-
-    return make
+) -> Arguments:
+    arguments: Arguments = {
+        "token_ids": torch.randint(0, _VOCABULARY, shape, device=device).to(dtype),
+        "max_ngram_size": window,
+        "pad_id": pad_id,
+    }
+    count = arguments["token_ids"].numel()
+    if documents:
+        inner = torch.randint(0, count + 1, (documents - 1,), device=device).sort().values
+        ends = torch.tensor([0, count], device=device)
+        arguments["cu_seqlens"] = torch.cat((ends[:1], inner, ends[1:])).to(starts)
+    if mapped is not None:
+        ids = torch.randint(0, 9, (_VOCABULARY - 3,), device=device)  # some ids are outside
+        arguments["token_map"] = ids.to(mapped)
+    return arguments
 
 
 def _ids(*values: int) -> torch.Tensor:
@@ -103,7 +93,7 @@ NGRAM_WINDOWS = Cases(
         Reject("max_ngram_size", "none", changed(max_ngram_size=0)),
         Reject("max_ngram_size", "too long", changed(max_ngram_size=65)),
         Reject("pad_id", "64 bits", changed(pad_id=2**31)),
-        Reject("token_ids", "bytes", lambda a: {**a, "token_ids": a["token_ids"].byte()}),
+        Reject("token_ids", "bytes", edited("token_ids", torch.Tensor.byte)),
     ],
     bad_values=[
         Reject("cu_seqlens", "beyond the tokens", with_value("cu_seqlens", 10**6, -1)),

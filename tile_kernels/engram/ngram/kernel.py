@@ -46,15 +46,15 @@ def windows(dtype: str, window: int, starts_dtype: str, map_dtype: str) -> Any:
         return found
 
     @T.macro
-    def id_at(token_ids, token_map, place, pad_id):
+    def id_at(token_ids, token_map, position, pad_id):
         found = T.alloc_var(T.int32)
         if map_dtype != "":
-            raw = T.alloc_var(dtype, init=token_ids[place])
+            raw = T.alloc_var(dtype, init=token_ids[position])
             found = pad_id
             if raw >= 0 and raw < map_size:
                 found = T.cast(token_map[T.cast(raw, T.int32)], T.int32)
         else:
-            found = T.cast(token_ids[place], T.int32)
+            found = T.cast(token_ids[position], T.int32)
         return found
 
     @T.prim_func

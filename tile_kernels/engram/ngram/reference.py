@@ -22,7 +22,7 @@ def ngram_windows(
     | `token_map`, optional | `[V]`: the id that stands for each id | int32, int64 |
     | returns | `[*token_ids.shape, max_ngram_size]` | int32 |
 
-    Column 0 is the token, column `i` the one `i` places before it. From the first column on that
+    Column 0 is the token, column `i` the one `i` positions before it. From the first column on that
     would lie before the document, or that is `pad_id`, all columns are `pad_id`. A token that is
     `pad_id` itself has only those. `token_map` applies first; ids outside of it become `pad_id`.
     Without a map ids keep their lower 32 bits. Boundaries outside of the tokens are ignored.
@@ -43,8 +43,8 @@ def ngram_windows(
     flat = flat.to(torch.int32)
 
     row_length = token_ids.shape[-1]
-    place = torch.arange(num_tokens, device=flat.device)
-    starts = place % max(row_length, 1) == 0
+    position = torch.arange(num_tokens, device=flat.device)
+    starts = position % max(row_length, 1) == 0
     if cu_seqlens is not None:
         inside = (cu_seqlens >= 0) & (cu_seqlens < num_tokens)
         boundary = torch.where(inside, cu_seqlens, num_tokens).long()
@@ -72,7 +72,7 @@ def mapped_ids(token_ids: Tensor, token_map: Tensor, pad_id: int) -> Tensor:
 
 
 def shifted_down(x: Tensor, distance: int, fill: int) -> Tensor:
-    """`x` moved to later places along its only dimension; the places before it are `fill`.
+    """`x` shifted to later positions along its only dimension; the first ones are `fill`.
 
     >>> shifted_down(torch.tensor([1, 2, 3]), 2, 0).tolist()
     [0, 0, 1]

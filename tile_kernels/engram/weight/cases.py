@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.engram.samples import normal
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-)
-
-_BF16, _FP32 = torch.bfloat16, torch.float32
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import BF16, FP32, builder, edited, normal
 
 
-def weights(streams: int, hidden: int, dtype: torch.dtype = _BF16, skip: int = 0) -> Build:
+@builder
+def weights(
+    device: torch.device, streams: int, hidden: int, dtype: torch.dtype = BF16, skip: int = 0
+) -> Arguments:
     """Both weights, `skip` elements into their storage."""
-
-    def make(device: torch.device) -> Arguments:
-        return {
-            name: normal(streams, hidden, device=device, skip=skip).to(dtype)
-            for name in ("weight_hidden", "weight_embed")
-        }
-
-    return make
+    return {
+        name: normal(streams, hidden, device=device, dtype=dtype, skip=skip)
+        for name in ("weight_hidden", "weight_embed")
+    }
 
 
 FUSED_WEIGHT = Cases(
@@ -38,7 +26,7 @@ FUSED_WEIGHT = Cases(
         Sample("one", weights(1, 1)),
         Sample("odd.5x77", weights(5, 77)),
         Sample("misaligned.4x512", weights(4, 512, skip=1)),
-        Sample("float32.4x516", weights(4, 516, _FP32)),
+        Sample("float32.4x516", weights(4, 516, FP32)),
     ],
     large=[Sample(f"4x{h}", weights(4, h)) for h in (2048, 7168)],
     benchmarks=[Benchmark("4x7168", weights(4, 7168))],
@@ -53,11 +41,9 @@ FUSED_WEIGHT = Cases(
         )
     ],
     rejects=[
-        Reject("weight_embed", "another dtype", lambda a: changed(
-            weight_embed=a["weight_embed"].float())(a)),
-        Reject("weight_embed", "another shape", lambda a: changed(
-            weight_embed=a["weight_embed"][1:])(a)),
+        Reject("weight_embed", "another dtype", edited("weight_embed", torch.Tensor.float)),
+        Reject("weight_embed", "another shape", edited("weight_embed", lambda x: x[1:])),
     ],
-)  # fmt: skip
+)
 
 CASES = {"fused_weight": FUSED_WEIGHT}

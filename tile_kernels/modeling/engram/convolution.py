@@ -79,12 +79,12 @@ def document_of_tokens(shape: torch.Size, cu_seqlens: Tensor) -> Tensor:
     >>> document_of_tokens(torch.Size([2, 3]), torch.tensor([0, 2, 5])).tolist()
     [[1, 1, 2], [2, 2, 3]]
     """
-    place = torch.arange(shape.numel(), device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens, place, right=True).view(shape)
+    position = torch.arange(shape.numel(), device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens, position, right=True).view(shape)
 
 
 def _earlier(x: Tensor, distance: int, dim: int) -> Tensor:
-    """What stood `distance` places before along a dimension, zeros before the start."""
+    """What stood `distance` positions before along a dimension, zeros before the start."""
     distance = min(distance, x.shape[dim])
     kept = x.narrow(dim, 0, x.shape[dim] - distance)
     after_dim = -1 - dim

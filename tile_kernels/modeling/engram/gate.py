@@ -15,18 +15,10 @@ class EngramGateFn(torch.autograd.Function):
     """The gate with gradients; see `engram_gate`, whose arguments `apply` takes in order."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_states: Tensor,
-        k: Tensor,
-        v: Tensor,
-        weight_hidden: Tensor,
-        weight_embed: Tensor,
-        clamp_value: float,
-        eps: float,
-        add_residual: bool = True,
-    ) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
         """The output; dot products, gates and norms are kept, so that nothing is computed twice."""
+        hidden_states, k, v, weight_hidden, weight_embed, *numbers = arguments
+        clamp_value, eps, add_residual = (*numbers, True)[:3]  # add_residual may be left out
         x, key, value = _rows(hidden_states, k, v)
         fused = ops.fused_weight(weight_hidden, weight_embed)
         output, *saved = ops.engram_gate_fwd(
@@ -57,14 +49,14 @@ class EngramGateFn(torch.autograd.Function):
             rstd_k, *ctx.settings,
         )  # fmt: skip
         needed = ctx.needs_input_grad
-        of_inputs = [
+        input_grads = [
             grad.view(shape) if need else None
             for grad, shape, need in zip(grads, ctx.shapes, needed)
         ]
         if not any(needed[3:5]):
-            return [*of_inputs, None, None]
+            return [*input_grads, None, None]
         weights = weight_hidden, weight_embed
-        return [*of_inputs, *_weight_gradients(partial, weights, ctx.weights, needed[3:5])]
+        return [*input_grads, *_weight_gradients(partial, weights, ctx.weights, needed[3:5])]
 
 
 _WEIGHTS = ("weight_hidden", "weight_embed")

@@ -21,7 +21,7 @@ class _Fetched:
     """Rows on their way to the device."""
 
     source: Source  # what they were asked for with, and the table
-    marks: list[int | Tensor | None]  # what tells whether these were written since
+    versions: list[int | Tensor | None]  # what tells whether these were written since
     indices: Tensor  # in host memory
     rows: Tensor  # `[n, d]` on the device
     ready: Any  # the event after the copy, None where there is none
@@ -105,10 +105,10 @@ class EngramTable(nn.Module):
         self.discard_prefetched()
         if fetched is None or fetched.rows.device != device:
             return None
-        watched = *source, self.weight
-        fresh = len(watched) == len(fetched.source) and all(
-            tensor is before and _unwritten(tensor, mark)
-            for tensor, before, mark in zip(watched, fetched.source, fetched.marks)
+        tensors = *source, self.weight
+        fresh = len(tensors) == len(fetched.source) and all(
+            tensor is before and _unwritten(tensor, version)
+            for tensor, before, version in zip(tensors, fetched.source, fetched.versions)
         )
         return self._arrived(fetched) if fresh else None
 
@@ -128,8 +128,8 @@ class EngramTable(nn.Module):
         self, indices: Tensor, device: torch.device, source: Source | None = None
     ) -> _Fetched:
         """Gather in host memory, and start the copy; `source` only for what is used later."""
-        watched = () if source is None else (*source, self.weight)
-        marks, ready = [_mark(tensor) for tensor in watched], None
+        tensors = () if source is None else (*source, self.weight)
+        versions, ready = [_version(tensor) for tensor in tensors], None
         indices = indices.cpu()
         on_cuda = device.type == "cuda"
         rows = self.weight.new_empty(indices.numel(), self.weight.shape[1], pin_memory=on_cuda)
@@ -139,7 +139,7 @@ class EngramTable(nn.Module):
             with torch.cuda.stream(stream):
                 rows = rows.to(device, non_blocking=True)
                 ready = stream.record_event()
-        return _Fetched(watched, marks, indices, rows.to(device), ready)
+        return _Fetched(tensors, versions, indices, rows.to(device), ready)
 
     def _arrived(self, fetched: _Fetched) -> Tensor:
         """The embeddings `[*, C * d]`, in the order of the current stream and with a gradient."""
@@ -190,28 +190,30 @@ class _HostRows(torch.autograd.Function):
         (indices,) = ctx.saved_tensors
         grad = grads[0].cpu()
         if ctx.sparse:
-            of_weight = torch.sparse_coo_tensor(
+            weight_grad = torch.sparse_coo_tensor(
                 indices[None], grad, ctx.shape, check_invariants=False
             )
         else:
-            of_weight = torch.ops.aten.embedding_dense_backward(
+            weight_grad = torch.ops.aten.embedding_dense_backward(
                 grad, indices, ctx.shape[0], -1, False
             )
-        return of_weight, None, None, None
+        return weight_grad, None, None, None
 
 
-def _mark(tensor: Tensor | None) -> int | Tensor | None:
+def _version(tensor: Tensor | None) -> int | Tensor | None:
     """The number of writes, or a copy where PyTorch does not count them."""
     if tensor is None:
         return None
     return tensor.clone() if tensor.is_inference() else tensor._version
 
 
-def _unwritten(tensor: Tensor | None, mark: int | Tensor | None) -> bool:
-    """Whether a tensor is as it was when it got this mark."""
+def _unwritten(tensor: Tensor | None, version: int | Tensor | None) -> bool:
+    """Whether a tensor is as it was when it had this version."""
     if tensor is None:
         return True
-    return torch.equal(tensor, mark) if isinstance(mark, Tensor) else tensor._version == mark
+    return (
+        torch.equal(tensor, version) if isinstance(version, Tensor) else tensor._version == version
+    )
 
 
 @functools.cache

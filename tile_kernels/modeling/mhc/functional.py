@@ -88,9 +88,9 @@ class _Pre(torch.autograd.Function):
         """In reverse; what came back to the carried residual is what the others add to."""
         saved, settings = ctx.saved_tensors, ctx.settings
         residual, pre, logits = saved[0], saved[4], saved[8]
-        of_input = _or_zeros(grads[0], residual, residual.shape[:-2] + residual.shape[-1:])
-        of_post = _or_zeros(grads[1], pre, pre.shape)
-        of_comb = _or_zeros(grads[2], logits, logits.shape)
+        grad_input = _or_zeros(grads[0], residual, residual.shape[:-2] + residual.shape[-1:])
+        grad_post = _or_zeros(grads[1], pre, pre.shape)
+        grad_comb = _or_zeros(grads[2], logits, logits.shape)
         total = grads[4] if ctx.computed is not None else None
         if total is not None and total is not ctx.computed.gradient:  # others may hold it: not ours
             total = total.clone(memory_format=torch.contiguous_format)
@@ -98,10 +98,10 @@ class _Pre(torch.autograd.Function):
             settings.norm_eps, settings.sinkhorn_eps, settings.post_mult_value,
             settings.sinkhorn_repeat,
         )  # fmt: skip
-        of_inputs = pre_gradients(saved, (of_input, of_post, of_comb), total, numbers)
+        input_grads = pre_gradients(saved, (grad_input, grad_post, grad_comb), total, numbers)
         if ctx.computed is not None:
             ctx.computed.gradient = None
-        return *of_inputs, None, None
+        return *input_grads, None, None
 
 
 def _or_zeros(grad: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -266,13 +266,10 @@ def mhc_head(
 
     | argument | shape | dtype |
     |---|---|---|
-    | `residual` | `[..., m, h]`, contiguous; `m` = `mhc_mult` in `1..8`, `h` a multiple of 8 | \
-bfloat16 |
+    | `residual`, `norm_weight`, `n_splits` | as those of `mhc_pre` | |
     | `fn` | `[m, m * h]`; of more rows the first `m` count | float32 |
     | `scale` | `[1]` or `[]` | float32 |
     | `base` | `[m]` | float32 |
-    | `norm_weight` | `[m * h]`, or None | float32 |
-    | `n_splits` | without effect: the device decides | int |
     | returns | `[..., h]` | bfloat16 |
 
     Parameters may have `main_grad`, as those of `mhc_pre`.

@@ -17,11 +17,11 @@ from tile_kernels.runtime import checks
 
 _SCALE = 0.01  # of the part that depends on the token, at the start
 _STAYS = 0.99  # of a stream, at the start
-_MOST = 0.999  # of a sigmoid: one has no logit
+_MAX_SHARE = 0.999  # of a sigmoid: one has no logit
 
 
 def _logit(share: float) -> float:
-    share = min(share, _MOST)
+    share = min(share, _MAX_SHARE)
     return math.log(share / (1 - share))
 
 

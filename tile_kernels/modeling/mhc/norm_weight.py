@@ -23,10 +23,10 @@ class _MergeNormWeight(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         fn, weight = ctx.saved_tensors
-        of_fn, of_weight = ctx.needs_input_grad
+        fn_needed, weight_needed = ctx.needs_input_grad
         return (
-            grad * weight if of_fn else None,
-            (grad * fn).sum(0) if of_weight else None,
+            grad * weight if fn_needed else None,
+            (grad * fn).sum(0) if weight_needed else None,
         )
 
 

@@ -22,7 +22,7 @@ class _Name(NamedTuple):
     is_residual: bool
 
 
-class _Place(NamedTuple):
+class _View(NamedTuple):
     """What autograd keeps instead of such a tensor, or of a view of it."""
 
     name: _Name
@@ -31,7 +31,7 @@ class _Place(NamedTuple):
     offset: int
 
 
-class _Kept(NamedTuple):
+class _Saved(NamedTuple):
     """What autograd keeps of all others."""
 
     tensor: Tensor
@@ -48,7 +48,7 @@ class _Ledger:
 
     def __init__(self, residual: Tensor) -> None:
         # Detached, as all that follow: a graph holds this, which must not hold the graph.
-        self.first = _Kept(residual.detach(), residual._version)
+        self.first = _Saved(residual.detach(), residual._version)
         self.pre: list[Tensor] = []
         self.post: list[Tensor] = []
         self.comb: list[Tensor] = []
@@ -81,7 +81,7 @@ class _Ledger:
             address = tensor.untyped_storage().data_ptr()
             self.now[address] = name, tensor.detach(), tensor._version
 
-    def pack(self, tensor: Tensor) -> _Place | _Kept:
+    def pack(self, tensor: Tensor) -> _View | _Saved:
         """What autograd keeps of a tensor."""
         if type(tensor) is Tensor and tensor.layout is torch.strided:
             found = self.now.get(tensor.untyped_storage().data_ptr())
@@ -90,12 +90,12 @@ class _Ledger:
                 if tensor.dtype == original.dtype and tensor._version == version:
                     self.noted[name] += 1
                     offset = int(tensor.storage_offset() - original.storage_offset())
-                    return _Place(name, tensor.size(), tensor.stride(), offset)
-        return _Kept(tensor.detach(), tensor._version)
+                    return _View(name, tensor.size(), tensor.stride(), offset)
+        return _Saved(tensor.detach(), tensor._version)
 
-    def unpack(self, kept: _Place | _Kept) -> Tensor:
+    def unpack(self, kept: _View | _Saved) -> Tensor:
         """The tensor, as it was."""
-        if isinstance(kept, _Kept):
+        if isinstance(kept, _Saved):
             if kept.tensor._version != kept.version:
                 raise RuntimeError(
                     "RecomputedStack: a tensor that the backward pass needs, of shape "
@@ -121,9 +121,9 @@ class _Ledger:
             first, self.pre, self.outputs[: layers - 1], self.post[: layers - 1],
             self.comb[: layers - 1], inputs, residuals,
         )  # fmt: skip
-        made = {_Name(layer, False): tensor for layer, tensor in enumerate(inputs)}
-        made |= {_Name(layer, True): tensor for layer, tensor in enumerate(residuals, start=1)}
-        self.rebuilt = {name: tensor for name, tensor in made.items() if name in self.noted}
+        computed = {_Name(layer, False): tensor for layer, tensor in enumerate(inputs)}
+        computed |= {_Name(layer, True): tensor for layer, tensor in enumerate(residuals, start=1)}
+        self.rebuilt = {name: tensor for name, tensor in computed.items() if name in self.noted}
         self.left = self.noted.copy()
 
 

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-    with_value,
-)
+from tile_kernels.moe.samples import outside
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import builder, changed
 
 
-def indices_and(num_tokens: int, num_topk: int, num_groups: int, name: str, **more: int) -> Build:
+@builder
+def indices_and(
+    device: torch.device, num_tokens: int, num_topk: int, num_groups: int, name: str, **more: int
+) -> Arguments:
     """Indices from -2 to a little beyond the groups, with `more`, by the operator's names."""
-
-    def make(device: torch.device) -> Arguments:
-        indices = torch.randint(-2, num_groups + 3, (num_tokens, num_topk), device=device)
-        count = "num_groups" if name == "group_idx" else "num_experts"
-        return {name: indices, count: num_groups, **more}
-
-    return make
+    indices = torch.randint(-2, num_groups + 3, (num_tokens, num_topk), device=device)
+    count = "num_groups" if name == "group_idx" else "num_experts"
+    return {name: indices, count: num_groups, **more}
 
 
 SHAPES = [(0, 8, 4), (1, 1, 1), (1, 8, 9), (130, 9, 32), (700, 8, 256), (40, 6, 1000)]
@@ -42,10 +33,7 @@ _GROUP_COUNT = Cases(
             lambda: torch.tensor([1, 3, 1, 0], dtype=torch.int32),
         )
     ],
-    bad_values=[
-        Reject("group_idx", "below -1", with_value("group_idx", -2)),
-        Reject("group_idx", "too large", with_value("group_idx", 10_000)),
-    ],
+    bad_values=outside("group_idx"),
     rejects=[
         Reject("num_groups", "zero", changed(num_groups=0)),
         Reject("num_groups", "too many", changed(num_groups=8193)),

@@ -37,8 +37,8 @@ def count_chunk(indices, first, end, count, num_groups, counts, chunk):
             histogram[step * THREADS + tx] = 0
     T.sync_threads()
     for step in T.serial(T.ceildiv(end - first, BATCH * THREADS)):
-        here = first + step * BATCH * THREADS + tx
-        load_groups(indices, here, THREADS, end, count, num_groups, groups)
+        index = first + step * BATCH * THREADS + tx
+        load_groups(indices, index, THREADS, end, count, num_groups, groups)
         for i in T.unroll(BATCH):
             if groups[i] >= 0:
                 T.atomic_add(histogram[groups[i]], 1)
@@ -56,24 +56,24 @@ def sum_chunks(counts, chunks, chunk, num_groups, total, earlier):
     """
     tx = T.get_thread_binding()
     parts = max(1, THREADS // num_groups)
-    of_all = T.alloc_var(T.int32)
-    of_earlier = T.alloc_var(T.int32)
+    all_sum = T.alloc_var(T.int32)
+    earlier_sum = T.alloc_var(T.int32)
     value = T.alloc_var(T.int32)
     for step in T.unroll(-(-num_groups // THREADS)):
         group = tx % num_groups if parts > 1 else step * THREADS + tx
         part = tx // num_groups if parts > 1 else 0
         if group < num_groups and part < parts:
-            of_all = 0
-            of_earlier = 0
+            all_sum = 0
+            earlier_sum = 0
             for j in T.unroll(-(-chunks // parts), unroll_factor=8):
                 if j * parts + part < chunks:
                     value = counts[j * parts + part, group]
-                    of_all = of_all + value
+                    all_sum = all_sum + value
                     if j * parts + part < chunk:
-                        of_earlier = of_earlier + value
-            T.atomic_add(total[group], of_all)
+                        earlier_sum = earlier_sum + value
+            T.atomic_add(total[group], all_sum)
             if earlier is not None:
-                T.atomic_add(earlier[group], of_earlier)
+                T.atomic_add(earlier[group], earlier_sum)
 
 
 def access_bits(*_: int) -> tuple[tuple[int, int], int]:

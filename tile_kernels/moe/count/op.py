@@ -1,4 +1,4 @@
-"""`group_count`: how often each group is chosen. `aux_fi` (`moe/aux`) has the same kernel."""
+"""`group_count`: how often each group is chosen. `aux_fi` (`moe/fi`) has the same kernel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tile_kernels.moe.arguments import check_slots
 from tile_kernels.moe.count import reference
 from tile_kernels.moe.count.plan import MAX_CHUNKS, MAX_GROUPS, plan
 from tile_kernels.runtime import checks, tickets
@@ -22,7 +23,7 @@ _KERNEL = Kernel("tile_kernels.moe.count.kernel", "group_count", plan)
 
 
 def check_indices(name: str, indices: Tensor) -> None:
-    checks.tensor(name, indices, ("num_tokens", "num_topk"), torch.int64, contiguous=True)
+    check_slots(name, indices)
     checks.countable(name, indices)
 
 

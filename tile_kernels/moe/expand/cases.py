@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,91 +9,55 @@ import torch
 from torch import Tensor
 
 from tile_kernels.moe.fused import dtype_names
-from tile_kernels.moe.fused_cases import (
-    BAD_POSITIONS,
-    BENCHMARK,
-    EXAMPLE_SLOTS,
-    MakeMapping,
-    Mapping,
-    as_int64,
-    fewer_tokens,
-    masked,
-    on_device,
-    received,
-    routed,
-    seeded,
-)
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-)
-from tile_kernels.transpose.cases import random_bits
+from tile_kernels.moe.mappings import BENCHMARK, EXAMPLE, Mapping, mapping, masked, received, routed
+from tile_kernels.moe.samples import fewer_tokens, int64, outside
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import BF16, builder, changed, edited, random_bits
 
-_BF16, _E4M3, _E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 # ---- mappings -----------------------------------------------------------------------------------
 
 
-def _wild(num_tokens: int, num_topk: int, num_positions: int) -> MakeMapping:
+@mapping
+def _wild(num_tokens: int, num_topk: int, num_positions: int) -> tuple[Tensor, Tensor]:
     """Distinct positions in no order, some far out of range; signs that do not fit to them."""
-
-    def make() -> Mapping:
-        slots = torch.randperm(num_positions + 16)[: num_tokens * num_topk].int() - 8
-        slots = slots.view(num_tokens, num_topk)
-        slots[0, 0], slots[-1, -1] = 2**31 - 1, -(2**31)
-        return slots, torch.randint(-1, 1, (num_positions,), dtype=torch.int32)
-
-    return seeded(make)
+    slots = torch.randperm(num_positions + 16)[: num_tokens * num_topk].int() - 8
+    slots = slots.view(num_tokens, num_topk)
+    slots[0, 0], slots[-1, -1] = 2**31 - 1, -(2**31)
+    return slots, torch.randint(-1, 1, (num_positions,), dtype=torch.int32)
 
 
-def _far(num_positions: int) -> MakeMapping:
+@mapping
+def _far(num_positions: int) -> tuple[Tensor, Tensor]:
     """The first and the last of many positions."""
-
-    def make() -> Mapping:
-        last = num_positions - 1
-        slots = torch.tensor([[last, 0, last - 8], [5, last - 3, -1], [last + 1, 31, 32]])
-        return slots.int(), torch.zeros(num_positions, dtype=torch.int32)
-
-    return make
+    last = num_positions - 1
+    slots = torch.tensor([[last, 0, last - 8], [5, last - 3, -1], [last + 1, 31, 32]])
+    return slots.int(), torch.zeros(num_positions, dtype=torch.int32)
 
 
-def _repeated(num_tokens: int, num_topk: int) -> MakeMapping:
+@mapping
+def _repeated(num_tokens: int, num_topk: int) -> tuple[Tensor, Tensor]:
     """Every slot of a token names the same position."""
-
-    def make() -> Mapping:
-        slots = torch.randperm(num_tokens).int()[:, None].repeat(1, num_topk)
-        return slots, torch.zeros(num_tokens + 3, dtype=torch.int32)
-
-    return seeded(make)
+    slots = torch.randperm(num_tokens).int()[:, None].repeat(1, num_topk)
+    return slots, torch.zeros(num_tokens + 3, dtype=torch.int32)
 
 
 # ---- values -------------------------------------------------------------------------------------
 
 
-def _bits(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, skip: int = 0
-) -> Tensor:
-    return random_bits((math.prod(shape) + skip,), dtype, device)[skip:].view(shape)
-
-
-def _expand(mapping: MakeMapping, hidden: int, dtype: torch.dtype = _BF16, skip: int = 0) -> Build:
-    def make(device: torch.device) -> Arguments:
-        mapped = on_device(mapping, device, skip)
-        num_tokens = mapped["token_topk_to_pos"].shape[0]
-        return {"x": _bits((num_tokens, hidden), dtype, device, skip), **mapped}
-
-    return make
+@builder
+def _expand(
+    device: torch.device, routing: Mapping, hidden: int, dtype: torch.dtype = BF16, skip: int = 0
+) -> Arguments:
+    mapped = routing.on(device, skip)
+    num_tokens = mapped["token_topk_to_pos"].shape[0]
+    return {"x": random_bits((num_tokens, hidden), dtype, device, skip), **mapped}
 
 
 _DTYPES = [
-    _BF16, torch.float16, torch.float32, _E4M3, _E5M2, torch.int8, torch.uint8, torch.int16,
+    BF16, torch.float16, torch.float32, _E4M3, _E5M2, torch.int8, torch.uint8, torch.int16,
     torch.int32,
 ]  # fmt: skip
 
@@ -104,14 +67,14 @@ _TOKENS = [3, 2, 0, -1, 3, 1, 0, -1, 2, -1, -1, -1]  # the token at each positio
 
 def _worked(num_positions: int = 12) -> dict[str, Tensor]:
     return {
-        "token_topk_to_pos": torch.tensor(EXAMPLE_SLOTS, dtype=torch.int32),
+        "token_topk_to_pos": torch.tensor(EXAMPLE, dtype=torch.int32),
         "pos_to_expert": torch.tensor(_EXPERTS[:num_positions], dtype=torch.int32),
     }
 
 
 _MAPPING_REJECTS = [
-    as_int64("token_topk_to_pos"),
-    as_int64("pos_to_expert"),
+    int64("token_topk_to_pos"),
+    int64("pos_to_expert"),
     fewer_tokens("token_topk_to_pos"),
 ]
 
@@ -161,7 +124,7 @@ _EXPAND_TO_FUSED = Cases(
             ),
         )
     ],
-    bad_values=BAD_POSITIONS,
+    bad_values=outside("token_topk_to_pos"),
     rejects=_MAPPING_REJECTS,
 )
 
@@ -180,8 +143,10 @@ def _scales(
     return random_bits(shape, dtype, device)
 
 
+@builder
 def _expand_with_sf(
-    mapping: MakeMapping,
+    device: torch.device,
+    routing: Mapping,
     hidden: int,
     group: int,
     sf_dtype: torch.dtype = torch.float32,
@@ -189,27 +154,23 @@ def _expand_with_sf(
     *,
     dtype: torch.dtype = _E4M3,
     layout: str = "rows",
-) -> Build:
+) -> Arguments:
     """`hidden` counts values: int8 data has half as many bytes."""
-
-    def make(device: torch.device) -> Arguments:
-        mapped = on_device(mapping, device)
-        num_tokens = mapped["token_topk_to_pos"].shape[0]
-        num_scales = -(-hidden // group)
-        if sf_dtype == torch.int32:
-            num_scales = -(-num_scales // 4)
-        width = hidden // 2 if dtype == torch.int8 else hidden
-        return {
-            "x": (
-                _bits((num_tokens, width), dtype, device),
-                _scales((num_tokens, num_scales), sf_dtype, device, layout),
-            ),
-            "num_per_channels": group,
-            **mapped,
-            "use_tma_aligned_col_major_sf": column_major,
-        }
-
-    return make
+    mapped = routing.on(device)
+    num_tokens = mapped["token_topk_to_pos"].shape[0]
+    num_scales = -(-hidden // group)
+    if sf_dtype == torch.int32:
+        num_scales = -(-num_scales // 4)
+    width = hidden // 2 if dtype == torch.int8 else hidden
+    return {
+        "x": (
+            random_bits((num_tokens, width), dtype, device),
+            _scales((num_tokens, num_scales), sf_dtype, device, layout),
+        ),
+        "num_per_channels": group,
+        **mapped,
+        "use_tma_aligned_col_major_sf": column_major,
+    }
 
 
 _INT32 = torch.int32
@@ -271,7 +232,7 @@ _EXPAND_TO_FUSED_WITH_SF = Cases(
             _expand_with_sf(routed(9, 4), 192, 32, _INT32, True, dtype=torch.int8),
         ),
         Sample("e2m1.9x4x96.row", _expand_with_sf(_wild(9, 4, 40), 96, 96, dtype=torch.int8)),
-        Sample("bf16.9x4x96.32", _expand_with_sf(_wild(9, 4, 40), 96, 32, dtype=_BF16)),
+        Sample("bf16.9x4x96.32", _expand_with_sf(_wild(9, 4, 40), 96, 32, dtype=BF16)),
         Sample("300x8x576.32", _expand_with_sf(routed(300, 8, 9, 64, 1), 576, 32)),
         Sample(
             "300x2x4112.16.columns",  # two parts
@@ -308,12 +269,12 @@ _EXPAND_TO_FUSED_WITH_SF = Cases(
         Vector("rows", lambda: _worked_with_sf(12, False), lambda: _worked_scales(12, False)),
         Vector("columns", lambda: _worked_with_sf(11, True), lambda: _worked_scales(11, True)),
     ],
-    bad_values=BAD_POSITIONS,
+    bad_values=outside("token_topk_to_pos"),
     rejects=[
         *_MAPPING_REJECTS,
-        Reject("x", "no tuple", lambda a: {**a, "x": a["x"][0]}),
-        Reject("x", "a list", lambda a: {**a, "x": list(a["x"])}),
-        Reject("x", "three tensors", lambda a: {**a, "x": (*a["x"], a["x"][1])}),
+        Reject("x", "no tuple", edited("x", lambda x: x[0])),
+        Reject("x", "a list", edited("x", list)),
+        Reject("x", "three tensors", edited("x", lambda x: (*x, x[1]))),
         Reject("x_sf", "a scale too many", _with_sf(1, lambda sf: torch.cat([sf, sf], 1))),
         Reject("x_sf", "double", _with_sf(1, lambda sf: sf.double())),
         Reject("x", "None", _with_sf(1, lambda _: None)),

@@ -10,7 +10,7 @@ from typing import Any
 
 from tilelang import language as T
 
-from tile_kernels.moe.expand.plan import MARKED, SLOTS_IN_FLIGHT, Plan
+from tile_kernels.moe.expand.plan import MARKED_POSITIONS, SLOTS_IN_FLIGHT, Plan
 from tile_kernels.moe.primitives import first_lane
 from tile_kernels.runtime.device import WARP
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
@@ -60,7 +60,7 @@ def expand(
     scaled, scale_dtype = bool(sf_dtype), sf_dtype or "float32"
     together = max(1, SLOTS_IN_FLIGHT // num_topk)  # tokens in flight while marking
     scale_steps = -(-num_scales // (lanes * parts))  # in each part
-    words = MARKED // 32
+    words = MARKED_POSITIONS // 32
     num_tokens, num_positions, padded = T.dynamic("num_tokens num_positions padded")
     token_stride, scale_stride = T.dynamic("token_stride scale_stride", "int64")
     if scaled:
@@ -83,28 +83,28 @@ def expand(
     def mark(slots, covered, block, first):
         """Set the bit of each position of this block, from its `first` on, that a slot names."""
         tx = T.get_thread_binding()
-        named = T.alloc_local((together, run), T.int32)
-        for turn in T.serial(T.ceildiv(num_tokens, together * threads)):
+        slot_regs = T.alloc_local((together, run), T.int32)
+        for iteration in T.serial(T.ceildiv(num_tokens, together * threads)):
             for k in T.serial(num_topk // run):
                 for u in T.unroll(together):
-                    token = (turn * together + u) * threads + tx
+                    token = (iteration * together + u) * threads + tx
                     for c in T.unroll(run // scan):
                         if token < num_tokens:
                             for v in T.vectorized(scan):
-                                named[u, c * scan + v] = slots[token, k * run + c * scan + v]
+                                slot_regs[u, c * scan + v] = slots[token, k * run + c * scan + v]
                         else:
                             for v in T.unroll(scan):
-                                named[u, c * scan + v] = -1
+                                slot_regs[u, c * scan + v] = -1
                 for u in T.unroll(together):
                     for c in T.unroll(run):
-                        position = T.alloc_var(T.int32, init=named[u, c])
+                        position = T.alloc_var(T.int32, init=slot_regs[u, c])
                         index = T.alloc_var(T.int32, init=(position >> log2) - first)
                         if (
                             position >= 0
                             and position < num_positions
                             and (position & (fills - 1)) == block
                             and index >= 0
-                            and index < MARKED
+                            and index < MARKED_POSITIONS
                         ):
                             # TileLang's own atomic_or is for global memory only.
                             T.call_extern(
@@ -127,8 +127,8 @@ def expand(
         for v in T.unroll(vector):
             zeros[v] = T.cast(0, dtype)
         mine = T.alloc_var(T.int32, init=(to_fill - block + fills - 1) >> log2)
-        for turn in T.serial(T.ceildiv(mine, MARKED)):
-            first = T.alloc_var(T.int32, init=turn * MARKED)
+        for iteration in T.serial(T.ceildiv(mine, MARKED_POSITIONS)):
+            first = T.alloc_var(T.int32, init=iteration * MARKED_POSITIONS)
             for c in T.serial(T.ceildiv(words, threads)):
                 word = c * threads + tx
                 if word < words:  # what lies beyond the last position counts as covered

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tile_kernels.moe.arguments import check_slots
 from tile_kernels.moe.expand import reference
 from tile_kernels.moe.expand.plan import plan
-from tile_kernels.moe.fused import FP8, SLOT_DIMS, check_positions, data_and_scales, dtype_names
+from tile_kernels.moe.fused import FP8, check_positions, data_and_scales, dtype_names
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import (
@@ -40,10 +41,7 @@ _GROUPS = (16, 32, 64, 128)  # channels that share a scale; or all of a row's
 
 def _check_rows(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> None:
     checks.tensor("x", x, ("num_tokens", "hidden"), _DTYPES, contiguous=True)
-    shape = (x.shape[0], None)
-    checks.tensor(
-        "token_topk_to_pos", token_topk_to_pos, SLOT_DIMS, torch.int32, shape=shape, contiguous=True
-    )
+    check_slots("token_topk_to_pos", token_topk_to_pos, torch.int32, x.shape[0])
     checks.tensor("pos_to_expert", pos_to_expert, ("num_positions",), torch.int32)
 
 

@@ -9,13 +9,13 @@ from tile_kernels.moe.plan import ACCESS_BYTES, Split, split
 from tile_kernels.runtime.device import WARP, Device
 
 EXPAND_LANES, WIDE_LANES = 512, 1024
-WRITTEN_OFTEN = 4  # positions of a token
+MIN_COPIES_FOR_WIDE = 4  # positions per token
 EXPAND_THREADS = 512  # about; also what makes finding the uncovered positions quick
 # Blocks that fill what no slot names, a power of two: enough to write at the memory's speed, few
 # enough that each may read all slots. By the number of positions.
 MIN_FILLS, MAX_FILLS = 4, 32
-MANY_POSITIONS = 128
-MARKED = 8192  # positions that one block marks at a time
+MIN_POSITIONS_FOR_MAX_FILLS = 128
+MARKED_POSITIONS = 8192  # positions that one block marks at a time
 SLOTS_IN_FLIGHT = 16  # per thread, while marking
 
 
@@ -46,7 +46,7 @@ def spread(vectors: int, num_tokens: int, num_positions: int, device: Device) ->
     thread is the fastest access pattern for the memory.
     """
     lanes = -(-vectors // WARP) * WARP
-    max_lanes = WIDE_LANES if num_positions >= WRITTEN_OFTEN * num_tokens else EXPAND_LANES
+    max_lanes = WIDE_LANES if num_positions >= MIN_COPIES_FOR_WIDE * num_tokens else EXPAND_LANES
     if num_tokens < 2 * device.num_sms or lanes > max_lanes:
         return split(vectors, num_tokens, device)
     return Split(lanes, 1, 1)
@@ -72,7 +72,7 @@ def plan(
     run = max(n for n in range(scan, SLOTS_IN_FLIGHT + 1, scan) if num_topk % n == 0)
     cut = spread(hidden // vector, num_tokens, num_positions, device)
     rows = 1 if num_tokens < 2 * device.num_sms else max(1, EXPAND_THREADS // cut.lanes)
-    fills = MIN_FILLS if num_positions < MANY_POSITIONS else MAX_FILLS
+    fills = MIN_FILLS if num_positions < MIN_POSITIONS_FOR_MAX_FILLS else MAX_FILLS
     return Plan(
         dtype, width, hidden, num_topk, vector, scan, run, *cut, rows, fills,
         sf_dtype, num_scales, column_major,

@@ -19,10 +19,10 @@ def expand_to_fused(
             [1, 2]])
     """
     num_positions = pos_to_expert.shape[0]
-    named = (token_topk_to_pos >= 0) & (token_topk_to_pos < num_positions)
-    tokens = named.nonzero()[:, 0]
+    valid = (token_topk_to_pos >= 0) & (token_topk_to_pos < num_positions)
+    tokens = valid.nonzero()[:, 0]
     out = x.new_zeros((num_positions, x.shape[1]))
-    out[token_topk_to_pos[named].long()] = x[tokens]
+    out[token_topk_to_pos[valid].long()] = x[tokens]
     return out
 
 

@@ -6,26 +6,28 @@ from typing import Any
 
 import torch
 
-from tile_kernels.moe.top2_sum.cases import physical_map
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
+from tile_kernels.moe.samples import (
+    GATE_REJECTS,
+    SCORING,
+    SPECIAL_LOGITS,
+    fewer_tokens,
+    no_columns,
+    physical_map,
+)
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import (
+    builder,
     changed,
     close_results,
     edited,
+    picked,
     with_value,
 )
 
-_SCORING = ("sigmoid", "sqrtsoftplus", "softmax")
-_VALUES = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, 100.0, -100.0)
 
-
+@builder
 def _gate(
+    device: torch.device,
     num_tokens: int,
     num_experts: int,
     num_topk: int,
@@ -42,34 +44,29 @@ def _gate(
     special: bool = False,
     pad: int = 0,
     ranks: tuple[int, int, int, int] = (0, 1, 0, 1),
-) -> Build:
+) -> Arguments:
     """`pad` elements between rows; `outside`: ids and entries that name nothing, in between."""
-
-    def make(device: torch.device) -> Arguments:
-        logits = 4 * torch.randn(num_tokens, num_experts + pad, device=device)
-        if special and device.type != "meta":
-            values = torch.tensor(_VALUES, device=device)
-            logits = values[torch.randint(len(values), logits.shape, device=device)]
-        beyond = 3 if outside else 0
-        token_ids = torch.randint(-beyond, vocabulary + beyond, (num_tokens,), device=device)
-        table = torch.randint(-beyond, num_experts + beyond, (vocabulary, num_topk), device=device)
-        arguments: Arguments = {
-            "logits": logits.to(dtype)[:, :num_experts],
-            "token_ids": token_ids.to(ids),
-            "table": table.to(entries),
-            "routed_scaling_factor": 2.5,
-            "scoring_func": scoring_func,
-        }
-        if masked:
-            arguments["mask"] = torch.arange(num_tokens, device=device) % 3 != 1
-        if shared:
-            arguments["num_shared_experts"] = shared
-        if extra is not None:
-            arguments.update(physical_map(num_experts + shared, extra, device))
-        names = ("ep_rank", "num_ep_ranks", "tp_rank", "num_tp_ranks")
-        return {**arguments, **dict(zip(names, ranks))}
-
-    return make
+    logits = 4 * torch.randn(num_tokens, num_experts + pad, device=device)
+    if special and device.type != "meta":
+        logits = picked(*logits.shape, device=device, values=SPECIAL_LOGITS)
+    beyond = 3 if outside else 0
+    token_ids = torch.randint(-beyond, vocabulary + beyond, (num_tokens,), device=device)
+    table = torch.randint(-beyond, num_experts + beyond, (vocabulary, num_topk), device=device)
+    arguments: Arguments = {
+        "logits": logits.to(dtype)[:, :num_experts],
+        "token_ids": token_ids.to(ids),
+        "table": table.to(entries),
+        "routed_scaling_factor": 2.5,
+        "scoring_func": scoring_func,
+    }
+    if masked:
+        arguments["mask"] = torch.arange(num_tokens, device=device) % 3 != 1
+    if shared:
+        arguments["num_shared_experts"] = shared
+    if extra is not None:
+        arguments.update(physical_map(num_experts + shared, extra, device))
+    names = ("ep_rank", "num_ep_ranks", "tp_rank", "num_tp_ranks")
+    return {**arguments, **dict(zip(names, ranks))}
 
 
 # ---- worked examples ----------------------------------------------------------------------------
@@ -105,11 +102,11 @@ _HASH_GATE = Cases(
         Sample("0x16.top4", _gate(0, 16, 4)),
         Sample("1x256.top6", _gate(1, 256, 6)),
         Sample("1x1.top1", _gate(1, 1, 1, vocabulary=1)),
-        *(Sample(f"9x72.top6.{s}", _gate(9, 72, 6, s, masked=True)) for s in _SCORING),
-        *(Sample(f"outside.9x33.{s}", _gate(9, 33, 7, s, outside=True)) for s in _SCORING),
+        *(Sample(f"9x72.top6.{s}", _gate(9, 72, 6, s, masked=True)) for s in SCORING),
+        *(Sample(f"outside.9x33.{s}", _gate(9, 33, 7, s, outside=True)) for s in SCORING),
         *(
             Sample(f"bfloat16.7x40.{s}", _gate(7, 40, 6, s, dtype=torch.bfloat16, pad=8))
-            for s in _SCORING
+            for s in SCORING
         ),
         *(
             Sample(
@@ -118,7 +115,7 @@ _HASH_GATE = Cases(
                     5, 64, 6, s, shared=2, extra=6, masked=True, outside=True, ranks=(3, 4, 1, 2)
                 ),
             )
-            for s in _SCORING
+            for s in SCORING
         ),
         Sample("3x37.top32", _gate(3, 37, 32, "softmax", shared=32, extra=32)),
         Sample("int32.6x20", _gate(6, 20, 3, ids=torch.int32)),
@@ -130,7 +127,7 @@ _HASH_GATE = Cases(
     large=[
         *(
             Sample(f"8001x256.{s}", _gate(8001, 256, 6, s, vocabulary=129_280, masked=True))
-            for s in _SCORING
+            for s in SCORING
         ),
         Sample(
             "replicas.100001x64",
@@ -174,7 +171,7 @@ _HASH_GATE = Cases(
             [_WEIGHTS[0], [0, 1.5], [0.75] * 2],
             table=torch.tensor([[0, 3], [2, 5], [-1, 1], [1, 1]]),
         ),
-        # Token 0 takes replica (1 + 0) mod 2 of expert 2: place 7. With 3 places to a rank those
+        # Token 0 takes replica (1 + 0) mod 2 of expert 2: number 7. With 3 experts per rank those
         # are 0..2 and 6..7 here, counted 0..2 and 3..4; 3..5 belong to the other rank of two.
         _vector(
             "map, shared, ranks",
@@ -207,21 +204,14 @@ _HASH_GATE = Cases(
     rejects=[
         Reject("logits", "no experts", edited("logits", lambda x: x[:, :0])),
         Reject("logits", "transposed", edited("logits", lambda x: x.t().contiguous().t())),
-        Reject("token_ids", "other tokens", edited("token_ids", lambda x: x[:-1])),
+        fewer_tokens("token_ids"),
         Reject("token_ids", "floats", edited("token_ids", lambda x: x.float())),
         Reject("table", "no rows", edited("table", lambda x: x[:0])),
-        Reject("table", "no columns", edited("table", lambda x: x[:, :0])),
+        no_columns("table"),
         Reject("table", "33 columns", edited("table", lambda x: x[:, :1].repeat(1, 33))),
-        Reject("scoring_func", "unknown", changed(scoring_func="relu")),
-        Reject("scoring_func", "identity", changed(scoring_func="identity")),
-        Reject("routed_scaling_factor", "a string", changed(routed_scaling_factor="1")),
-        Reject("mask", "too short", changed(mask=torch.ones(4, dtype=torch.bool))),
+        *GATE_REJECTS,
         Reject("num_shared_experts", "negative", changed(num_shared_experts=-1)),
         Reject("to_physical_map", "needed", changed(num_shared_experts=1)),
-        Reject("logical_count", "alone", changed(logical_count=torch.ones(16, dtype=torch.int32))),
-        Reject("num_ep_ranks", "more than experts", changed(num_ep_ranks=17)),
-        Reject("num_tp_ranks", "zero", changed(num_tp_ranks=0)),
-        Reject("ep_rank", "negative", changed(ep_rank=-1)),
     ],
     compare=close_results(rtol=1e-5, atol=1e-8),
 )

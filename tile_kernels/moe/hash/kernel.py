@@ -69,7 +69,7 @@ def hash_gate(*static: Any) -> Any:
                     if lane < p.num_topk:
                         expert[0] = T.cast(table[row, lane], T.int64)
                     if p.scoring == SOFTMAX:
-                        top = largest(lane, token, logits)
+                        top = largest(lane, token, logits, top)
                         denominator = exponentials(lane, token, logits, top)
                     finished(
                         lane, token, expert, top, denominator, logits, to_physical_map,

@@ -7,13 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels.moe.gates import (
-    check_map_values,
-    check_mask,
-    check_numbering,
-    check_scoring,
-    experts_per_rank,
-)
+from tile_kernels.moe import gates
 from tile_kernels.moe.hash import reference
 from tile_kernels.moe.hash.plan import plan
 from tile_kernels.moe.plan import MAX_SLOTS
@@ -46,6 +40,16 @@ class Arguments(NamedTuple):
     tp_rank: int
     num_tp_ranks: int
 
+    @property
+    def num_topk(self) -> int:
+        """Experts that the table gives a token."""
+        return self.table.shape[1]
+
+    @property
+    def num_shared(self) -> int:
+        """Slots of shared experts behind the chosen ones."""
+        return self.num_shared_experts
+
     def check(self) -> None:
         dims = ("num_tokens", "num_experts")
         checks.tensor("logits", self.logits, dims, _FLOATS, unit_inner_stride=True)
@@ -53,13 +57,9 @@ class Arguments(NamedTuple):
         if num_experts < 1:
             raise ValueError("logits must have at least one expert, got 0")
         checks.tensor(
-            "token_ids",
-            self.token_ids,
-            ("num_tokens",),
-            _INTEGERS,
-            shape=(num_tokens,),
+            "token_ids", self.token_ids, ("num_tokens",), _INTEGERS, shape=(num_tokens,),
             contiguous=True,
-        )
+        )  # fmt: skip
         checks.tensor("table", self.table, ("vocabulary", "num_topk"), _INTEGERS, contiguous=True)
         if self.table.shape[0] < 1 or not 1 <= self.table.shape[1] <= MAX_SLOTS:
             raise ValueError(
@@ -67,48 +67,37 @@ class Arguments(NamedTuple):
                 f"{tuple(self.table.shape)}"
             )
         checks.number("routed_scaling_factor", self.routed_scaling_factor)
-        check_scoring(self.scoring_func)
-        check_mask(self.mask, num_tokens)
+        gates.check_scoring(self.scoring_func)
+        gates.check_mask(self.mask, num_tokens)
         checks.integer("num_shared_experts", self.num_shared_experts, 0, MAX_SLOTS)
-        check_numbering(
-            num_experts, self.num_shared_experts, self.to_physical_map, self.logical_count,
-            self.ep_rank, self.num_ep_ranks, self.tp_rank, self.num_tp_ranks,
-        )  # fmt: skip
+        gates.check_numbering(self)
 
     def outputs(self) -> tuple[Out, Out]:
-        shape = (self.logits.shape[0], self.table.shape[1] + self.num_shared_experts)
-        return Out("topk_idx", shape, torch.int64), Out("topk_weights", shape, torch.float32)
+        return gates.gate_outputs(self)
 
     def launches(self, topk_idx: Spec, topk_weights: Spec) -> Launch | None:
         if self.logits.numel() == 0:
             return None
-        num_experts = self.logits.shape[1]
         problem = (
-            num_experts, self.table.shape[1], self.num_shared_experts,
+            self.logits.shape[1], self.num_topk, self.num_shared,
             int(ScoringFunc.from_str(self.scoring_func)), self.mask is not None,
             self.to_physical_map is not None, dtype_name(self.logits), dtype_name(self.token_ids),
             dtype_name(self.table), row_alignment(self.logits),
         )  # fmt: skip
         arguments = (
-            self.logits, self.token_ids, self.table, None if self.mask is None else
-            self.mask.view(-1), self.to_physical_map, self.logical_count, topk_idx, topk_weights,
-            float(self.routed_scaling_factor), self.ep_rank, experts_per_rank(num_experts,
-            self.to_physical_map, self.num_ep_ranks), self.tp_rank, self.num_tp_ranks,
+            self.logits, self.token_ids, self.table, gates.flat_mask(self), self.to_physical_map,
+            self.logical_count, topk_idx, topk_weights, *gates.gate_numbers(self),
         )  # fmt: skip
         return Launch(_KERNEL, problem, arguments)
 
     def check_values(self) -> None:
-        """Refuses ids outside the table unless -1 or masked, and entries that are neither experts
-        nor
-        -1."""
-        read = (
-            self.token_ids
-            if self.mask is None
-            else torch.where(self.mask.view(-1), self.token_ids, -1)
-        )
+        """Refuses ids outside the table unless -1 or masked, and entries that name no expert."""
+        read = self.token_ids
+        if self.mask is not None:
+            read = torch.where(self.mask.view(-1), read, -1)
         checks.in_range("token_ids", read, -1, self.table.shape[0] - 1)
         checks.in_range("table", self.table, -1, self.logits.shape[1] - 1)
-        check_map_values(self.logits.shape[1], self.to_physical_map, self.logical_count)
+        gates.check_map_values(self)
 
 
 def cost(
@@ -203,8 +192,8 @@ def hash_gate(
         num_tp_ranks: The number of tensor-parallel ranks.
 
     Returns:
-        `(topk_idx, topk_weights)`: both `[num_tokens, num_topk + shared]` and contiguous; int64
-        with -1 for an expert that is not on this rank, and float32.
+        `(topk_idx, topk_weights)`, both `[num_tokens, num_topk + shared]`, as `top2_sum_gate`
+        returns them.
 
     Raises:
         TypeError: If an argument has another type or dtype.

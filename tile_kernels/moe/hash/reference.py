@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.moe.placement import placed
+from tile_kernels.moe.placement import to_local_experts
 from tile_kernels.moe.weight.reference import topk_weights
 
 
@@ -54,7 +54,7 @@ def hash_gate(
     chosen = hashed_experts(token_ids, table, mask)
     weights = topk_weights(logits, chosen, scoring_func, routed_scaling_factor)
     routes = _routes(token_ids, table, mask)
-    return placed(
+    return to_local_experts(
         chosen, weights, routes, logits.shape[1], num_shared_experts, to_physical_map,
         logical_count, ep_rank, num_ep_ranks, tp_rank, num_tp_ranks,
     )  # fmt: skip

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-    with_value,
-)
+from tile_kernels.moe.samples import outside
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import builder, changed
 
 
+@builder
 def _indices(
+    device: torch.device,
     num_tokens: int,
     num_topk: int,
     n: int = 256,
@@ -25,20 +19,16 @@ def _indices(
     tp_rank: int = 1,
     num_tp_ranks: int = 2,
     dtype: torch.dtype = torch.int64,
-) -> Build:
+) -> Arguments:
     """Indices from -3 to a little beyond `n`."""
-
-    def make(device: torch.device) -> Arguments:
-        indices = torch.randint(-3, n + 9, (num_tokens, num_topk), dtype=dtype, device=device)
-        return {
-            "indices": indices,
-            "n": n,
-            "num_ep_ranks": num_ep_ranks,
-            "tp_rank": tp_rank,
-            "num_tp_ranks": num_tp_ranks,
-        }
-
-    return make
+    indices = torch.randint(-3, n + 9, (num_tokens, num_topk), dtype=dtype, device=device)
+    return {
+        "indices": indices,
+        "n": n,
+        "num_ep_ranks": num_ep_ranks,
+        "tp_rank": tp_rank,
+        "num_tp_ranks": num_tp_ranks,
+    }
 
 
 def _ranked(tp_rank: int) -> Arguments:
@@ -90,14 +80,11 @@ _MASK_INDICES_BY_TP = Cases(
 )
 
 
-def _repeating(num_tokens: int, num_topk: int, num_groups: int) -> Build:
+@builder
+def _repeating(device: torch.device, num_tokens: int, num_topk: int, num_groups: int) -> Arguments:
     """Few distinct groups, so that rows repeat them; -1 and worse among them."""
-
-    def make(device: torch.device) -> Arguments:
-        indices = torch.randint(-2, num_groups, (num_tokens, num_topk), device=device)
-        return {"group_indices": indices, "num_groups": num_groups}
-
-    return make
+    indices = torch.randint(-2, num_groups, (num_tokens, num_topk), device=device)
+    return {"group_indices": indices, "num_groups": num_groups}
 
 
 def _unique_vector(rows: list[list[int]]) -> Arguments:
@@ -125,16 +112,13 @@ _INPLACE_UNIQUE_GROUP_INDICES = Cases(
             ),
         )
     ],
-    bad_values=[
-        Reject("group_indices", "below -1", with_value("group_indices", -2)),
-        Reject("group_indices", "too large", with_value("group_indices", 10_000)),
-    ],
+    bad_values=outside("group_indices"),
     rejects=[
         Reject("num_groups", "zero", changed(num_groups=0)),
         Reject(
             "group_indices",
             "65 columns",
-            lambda a: {**a, "group_indices": torch.zeros(2, 65, dtype=torch.int64)},
+            changed(group_indices=torch.zeros(2, 65, dtype=torch.int64)),
         ),
     ],
 )

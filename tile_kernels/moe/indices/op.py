@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tile_kernels.moe.arguments import check_slots
 from tile_kernels.moe.indices import reference
 from tile_kernels.moe.indices.plan import MAX_UNIQUE_COLUMNS, plan_mask, plan_unique
 from tile_kernels.runtime import checks
@@ -17,8 +18,6 @@ from tile_kernels.runtime.operator import Operator
 
 _MASK = Kernel("tile_kernels.moe.indices.kernel", "mask_indices_by_tp", plan_mask)
 _UNIQUE = Kernel("tile_kernels.moe.indices.kernel", "unique_indices", plan_unique)
-
-_DIMS = ("num_tokens", "num_topk")
 
 
 # ---- indices of a tensor-parallel rank ----------------------------------------------------------
@@ -32,7 +31,7 @@ class MaskArguments(NamedTuple):
     num_tp_ranks: int
 
     def check(self) -> None:
-        checks.tensor("indices", self.indices, _DIMS, (torch.int64, torch.int32), contiguous=True)
+        check_slots("indices", self.indices, (torch.int64, torch.int32))
         checks.countable("indices", self.indices)
         checks.integer("num_ep_ranks", self.num_ep_ranks, 1)
         checks.integer(
@@ -109,7 +108,7 @@ class UniqueArguments(NamedTuple):
     num_groups: int
 
     def check(self) -> None:
-        checks.tensor("group_indices", self.group_indices, _DIMS, torch.int64, contiguous=True)
+        check_slots("group_indices", self.group_indices)
         columns = self.group_indices.shape[1]
         if columns > MAX_UNIQUE_COLUMNS:
             raise ValueError(

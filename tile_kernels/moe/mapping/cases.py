@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.moe.mapping.reference import most_expanded_tokens
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-    with_value,
-)
+from tile_kernels.moe.mapping.reference import max_expanded_tokens
+from tile_kernels.moe.samples import no_columns, outside
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import builder, changed
 
 # What one of 8 ranks receives when each sends 4096 tokens to 8 of 256 experts, 32 of them here:
 # the tokens that chose at least one of its experts, about 1.5 each.
@@ -34,7 +26,9 @@ def routed_topk_idx(
     return torch.where(kept & (chosen < num_experts), chosen, -1)
 
 
+@builder
 def _mapping(
+    device: torch.device,
     num_tokens: int,
     num_topk: int,
     num_experts: int,
@@ -42,19 +36,15 @@ def _mapping(
     *,
     rows: int | None = None,
     share: float = 0.6,
-) -> Build:
+) -> Arguments:
     """`rows` None: as many as can be needed."""
-
-    def make(device: torch.device) -> Arguments:
-        most = most_expanded_tokens(num_tokens * num_topk, num_experts, alignment)
-        return {
-            "topk_idx": routed_topk_idx(num_tokens, num_topk, num_experts, share, device),
-            "num_experts": num_experts,
-            "num_expanded_tokens": most if rows is None else rows,
-            "alignment": alignment,
-        }
-
-    return make
+    max_rows = max_expanded_tokens(num_tokens * num_topk, num_experts, alignment)
+    return {
+        "topk_idx": routed_topk_idx(num_tokens, num_topk, num_experts, share, device),
+        "num_experts": num_experts,
+        "num_expanded_tokens": max_rows if rows is None else rows,
+        "alignment": alignment,
+    }
 
 
 def _bad_values(device: torch.device) -> Arguments:
@@ -62,14 +52,11 @@ def _bad_values(device: torch.device) -> Arguments:
     return {**arguments, "topk_idx": torch.randint(-4, 9, (50, 3), device=device)}
 
 
-def _overflowing(rows: int) -> Build:
-    """With a place for the number of choices that found no row."""
-
-    def make(device: torch.device) -> Arguments:
-        arguments = _mapping(90, 4, 6, 16, rows=rows)(device)
-        return {**arguments, "overflow": torch.full((1,), -7, dtype=torch.int32, device=device)}
-
-    return make
+@builder
+def _overflowing(device: torch.device, rows: int) -> Arguments:
+    """With a buffer for the number of choices that found no row."""
+    arguments = _mapping(90, 4, 6, 16, rows=rows)(device)
+    return {**arguments, "overflow": torch.full((1,), -7, dtype=torch.int32, device=device)}
 
 
 def _one_expert(device: torch.device) -> Arguments:
@@ -83,7 +70,7 @@ _ROWS = (
     [0, 2, 3, -1, 0, 1, 3, -1, 2, -1, -1, -1],
     [0, 4, 7, -1, 1, 2, 6, -1, 5, -1, -1, -1],
 )
-_PLACES = [[0, 4], [5, -1], [1, 8], [6, 2]]
+_POSITIONS = [[0, 4], [5, -1], [1, 8], [6, 2]]
 
 
 def _arguments(num_expanded_tokens: int) -> Arguments:
@@ -142,13 +129,13 @@ _GET_FUSED_MAPPING = Cases(
         Vector(
             "as many as needed",
             lambda: _arguments(0),
-            lambda: ((*_tensors(*_ROWS, _PLACES, *_EXPERTS), [4, 0, 4, 4]), None),
+            lambda: ((*_tensors(*_ROWS, _POSITIONS, *_EXPERTS), [4, 0, 4, 4]), None),
         ),
         Vector(
             "16 rows",
             lambda: _arguments(16),
             lambda: (
-                (*_tensors(*([*row, -1, -1, -1, -1] for row in _ROWS), _PLACES, *_EXPERTS), []),
+                (*_tensors(*([*row, -1, -1, -1, -1] for row in _ROWS), _POSITIONS, *_EXPERTS), []),
                 None,
             ),
         ),
@@ -170,12 +157,9 @@ _GET_FUSED_MAPPING = Cases(
             ),
         ),
     ],
-    bad_values=[
-        Reject("topk_idx", "below -1", with_value("topk_idx", -2)),
-        Reject("topk_idx", "too large", with_value("topk_idx", 10_000)),
-    ],
+    bad_values=outside("topk_idx"),
     rejects=[
-        Reject("topk_idx", "no columns", lambda a: {**a, "topk_idx": a["topk_idx"][:, :0]}),
+        no_columns("topk_idx"),
         Reject("num_experts", "zero", changed(num_experts=0)),
         Reject("num_experts", "too many", changed(num_experts=8193)),
         Reject("alignment", "zero", changed(alignment=0)),

@@ -89,8 +89,8 @@ def fused_mapping(num_topk: int, num_experts: int, chunks: int, placing_warps: i
                 first_slot = chunk * length + warp * (length // placing_warps)
                 end = first_slot + length // placing_warps
             experts = T.alloc_local((BATCH,), T.int32)
-            of_all = T.alloc_var(T.int32)
-            of_earlier = T.alloc_var(T.int32)
+            number = T.alloc_var(T.int32)
+            entry = T.alloc_var(T.int32)
             value = T.alloc_var(T.int32)
 
             for step in T.serial(T.ceildiv(placing_warps * num_experts, THREADS)):
@@ -115,33 +115,33 @@ def fused_mapping(num_topk: int, num_experts: int, chunks: int, placing_warps: i
             T.sync_threads()
 
             # Ranges, in the order of the experts; then where each warp's first slot goes.
-            of_all = 0
+            number = 0
             for i in T.unroll(experts_per_thread):
                 e = tx * experts_per_thread + i
                 if e < num_experts:
-                    of_all = of_all + T.ceildiv(total[e], alignment) * alignment
-            begin = T.alloc_var(T.int32, init=exclusive_prefix(of_all, sums))
+                    number = number + T.ceildiv(total[e], alignment) * alignment
+            begin = T.alloc_var(T.int32, init=exclusive_prefix(number, sums))
             for i in T.unroll(experts_per_thread):
                 e = tx * experts_per_thread + i
                 if e < num_experts:
                     value = begin + start[e]
                     start[e] = begin
                     for w in T.serial(placing_warps):
-                        of_earlier = next_position[w, e]
+                        entry = next_position[w, e]
                         next_position[w, e] = value
-                        value = value + of_earlier
-                    of_all = T.ceildiv(total[e], alignment) * alignment
+                        value = value + entry
+                    number = T.ceildiv(total[e], alignment) * alignment
                     if chunk == 0:
                         base = 3 * capacity + num_slots
                         flat[base + e] = T.min(begin, capacity)
-                        flat[base + num_experts + e] = T.min(begin + of_all, capacity)
-                        flat[base + 2 * num_experts + e] = T.min(begin + of_all, capacity) - T.min(
+                        flat[base + num_experts + e] = T.min(begin + number, capacity)
+                        flat[base + 2 * num_experts + e] = T.min(begin + number, capacity) - T.min(
                             begin, capacity
                         )
                         value = begin + total[e] - T.max(begin, capacity)
                         if value > 0:
                             T.atomic_add(dropped[0], value)
-                    begin = begin + of_all
+                    begin = begin + number
             T.sync_threads()
             if chunk == 0 and tx == 0:
                 flat[3 * capacity + num_slots + 3 * num_experts] = dropped[0]
@@ -158,40 +158,40 @@ def fused_mapping(num_topk: int, num_experts: int, chunks: int, placing_warps: i
                     rank = T.alloc_var(
                         T.int32, init=T.cast(T.popcount(peers & earlier_lanes), T.int32)
                     )
-                    of_all = -1
+                    number = -1
                     if value >= 0:
-                        of_all = next_position[warp, value] + rank
+                        number = next_position[warp, value] + rank
                     T.sync_warp()
                     if value >= 0:
                         if rank == 0:
-                            next_position[warp, value] = of_all + T.cast(T.popcount(peers), T.int32)
-                        if of_all < capacity:
-                            flat[of_all] = value
-                            flat[capacity + of_all] = slot // num_topk
-                            flat[2 * capacity + of_all] = slot
+                            next_position[warp, value] = number + T.cast(T.popcount(peers), T.int32)
+                        if number < capacity:
+                            flat[number] = value
+                            flat[capacity + number] = slot // num_topk
+                            flat[2 * capacity + number] = slot
                         else:
-                            of_all = -1
+                            number = -1
                     T.sync_warp()
                     if slot < end and slot < num_slots:
-                        flat[3 * capacity + slot] = of_all
+                        flat[3 * capacity + slot] = number
 
             # Padding behind each expert's slots (`alignment` candidates for each), all blocks
             # together; then everything behind the last range.
             for step in T.serial(T.ceildiv(num_experts * alignment, chunks * THREADS)):
                 i = (step * chunks + chunk) * THREADS + tx
                 if i < num_experts * alignment:
-                    of_earlier = i // alignment
-                    value = start[of_earlier] + total[of_earlier] + i % alignment
-                    of_all = T.ceildiv(total[of_earlier], alignment) * alignment
-                    if value < start[of_earlier] + of_all and value < capacity:
+                    entry = i // alignment
+                    value = start[entry] + total[entry] + i % alignment
+                    number = T.ceildiv(total[entry], alignment) * alignment
+                    if value < start[entry] + number and value < capacity:
                         flat[value] = -1
                         flat[capacity + value] = -1
                         flat[2 * capacity + value] = -1
-            of_all = start[num_experts - 1] + (
+            number = start[num_experts - 1] + (
                 T.ceildiv(total[num_experts - 1], alignment) * alignment
             )
-            for step in T.serial(T.ceildiv(T.max(capacity - of_all, 0), chunks * THREADS)):
-                value = of_all + (step * chunks + chunk) * THREADS + tx
+            for step in T.serial(T.ceildiv(T.max(capacity - number, 0), chunks * THREADS)):
+                value = number + (step * chunks + chunk) * THREADS + tx
                 if value < capacity:
                     flat[value] = -1
                     flat[capacity + value] = -1

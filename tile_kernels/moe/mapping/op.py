@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tile_kernels.moe.arguments import check_slots
 from tile_kernels.moe.count.op import chunk_counts
 from tile_kernels.moe.mapping import reference
 from tile_kernels.moe.mapping.plan import MAX_EXPERTS, MAX_NUMBERS, plan
@@ -14,7 +15,7 @@ from tile_kernels.moe.mapping.reference import (
     Mapping,
     finish_mapping,
     fused_mapping,
-    most_expanded_tokens,
+    max_expanded_tokens,
 )
 from tile_kernels.runtime import backends, checks
 from tile_kernels.runtime.cases import Cost
@@ -37,11 +38,10 @@ class Arguments(NamedTuple):
         """Rows of the result: as given, or enough for any choice of experts."""
         if self.num_expanded_tokens or self.force_no_sync:
             return self.num_expanded_tokens
-        return most_expanded_tokens(self.topk_idx.numel(), self.num_experts, self.alignment)
+        return max_expanded_tokens(self.topk_idx.numel(), self.num_experts, self.alignment)
 
     def check(self) -> None:
-        dims = ("num_tokens", "num_topk")
-        checks.tensor("topk_idx", self.topk_idx, dims, torch.int64, contiguous=True)
+        check_slots("topk_idx", self.topk_idx)
         if self.topk_idx.shape[1] < 1:
             raise ValueError("topk_idx must have at least one column, got 0")
         checks.integer("num_experts", self.num_experts, 1, MAX_EXPERTS)
@@ -49,7 +49,7 @@ class Arguments(NamedTuple):
         checks.integer("num_expanded_tokens", self.num_expanded_tokens, 0)
         checks.boolean("force_no_sync", self.force_no_sync)
         size = _num_numbers(self)
-        rows = most_expanded_tokens(self.topk_idx.numel(), self.num_experts, self.alignment)
+        rows = max_expanded_tokens(self.topk_idx.numel(), self.num_experts, self.alignment)
         if isinstance(size, int) and max(size, rows) > MAX_NUMBERS:
             raise ValueError(
                 f"topk_idx and num_expanded_tokens must give at most {MAX_NUMBERS} numbers, got "

@@ -48,7 +48,7 @@ def split_mapping(flat: Tensor, topk_shape: torch.Size, num_experts: int) -> tup
     return *parts[:3], parts[3].view(topk_shape), *parts[4:]
 
 
-def most_expanded_tokens(num_slots: int, num_experts: int, alignment: int) -> int:
+def max_expanded_tokens(num_slots: int, num_experts: int, alignment: int) -> int:
     """Rows that are enough whichever experts are chosen."""
     return (num_slots + (alignment - 1) * num_experts) // alignment * alignment
 
@@ -70,7 +70,7 @@ def get_fused_mapping(
     synchronise = num_expanded_tokens == 0 and not force_no_sync
     capacity = num_expanded_tokens
     if synchronise:
-        capacity = most_expanded_tokens(topk_idx.numel(), num_experts, alignment)
+        capacity = max_expanded_tokens(topk_idx.numel(), num_experts, alignment)
     flat = fused_mapping(topk_idx, num_experts, capacity, alignment)
     return finish_mapping(flat, topk_idx, num_experts, synchronise, overflow)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,114 +9,75 @@ import torch
 from torch import Tensor
 
 from tile_kernels.moe.fused import dtype_names
-from tile_kernels.moe.fused_cases import (
-    BAD_POSITIONS,
-    BENCHMARK,
-    EXAMPLE_SLOTS,
-    MakeMapping,
-    Mapping,
-    as_int64,
-    fewer_tokens,
-    masked,
-    on_device,
-    received,
-    routed,
-    seeded,
-)
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-)
+from tile_kernels.moe.mappings import BENCHMARK, EXAMPLE, Mapping, mapping, masked, received, routed
+from tile_kernels.moe.samples import fewer_tokens, int64, outside
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import BF16, INF, NAN, builder, changed, edited, normal
 
-_BF16, _E4M3, _E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-_INF, _NAN = float("inf"), float("nan")
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def _numbers(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, skip: int = 0
-) -> Tensor:
-    flat = torch.randn(math.prod(shape) + skip, device=device)
-    return flat.to(dtype)[skip:].view(shape)
-
-
+@builder
 def _reduce(
-    mapping: MakeMapping,
+    device: torch.device,
+    routing: Mapping,
     hidden: int,
-    dtype: torch.dtype = _BF16,
+    dtype: torch.dtype = BF16,
     *,
     weights: bool = True,
     x_sf: bool = False,
     sf: float | None = None,
     skip: int = 0,
     **more: Any,
-) -> Build:
+) -> Arguments:
     """`more` are arguments as they are."""
-
-    def make(device: torch.device) -> Arguments:
-        mapped = on_device(mapping, device)
-        slots, num_positions = mapped["token_topk_to_pos"], mapped["pos_to_expert"].shape[0]
-        x = _numbers((num_positions, hidden), dtype, device, skip)
-        return {
-            "x": (x, torch.randn(num_positions, device=device)) if x_sf else x,
-            "topk_weights": torch.rand(slots.shape, device=device) if weights else None,
-            "token_topk_to_pos": slots,
-            **({} if sf is None else {"sf": torch.tensor([sf], device=device)}),
-            **more,
-        }
-
-    return make
+    mapped = routing.on(device)
+    slots, num_positions = mapped["token_topk_to_pos"], mapped["pos_to_expert"].shape[0]
+    x = normal(num_positions, hidden, device=device, dtype=dtype, skip=skip)
+    return {
+        "x": (x, torch.randn(num_positions, device=device)) if x_sf else x,
+        "topk_weights": torch.rand(slots.shape, device=device) if weights else None,
+        "token_topk_to_pos": slots,
+        **({} if sf is None else {"sf": torch.tensor([sf], device=device)}),
+        **more,
+    }
 
 
-def _sized(mapping: MakeMapping) -> MakeMapping:
-    """As many positions as slots, as the reference tests have it."""
-
-    def sized() -> Mapping:
-        slots, pos_to_expert = mapping()
-        return slots, pos_to_expert.new_zeros((slots.numel(),))
-
-    return sized
+@mapping
+def _sized(given: Mapping) -> tuple[Tensor, Tensor]:
+    """As many positions as slots."""
+    slots, pos_to_expert = given.make()
+    return slots, pos_to_expert.new_zeros((slots.numel(),))
 
 
-def _extreme(dtype: torch.dtype, **more: Any) -> Build:
-    """Signed zeros, subnormals, overflow, infinities and NaN, at every place of the sum."""
-    values = [0.0, -0.0, 1.0, -1.0, 1e-40, -1e-45, 3e38, -3e38, 65504.0, 448.0, _INF, -_INF, _NAN]
-
-    def make(device: torch.device) -> Arguments:
-        x = torch.tensor(values, device=device).expand(13, 13).clone()
-        x[:, 1::2] = x.T[:, 1::2]  # every pair of values in a column
-        slots = torch.arange(52, dtype=torch.int32, device=device).view(13, 4) * 5 % 15 - 1
-        weights = torch.tensor([1.0, -1.0, 1e-3, -0.0, 3e38, _INF, 0.0, 1e-45], device=device)
-        return {
-            "x": (x.to(dtype), x[:, 0].clone()),
-            "topk_weights": weights.repeat(7)[:52].view(13, 4),
-            "token_topk_to_pos": slots,
-            **more,
-        }
-
-    return make
+@builder
+def _extreme(device: torch.device, dtype: torch.dtype, **more: Any) -> Arguments:
+    """Signed zeros, subnormals, overflow, infinities and NaN, at every index of the sum."""
+    values = [0.0, -0.0, 1.0, -1.0, 1e-40, -1e-45, 3e38, -3e38, 65504.0, 448.0, INF, -INF, NAN]
+    x = torch.tensor(values, device=device).expand(13, 13).clone()
+    x[:, 1::2] = x.T[:, 1::2]  # every pair of values in a column
+    slots = torch.arange(52, dtype=torch.int32, device=device).view(13, 4) * 5 % 15 - 1
+    weights = torch.tensor([1.0, -1.0, 1e-3, -0.0, 3e38, INF, 0.0, 1e-45], device=device)
+    return {
+        "x": (x.to(dtype), x[:, 0].clone()),
+        "topk_weights": weights.repeat(7)[:52].view(13, 4),
+        "token_topk_to_pos": slots,
+        **more,
+    }
 
 
-def _any_slots(num_tokens: int, num_topk: int, num_positions: int) -> MakeMapping:
+@mapping
+def _any_slots(num_tokens: int, num_topk: int, num_positions: int) -> tuple[Tensor, Tensor]:
     """Positions repeat, between tokens too, and lie out of range."""
-
-    def make() -> Mapping:
-        slots = torch.randint(-3, num_positions + 3, (num_tokens, num_topk), dtype=torch.int32)
-        slots[0, 0], slots[-1, -1] = 2**31 - 1, -(2**31)
-        return slots, torch.zeros(num_positions, dtype=torch.int32)
-
-    return seeded(make)
+    slots = torch.randint(-3, num_positions + 3, (num_tokens, num_topk), dtype=torch.int32)
+    slots[0, 0], slots[-1, -1] = 2**31 - 1, -(2**31)
+    return slots, torch.zeros(num_positions, dtype=torch.int32)
 
 
 def _worked_reduce(**more: Any) -> Arguments:
     rows = torch.arange(12.0)[:, None] + torch.tensor([0.0, 0.5])
     weights = torch.tensor([[0.5, 0.25], [1.0, 9.0], [2.0, 1.0], [1.0, -1.0]])
-    slots = torch.tensor(EXAMPLE_SLOTS, dtype=torch.int32)
+    slots = torch.tensor(EXAMPLE, dtype=torch.int32)
     return {"x": rows, "topk_weights": weights, "token_topk_to_pos": slots, **more}
 
 
@@ -147,11 +107,11 @@ _REDUCE_FUSED = Cases(
                 _reduce(_any_slots(9, 3, 30), 40, d, x_sf=True, out_dtype=o),
             )
             for d, o in [
-                (_E4M3, _BF16),
+                (_E4M3, BF16),
                 (_E5M2, torch.float16),
                 (_E5M2, _E4M3),
-                (_BF16, torch.float32),
-                (torch.float32, _BF16),
+                (BF16, torch.float32),
+                (torch.float32, BF16),
             ]
         ),
         *(
@@ -161,7 +121,7 @@ _REDUCE_FUSED = Cases(
                     routed(20, 4), 48, d, weights=w, x_sf=s, sf=-0.5 * s or None, fp8_format="e4m3"
                 ),
             )
-            for d in (torch.float32, _BF16)
+            for d in (torch.float32, BF16)
             for w, s in [(False, True), (True, False), (True, True)]
         ),
         Sample("20x4x48.plain", _reduce(routed(20, 4), 48, weights=False)),
@@ -174,10 +134,10 @@ _REDUCE_FUSED = Cases(
         Sample("40x4x24-misaligned", _reduce(_any_slots(40, 4, 90), 24, skip=1)),
         Sample("masked.20x4x16", _reduce(masked(20, 4, 9), 16, sf=-1.0, fp8_format="e4m3")),
         Sample("extreme.float32", _extreme(torch.float32)),
-        Sample("extreme.bf16", _extreme(_BF16)),
+        Sample("extreme.bf16", _extreme(BF16)),
         Sample("extreme.fp16", _extreme(torch.float16)),
         Sample("extreme.fp16.float32", _extreme(torch.float16, out_dtype=torch.float32)),
-        Sample("extreme.e5m2.bf16", _extreme(_E5M2, out_dtype=_BF16)),
+        Sample("extreme.e5m2.bf16", _extreme(_E5M2, out_dtype=BF16)),
         Sample("extreme.float32.e4m3", _extreme(torch.float32, fp8_format="e4m3")),
         # Several tokens in a block.
         Sample("300x8x72", _reduce(_any_slots(300, 8, 500), 72, x_sf=True)),
@@ -200,21 +160,19 @@ _REDUCE_FUSED = Cases(
             )
             for k, e, r, h, d, w, s, f in [
                 (2, 9, 8, 2048, torch.float32, True, True, ""),
-                (6, 32, 8, 7168, _BF16, True, False, ""),
-                (8, 32, 8, 3072, _BF16, False, True, "e4m3"),
+                (6, 32, 8, 7168, BF16, True, False, ""),
+                (8, 32, 8, 3072, BF16, False, True, "e4m3"),
                 (9, 4, 64, 2560, torch.float32, True, True, "e4m3"),
                 (8, 32, 8, 4096, _E4M3, True, True, ""),
             ]
         ),
-        Sample(
-            "over-2^31.e4m3", _reduce(_any_slots(1000, 8, 40000), 65536, _E4M3, out_dtype=_BF16)
-        ),
+        Sample("over-2^31.e4m3", _reduce(_any_slots(1000, 8, 40000), 65536, _E4M3, out_dtype=BF16)),
     ],
     benchmarks=[
         Benchmark("bf16", _reduce(BENCHMARK, 7168), goal_us=186.2),
         Benchmark(
             "e4m3.bf16",
-            _reduce(BENCHMARK, 7168, _E4M3, x_sf=True, out_dtype=_BF16),
+            _reduce(BENCHMARK, 7168, _E4M3, x_sf=True, out_dtype=BF16),
         ),
         Benchmark("bf16.64", _reduce(routed(64, 8, 32, 16, 1), 7168)),
         Benchmark("bf16.8-valid", _reduce(routed(4096, 8, 32, 16, 1), 7168)),
@@ -241,23 +199,23 @@ _REDUCE_FUSED = Cases(
             lambda: torch.tensor([[-5.5, -6], [-12, -14], [-32, -36], [-8, -9]]).to(_E4M3),
         ),
     ],
-    bad_values=BAD_POSITIONS,
+    bad_values=outside("token_topk_to_pos"),
     rejects=[
-        as_int64("token_topk_to_pos"),
+        int64("token_topk_to_pos"),
         fewer_tokens("topk_weights"),
-        Reject("x", "integers", lambda a: {**a, "x": a["x"].int()}),
-        Reject("x", "three tensors", lambda a: {**a, "x": (a["x"],) * 3}),
+        Reject("x", "integers", edited("x", torch.Tensor.int)),
+        Reject("x", "three tensors", edited("x", lambda x: (x,) * 3)),
         Reject("x_sf", "too few", _no_x_sf(lambda sf: sf[:-1])),
         Reject("x", "None", _no_x_sf(lambda _: None)),
         Reject("x_sf", "double", _no_x_sf(lambda sf: sf.double())),
         Reject("x_sf", "strided", _no_x_sf(lambda sf: sf.repeat(2)[::2])),
-        Reject("topk_weights", "half", lambda a: {**a, "topk_weights": a["topk_weights"].half()}),
+        Reject("topk_weights", "half", edited("topk_weights", torch.Tensor.half)),
         Reject("fp8_format", "e5m2", changed(fp8_format="e5m2")),
         Reject("fp8_format", "None", changed(fp8_format=None)),
         Reject("out_dtype", "e5m2", changed(out_dtype=_E5M2)),
         Reject("out_dtype", "int32", changed(out_dtype=torch.int32)),
-        Reject("out_dtype", "two answers", changed(out_dtype=_BF16, fp8_format="e4m3")),
-        Reject("out_dtype", "e5m2 left open", lambda a: {**a, "x": a["x"].to(_E5M2)}),
+        Reject("out_dtype", "two answers", changed(out_dtype=BF16, fp8_format="e4m3")),
+        Reject("out_dtype", "e5m2 left open", edited("x", lambda x: x.to(_E5M2))),
         Reject("sf", "without float8", changed(sf=torch.ones(1))),
         Reject("sf", "two", changed(sf=torch.ones(2), fp8_format="e4m3")),
     ],

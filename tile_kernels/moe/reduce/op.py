@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tile_kernels.moe.arguments import check_slots
 from tile_kernels.moe.expand.op import expand_to_fused
-from tile_kernels.moe.fused import FP8, SLOT_DIMS, check_positions, data_and_scales, dtype_names
+from tile_kernels.moe.fused import FP8, check_positions, data_and_scales, dtype_names
 from tile_kernels.moe.reduce import reference
 from tile_kernels.moe.reduce.plan import plan
 from tile_kernels.runtime import checks
@@ -36,17 +37,9 @@ class Arguments(NamedTuple):
     def check(self) -> None:
         checks.tensor("x", self.x, ("num_positions", "hidden"), _X_DTYPES, contiguous=True)
         slots = self.token_topk_to_pos
-        checks.tensor("token_topk_to_pos", slots, SLOT_DIMS, torch.int32, contiguous=True)
+        check_slots("token_topk_to_pos", slots, torch.int32)
         if self.topk_weights is not None:
-            shape = tuple(slots.shape)
-            checks.tensor(
-                "topk_weights",
-                self.topk_weights,
-                SLOT_DIMS,
-                torch.float32,
-                shape=shape,
-                contiguous=True,
-            )
+            check_slots("topk_weights", self.topk_weights, torch.float32, *slots.shape)
         if self.x_sf is not None:
             checks.tensor(
                 "x_sf", self.x_sf, ("num_positions",), torch.float32, shape=(self.x.shape[0],),

@@ -43,9 +43,9 @@ def reduce_fused(
     total = rows.new_zeros((num_tokens, rows.shape[1]), dtype=torch.float32)
     at_once = _TOKENS_AT_ONCE if rows.is_cpu else max(num_tokens, 1)
     for first in range(0, num_tokens, at_once):
-        some = slice(first, first + at_once)
+        chunk = slice(first, first + at_once)
         for k in range(num_topk):
-            position = token_topk_to_pos[some, k].long()
+            position = token_topk_to_pos[chunk, k].long()
             token = ((position >= 0) & (position < rows.shape[0])).nonzero()[:, 0]
             position = position[token]
             row, token = rows[position].float(), token + first

@@ -239,20 +239,20 @@ def block_gate(gate: Gate) -> Any:
         count = T.max(T.min(gate.num_experts - first, MAX_PER_LANE), 0)
         load(logits, bias, token, first, count, logit, offset)
         if gate.scoring == SOFTMAX:
-            of_warp = T.alloc_shared((2, warps), T.float32)
+            warp_values = T.alloc_shared((2, warps), T.float32)
             top = warp_max_float(largest(count, logit))
             if lane == 0:
-                of_warp[0, warp] = top
+                warp_values[0, warp] = top
             T.sync_threads()
             for w in T.unroll(warps):
-                top = T.max(top, of_warp[0, w])
+                top = T.max(top, warp_values[0, w])
             denominator = warp_sum(exponentials(count, logit, top))
             if lane == 0:
-                of_warp[1, warp] = denominator
+                warp_values[1, warp] = denominator
             T.sync_threads()
             denominator = T.float32(0)
             for w in T.unroll(warps):
-                denominator = T.ieee_add(denominator, of_warp[1, w])
+                denominator = T.ieee_add(denominator, warp_values[1, w])
         rank_keys(count, logit, offset, keys)
         if grouped:
             all_keys = T.alloc_shared((gate.num_experts,), T.int32)

@@ -7,14 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels.moe.gates import (
-    check_groups,
-    check_map_values,
-    check_mask,
-    check_numbering,
-    check_scoring,
-    experts_per_rank,
-)
+from tile_kernels.moe import gates
+from tile_kernels.moe.arguments import check_scores
 from tile_kernels.moe.plan import MAX_SLOTS
 from tile_kernels.moe.scoring import ScoringFunc
 from tile_kernels.moe.top2_sum import reference
@@ -56,35 +50,24 @@ class Arguments(NamedTuple):
         return self.num_shared_experts if self.use_shared_as_routed else 0
 
     def check(self) -> None:
-        checks.tensor(
-            "logits", self.logits, ("num_tokens", "num_experts"), torch.float32, contiguous=True
-        )
+        check_scores("logits", self.logits, MAX_EXPERTS)
         num_tokens, num_experts = self.logits.shape
-        if not 1 <= num_experts <= MAX_EXPERTS:
-            raise ValueError(f"logits must have 1..{MAX_EXPERTS} experts, got {num_experts}")
         checks.tensor(
-            "bias",
-            self.bias,
-            ("num_experts",),
-            torch.float32,
-            shape=(num_experts,),
+            "bias", self.bias, ("num_experts",), torch.float32, shape=(num_experts,),
             contiguous=True,
-        )
+        )  # fmt: skip
         limit = min(num_experts, MAX_SLOTS)
         checks.integer("num_topk", self.num_topk, 1, limit, because="(experts, and at most 32)")
-        check_groups(num_experts, self.num_topk, self.num_topk_groups, self.num_groups)
+        gates.check_groups(num_experts, self.num_topk, self.num_topk_groups, self.num_groups)
         checks.boolean("use_shared_as_routed", self.use_shared_as_routed)
         if self.use_shared_as_routed:
             checks.integer("num_shared_experts", self.num_shared_experts, 1, MAX_SLOTS)
         else:
             checks.integer("num_shared_experts", self.num_shared_experts, 0)
         checks.number("routed_scaling_factor", self.routed_scaling_factor)
-        check_scoring(self.scoring_func)
-        check_numbering(
-            num_experts, self.num_shared, self.to_physical_map, self.logical_count,
-            self.ep_rank, self.num_ep_ranks, self.tp_rank, self.num_tp_ranks,
-        )  # fmt: skip
-        check_mask(self.mask, num_tokens)
+        gates.check_scoring(self.scoring_func)
+        gates.check_numbering(self)
+        gates.check_mask(self.mask, num_tokens)
         if self.fix_routing_mask is not None:
             checks.tensor(
                 "fix_routing_mask", self.fix_routing_mask, ("num_tokens",), torch.bool,
@@ -98,6 +81,9 @@ class Arguments(NamedTuple):
                 torch.int64, shape=(num_tokens, self.num_topk), unit_inner_stride=True,
             )  # fmt: skip
 
+    def outputs(self) -> tuple[Out, Out]:
+        return gates.gate_outputs(self)
+
     def launches(self, topk_idx: Spec, topk_weights: Spec) -> Launch | None:
         if self.logits.numel() == 0:
             return None
@@ -106,42 +92,32 @@ class Arguments(NamedTuple):
     def check_values(self) -> None:
         """Refuses fixed choices that are no experts, and counts of replicas that exceed the map."""
         if self.fix_routing_mask is not None and self.unmapped_topk_idx is not None:
-            read = (
-                self.fix_routing_mask
-                if self.mask is None
-                else self.fix_routing_mask & self.mask.view(-1)
-            )
+            read = self.fix_routing_mask
+            if self.mask is not None:
+                read = read & self.mask.view(-1)
             chosen = torch.where(read[:, None], self.unmapped_topk_idx, 0)
             checks.in_range("unmapped_topk_idx", chosen, 0, self.logits.shape[1] - 1)
-        check_map_values(self.logits.shape[1], self.to_physical_map, self.logical_count)
-
-
-def outputs(a: Arguments) -> tuple[Out, Out]:
-    shape = (a.logits.shape[0], a.num_topk + a.num_shared)
-    return Out("topk_idx", shape, torch.int64), Out("topk_weights", shape, torch.float32)
+        gates.check_map_values(self)
 
 
 def outputs_with_choice(a: Arguments) -> tuple[Out, Out, Out]:
     choice = Out("choice", (a.logits.shape[0], a.num_topk), torch.int64)
-    return *outputs(a), choice
+    return *gates.gate_outputs(a), choice
 
 
 def _launch(a: Arguments, choice: Any, topk_idx: Spec, topk_weights: Spec) -> Launch:
     """`choice` holds the choice of fixed tokens and receives that of all, or is None."""
-    num_experts = a.logits.shape[1]
     grouped = a.num_groups != a.num_topk_groups
     groups = (a.num_groups, a.num_topk_groups) if grouped else (0, 0)
     problem = (
-        num_experts, a.num_topk, *groups, a.num_shared, int(ScoringFunc.from_str(a.scoring_func)),
+        a.logits.shape[1], a.num_topk, *groups, a.num_shared,
+        int(ScoringFunc.from_str(a.scoring_func)),
         a.mask is not None, a.fix_routing_mask is not None, a.to_physical_map is not None,
         choice is not None, alignment(a.logits, a.bias),
     )  # fmt: skip
     arguments = (
-        a.logits, a.bias, None if a.mask is None else a.mask.view(-1), a.fix_routing_mask,
-        a.to_physical_map, a.logical_count, choice, topk_idx, topk_weights,
-        float(a.routed_scaling_factor), a.ep_rank,
-        experts_per_rank(num_experts, a.to_physical_map, a.num_ep_ranks), a.tp_rank,
-        a.num_tp_ranks,
+        a.logits, a.bias, gates.flat_mask(a), a.fix_routing_mask, a.to_physical_map,
+        a.logical_count, choice, topk_idx, topk_weights, *gates.gate_numbers(a),
     )  # fmt: skip
     return Launch(_KERNEL, problem, arguments)
 
@@ -201,7 +177,6 @@ _DYNAMIC = {"logits": 1, "mask": 0, "fix_routing_mask": 0, "unmapped_topk_idx": 
 TOP2_SUM_GATE = Operator(
     "moe.top2_sum_gate",
     Arguments,
-    outputs=outputs,
     reference=reference.top2_sum_gate,
     cost=cost,
     dynamic=_DYNAMIC,
@@ -211,7 +186,6 @@ TOP2_SUM_GATE = Operator(
 IN_PLACE = Operator(
     "moe._top2_sum_gate_in_place",
     Arguments,
-    outputs=outputs,
     reference=reference.top2_sum_gate,
     dynamic=_DYNAMIC,
     mutates=("unmapped_topk_idx",),

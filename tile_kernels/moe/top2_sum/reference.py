@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.moe.placement import placed
+from tile_kernels.moe.placement import to_local_experts
 from tile_kernels.moe.scoring import ScoringFunc
 from tile_kernels.moe.topk.reference import stable_topk, topk_sum_and_topk_group_idx
 from tile_kernels.moe.weight.reference import gate_scores, topk_weights
@@ -73,7 +73,7 @@ def top2_sum_gate(
         routes = mask.view(num_tokens)
     if unmapped_topk_idx is not None:
         unmapped_topk_idx.copy_(torch.where(routes[:, None], chosen, -1))
-    return placed(
+    return to_local_experts(
         chosen, weights, routes, logits.shape[1], num_shared, to_physical_map, logical_count,
         ep_rank, num_ep_ranks, tp_rank, num_tp_ranks,
     )  # fmt: skip

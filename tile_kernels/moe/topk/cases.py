@@ -5,39 +5,25 @@ from __future__ import annotations
 import torch
 
 from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
-
-_NAN, _INF = float("nan"), float("inf")
-
-
-def _scores(num_tokens: int, num_experts: int, num_topk: int) -> Build:
-    def make(device: torch.device) -> Arguments:
-        scores = torch.randn(num_tokens, num_experts, device=device)
-        return {"scores": scores, "num_topk": num_topk}
-
-    return make
+from tile_kernels.runtime.sampling import INF, NAN, builder, changed, edited, normal, picked
 
 
-def _misaligned(num_tokens: int, num_experts: int, num_topk: int, skip: int) -> Build:
+@builder
+def _scores(
+    device: torch.device, num_tokens: int, num_experts: int, num_topk: int, skip: int = 0
+) -> Arguments:
     """Contiguous scores whose first element is `skip` elements into their storage."""
-
-    def make(device: torch.device) -> Arguments:
-        flat = torch.randn(num_tokens * num_experts + skip, device=device)
-        return {"scores": flat[skip:].view(num_tokens, num_experts), "num_topk": num_topk}
-
-    return make
+    scores = normal(num_tokens, num_experts, device=device, skip=skip)
+    return {"scores": scores, "num_topk": num_topk}
 
 
-def _special(num_tokens: int, num_experts: int, num_topk: int) -> Build:
+@builder
+def _special(device: torch.device, num_tokens: int, num_experts: int, num_topk: int) -> Arguments:
     """Rows made of few distinct values: ties everywhere, NaN of both signs, infinities, zeros."""
-
-    def make(device: torch.device) -> Arguments:
-        values = torch.tensor([_NAN, -_NAN, _INF, -_INF, 0.0, -0.0, 1.0, -1.0], device=device)
-        picks = torch.randint(len(values), (num_tokens, num_experts), device=device)
-        scores = values[picks]
-        scores[0] = -_INF  # nothing but ties
-        return {"scores": scores, "num_topk": num_topk}
-
-    return make
+    values = (NAN, -NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0)
+    scores = picked(num_tokens, num_experts, device=device, values=values)
+    scores[0] = -INF  # nothing but ties
+    return {"scores": scores, "num_topk": num_topk}
 
 
 def _gate(kind: Build, num_tokens: int, num_experts: int, num_topk: int, note: str = "") -> Sample:
@@ -68,8 +54,8 @@ _TOPK_GATE = Cases(
     small=[
         *(_gate(_scores(*shape), *shape) for shape in _SHAPES),
         *(_gate(_special(*shape), *shape, note="special.") for shape in _SPECIAL),
-        _gate(_misaligned(5, 64, 6, skip=1), 5, 64, 6, note="misaligned."),
-        _gate(_misaligned(2, 1024, 8, skip=2), 2, 1024, 8, note="misaligned."),
+        _gate(_scores(5, 64, 6, skip=1), 5, 64, 6, note="misaligned."),
+        _gate(_scores(2, 1024, 8, skip=2), 2, 1024, 8, note="misaligned."),
     ],
     large=[
         *(_gate(_scores(t, e, k), t, e, k) for t in (4001, 8001) for e, k in (*_GRID, (256, 8))),
@@ -78,10 +64,10 @@ _TOPK_GATE = Cases(
     ],
     benchmarks=[
         Benchmark("256.8", _scores(8192, 256, 8), goal_us=6.0),
-        Benchmark("384.8", _scores(8192, 384, 8)),
-        Benchmark("72.6", _scores(8192, 72, 6)),
-        Benchmark("4096.8", _scores(8192, 4096, 8)),
-        Benchmark("4096.64", _scores(8192, 4096, 64)),
+        *(
+            Benchmark(f"{e}.{k}", _scores(8192, e, k))
+            for e, k in [(384, 8), (72, 6), (4096, 8), (4096, 64)]
+        ),
     ],
     vectors=[
         Vector(
@@ -95,21 +81,19 @@ _TOPK_GATE = Cases(
         Vector(
             "NaN first, -inf distinct",
             lambda: {
-                "scores": torch.tensor([[1.0, _NAN, 3.0, _INF, -_INF, -_INF]]),
+                "scores": torch.tensor([[1.0, NAN, 3.0, INF, -INF, -INF]]),
                 "num_topk": 6,
             },
             lambda: torch.tensor([[1, 3, 2, 0, 4, 5]]),
         ),
     ],
     rejects=[
-        Reject("num_topk", "zero", lambda a: {**a, "num_topk": 0}),
+        Reject("num_topk", "zero", changed(num_topk=0)),
         Reject("num_topk", "too large", lambda a: {**a, "num_topk": a["scores"].shape[1] + 1}),
-        Reject("num_topk", "a float", lambda a: {**a, "num_topk": 2.0}),
+        Reject("num_topk", "a float", changed(num_topk=2.0)),
         Reject("scores", "no experts", lambda a: {"scores": a["scores"][:, :0], "num_topk": 1}),
-        Reject(
-            "scores", "too many experts", lambda a: {**a, "scores": a["scores"].new_empty(1, 8193)}
-        ),
-        Reject("scores", "half precision", lambda a: {**a, "scores": a["scores"].half()}),
+        Reject("scores", "too many experts", edited("scores", lambda x: x.new_empty(1, 8193))),
+        Reject("scores", "half precision", edited("scores", torch.Tensor.half)),
         Reject(
             "scores",
             "transposed",
@@ -122,7 +106,13 @@ _TOPK_GATE = Cases(
 # ---- groups -------------------------------------------------------------------------------------
 
 
+def _of_groups(scores: torch.Tensor, num_topk_sum: int, num_topk_groups: int) -> Arguments:
+    return {"scores": scores, "num_topk_sum": num_topk_sum, "num_topk_groups": num_topk_groups}
+
+
+@builder
 def _grouped(
+    device: torch.device,
     num_tokens: int,
     num_groups: int,
     group_size: int,
@@ -130,19 +120,11 @@ def _grouped(
     num_topk_groups: int,
     *,
     special: bool = False,
-) -> Build:
+) -> Arguments:
     """Scores by group; special ones are ties, NaN, infinities and zeros as for the gate."""
     build = (_special if special else _scores)(num_tokens, num_groups * group_size, 1)
-
-    def make(device: torch.device) -> Arguments:
-        scores = build(device)["scores"].view(num_tokens, num_groups, group_size)
-        return {
-            "scores": scores,
-            "num_topk_sum": num_topk_sum,
-            "num_topk_groups": num_topk_groups,
-        }
-
-    return make
+    scores = build(device)["scores"].view(num_tokens, num_groups, group_size)
+    return _of_groups(scores, num_topk_sum, num_topk_groups)
 
 
 def _groups(*shape: int, special: bool = False) -> Sample:
@@ -150,16 +132,8 @@ def _groups(*shape: int, special: bool = False) -> Sample:
     return Sample(label + "x".join(map(str, shape)), _grouped(*shape, special=special))
 
 
-def _two_groups(rows: list[list[float]], num_topk_sum: int, num_topk_groups: int) -> Arguments:
-    return {
-        "scores": torch.tensor([rows]),
-        "num_topk_sum": num_topk_sum,
-        "num_topk_groups": num_topk_groups,
-    }
-
-
-_PAIRS = [[1.0, 5.0], [3.0, 3.0], [4.0, 1.0], [0.0, 7.0]]
-_TIES = [[1.0, 1.0], [2.0, 0.0], [0.0, 2.0], [1.5, 0.5]]
+_PAIRS = torch.tensor([[[1.0, 5.0], [3.0, 3.0], [4.0, 1.0], [0.0, 7.0]]])
+_TIES = torch.tensor([[[1.0, 1.0], [2.0, 0.0], [0.0, 2.0], [1.5, 0.5]]])
 
 _TOPK_GROUP = Cases(
     small=[
@@ -184,26 +158,24 @@ _TOPK_GROUP = Cases(
     ],
     benchmarks=[Benchmark("8x32", _grouped(8192, 8, 32, 2, 4), goal_us=5.0)],
     vectors=[
-        Vector("largest", lambda: _two_groups(_PAIRS, 1, 4), lambda: torch.tensor([[3, 0, 2, 1]])),
-        Vector("sum of 2", lambda: _two_groups(_PAIRS, 2, 4), lambda: torch.tensor([[3, 0, 1, 2]])),
-        Vector("all tie", lambda: _two_groups(_TIES, 2, 2), lambda: torch.tensor([[0, 1]])),
+        Vector("largest", lambda: _of_groups(_PAIRS, 1, 4), lambda: torch.tensor([[3, 0, 2, 1]])),
+        Vector("sum of 2", lambda: _of_groups(_PAIRS, 2, 4), lambda: torch.tensor([[3, 0, 1, 2]])),
+        Vector("all tie", lambda: _of_groups(_TIES, 2, 2), lambda: torch.tensor([[0, 1]])),
     ],
     rejects=[
-        Reject("num_topk_sum", "three", lambda a: {**a, "num_topk_sum": 3}),
+        Reject("num_topk_sum", "three", changed(num_topk_sum=3)),
         Reject(
             "num_topk_sum",
             "above a group",
             lambda a: {**a, "scores": a["scores"][..., :1].clone(), "num_topk_sum": 2},
         ),
-        Reject("num_topk_groups", "zero", lambda a: {**a, "num_topk_groups": 0}),
+        Reject("num_topk_groups", "zero", changed(num_topk_groups=0)),
         Reject(
             "num_topk_groups",
             "too many",
             lambda a: {**a, "num_topk_groups": a["scores"].shape[1] + 1},
         ),
-        Reject(
-            "scores", "too many groups", lambda a: {**a, "scores": a["scores"].new_empty(1, 65, 2)}
-        ),
+        Reject("scores", "too many groups", edited("scores", lambda x: x.new_empty(1, 65, 2))),
     ],
 )
 

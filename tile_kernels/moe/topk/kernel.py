@@ -108,9 +108,9 @@ def topk_gate_block(num_experts: int, num_topk: int, threads: int) -> Any:
     ):
         with T.Kernel(num_tokens, threads=threads) as token:
             pairs = T.alloc_shared((size,), T.int64)
-            here = T.alloc_var(T.int32)
-            one = T.alloc_var(T.int64)
-            other = T.alloc_var(T.int64)
+            index = T.alloc_var(T.int32)
+            low = T.alloc_var(T.int64)
+            high = T.alloc_var(T.int64)
             tx = T.get_thread_binding()
             for step in T.serial(T.ceildiv(size, threads)):
                 e = step * threads + tx
@@ -128,15 +128,15 @@ def topk_gate_block(num_experts: int, num_topk: int, threads: int) -> Any:
                     for step in T.serial(T.ceildiv(size // 2, threads)):
                         i = step * threads + tx
                         if i < size // 2:
-                            here = T.shift_left(T.shift_right(i, shift), shift + 1) + (
+                            index = T.shift_left(T.shift_right(i, shift), shift + 1) + (
                                 i & (stride - 1)
                             )
-                            one = pairs[here]
-                            other = pairs[here + stride]
-                            descending = (here & T.shift_left(2, level)) == 0
-                            if (one < other) == descending:
-                                pairs[here] = other
-                                pairs[here + stride] = one
+                            low = pairs[index]
+                            high = pairs[index + stride]
+                            descending = (index & T.shift_left(2, level)) == 0
+                            if (low < high) == descending:
+                                pairs[index] = high
+                                pairs[index + stride] = low
                     T.sync_threads()
             for step in T.serial(T.ceildiv(num_topk, threads)):
                 p = step * threads + tx

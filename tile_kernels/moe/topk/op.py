@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tile_kernels.moe.arguments import check_scores
 from tile_kernels.moe.plan import MAX_GROUPS
 from tile_kernels.moe.topk import reference
 from tile_kernels.moe.topk.plan import (
@@ -39,12 +40,8 @@ class GateArguments(NamedTuple):
     num_topk: int
 
     def check(self) -> None:
-        checks.tensor(
-            "scores", self.scores, ("num_tokens", "num_experts"), torch.float32, contiguous=True
-        )
+        check_scores("scores", self.scores, MAX_EXPERTS)
         num_experts = self.scores.shape[1]
-        if not 1 <= num_experts <= MAX_EXPERTS:
-            raise ValueError(f"scores must have 1..{MAX_EXPERTS} experts, got {num_experts}")
         checks.integer("num_topk", self.num_topk, 1, num_experts, because="(the number of experts)")
 
     def outputs(self) -> Out:

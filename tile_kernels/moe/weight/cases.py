@@ -4,41 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-    close_results,
-    with_value,
-)
-
-_SCORING = ("sigmoid", "sqrtsoftplus", "softmax")
-_INF = float("inf")
-
+from tile_kernels.moe.samples import SCORING, fewer_tokens, no_columns, outside
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import INF, builder, changed, close_results, edited, normal
 
 # ---- weights of a given choice ------------------------------------------------------------------
 
 
+@builder
 def _chosen(
-    num_tokens: int, num_experts: int, num_topk: int, scoring_func: str, skip: int = 0
-) -> Build:
+    device: torch.device,
+    num_tokens: int,
+    num_experts: int,
+    num_topk: int,
+    scoring_func: str,
+    skip: int = 0,
+) -> Arguments:
     """Choices from -1 to a little beyond the experts."""
-
-    def make(device: torch.device) -> Arguments:
-        flat = torch.randn(num_tokens * num_experts + skip, device=device) * 4
-        return {
-            "logits": flat[skip:].view(num_tokens, num_experts),
-            "topk_idx": torch.randint(-1, num_experts + 2, (num_tokens, num_topk), device=device),
-            "scoring_func": scoring_func,
-            "routed_scaling_factor": 2.5,
-        }
-
-    return make
+    return {
+        "logits": normal(num_tokens, num_experts, device=device, skip=skip).mul_(4),
+        "topk_idx": torch.randint(-1, num_experts + 2, (num_tokens, num_topk), device=device),
+        "scoring_func": scoring_func,
+        "routed_scaling_factor": 2.5,
+    }
 
 
 _TOPK_WEIGHTS = Cases(
@@ -46,12 +34,12 @@ _TOPK_WEIGHTS = Cases(
         *(
             Sample(f"{t}x{e}.top{k}.{s}", _chosen(t, e, k, s))
             for t, e, k in [(0, 8, 2), (1, 256, 8), (1, 1, 1), (5, 33, 7), (9, 64, 32)]
-            for s in _SCORING
+            for s in SCORING
         ),
         Sample("misaligned", _chosen(5, 64, 6, "softmax", skip=1)),
     ],
-    large=[Sample(f"8001x256.{s}", _chosen(8001, 256, 8, s)) for s in _SCORING],
-    benchmarks=[Benchmark(f"{s}.256.8", _chosen(8192, 256, 8, s)) for s in _SCORING],
+    large=[Sample(f"8001x256.{s}", _chosen(8001, 256, 8, s)) for s in SCORING],
+    benchmarks=[Benchmark(f"{s}.256.8", _chosen(8192, 256, 8, s)) for s in SCORING],
     vectors=[
         Vector(
             "hash gate",
@@ -66,15 +54,12 @@ _TOPK_WEIGHTS = Cases(
             lambda: torch.tensor([[1.0189420, 0.4810580], [0.9165684, 0.5834316], [0.75, 0.75]]),
         )
     ],
-    bad_values=[
-        Reject("topk_idx", "below -1", with_value("topk_idx", -2)),
-        Reject("topk_idx", "too large", with_value("topk_idx", 10_000)),
-    ],
+    bad_values=outside("topk_idx"),
     rejects=[
-        Reject("topk_idx", "no columns", lambda a: {**a, "topk_idx": a["topk_idx"][:, :0]}),
-        Reject("topk_idx", "other tokens", lambda a: {**a, "topk_idx": a["topk_idx"][:-1]}),
+        no_columns("topk_idx"),
+        fewer_tokens("topk_idx"),
         Reject("scoring_func", "unknown", changed(scoring_func="relu")),
-        Reject("logits", "no experts", lambda a: {**a, "logits": a["logits"][:, :0]}),
+        Reject("logits", "no experts", edited("logits", lambda x: x[:, :0])),
         Reject("routed_scaling_factor", "a bool", changed(routed_scaling_factor=True)),
     ],
     compare=close_results(rtol=1e-5, atol=1e-8),
@@ -84,12 +69,10 @@ _TOPK_WEIGHTS = Cases(
 # ---- normalisation of given weights -------------------------------------------------------------
 
 
-def _weights(num_tokens: int, num_topk: int, skip: int = 0) -> Build:
-    def make(device: torch.device) -> Arguments:
-        flat = torch.rand(num_tokens * num_topk + skip, device=device)
-        return {"topk_weights": flat[skip:].view(num_tokens, num_topk)}
-
-    return make
+@builder
+def _weights(device: torch.device, num_tokens: int, num_topk: int, skip: int = 0) -> Arguments:
+    flat = torch.rand(num_tokens * num_topk + skip, device=device)
+    return {"topk_weights": flat[skip:].view(num_tokens, num_topk)}
 
 
 def _extreme_weights(device: torch.device) -> Arguments:
@@ -124,14 +107,12 @@ _NORMALIZE_WEIGHT = Cases(
         Vector(
             "zeros, cancellation",
             lambda: {"topk_weights": torch.tensor([[0.0, 0.0], [1.0, -1.0]])},
-            lambda: (torch.tensor([1e-20, 0.0]), torch.tensor([[0.0, 0.0], [_INF, -_INF]])),
+            lambda: (torch.tensor([1e-20, 0.0]), torch.tensor([[0.0, 0.0], [INF, -INF]])),
         ),
     ],
     rejects=[
-        Reject("topk_weights", "no columns", lambda a: {"topk_weights": a["topk_weights"][:, :0]}),
-        Reject(
-            "topk_weights", "half precision", lambda a: {"topk_weights": a["topk_weights"].half()}
-        ),
+        no_columns("topk_weights"),
+        Reject("topk_weights", "half precision", edited("topk_weights", torch.Tensor.half)),
     ],
 )
 

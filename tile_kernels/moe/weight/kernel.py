@@ -38,7 +38,7 @@ def topk_weights(num_experts: int, num_topk: int, scoring: int, vector: int) -> 
             denominator = T.alloc_var(T.float32, init=T.float32(0))
             if token < num_tokens:  # the same for the whole warp
                 if scoring == SOFTMAX:
-                    top = largest(lane, token, logits)
+                    top = largest(lane, token, logits, top)
                     denominator = exponentials(lane, token, logits, top)
                 expert[0] = T.int64(-1)
                 if lane < num_topk:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tile_kernels.moe.arguments import check_slots
 from tile_kernels.moe.gates import check_scoring
 from tile_kernels.moe.plan import MAX_SLOTS
 from tile_kernels.moe.scoring import ScoringFunc
@@ -20,8 +21,6 @@ from tile_kernels.runtime.operator import Operator
 
 _TOPK = Kernel("tile_kernels.moe.weight.kernel", "topk_weights", plan_topk)
 _NORMALIZE = Kernel("tile_kernels.moe.weight.kernel", "normalize_weight", plan_normalize)
-
-_DIMS = ("num_tokens", "num_topk")
 
 
 # ---- weights of a given choice ------------------------------------------------------------------
@@ -39,8 +38,7 @@ class TopkArguments(NamedTuple):
         )
         if self.logits.shape[1] < 1:
             raise ValueError("logits must have at least one expert, got 0")
-        shape = (self.logits.shape[0], None)
-        checks.tensor("topk_idx", self.topk_idx, _DIMS, torch.int64, shape=shape, contiguous=True)
+        check_slots("topk_idx", self.topk_idx, num_tokens=self.logits.shape[0])
         if not 1 <= self.topk_idx.shape[1] <= MAX_SLOTS:
             raise ValueError(
                 f"topk_idx must have 1..{MAX_SLOTS} columns, got {self.topk_idx.shape[1]}"
@@ -134,7 +132,7 @@ class NormalizeArguments(NamedTuple):
     topk_weights: Tensor
 
     def check(self) -> None:
-        checks.tensor("topk_weights", self.topk_weights, _DIMS, torch.float32, contiguous=True)
+        check_slots("topk_weights", self.topk_weights, torch.float32)
         if self.topk_weights.shape[1] < 1:
             raise ValueError("topk_weights must have at least one column, got 0")
 

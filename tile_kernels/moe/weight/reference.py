@@ -79,16 +79,16 @@ def topk_weights_backward(
     grad = torch.zeros_like(logits)
     if scoring is ScoringFunc.SOFTMAX:
         grad.scatter_(1, idx, _sums_of_equal(grad_score, idx))
-        of_logits = scores * (grad - (grad_score * chosen).sum(1, keepdim=True))
-        return torch.where(valid.any(1, keepdim=True), of_logits, 0)  # also where scores are NaN
+        logit_grads = scores * (grad - (grad_score * chosen).sum(1, keepdim=True))
+        return torch.where(valid.any(1, keepdim=True), logit_grads, 0)  # also where scores are NaN
     if scoring is ScoringFunc.SIGMOID:
         slope = torch.sigmoid(logit) * torch.sigmoid(-logit)
     else:  # sigmoid(x) / (2 score), which is 0/0 far below zero
         slope = torch.where(
             logit < -80, torch.exp(logit / 2) / 2, torch.sigmoid(logit) / (2 * chosen)
         )
-    of_slots = torch.where(valid, grad_score * slope, 0)
-    return grad.scatter_(1, idx, _sums_of_equal(of_slots, idx))
+    slot_grads = torch.where(valid, grad_score * slope, 0)
+    return grad.scatter_(1, idx, _sums_of_equal(slot_grads, idx))
 
 
 def _sums_of_equal(values: torch.Tensor, idx: torch.Tensor) -> torch.Tensor:

@@ -16,21 +16,11 @@ class MHCPreSplitMixes(torch.autograd.Function):
     """`mhc_pre_split_mixes`, whose arguments `apply` takes in order."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input_mixes: Tensor,
-        mhc_scale: Tensor,
-        mhc_base: Tensor,
-        mhc_mult: int,
-        mhc_post_mult_value: float,
-        mhc_pre_eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         """`pre`, `post` and the logits of `comb`; only the arguments are kept."""
-        ctx.save_for_backward(input_mixes, mhc_scale, mhc_base)
-        ctx.post_mult = mhc_post_mult_value
-        return mhc.mhc_pre_split_mixes(
-            input_mixes, mhc_scale, mhc_base, mhc_mult, mhc_post_mult_value, mhc_pre_eps
-        )
+        *tensors, _, ctx.post_mult, _ = arguments
+        ctx.save_for_backward(*tensors)
+        return mhc.mhc_pre_split_mixes(*arguments)
 
     @staticmethod
     @differentiable_once

@@ -3,7 +3,7 @@
 `mhc_post`, `mhc_pre_apply_mix` and `mhc_pre_norm_fn` all read the residual. Backward, the first of
 them to run makes the gradient and leaves it on the storage of the residual; the others add to it in
 place. Autograd sees one gradient, which is complete before anyone reads it, as long as no one else
-reads the residual. `tile_kernels.modeling.mhc` has a way without that condition.
+reads the residual. `tile_kernels.modeling.mhc` does not need that condition.
 """
 
 from __future__ import annotations

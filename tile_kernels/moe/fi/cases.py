@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from tile_kernels.moe.count.cases import EXAMPLE, SHAPES, indices_and
-from tile_kernels.runtime.cases import Benchmark, Cases, Reject, Sample, Vector, changed, with_value
+from tile_kernels.moe.samples import outside
+from tile_kernels.runtime.cases import Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import changed
 
 _AUX_FI = Cases(
     small=[
@@ -30,10 +32,7 @@ _AUX_FI = Cases(
             lambda: torch.tensor([2 / 3, 2.0, 2 / 3, 0.0]),
         )
     ],
-    bad_values=[
-        Reject("topk_idx", "below -1", with_value("topk_idx", -2)),
-        Reject("topk_idx", "too large", with_value("topk_idx", 10_000)),
-    ],
+    bad_values=outside("topk_idx"),
     rejects=[
         Reject("num_experts", "zero", changed(num_experts=0)),
         Reject("num_aux_topk", "zero", changed(num_aux_topk=0)),

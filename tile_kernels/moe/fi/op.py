@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels.moe.aux import reference
 from tile_kernels.moe.count.op import check_indices, chunk_counts, count_launch
 from tile_kernels.moe.count.plan import MAX_GROUPS
+from tile_kernels.moe.fi import reference
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec
