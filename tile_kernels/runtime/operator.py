@@ -31,6 +31,7 @@ from tile_kernels.runtime import backends, checks, emulation, logs, registry
 from tile_kernels.runtime.autograd import no_gradient_message, refuse_tangents
 from tile_kernels.runtime.cases import Cases, Cost, tensors_in
 from tile_kernels.runtime.declaration import Host, Launch, Out, Spec
+from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.runtime.launch import Request, recorder
 from tile_kernels.runtime.outputs import check_output
 from tile_kernels.runtime.prepared import MAX_CALLS, Call, Plan, remember, sized
@@ -83,6 +84,7 @@ class Operator(registry.Registered):
         backward, setup_context: As `torch.library.register_autograd` takes them.
         values: Raises `ValueError` on wrong values; called in the checked mode only.
         instead: The public function that has a gradient, for an operator without one.
+        archs: The architectures that have a kernel, if not all: elsewhere the plan raises.
     """
 
     def __init__(
@@ -106,7 +108,9 @@ class Operator(registry.Registered):
         values: Callable[[Any], None] | None = None,
         instead: str = "",
         serves: str | None = None,
+        archs: tuple[str, ...] = tuple(DESCRIBED),
     ) -> None:
+        self.archs = archs
         self.name, self._label = name, serves or name.rpartition(".")[2]
         registry.register(self)  # first: a name that exists must not replace its custom op
         self.serves = f"{self.family}.{serves}" if serves else None
