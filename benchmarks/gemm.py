@@ -277,7 +277,7 @@ def measured(case: Case, name: str, call: Callable[[], Any], repeats: int) -> di
     line: dict[str, Any] = {"case": case.label, "name": name}
     try:
         us = timing.time_device(call, repeats=repeats).us
-    except Exception as error:  # noqa: BLE001 - a rival may raise anything
+    except Exception as error:
         text = " ".join(str(error).split())
         return {**line, "error": f"{type(error).__name__}: {text[:200]}"}
     return {
@@ -299,7 +299,7 @@ def measure(case: Case, name: str, beside: bool, repeats: int) -> list[dict[str,
         if case.kind != K_GROUPED:  # whose result accumulates
             first = given["d"].clone()
             lines[-1]["same_bits"] = bool(torch.equal(first, function(**given)))
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         lines.append({"case": case.label, "name": name, "error": repr(error)[:300]})
     if beside:
         lines += [measured(case, each, call, repeats) for each, call in rivals(case, made).items()]
@@ -330,7 +330,7 @@ def compile_all(work: Sequence[Any]) -> None:
     def one(item: Any) -> None:
         try:
             item.kernel.handle(item.static, item.arch)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             print(f"{item.label}: {error!r}"[:400], flush=True)
 
     began = time.perf_counter()
@@ -356,7 +356,15 @@ def variants(chosen: Sequence[str], seconds: float, repeats: int) -> list[dict[s
     compile_all(work)
     lines = []
     for name in chosen:
-        command = [sys.executable, "-m", "benchmarks.gemm", "--variant", name, "--repeats", str(repeats)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gemm",
+            "--variant",
+            name,
+            "--repeats",
+            str(repeats),
+        ]
         error, text = "", ""
         try:
             done = subprocess.run(
@@ -413,7 +421,9 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
 
     if options.variants:
         name = "gemm.variants"
-        lines = variants([each for each in VARIANTS if wanted(each)], options.seconds, options.repeats)
+        lines = variants(
+            [each for each in VARIANTS if wanted(each)], options.seconds, options.repeats
+        )
     else:
         name = "gemm"
         lines = run([case for case in CASES if wanted(case.label)], options.repeats)

@@ -176,7 +176,9 @@ def test_largest_codes_over_many_channels() -> None:
     m, n, k = 256, 512, 16384
     codes = [torch.full((rows, k), 448.0, device="cuda").to(E4M3) for rows in (m, n)]
     scales = torch.ones(m, k // 128, device="cuda"), torch.ones(n // 128, k // 128, device="cuda")
-    d = gemm.fp8_gemm_nt((codes[0], scales[0]), (codes[1], scales[1]), torch.empty(m, n, device="cuda"))
+    d = gemm.fp8_gemm_nt(
+        (codes[0], scales[0]), (codes[1], scales[1]), torch.empty(m, n, device="cuda")
+    )
     assert d.sub(448.0 * 448.0 * k).abs().max() < 2.0**-12 * 448 * 448 * k
 
 

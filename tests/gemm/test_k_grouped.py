@@ -53,9 +53,7 @@ def test_exact_sums(ground: tuple[str, str]) -> None:
 
 
 @each_ground
-def test_tiles_have_the_same_bits(
-    ground: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_have_the_same_bits(ground: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     small = ground[1] == "cpu"
     sizes, m, n = ([256, 0, 128], 132, 136) if small else ([4096, 0, 128, 1024], 1032, 2112)
     torch.manual_seed(0)
@@ -118,5 +116,7 @@ def test_result_of_more_than_2_31_elements() -> None:
     product(**given)
     for g in (0, 73, 79):
         part = slice(128 * g, 128 * g + 128)
-        left, right = (data[:, part].float() * sf[g][:, None] for data, sf in (given["a"], given["b"]))
+        left, right = (
+            data[:, part].float() * sf[g][:, None] for data, sf in (given["a"], given["b"])
+        )
         assert torch.equal(given["d"][g], left @ right.T)

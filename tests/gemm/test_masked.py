@@ -37,7 +37,9 @@ def test_bits_are_those_of_the_dense_product(
             d = torch.empty(size, n, dtype=torch.bfloat16, device=ground[1])
             expected.append(gemm.fp8_gemm_nt(rows, b, d))
         for hint in (1, 65, 10_000):
-            d = product(**{**given, "d": torch.full_like(given["d"], torch.nan), "expected_m": hint})
+            d = product(
+                **{**given, "d": torch.full_like(given["d"], torch.nan), "expected_m": hint}
+            )
             assert all(torch.equal(d[g, :size], expected[g]) for g, size in enumerate(sizes))
         for tile in TILES[4:5] if small else TILES:
             set_tile(monkeypatch, tile)

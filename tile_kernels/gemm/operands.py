@@ -109,7 +109,9 @@ def check_row_stride(name: str, x: Tensor) -> None:
     stride = x.stride(0)
     if x.shape[0] > 1 and x.numel():
         if stride * x.element_size() % _TMA_BYTES:
-            raise ValueError(f"{name} must have rows on {_TMA_BYTES} bytes, got strides {x.stride()}")
+            raise ValueError(
+                f"{name} must have rows on {_TMA_BYTES} bytes, got strides {x.stride()}"
+            )
         if stride < x.shape[1]:
             raise ValueError(f"{name} must have rows that do not overlap, got strides {x.stride()}")
 
@@ -129,8 +131,8 @@ def check_row_scales(name: str, sf: Any, shape: tuple[int, ...], steps: int) -> 
         raise ValueError(
             f"the scales of {name} must be contiguous or MN-major, as "
             "tile_kernels.gemm.get_mn_major_tma_aligned_tensor or "
-            "quant.per_token_cast(..., use_tma_aligned_col_major_sf=True) returns them, got strides "
-            f"{tuple(sf.stride())} for shape {tuple(sf.shape)}"
+            "quant.per_token_cast(..., use_tma_aligned_col_major_sf=True) returns them, got "
+            f"strides {tuple(sf.stride())} for shape {tuple(sf.shape)}"
         )
 
 
@@ -146,8 +148,8 @@ def check_b_scales(sf: Any, groups: tuple[int, ...], n: int, steps: int, rows: i
     checks.tensor("the scales of b", sf, dims, SCALE_DTYPES, shape=shape)
     if not (sf.is_contiguous() or is_turned(sf)):
         raise ValueError(
-            "the scales of b must be contiguous, or so after swapping their last two dimensions, as "
-            f"tile_kernels.quant.per_block_cast returns them, got strides {tuple(sf.stride())}"
+            "the scales of b must be contiguous, or so after swapping their last two dimensions, "
+            f"as tile_kernels.quant.per_block_cast returns them, got strides {tuple(sf.stride())}"
         )
 
 
@@ -245,7 +247,7 @@ def check_address(name: str, x: Any) -> None:
 
 def no_outputs(x: Any) -> None:  # noqa: ARG001
     """The products write `d`, and allocate no results."""
-    return None
+    return
 
 
 def scratch(x: Any) -> tuple[Out, ...]:

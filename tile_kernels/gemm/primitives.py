@@ -129,9 +129,7 @@ def build_product(*static: Any) -> Any:
         roles = [(first, WARPGROUP_ROWS, 0, halves) for first in (0, WARPGROUP_ROWS)]
     else:
         roles = [(0, WARPGROUP_ROWS, half, 1) for half in range(halves)]
-    role_threads = [2 * rows * num for _, rows, _, num in roles if num] and [
-        rows // WARPGROUP_ROWS * WARPGROUP for _, rows, _, _ in roles
-    ]
+    role_threads = [rows // WARPGROUP_ROWS * WARPGROUP for _, rows, _, _ in roles]
     threads = sum(role_threads)  # that multiply; after them one warp copies and three idle
 
     # ---- regions ----
@@ -143,7 +141,9 @@ def build_product(*static: Any) -> Any:
         region = (slice(column, column + columns), slice(channel, channel + depth))
         return b[(g, *region)] if b_has_groups else b[region]
 
-    def row_scales(sf: Any, has_groups: bool, packed: bool, g: Any, step: Any, row: Any, num: int) -> Any:
+    def row_scales(
+        sf: Any, has_groups: bool, packed: bool, g: Any, step: Any, row: Any, num: int
+    ) -> Any:
         region = (step // PACKED if packed else step, slice(row, row + num))
         return sf[(g, *region)] if has_groups else sf[region]
 
@@ -369,10 +369,8 @@ def build_product(*static: Any) -> Any:
                     if has_addend or direct:
                         for r, j, e in T.Parallel(rows, WIDTH // 2, 2):  # pairs of a thread
                             if row + r < m and column + side * WIDTH + j * 2 < n:
-                                add_and_store(
-                                    c, d, g, row + r, column_of(at, rank, first_half + side) + j * 2 + e,
-                                    totals[side], r, j * 2 + e,
-                                )  # fmt: skip
+                                to = column_of(at, rank, first_half + side) + j * 2 + e
+                                add_and_store(c, d, g, row + r, to, totals[side], r, j * 2 + e)
                     if not direct:
                         T.tma_store_wait()  # the previous tile has left shared memory
                         T.sync_threads(barrier, own_threads)

@@ -23,7 +23,9 @@ def widened(data: Tensor, sf: Tensor, rows: int, channels: int = 128) -> Tensor:
     return data.double() * scales[..., : data.shape[-2], : data.shape[-1]]
 
 
-def rows_of_b(recipe: tuple[int, ...] | None, recipe_b: tuple[int, ...] | None, default: int) -> int:
+def rows_of_b(
+    recipe: tuple[int, ...] | None, recipe_b: tuple[int, ...] | None, default: int
+) -> int:
     """The rows of `b` that share a scale."""
     if recipe is not None:
         return recipe[1]

@@ -101,15 +101,15 @@ def fp8_gemm_nt(
     *,
     recipe_a: tuple[int, int] | None = None,
     recipe_b: tuple[int, int] | None = None,
-    compiled_dims: str | None = None,
-    disable_ue8m0_cast: bool = False,
+    compiled_dims: str | None = None,  # noqa: ARG001
+    disable_ue8m0_cast: bool = False,  # noqa: ARG001
 ) -> Tensor:
     """Multiplies two e4m3 matrices with scales: `d = c + a @ b.T`.
 
     Products of 128 channels come from the tensor cores; each is multiplied by its two scales and
     added in float32, in ascending order. The bits of a row of `d` do not depend on other rows, on
-    the number of rows or on the SM budget. Row-major scales of rows cost one small launch more. Runs
-    on Hopper; the number of rows is dynamic.
+    the number of rows or on the SM budget. Row-major scales of rows cost one small launch more.
+    Runs on Hopper.
 
     Args:
         a: `(data, scales)`: `[M, K]`, float8_e4m3fn, stride 1 along `K`, and `[M, K / 128]`,

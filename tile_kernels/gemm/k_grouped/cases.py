@@ -122,7 +122,11 @@ CASES = {
             Reject("a", "channels", edited("a", lambda x: (x[0][:, :-64].contiguous(), x[1]))),
             *samples.RESULT_REJECTS,
             Reject("c", "shape", lambda a: {**a, "c": a["d"][1:]}),
-            Reject("d", "bfloat16 with c", lambda a: {**a, "d": a["d"].bfloat16(), "c": a["d"].bfloat16()}),
+            Reject(
+                "d",
+                "bfloat16 with c",
+                lambda a: {**a, "d": a["d"].bfloat16(), "c": a["d"].bfloat16()},
+            ),
             Reject("grouped_layout", "int64", edited("grouped_layout", lambda x: x.long())),
             Reject("grouped_layout", "fewer", edited("grouped_layout", lambda x: x[1:])),
             Reject("ks", "a number", changed(ks=3)),

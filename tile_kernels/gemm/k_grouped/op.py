@@ -15,7 +15,7 @@ from tile_kernels.gemm.operands import BY_ROW, Operand, Recipe
 from tile_kernels.gemm.tiling import BLOCK, K_GROUPED, ROW
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.declaration import Host, Launch, Spec, dtype_name
+from tile_kernels.runtime.declaration import Host, Launch, dtype_name
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
 from tile_kernels.transpose import transpose
@@ -92,7 +92,7 @@ def launches(x: Arguments) -> list[Launch | Host]:
 
 
 def cost(
-    a: Operand, b: Operand, d: Tensor, ks: Any, grouped_layout: Tensor, c: Any = None, **_: Any
+    a: Operand, b: Operand, d: Tensor, grouped_layout: Tensor, c: Any = None, **_: Any
 ) -> Cost:
     """Of sums over all rows."""
     rows = a[0].numel() // max(d.shape[1], 1)
@@ -172,11 +172,11 @@ def k_grouped_fp8_gemm_nt_contiguous(
     *,
     compiled_dims: str | None = None,  # noqa: ARG001
 ) -> Tensor:
-    """Sums products over the rows of each group: `d[g] = c[g] + a[:, rows of g] @ b[:, rows of g].T`.
+    """Sums products over the rows of each group: `d[g] = c[g] + a[:, rows] @ b[:, rows].T`.
 
-    The weight gradients of experts. Rows lie group after group, and each group has a multiple of 128
-    of them; a group without rows has `c[g]`, or zeros. The sizes are read on the device: nothing
-    waits. Numbers are those of `fp8_gemm_nt` with recipe `(1, 1, 128)`.
+    The weight gradients of experts. Rows lie group after group, and each group has a multiple of
+    128 of them; a group without rows has `c[g]`, or zeros. The sizes are read on the device, so the
+    host does not wait. Numbers are those of `fp8_gemm_nt` with recipe `(1, 1, 128)`.
 
     Args:
         a: `(data, scales)`: `[M, R]`, float8_e4m3fn, contiguous, and `[R / 128, M]`, float32,
@@ -235,8 +235,9 @@ def k_grouped_fp8_gemm_tn_contiguous(
     """`k_grouped_fp8_gemm_nt_contiguous` of operands that lie by rows: `[R, M]` and `[R, N]`.
 
     Hopper multiplies e4m3 along contiguous channels only, so both are transposed first, by
-    `transpose.transpose`, one launch each; `quant.per_channel_cast_and_transpose` avoids that. Scales
-    are `[R / 128, M]` and `[R / 128, N]`, as `quant.per_channel_cast(x, "e4m3", 128)` returns them.
+    `transpose.transpose`, one launch each; `quant.per_channel_cast_and_transpose` avoids that.
+    Scales are `[R / 128, M]` and `[R / 128, N]`, as `quant.per_channel_cast(x, "e4m3", 128)`
+    returns them.
 
     Example:
         >>> x = torch.ones(256, 8).to(torch.float8_e4m3fn), torch.ones(2, 8)

@@ -104,9 +104,7 @@ CASES = {
             Sample("psum.130,0,1,128", fp8([130, 0, 1, 128], 384, 256, spare=1, psum=True)),
             Sample("order.127,129,63", fp8([127, 129, 63], 200, 256, order=[2, 0, 1])),
             Sample("row-major.64,0,3", fp8([64, 0, 3], 384, 256, a_layout=ROW_MAJOR)),
-            Sample(
-                "packed.64,3", fp8([64, 3], 384, 256, a_layout=PACKED, b_layout=PACKED)
-            ),
+            Sample("packed.64,3", fp8([64, 3], 384, 256, a_layout=PACKED, b_layout=PACKED)),
             Sample("turned.64,3", fp8([64, 3], 384, 256, b_layout=TURNED)),
             Sample("by row.129,3", fp8([129, 3], 200, 640, recipe=_BY_ROW)),
             Sample(

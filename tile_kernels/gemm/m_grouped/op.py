@@ -95,7 +95,14 @@ def cost(a: Operand, b: Operand, d: Tensor, grouped_layout: Tensor, **_: Any) ->
 
 
 def _reference(
-    a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, d: Tensor, layout: Tensor, psum: bool, rows: int
+    a: Tensor,
+    a_sf: Tensor,
+    b: Tensor,
+    b_sf: Tensor,
+    d: Tensor,
+    layout: Tensor,
+    psum: bool,
+    rows: int,
 ) -> None:
     reference.m_grouped_fp8_gemm_nt_contiguous(
         (a, a_sf), (b, b_sf), d, layout, (1, rows, BLOCK), psum
@@ -175,7 +182,9 @@ def m_grouped_fp8_gemm_nt_contiguous(
         >>> m_grouped_fp8_gemm_nt_contiguous(ones, weights, d, rows)[98:102, 0].tolist()
         [128.0, 128.0, 0.0, 0.0]
     """
-    M_GROUPED_FP8_GEMM_NT_CONTIGUOUS.require(operands.check_operands, a, b, recipe, recipe_a, recipe_b)
+    M_GROUPED_FP8_GEMM_NT_CONTIGUOUS.require(
+        operands.check_operands, a, b, recipe, recipe_a, recipe_b
+    )
     rows = operands.rows_per_scale(recipe, recipe_b)
     M_GROUPED_FP8_GEMM_NT_CONTIGUOUS(*a, *b, d, grouped_layout, use_psum_layout, rows)
     return d

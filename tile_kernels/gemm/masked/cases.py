@@ -57,7 +57,8 @@ def _worked() -> Arguments:
     a, b = torch.zeros(1, 2, 128), torch.zeros(1, 8, 128)
     a[0, :, 7], b[0, 3, 7] = torch.tensor([2.0, 4.0]), 1.5
     return {
-        "a": (a.to(E4M3), torch.full((1, 2, 1), 0.5)), "b": (b.to(E4M3), torch.full((1, 1, 1), 4.0)),
+        "a": (a.to(E4M3), torch.full((1, 2, 1), 0.5)),
+        "b": (b.to(E4M3), torch.full((1, 1, 1), 4.0)),
         "d": torch.full((1, 2, 8), torch.nan, dtype=torch.bfloat16),
         "masked_m": torch.ones(1, dtype=torch.int32), "expected_m": 1,
     }  # fmt: skip
@@ -85,7 +86,10 @@ CASES = {
         ],
         large=[
             Sample("8.4096x7168", fp8([0, 1, 20, 64, 65, 192, 300, 512], 512, 4096, 7168)),
-            Sample("large tiles.8.4096x7168", fp8([0, 1, 20, 64, 65, 192, 300, 512], 512, 4096, 7168, 192)),
+            Sample(
+                "large tiles.8.4096x7168",
+                fp8([0, 1, 20, 64, 65, 192, 300, 512], 512, 4096, 7168, 192),
+            ),
         ],
         benchmarks=[
             Benchmark("32x16 of 128.4096x7168", fp8([16] * 32, 128, 4096, 7168), goal_us=244.0),

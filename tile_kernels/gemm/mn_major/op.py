@@ -21,7 +21,11 @@ class Arguments(NamedTuple):
 
 
 def check(a: Arguments) -> None:
-    dims = ("groups", "rows", "steps") if isinstance(a.sf, Tensor) and a.sf.dim() == 3 else ("rows", "steps")
+    dims = (
+        ("groups", "rows", "steps")
+        if isinstance(a.sf, Tensor) and a.sf.dim() == 3
+        else ("rows", "steps")
+    )
     checks.tensor("sf", a.sf, dims, operands.SCALE_DTYPES, contiguous=True)
     if len(dims) == 3 and a.sf.shape[0] > _MAX_GROUPS:
         raise ValueError(f"sf must have at most {_MAX_GROUPS} groups, got {a.sf.shape[0]}")
@@ -82,6 +86,11 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
 
 
 def _check_layout(sf: Tensor) -> None:
-    checks.tensor("sf", sf, ("rows", "steps")[: sf.dim()] if sf.dim() == 2 else ("groups", "rows", "steps"), operands.SCALE_DTYPES)
+    checks.tensor(
+        "sf",
+        sf,
+        ("rows", "steps")[: sf.dim()] if sf.dim() == 2 else ("groups", "rows", "steps"),
+        operands.SCALE_DTYPES,
+    )
     if not operands.is_mn_major(sf):
         raise ValueError(f"sf must be contiguous or MN-major, got strides {tuple(sf.stride())}")

@@ -13,5 +13,5 @@ class Plan(NamedTuple):
     steps: int
 
 
-def plan(dtype: str, batched: bool, steps: int, device: Device) -> Plan:  # noqa: ARG001
+def plan(dtype: str, batched: bool, steps: int, device: Device) -> Plan:
     return Plan(dtype, batched, steps)
