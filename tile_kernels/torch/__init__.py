@@ -16,6 +16,14 @@ from tile_kernels.attention.norm_rope.reference import kv_compress_norm_rope_cas
 from tile_kernels.attention.select.reference import indexer_select
 from tile_kernels.attention.step.reference import kv_compress_step
 from tile_kernels.attention.topk.reference import indexer_topk
+from tile_kernels.gemm.gemm_nt.reference import fp8_gemm_nt
+from tile_kernels.gemm.k_grouped.reference import (
+    k_grouped_fp8_gemm_nt_contiguous,
+    k_grouped_fp8_gemm_tn_contiguous,
+)
+from tile_kernels.gemm.m_grouped.reference import m_grouped_fp8_gemm_nt_contiguous
+from tile_kernels.gemm.masked.reference import m_grouped_fp8_gemm_nt_masked
+from tile_kernels.gemm.mn_major.reference import get_mn_major_tma_aligned_tensor
 from tile_kernels.moe.hash.reference import hash_gate
 from tile_kernels.moe.mapping.reference import get_fused_mapping
 from tile_kernels.quant.back.reference import (
@@ -124,9 +132,11 @@ __all__ = [
     "expand_to_mhc_bwd",
     "expand_to_mhc_ref",
     "fake_cast",
+    "fp8_gemm_nt",
     "fused_weight",
     "gate_scores",
     "get_fused_mapping",
+    "get_mn_major_tma_aligned_tensor",
     "grad_w_reduce",
     "group_count",
     "hash_gate",
@@ -136,12 +146,16 @@ __all__ = [
     "indexer_select",
     "indexer_topk",
     "inplace_unique_group_indices",
+    "k_grouped_fp8_gemm_nt_contiguous",
+    "k_grouped_fp8_gemm_tn_contiguous",
     "kv_compress",
     "kv_compress_bwd",
     "kv_compress_norm_rope_cast",
     "kv_compress_packed",
     "kv_compress_packed_bwd",
     "kv_compress_step",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
     "mask_indices_by_tp",
     "mhc_head_compute_mix",
     "mhc_head_compute_mix_bwd",

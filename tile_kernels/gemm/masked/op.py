@@ -1,0 +1,157 @@
+"""`m_grouped_fp8_gemm_nt_masked`: products of groups whose sizes are known on the device only."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels.gemm import operands
+from tile_kernels.gemm.masked import reference
+from tile_kernels.gemm.masked.plan import is_small, plan
+from tile_kernels.gemm.operands import Operand, Recipe
+from tile_kernels.gemm.tiling import BLOCK, MASKED
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Host, Launch, Spec, dtype_name
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+
+_KERNEL = Kernel("tile_kernels.gemm.masked.kernel", "masked_gemm_nt", plan)
+
+
+class Arguments(NamedTuple):
+    a: Tensor
+    a_sf: Tensor
+    b: Tensor
+    b_sf: Tensor
+    d: Tensor
+    masked_m: Tensor
+    expected_m: int
+    rows_per_scale: int
+
+
+def check(x: Arguments) -> None:
+    operands.check_codes("a", x.a, ("G", "max_m", "K"), contiguous=True)
+    groups, m, k = x.a.shape
+    operands.check_codes("b", x.b, ("G", "N", "K"), shape=(groups, None, k), contiguous=True)
+    n = x.b.shape[1]
+    operands.check_columns(n)
+    operands.check_row_scales("a", x.a_sf, (groups, m), k // BLOCK)
+    operands.check_b_scales(x.b_sf, (groups,), n, k // BLOCK, x.rows_per_scale)
+    dims = ("G", "max_m", "N")
+    operands.check_result(x.d, None, dims, (groups, m, n), torch.bfloat16, contiguous=True)
+    checks.tensor("masked_m", x.masked_m, ("G",), torch.int32, shape=(groups,), contiguous=True)
+    checks.integer("expected_m", x.expected_m, 1, checks.MOST_SIZE)
+
+
+def check_values(x: Arguments) -> None:
+    checks.in_range("masked_m", x.masked_m, 0, x.a.shape[1])
+
+
+def launches(x: Arguments, *buffers: Spec) -> list[Launch | Host]:
+    a: Any
+    a, b, d = x.a, x.b, x.d
+    if d.numel() == 0:
+        return []
+    if b.numel() == 0:
+        return operands.without_product(d, None, False)
+    for name, data in (("a", a), ("b", b), ("d", d)):
+        operands.check_address(name, data)
+    a_sf, b_sf, before = operands.scales_and_launches(x.a_sf, x.b_sf, x.rows_per_scale, buffers)
+    problem = (
+        is_small(x.expected_m, a.shape[1]), MASKED, dtype_name(a), 0, b.shape[1], a.shape[2],
+        a.shape[2], b.shape[1], dtype_name(d), "", operands.a_scale_kind(x.a_sf),
+        operands.b_scale_kind(x.b_sf, x.rows_per_scale),
+    )  # fmt: skip
+    return [*before, Launch(_KERNEL, problem, (a, a_sf, b, b_sf, x.masked_m, None, d))]
+
+
+def cost(a: Operand, b: Operand, d: Tensor, masked_m: Tensor, expected_m: int, **_: Any) -> Cost:
+    """With `expected_m` rows in each group."""
+    groups, m, n = d.shape
+    k, rows = a[0].shape[2], groups * min(m, expected_m)
+    weights = operands.product_cost((b, masked_m), d[:0], 2 * rows * n * k)
+    return Cost(bytes=weights.bytes + rows * (k + 2 * n), flops=weights.flops)
+
+
+def _reference(
+    a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, d: Tensor, masked_m: Tensor, m: int, rows: int
+) -> None:
+    reference.m_grouped_fp8_gemm_nt_masked(
+        (a, a_sf), (b, b_sf), d, masked_m, m, (1, rows, BLOCK)
+    )  # fmt: skip
+
+
+M_GROUPED_FP8_GEMM_NT_MASKED = Operator(
+    "gemm.m_grouped_fp8_gemm_nt_masked",
+    Arguments,
+    check=check,
+    outputs=operands.no_outputs,
+    scratch=operands.scratch,
+    launches=launches,
+    reference=_reference,
+    cost=cost,
+    mutates=("d",),
+    check_values=check_values,
+    archs=("sm_90a",),
+)
+
+
+@M_GROUPED_FP8_GEMM_NT_MASKED.public(
+    reference=reference.m_grouped_fp8_gemm_nt_masked, mutates=("d",)
+)
+def m_grouped_fp8_gemm_nt_masked(
+    a: Operand,
+    b: Operand,
+    d: Tensor,
+    masked_m: Tensor,
+    expected_m: int,
+    recipe: Recipe | None = None,
+    *,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str | None = None,  # noqa: ARG001
+    disable_ue8m0_cast: bool = False,  # noqa: ARG001
+) -> Tensor:
+    """Multiplies the first rows of each group: `d[g, :m] = a[g, :m] @ b[g].T`, `m = masked_m[g]`.
+
+    The product of experts in decoding, where the sizes exist on the device only. Rows of `d` behind
+    the size of a group may be overwritten and hold nothing. Numbers and bits are those of
+    `fp8_gemm_nt`.
+
+    Args:
+        a: `(data, scales)`: `[G, max_m, K]`, float8_e4m3fn, contiguous, and `[G, max_m, K / 128]`,
+            each group as in `fp8_gemm_nt`.
+        b: As in `m_grouped_fp8_gemm_nt_contiguous`.
+        d: `[G, max_m, N]`, bfloat16, contiguous; written and returned.
+        masked_m: `[G]`, int32: the rows of each group; cut to `0..max_m`.
+        expected_m: About how many rows a group has, at least 1. It decides the tile size, never
+            the result.
+        recipe: As in `fp8_gemm_nt`.
+        recipe_a: As in `fp8_gemm_nt`.
+        recipe_b: As in `fp8_gemm_nt`.
+        compiled_dims: Ignored; for compatibility with DeepGEMM.
+        disable_ue8m0_cast: Ignored; for compatibility with DeepGEMM.
+
+    Returns:
+        `d`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
+            device is not a Hopper GPU.
+
+    Example:
+        >>> ones = torch.ones(1, 4, 128).to(torch.float8_e4m3fn), torch.ones(1, 4, 1)
+        >>> weights = torch.ones(1, 8, 128).to(torch.float8_e4m3fn), torch.ones(1, 1, 1)
+        >>> d = torch.zeros(1, 4, 8, dtype=torch.bfloat16)
+        >>> sizes = torch.tensor([3], dtype=torch.int32)
+        >>> m_grouped_fp8_gemm_nt_masked(ones, weights, d, sizes, 4)[0, :3, 0].tolist()
+        [128.0, 128.0, 128.0]
+    """
+    M_GROUPED_FP8_GEMM_NT_MASKED.require(operands.check_operands, a, b, recipe, recipe_a, recipe_b)
+    rows = operands.rows_per_scale(recipe, recipe_b)
+    M_GROUPED_FP8_GEMM_NT_MASKED(*a, *b, d, masked_m, expected_m, rows)
+    return d
