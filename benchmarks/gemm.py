@@ -31,6 +31,7 @@ from tile_kernels import config, gemm
 from tile_kernels.gemm import samples, tiling
 from tile_kernels.gemm.product_reference import widened
 from tile_kernels.gemm.tiling import Tile
+from tile_kernels.runtime import registry
 from tile_kernels.runtime.device import current_device
 from tile_kernels.runtime.warmup import compilations
 from tile_kernels.testing import benchmark, timing
@@ -107,7 +108,7 @@ _ROW_TILES = {
     "wide.joint": tiling.WIDE_JOINT,
     "narrow": tiling.NARROW,
     "narrow.panel16": Tile(128, 128, 5, 16, True, 1),
-    "narrow.stages6": Tile(128, 128, 6, 8, True, 1),
+    "narrow.stages4": Tile(128, 128, 4, 8, True, 1),
     "wide.pairs": Tile(128, 256, 4, 8, True, 2),
     "wide.pairs.panel16": Tile(128, 256, 4, 16, True, 2),
     "narrow.pairs": Tile(128, 128, 5, 8, True, 2),
@@ -339,6 +340,17 @@ def compile_all(work: Sequence[Any]) -> None:
     print(f"compiled {len(work)} in {time.perf_counter() - began:.0f} s", flush=True)
 
 
+def test_kernels() -> list[Any]:
+    """The kernels of all argument sets of the family, which the tests on a GPU run."""
+    calls = [
+        (op.name, sample.build("meta"))
+        for op in registry.select(["gemm"])
+        for kind in ("small", "large", "benchmarks")
+        for sample in getattr(op.cases, kind)
+    ]
+    return compilations(calls, current_device())
+
+
 def set_tile(tile: Tile | None) -> None:
     """Makes the plans use this tile. What was planned before does not hold any more."""
     tiling.override = tile
@@ -403,11 +415,17 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", nargs="*", help="parts of names of cases or variants")
     parser.add_argument("--variants", action="store_true")
+    parser.add_argument(
+        "--compile", action="store_true", help="only compile what the tests and the cases need"
+    )
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=40, help="for one variant")
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--output", type=Path, default=benchmark.DEFAULT_FOLDER, metavar="FOLDER")
     options = parser.parse_args(arguments)
+    if options.compile:
+        compile_all([*test_kernels(), *(item for case in CASES for item in requests(case))])
+        return None
     if options.variant:
         tile, cases = VARIANTS[options.variant]
         set_tile(tile)

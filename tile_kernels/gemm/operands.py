@@ -168,6 +168,40 @@ def check_result(
             raise ValueError(f"c must have the strides of d, {d.stride()}, got {c.stride()}")
 
 
+def check_bf16(name: str, x: Any, dims: tuple[str, ...], **more: Any) -> None:
+    """bfloat16 data; rows start on 16 bytes."""
+    checks.tensor(name, x, dims, torch.bfloat16, unit_inner_stride=True, **more)
+    if x.shape[-1] % 8:
+        raise ValueError(f"{name} must have a multiple of 8 channels, got {x.shape[-1]}")
+
+
+def bf16_launches(
+    kernel: Kernel,
+    x: Any,
+    head: tuple[Any, ...],
+    layout: str,
+    tensor: Any,
+    a_stride: int,
+    d_stride: int,
+) -> list[Any]:
+    """The launch of a product without scales; `head` comes before the fields of `Problem`."""
+    a, b, d = x.a, x.b, x.d
+    c, accumulate = getattr(x, "c", None), getattr(x, "accumulate", False)
+    if d.numel() == 0:
+        return []
+    if a.numel() == 0 or b.numel() == 0:
+        return without_product(d, c, accumulate)
+    for name, data in (("a", a), ("b", b), ("d", d)):
+        check_address(name, data)
+    k_grouped = layout == tiling.K_GROUPED
+    problem = (
+        *head, layout, dtype_name(a), a.shape[0] if k_grouped else 0, b.shape[-2],
+        0 if k_grouped else a.shape[-1], a_stride, d_stride, dtype_name(d),
+        addend(c, accumulate), tiling.NONE, tiling.NONE,
+    )  # fmt: skip
+    return [Launch(kernel, problem, (a, None, b, None, tensor, c, d))]
+
+
 # ---- layouts of scales --------------------------------------------------------------------------
 
 
@@ -301,7 +335,7 @@ def addend(c: Any, accumulate: bool) -> str:
     return "d" if accumulate else "" if c is None else "c"
 
 
-def without_product(d: Any, c: Any, accumulate: bool) -> list[Host]:
+def without_product(d: Any, c: Any, accumulate: bool) -> list[Launch | Host]:
     """The steps of a call whose sums have no terms."""
     if accumulate:
         return []

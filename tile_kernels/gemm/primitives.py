@@ -83,12 +83,13 @@ def build_product(*static: Any) -> Any:
     scale_dtype = {True: T.int32, False: T.float32}
     dtype = getattr(T, p.dtype)
 
-    dynamic_m, groups, num_blocks, sfa_stride, sfb_stride = T.dynamic(
-        "m groups num_blocks sfa_stride sfb_stride"
+    dynamic_m, groups, num_blocks, channels, sfa_stride, sfb_stride = T.dynamic(
+        "m groups num_blocks channels sfa_stride sfb_stride"
     )
     m = p.m or dynamic_m
-    k = p.k or num_blocks * depth
-    static_steps = p.k // depth
+    k = p.k or (num_blocks * depth if promoted else channels)
+    max_steps = num_blocks if promoted else T.floordiv(channels, depth)  # of all groups
+    static_steps = -(-p.k // depth)
     sfa_steps = -(-static_steps // PACKED) if a_packed else static_steps
     sfb_steps = -(-static_steps // PACKED) if b_packed else static_steps
 
@@ -116,6 +117,8 @@ def build_product(*static: Any) -> Any:
         shape = (sfb_steps, square_rows) if sfb_turned else (square_rows, sfb_steps)
         shape = (groups, *shape) if b_has_groups else shape
         sfb_type = T.Tensor[shape, scale_dtype[b_packed]]
+    if not promoted:
+        sfa_type = sfb_type = T.Tensor[(1,), T.float32]
     d_shape = (groups, m, n) if d_has_groups else (m, n)
     d_strides = (m * n, n, 1) if d_has_groups else (p.d_stride, 1)
     c_type = T.StridedTensor[d_shape, d_strides, p.out_dtype]
@@ -222,8 +225,8 @@ def build_product(*static: Any) -> Any:
             in_panel(tile % (tiles_m * column_tiles), tiles_m, at)
             for g in T.serial(at[2]):
                 at[3] += T.max(layout[g], 0) // depth
-            at[3] = T.min(at[3], num_blocks)
-            at[4] = T.min(T.max(layout[at[2]], 0) // depth, num_blocks - at[3])
+            at[3] = T.min(at[3], max_steps)
+            at[4] = T.min(T.max(layout[at[2]], 0) // depth, max_steps - at[3])
         else:
             in_panel(tile, T.ceildiv(m, p.rows), at)
             if p.layout == CONTIGUOUS:

@@ -16,13 +16,20 @@ from tile_kernels.attention.norm_rope.reference import kv_compress_norm_rope_cas
 from tile_kernels.attention.select.reference import indexer_select
 from tile_kernels.attention.step.reference import kv_compress_step
 from tile_kernels.attention.topk.reference import indexer_topk
-from tile_kernels.gemm.gemm_nt.reference import fp8_gemm_nt
+from tile_kernels.gemm.gemm_nt.reference import bf16_gemm_nt, fp8_gemm_nt
 from tile_kernels.gemm.k_grouped.reference import (
+    k_grouped_bf16_gemm_tn_contiguous,
     k_grouped_fp8_gemm_nt_contiguous,
     k_grouped_fp8_gemm_tn_contiguous,
 )
-from tile_kernels.gemm.m_grouped.reference import m_grouped_fp8_gemm_nt_contiguous
-from tile_kernels.gemm.masked.reference import m_grouped_fp8_gemm_nt_masked
+from tile_kernels.gemm.m_grouped.reference import (
+    m_grouped_bf16_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_contiguous,
+)
+from tile_kernels.gemm.masked.reference import (
+    m_grouped_bf16_gemm_nt_masked,
+    m_grouped_fp8_gemm_nt_masked,
+)
 from tile_kernels.gemm.mn_major.reference import get_mn_major_tma_aligned_tensor
 from tile_kernels.moe.hash.reference import hash_gate
 from tile_kernels.moe.mapping.reference import get_fused_mapping
@@ -118,6 +125,7 @@ topk_gate = stable_topk
 __all__ = [
     "aux_fi",
     "batched_transpose",
+    "bf16_gemm_nt",
     "cast",
     "cast_back",
     "cast_back_e5m6",
@@ -146,6 +154,7 @@ __all__ = [
     "indexer_select",
     "indexer_topk",
     "inplace_unique_group_indices",
+    "k_grouped_bf16_gemm_tn_contiguous",
     "k_grouped_fp8_gemm_nt_contiguous",
     "k_grouped_fp8_gemm_tn_contiguous",
     "kv_compress",
@@ -154,6 +163,8 @@ __all__ = [
     "kv_compress_packed",
     "kv_compress_packed_bwd",
     "kv_compress_step",
+    "m_grouped_bf16_gemm_nt_contiguous",
+    "m_grouped_bf16_gemm_nt_masked",
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
     "mask_indices_by_tp",

@@ -72,6 +72,32 @@ def _expected() -> Any:
 
 _FP32 = torch.float32
 
+
+def bf16(
+    m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, add: bool = False, extra: int = 0
+) -> Build:
+    """`extra`: by how many elements rows of `a` and `d` are longer in memory."""
+
+    def make(device: torch.device) -> Arguments:
+        a = torch.randn(m, k + extra, device=device).bfloat16()[:, :k]
+        b = torch.randn(n, k, device=device).bfloat16()
+        found = {"a": a, "b": b, "d": samples.empty((m, n + extra), dtype, device)[:, :n]}
+        if add:
+            found["c"] = torch.randn(m, n + extra, device=device).mul(k**0.5).to(dtype)[:, :n]
+        return found
+
+    return make
+
+
+def _worked_bf16() -> Arguments:
+    a, b = torch.zeros(2, 72), torch.zeros(8, 72)
+    a[1, 3], a[1, 70], b[5, 3], b[5, 70] = 2, 1, 3, -1.5
+    return {
+        "a": a.bfloat16(), "b": b.bfloat16(), "d": torch.full((2, 8), torch.nan),
+        "c": torch.arange(16.0).view(2, 8),
+    }  # fmt: skip
+
+
 CASES = {
     "fp8_gemm_nt": Cases(
         small=[
@@ -124,5 +150,39 @@ CASES = {
             Reject("b", "odd columns", edited("b", lambda x: (x[0][:-1], x[1]))),
         ],
         compare=samples.compare,
-    )
+    ),
+    "bf16_gemm_nt": Cases(
+        small=[
+            Sample("132x320x136", bf16(132, 320, 136)),
+            Sample("0x320x136", bf16(0, 320, 136)),
+            Sample("1x320x136", bf16(1, 320, 136)),
+            Sample("2x8x0", bf16(2, 8, 0)),
+            Sample("fp32.c.130x320x136", bf16(130, 320, 136, _FP32, add=True)),
+            Sample("c.130x320x136", bf16(130, 320, 136, add=True)),
+            Sample("strided.65x320x136", bf16(65, 320, 136, extra=8)),
+            Sample("3000x512x64", bf16(3000, 512, 64)),
+        ],
+        large=[
+            Sample("4097x2112x7168", bf16(4097, 2112, 7168)),
+            Sample("fp32.c.1000x576x16384", bf16(1000, 576, 16384, _FP32, add=True)),
+        ],
+        benchmarks=[
+            Benchmark("4096x4096x7168", bf16(4096, 4096, 7168), goal_us=301.0),
+            Benchmark("fp32.c.4096x4096x7168", bf16(4096, 4096, 7168, _FP32, add=True)),
+        ],
+        vectors=[
+            Vector(
+                "two channels",
+                _worked_bf16,
+                lambda: (_expected()[0], _expected()[0]),  # 2 * 3 - 1.5 = 4.5 again
+            )
+        ],
+        rejects=[
+            *samples.RESULT_REJECTS,
+            Reject("b", "other channels", edited("b", lambda x: x[..., :-8].contiguous())),
+            Reject("a", "channels", edited("a", lambda x: x[:, :-1])),
+            Reject("c", "dtype", lambda a: {**a, "c": a["d"].double()}),
+        ],
+        compare=samples.compare,
+    ),
 }

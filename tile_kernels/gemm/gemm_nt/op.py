@@ -194,3 +194,90 @@ def fp8_gemm_tt(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **mo
     with checks.named("fp8_gemm_tt"):
         a, b = _swapped(a, b, True, False)
     return fp8_gemm_nt(a, b, d, c, **more)
+
+
+# ---- bfloat16 -----------------------------------------------------------------------------------
+
+
+class PlainArguments(NamedTuple):
+    a: Tensor
+    b: Tensor
+    d: Tensor
+    c: Tensor | None
+    accumulate: bool
+
+
+def check_bf16(x: PlainArguments) -> None:
+    operands.check_bf16("a", x.a, ("M", "K"))
+    operands.check_row_stride("a", x.a)
+    operands.check_bf16("b", x.b, ("N", "K"), shape=(None, x.a.shape[1]), contiguous=True)
+    shape = (x.a.shape[0], x.b.shape[0])
+    operands.check_columns(shape[1])
+    operands.check_result(x.d, x.c, ("M", "N"), shape, _RESULTS, contiguous=False)
+
+
+def launches_bf16(x: PlainArguments) -> list[Launch | Host]:
+    head = (Size(lambda x: x.a.shape[0]),)
+    strides = operands.row_stride(x.a), operands.row_stride(x.d)
+    return operands.bf16_launches(_KERNEL, x, head, DENSE, None, *strides)
+
+
+def cost_bf16(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, **_: Any) -> Cost:
+    return operands.product_cost((a, b, c), d, 2 * d.numel() * a.shape[1])
+
+
+def _reference_bf16(a: Tensor, b: Tensor, d: Tensor, c: Any, accumulate: bool) -> None:
+    reference.bf16_gemm_nt(a, b, d, d if accumulate else c)
+
+
+BF16_GEMM_NT = Operator(
+    "gemm.bf16_gemm_nt",
+    PlainArguments,
+    check=check_bf16,
+    outputs=operands.no_outputs,
+    launches=launches_bf16,
+    reference=_reference_bf16,
+    cost=cost_bf16,
+    dynamic={"a": 1, "d": 1, "c": 1},
+    mutates=("d",),
+    archs=("sm_90a",),
+)
+
+
+@BF16_GEMM_NT.public(reference=reference.bf16_gemm_nt, mutates=("d",))
+def bf16_gemm_nt(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    c: Tensor | None = None,
+    *,
+    compiled_dims: str | None = None,  # noqa: ARG001
+) -> Tensor:
+    """Multiplies two bfloat16 matrices: `d = c + a @ b.T`, summed in float32.
+
+    Steps of 64 channels are added in ascending order by one block, so that the bits of a row of `d`
+    do not depend on other rows. Runs on Hopper.
+
+    Args:
+        a: `[M, K]`, bfloat16, stride 1 along `K`, which is a multiple of 8.
+        b: `[N, K]`, bfloat16, contiguous; `N` is a multiple of 8.
+        d: `[M, N]`, bfloat16 or float32, stride 1 along `N`; written and returned.
+        c: Shape, dtype and strides of `d`; added in float32. May be `d` itself. None: zeros.
+        compiled_dims: Ignored; for compatibility with DeepGEMM.
+
+    Returns:
+        `d`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
+            device is not a Hopper GPU.
+
+    Example:
+        >>> ones = torch.ones(8, 16).bfloat16()
+        >>> bf16_gemm_nt(ones, ones, torch.empty(8, 8))[0, 0].item()
+        16.0
+    """
+    accumulate = c is not None and c is d
+    BF16_GEMM_NT(a, b, d, None if accumulate else c, accumulate)
+    return d

@@ -23,3 +23,9 @@ def fp8_gemm_nt(
     """See `tile_kernels.gemm.fp8_gemm_nt`."""
     total = widened(*a, 1) @ widened(*b, rows_of_b(recipe, recipe_b, 128)).mT
     return d.copy_(total if c is None else c.double() + total)
+
+
+def bf16_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, **_: Any) -> Tensor:
+    """See `tile_kernels.gemm.bf16_gemm_nt`."""
+    total = a.double() @ b.double().mT
+    return d.copy_(total if c is None else c.double() + total)

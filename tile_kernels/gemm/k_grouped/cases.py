@@ -89,6 +89,32 @@ def _expected() -> Any:
 
 _BF16 = torch.bfloat16
 
+
+def bf16(
+    sizes: list[int], m: int, n: int, add: bool = False, dtype: torch.dtype = torch.float32
+) -> Build:
+    """Groups of `sizes` rows."""
+
+    def make(device: torch.device) -> Arguments:
+        found = {
+            "grouped_layout": torch.tensor(sizes, dtype=torch.int32, device=device),
+            "a": torch.randn(sum(sizes), m, device=device).bfloat16(),
+            "b": torch.randn(sum(sizes), n, device=device).bfloat16(), "ks": None,
+            "d": samples.empty((len(sizes), m, n), dtype, device),
+        }  # fmt: skip
+        if add:
+            found["c"] = torch.randn(len(sizes), m, n, device=device) * 20
+        return found
+
+    return make
+
+
+def _worked_bf16() -> Arguments:
+    a, b = torch.zeros(128, 4), torch.zeros(128, 8)
+    a[5, 1], b[5, 2] = 4, 3
+    return {**_worked(), "a": a.bfloat16(), "b": b.bfloat16()}
+
+
 CASES = {
     "k_grouped_fp8_gemm_nt_contiguous": Cases(
         small=[
@@ -138,5 +164,27 @@ CASES = {
             Reject("grouped_layout", "too many", with_value("grouped_layout", 384, 0)),
         ],
         compare=samples.compare,
-    )
+    ),
+    "k_grouped_bf16_gemm_tn_contiguous": Cases(
+        small=[
+            Sample("128,0,384,128.192x320", bf16([128, 0, 384, 128], 192, 320)),
+            Sample("c.128,0,384,128.192x320", bf16([128, 0, 384, 128], 192, 320, add=True)),
+            Sample("bf16.128,0,256.192x320", bf16([128, 0, 256], 192, 320, dtype=_BF16)),
+            Sample("one group", bf16([640], 192, 320)),
+            Sample("c.no rows", bf16([0, 0], 192, 320, add=True)),
+        ],
+        large=[Sample("2048,0,8192.4096x7168", bf16([2048, 0, 8192], 4096, 7168, add=True))],
+        benchmarks=[Benchmark("c.4x8192.4096x7168", bf16([8192] * 4, 4096, 7168, add=True))],
+        vectors=[Vector("one product", _worked_bf16, _expected)],
+        rejects=[
+            *samples.RESULT_REJECTS,
+            Reject("b", "other rows", edited("b", lambda x: x[1:])),
+            Reject("grouped_layout", "fewer", edited("grouped_layout", lambda x: x[1:])),
+            Reject("ks", "a number", changed(ks=3)),
+        ],
+        bad_values=[
+            Reject("grouped_layout", "not a multiple", with_value("grouped_layout", 100, 0)),
+        ],
+        compare=samples.compare,
+    ),
 }

@@ -49,6 +49,11 @@ def check(x: Arguments) -> None:
         )  # fmt: skip
         if size % 4:
             raise ValueError(f"{name} must have a multiple of 4 rows, got {size}")
+    _check_groups(x, m, n)
+
+
+def _check_groups(x: Any, m: int, n: int) -> None:
+    """`d`, `c` and the sizes fit."""
     checks.tensor("d", x.d, ("G", "M", "N"))
     groups = x.d.shape[0]
     operands.check_result(x.d, x.c, ("G", "M", "N"), (groups, m, n), _RESULTS, contiguous=True)
@@ -59,7 +64,7 @@ def check(x: Arguments) -> None:
         raise TypeError(f"d must be float32 if c is given, got {x.d.dtype}")
 
 
-def check_values(x: Arguments) -> None:
+def check_values(x: Any) -> None:
     """Sizes are multiples of 128 that fit, and those of the host are the device's."""
     sizes, rows = x.grouped_layout, x.a.shape[1]
     checks.in_range("grouped_layout", sizes, 0, rows)
@@ -129,13 +134,17 @@ K_GROUPED_FP8_GEMM_NT_CONTIGUOUS = Operator(
 )
 
 
-def _check_arguments(a: Any, b: Any, d: Any, ks: Any, recipe: Any, dims: int) -> None:
-    operands.check_operands(a, b, None, None, None)
-    operands.check_recipe(recipe, None, None, (BY_ROW,))
+def _check_ks(ks: Any) -> None:
     if ks is not None and not isinstance(ks, (tuple, list)):
         raise TypeError(f"ks must be a list of ints or None, got {type(ks).__name__}")
     for size in ks or ():
         checks.integer("ks", size, 0)
+
+
+def _check_arguments(a: Any, b: Any, d: Any, ks: Any, recipe: Any, dims: int) -> None:
+    operands.check_operands(a, b, None, None, None)
+    operands.check_recipe(recipe, None, None, (BY_ROW,))
+    _check_ks(ks)
     flat = [name for name, (data, _) in (("a", a), ("b", b)) if data.dim() == 1]
     if flat and (ks is None or dims == 1):
         raise ValueError(f"{flat[0]} must have 2 dimensions unless ks is given, got 1")
@@ -254,3 +263,128 @@ def k_grouped_fp8_gemm_tn_contiguous(
     return k_grouped_fp8_gemm_nt_contiguous(
         left, right, d, ks, grouped_layout, c, recipe, compiled_dims=compiled_dims
     )
+
+
+# ---- bfloat16 -----------------------------------------------------------------------------------
+
+
+class PlainArguments(NamedTuple):
+    """`a` and `b` are transposed already: `[M, R]` and `[N, R]`."""
+
+    a: Tensor
+    b: Tensor
+    d: Tensor
+    grouped_layout: Tensor
+    c: Tensor | None
+    accumulate: bool
+    ks: list[int] | None
+
+
+def check_bf16(x: PlainArguments) -> None:
+    checks.tensor("a", x.a, ("M", "R"), torch.bfloat16, contiguous=True)
+    m, r = x.a.shape
+    if r % BLOCK:
+        raise ValueError(f"a must have a multiple of {BLOCK} rows, got {r}")
+    checks.tensor("b", x.b, ("N", "R"), torch.bfloat16, shape=(None, r), contiguous=True)
+    operands.check_columns(x.b.shape[0])
+    _check_groups(x, m, x.b.shape[0])
+
+
+def _check_matrices(a: Any, b: Any, ks: Any, d: Any, layout: Any, c: Any, accumulate: bool) -> None:
+    """Everything that would be found after the transpositions."""
+    checks.tensor("a", a, ("R", "M"), torch.bfloat16, contiguous=True)
+    r, m = a.shape
+    if r % BLOCK:
+        raise ValueError(f"a must have a multiple of {BLOCK} rows, got {r}")
+    checks.tensor("b", b, ("R", "N"), torch.bfloat16, shape=(r, None), contiguous=True)
+    _check_ks(ks)
+    operands.check_columns(b.shape[1])
+    given = PlainArguments(a, b, d, layout, c, accumulate, ks)
+    _check_groups(given, m, b.shape[1])
+    for name, tensor in given._asdict().items():
+        if isinstance(tensor, Tensor) and tensor.device != a.device:
+            raise ValueError(f"{name} must be on {a.device} like a, got {tensor.device}")
+
+
+def launches_bf16(x: PlainArguments) -> list[Launch | Host]:
+    strides = 0, x.b.shape[0]
+    return operands.bf16_launches(_KERNEL, x, (), K_GROUPED, x.grouped_layout, *strides)
+
+
+def cost_bf16(
+    a: Tensor, b: Tensor, d: Tensor, grouped_layout: Tensor, c: Any = None, **_: Any
+) -> Cost:
+    """Of sums over all rows."""
+    flops = 2 * d.shape[1] * d.shape[2] * a.shape[0]
+    return operands.product_cost((a, b, grouped_layout, c), d, flops)
+
+
+def _reference_bf16(
+    a: Tensor, b: Tensor, d: Tensor, layout: Tensor, c: Any, accumulate: bool, ks: Any
+) -> None:
+    added = d if accumulate else c
+    reference.k_grouped_bf16_gemm_tn_contiguous(a.mT, b.mT, d, ks, layout, added)
+
+
+K_GROUPED_BF16_GEMM_TN_CONTIGUOUS = Operator(
+    "gemm.k_grouped_bf16_gemm_tn_contiguous",
+    PlainArguments,
+    check=check_bf16,
+    outputs=operands.no_outputs,
+    launches=launches_bf16,
+    reference=_reference_bf16,
+    cost=cost_bf16,
+    mutates=("d",),
+    values=check_values,
+    archs=("sm_90a",),
+)
+
+
+@K_GROUPED_BF16_GEMM_TN_CONTIGUOUS.public(
+    reference=reference.k_grouped_bf16_gemm_tn_contiguous, mutates=("d",)
+)
+def k_grouped_bf16_gemm_tn_contiguous(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    ks: Sequence[int] | None,
+    grouped_layout: Tensor,
+    c: Tensor | None = None,
+    *,
+    compiled_dims: str | None = None,  # noqa: ARG001
+) -> Tensor:
+    """Sums products over the rows of each group: `d[g] = c[g] + a[rows].T @ b[rows]`.
+
+    As `k_grouped_fp8_gemm_nt_contiguous`, with the numbers of `bf16_gemm_nt`. Both operands are
+    transposed first.
+
+    Args:
+        a: `[R, M]`, bfloat16, contiguous; `R` is a multiple of 128.
+        b: `[R, N]`, bfloat16, contiguous; `N` is a multiple of 8.
+        d: `[G, M, N]`, float32, or bfloat16 without `c`, contiguous; written and returned.
+        ks: The sizes of groups on the host, or None; compared with `grouped_layout` in the checked
+            mode only.
+        grouped_layout: As in `k_grouped_fp8_gemm_nt_contiguous`.
+        c: Shape and dtype of `d`; added in float32. May be `d` itself. None: zeros.
+        compiled_dims: Ignored; for compatibility with DeepGEMM.
+
+    Returns:
+        `d`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
+            device is not a Hopper GPU.
+
+    Example:
+        >>> x, sizes = torch.ones(256, 8).bfloat16(), torch.tensor([0, 128], dtype=torch.int32)
+        >>> d = k_grouped_bf16_gemm_tn_contiguous(x, x, torch.empty(2, 8, 8), None, sizes)
+        >>> d[:, 0, 0].tolist()
+        [0.0, 128.0]
+    """
+    operator = K_GROUPED_BF16_GEMM_TN_CONTIGUOUS
+    accumulate = c is not None and c is d
+    rest = d, grouped_layout, None if accumulate else c, accumulate
+    operator.require(_check_matrices, a, b, ks, *rest)
+    operator(transpose(a), transpose(b), *rest, None if ks is None else list(ks))
+    return d

@@ -63,3 +63,21 @@ def k_grouped_fp8_gemm_tn_contiguous(
     return k_grouped_fp8_gemm_nt_contiguous(
         (a[0].mT, a[1]), (b[0].mT, b[1]), d, ks, grouped_layout, c, recipe
     )
+
+
+def k_grouped_bf16_gemm_tn_contiguous(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    ks: Sequence[int] | None,  # noqa: ARG001
+    grouped_layout: Tensor,
+    c: Tensor | None = None,
+    **ignored: Any,  # noqa: ARG001
+) -> Tensor:
+    """See `tile_kernels.gemm.k_grouped_bf16_gemm_tn_contiguous`."""
+    start = 0
+    for g, size in enumerate(grouped_layout.clamp(min=0).tolist()):
+        part = a[start : start + size].double().mT @ b[start : start + size].double()
+        d[g] = (part if c is None else c[g].double() + part).to(d.dtype)
+        start += size
+    return d

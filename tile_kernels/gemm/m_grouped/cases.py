@@ -94,6 +94,29 @@ def _expected() -> Any:
     return d, d
 
 
+def bf16(counts: list[int], n: int, k: int, spare: int = 0, psum: bool = False) -> Build:
+    """Groups of `counts` rows; NaN in the padding of `a`."""
+
+    def make(device: torch.device) -> Arguments:
+        layout, ends = samples.rows_of_groups(counts, spare)
+        x = torch.randn(layout.numel(), k, device=device).bfloat16()
+        x[layout < 0] = torch.nan
+        found = {
+            "grouped_layout": (ends if psum else layout).to(device), "a": x,
+            "b": torch.randn(len(counts), n, k, device=device).bfloat16(),
+            "d": samples.empty((layout.numel(), n), torch.bfloat16, device),
+        }  # fmt: skip
+        return {**found, "use_psum_layout": True} if psum else found
+
+    return make
+
+
+def _worked_bf16() -> Arguments:
+    a, b = torch.zeros(128, 64), torch.zeros(2, 8, 64)
+    a[0, 7], b[1, 3, 7], b[0, 3, 7] = 4, 1.5, 100
+    return {**_worked(), "a": a.bfloat16(), "b": b.bfloat16()}
+
+
 CASES = {
     "m_grouped_fp8_gemm_nt_contiguous": Cases(
         small=[
@@ -139,5 +162,27 @@ CASES = {
             Reject("grouped_layout", "two groups", with_value("grouped_layout", 3, 5)),
         ],
         compare=samples.compare,
-    )
+    ),
+    "m_grouped_bf16_gemm_nt_contiguous": Cases(
+        small=[
+            Sample("130,0,1,128.384x136", bf16([130, 0, 1, 128], 384, 136, spare=1)),
+            Sample("no rows", bf16([0, 0], 384, 136)),
+            Sample("no groups", bf16([], 384, 136, spare=1)),
+            Sample("psum.one group", bf16([65], 384, 136, psum=True)),
+            Sample("psum.130,0,1,128", bf16([130, 0, 1, 128], 384, 136, spare=1, psum=True)),
+        ],
+        large=[Sample("700..1300.4096x7168", bf16([700, 1300, 0, 1000, 1, 900], 4096, 7168, 3))],
+        benchmarks=[Benchmark("8x4096.4096x7168", bf16([4096] * 8, 4096, 7168), goal_us=2537.0)],
+        vectors=[Vector("one row", _worked_bf16, _expected)],
+        rejects=[
+            *samples.RESULT_REJECTS,
+            Reject("b", "other channels", edited("b", lambda x: x[..., :-8].contiguous())),
+            Reject("a", "rows", edited("a", lambda x: x[:-1])),
+            Reject("grouped_layout", "int64", edited("grouped_layout", lambda x: x.long())),
+        ],
+        bad_values=[
+            Reject("grouped_layout", "past the end", with_value("grouped_layout", 4, 0)),
+        ],
+        compare=samples.compare,
+    ),
 }

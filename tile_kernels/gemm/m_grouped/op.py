@@ -32,29 +32,35 @@ class Arguments(NamedTuple):
     rows_per_scale: int
 
 
+def _check_rows(a: Tensor) -> None:
+    if a.shape[0] % BLOCK:
+        raise ValueError(
+            f"a must have a multiple of {BLOCK} rows, got {a.shape[0]}; "
+            f"tile_kernels.moe.get_fused_mapping(..., alignment={BLOCK}) pads groups so"
+        )
+
+
+def _check_layout(layout: Any, groups: int, rows: int, psum: Any) -> None:
+    checks.boolean("use_psum_layout", psum)
+    size, dim = (groups, "G") if psum else (rows, "M")
+    checks.tensor("grouped_layout", layout, (dim,), torch.int32, shape=(size,), contiguous=True)
+
+
 def check(x: Arguments) -> None:
     operands.check_codes("a", x.a, ("M", "K"))
     operands.check_row_stride("a", x.a)
     m, k = x.a.shape
-    if m % BLOCK:
-        raise ValueError(
-            f"a must have a multiple of {BLOCK} rows, got {m}; tile_kernels.moe.get_fused_mapping("
-            f"..., alignment={BLOCK}) pads groups so"
-        )
+    _check_rows(x.a)
     operands.check_codes("b", x.b, ("G", "N", "K"), shape=(None, None, k), contiguous=True)
     groups, n, _ = x.b.shape
     operands.check_columns(n)
     operands.check_row_scales("a", x.a_sf, (m,), k // BLOCK)
     operands.check_b_scales(x.b_sf, (groups,), n, k // BLOCK, x.rows_per_scale)
     operands.check_result(x.d, None, ("M", "N"), (m, n), torch.bfloat16, contiguous=False)
-    checks.boolean("use_psum_layout", x.use_psum_layout)
-    size, dim = (groups, "G") if x.use_psum_layout else (m, "M")
-    checks.tensor(
-        "grouped_layout", x.grouped_layout, (dim,), torch.int32, shape=(size,), contiguous=True
-    )
+    _check_layout(x.grouped_layout, groups, m, x.use_psum_layout)
 
 
-def check_values(x: Arguments) -> None:
+def check_values(x: Any) -> None:
     """Groups exist, and each 128 rows have one; padding comes last."""
     layout, groups = x.grouped_layout, x.b.shape[0]
     if x.use_psum_layout:
@@ -187,4 +193,101 @@ def m_grouped_fp8_gemm_nt_contiguous(
     )
     rows = operands.rows_per_scale(recipe, recipe_b)
     M_GROUPED_FP8_GEMM_NT_CONTIGUOUS(*a, *b, d, grouped_layout, use_psum_layout, rows)
+    return d
+
+
+# ---- bfloat16 -----------------------------------------------------------------------------------
+
+
+class PlainArguments(NamedTuple):
+    a: Tensor
+    b: Tensor
+    d: Tensor
+    grouped_layout: Tensor
+    use_psum_layout: bool
+
+
+def check_bf16(x: PlainArguments) -> None:
+    operands.check_bf16("a", x.a, ("M", "K"))
+    operands.check_row_stride("a", x.a)
+    _check_rows(x.a)
+    operands.check_bf16(
+        "b", x.b, ("G", "N", "K"), shape=(None, None, x.a.shape[1]), contiguous=True
+    )
+    groups, n, _ = x.b.shape
+    operands.check_columns(n)
+    shape = (x.a.shape[0], n)
+    operands.check_result(x.d, None, ("M", "N"), shape, torch.bfloat16, contiguous=False)
+    _check_layout(x.grouped_layout, groups, shape[0], x.use_psum_layout)
+
+
+def launches_bf16(x: PlainArguments) -> list[Launch | Host]:
+    layout = PSUM if x.use_psum_layout else CONTIGUOUS
+    strides = operands.row_stride(x.a), operands.row_stride(x.d)
+    return operands.bf16_launches(_KERNEL, x, (), layout, x.grouped_layout, *strides)
+
+
+def cost_bf16(a: Tensor, b: Tensor, d: Tensor, grouped_layout: Tensor, **_: Any) -> Cost:
+    return operands.product_cost((a, b, grouped_layout), d, 2 * d.numel() * a.shape[1])
+
+
+def _reference_bf16(a: Tensor, b: Tensor, d: Tensor, layout: Tensor, psum: bool) -> None:
+    reference.m_grouped_bf16_gemm_nt_contiguous(a, b, d, layout, psum)
+
+
+M_GROUPED_BF16_GEMM_NT_CONTIGUOUS = Operator(
+    "gemm.m_grouped_bf16_gemm_nt_contiguous",
+    PlainArguments,
+    check=check_bf16,
+    outputs=operands.no_outputs,
+    launches=launches_bf16,
+    reference=_reference_bf16,
+    cost=cost_bf16,
+    dynamic={"a": 1, "d": 1, "grouped_layout": 0},
+    mutates=("d",),
+    values=check_values,
+    archs=("sm_90a",),
+)
+
+
+@M_GROUPED_BF16_GEMM_NT_CONTIGUOUS.public(
+    reference=reference.m_grouped_bf16_gemm_nt_contiguous, mutates=("d",)
+)
+def m_grouped_bf16_gemm_nt_contiguous(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    grouped_layout: Tensor,
+    use_psum_layout: bool = False,
+    *,
+    compiled_dims: str | None = None,  # noqa: ARG001
+) -> Tensor:
+    """Multiplies each row by the matrix of its group: `d[i] = a[i] @ b[grouped_layout[i]].T`.
+
+    As `m_grouped_fp8_gemm_nt_contiguous`, with the numbers of `bf16_gemm_nt`.
+
+    Args:
+        a: `[M, K]`, bfloat16, stride 1 along `K`; `M` is a multiple of 128, `K` of 8.
+        b: `[G, N, K]`, bfloat16, contiguous; `N` is a multiple of 8.
+        d: `[M, N]`, bfloat16, stride 1 along `N`; written and returned.
+        grouped_layout: As in `m_grouped_fp8_gemm_nt_contiguous`.
+        use_psum_layout: Whether `grouped_layout` has the ends of groups.
+        compiled_dims: Ignored; for compatibility with DeepGEMM.
+
+    Returns:
+        `d`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
+            device is not a Hopper GPU.
+
+    Example:
+        >>> ones, weights = torch.ones(128, 16).bfloat16(), torch.ones(2, 8, 16).bfloat16()
+        >>> rows = torch.tensor([1] * 100 + [-1] * 28, dtype=torch.int32)
+        >>> d = torch.empty(128, 8, dtype=torch.bfloat16)
+        >>> m_grouped_bf16_gemm_nt_contiguous(ones, weights, d, rows)[98:102, 0].tolist()
+        [16.0, 16.0, 0.0, 0.0]
+    """
+    M_GROUPED_BF16_GEMM_NT_CONTIGUOUS(a, b, d, grouped_layout, use_psum_layout)
     return d

@@ -42,3 +42,20 @@ def m_grouped_fp8_gemm_nt_contiguous(
         left, right = widened(a[0][mine], a[1][mine], 1), widened(b[0][g], b[1][g], rows)
         d[mine] = (left @ right.mT).to(d.dtype)
     return d
+
+
+def m_grouped_bf16_gemm_nt_contiguous(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    grouped_layout: Tensor,
+    use_psum_layout: bool = False,
+    **ignored: Any,  # noqa: ARG001
+) -> Tensor:
+    """See `tile_kernels.gemm.m_grouped_bf16_gemm_nt_contiguous`."""
+    groups = groups_of_rows(grouped_layout, d.shape[0]) if use_psum_layout else grouped_layout
+    d.zero_()
+    for g in range(b.shape[0]):
+        mine = groups == g
+        d[mine] = (a[mine].double() @ b[g].double().mT).to(d.dtype)
+    return d

@@ -71,6 +71,30 @@ def _expected() -> Any:
     return d, d
 
 
+def bf16(sizes: list[int], max_m: int, n: int, k: int, expected_m: int = 20) -> Build:
+    """NaN in rows of `a` behind the sizes."""
+
+    def make(device: torch.device) -> Arguments:
+        groups = len(sizes)
+        x = torch.randn(groups, max_m, k, device=device).bfloat16()
+        for rows, size in zip(x, sizes):
+            rows[size:] = torch.nan
+        return {
+            "a": x, "b": torch.randn(groups, n, k, device=device).bfloat16(),
+            "d": samples.empty((groups, max_m, n), torch.bfloat16, device),
+            "masked_m": torch.tensor(sizes, dtype=torch.int32, device=device),
+            "expected_m": expected_m,
+        }  # fmt: skip
+
+    return make
+
+
+def _worked_bf16() -> Arguments:
+    a, b = torch.zeros(1, 2, 64), torch.zeros(1, 8, 64)
+    a[0, :, 7], b[0, 3, 7] = torch.tensor([4.0, 8.0]), 1.5
+    return {**_worked(), "a": a.bfloat16(), "b": b.bfloat16()}
+
+
 CASES = {
     "m_grouped_fp8_gemm_nt_masked": Cases(
         small=[
@@ -109,5 +133,24 @@ CASES = {
             Reject("masked_m", "negative", with_value("masked_m", -1)),
         ],
         compare=samples.compare_written,
-    )
+    ),
+    "m_grouped_bf16_gemm_nt_masked": Cases(
+        small=[
+            Sample("20,0,150 of 150.320x136", bf16([20, 0, 150], 150, 320, 136)),
+            Sample("large tiles", bf16([20, 0, 150], 150, 320, 136, expected_m=100)),
+            Sample("no rows", bf16([0, 0], 0, 320, 136)),
+            Sample("one row", bf16([1, 0, 1], 1, 320, 136)),
+        ],
+        large=[Sample("8.4096x7168", bf16([0, 1, 20, 64, 65, 192, 300, 512], 512, 4096, 7168))],
+        benchmarks=[Benchmark("32x16 of 128.4096x7168", bf16([16] * 32, 128, 4096, 7168))],
+        vectors=[Vector("one row", _worked_bf16, _expected)],
+        rejects=[
+            *samples.RESULT_REJECTS,
+            Reject("b", "other channels", edited("b", lambda x: x[..., :-8].contiguous())),
+            Reject("masked_m", "int64", edited("masked_m", lambda x: x.long())),
+            Reject("expected_m", "zero", changed(expected_m=0)),
+        ],
+        bad_values=[Reject("masked_m", "past the end", with_value("masked_m", 151))],
+        compare=samples.compare_written,
+    ),
 }

@@ -32,6 +32,11 @@ class Arguments(NamedTuple):
     rows_per_scale: int
 
 
+def _check_sizes(masked_m: Any, expected_m: Any, groups: int) -> None:
+    checks.tensor("masked_m", masked_m, ("G",), torch.int32, shape=(groups,), contiguous=True)
+    checks.integer("expected_m", expected_m, 1, checks.MOST_SIZE)
+
+
 def check(x: Arguments) -> None:
     operands.check_codes("a", x.a, ("G", "max_m", "K"), contiguous=True)
     groups, m, k = x.a.shape
@@ -42,11 +47,10 @@ def check(x: Arguments) -> None:
     operands.check_b_scales(x.b_sf, (groups,), n, k // BLOCK, x.rows_per_scale)
     dims = ("G", "max_m", "N")
     operands.check_result(x.d, None, dims, (groups, m, n), torch.bfloat16, contiguous=True)
-    checks.tensor("masked_m", x.masked_m, ("G",), torch.int32, shape=(groups,), contiguous=True)
-    checks.integer("expected_m", x.expected_m, 1, checks.MOST_SIZE)
+    _check_sizes(x.masked_m, x.expected_m, groups)
 
 
-def check_values(x: Arguments) -> None:
+def check_values(x: Any) -> None:
     checks.in_range("masked_m", x.masked_m, 0, x.a.shape[1])
 
 
@@ -154,4 +158,102 @@ def m_grouped_fp8_gemm_nt_masked(
     M_GROUPED_FP8_GEMM_NT_MASKED.require(operands.check_operands, a, b, recipe, recipe_a, recipe_b)
     rows = operands.rows_per_scale(recipe, recipe_b)
     M_GROUPED_FP8_GEMM_NT_MASKED(*a, *b, d, masked_m, expected_m, rows)
+    return d
+
+
+# ---- bfloat16 -----------------------------------------------------------------------------------
+
+
+class PlainArguments(NamedTuple):
+    a: Tensor
+    b: Tensor
+    d: Tensor
+    masked_m: Tensor
+    expected_m: int
+
+
+def check_bf16(x: PlainArguments) -> None:
+    operands.check_bf16("a", x.a, ("G", "max_m", "K"), contiguous=True)
+    groups, m, k = x.a.shape
+    operands.check_bf16("b", x.b, ("G", "N", "K"), shape=(groups, None, k), contiguous=True)
+    n = x.b.shape[1]
+    operands.check_columns(n)
+    dims = ("G", "max_m", "N")
+    operands.check_result(x.d, None, dims, (groups, m, n), torch.bfloat16, contiguous=True)
+    _check_sizes(x.masked_m, x.expected_m, groups)
+
+
+def launches_bf16(x: PlainArguments) -> list[Launch | Host]:
+    head = (is_small(x.expected_m, x.a.shape[1]),)
+    strides = x.a.shape[2], x.b.shape[1]
+    return operands.bf16_launches(_KERNEL, x, head, MASKED, x.masked_m, *strides)
+
+
+def cost_bf16(a: Tensor, b: Tensor, d: Tensor, masked_m: Tensor, expected_m: int, **_: Any) -> Cost:
+    """With `expected_m` rows in each group."""
+    groups, m, n = d.shape
+    k, rows = a.shape[2], groups * min(m, expected_m)
+    weights = operands.product_cost((b, masked_m), d[:0], 2 * rows * n * k)
+    return Cost(bytes=weights.bytes + 2 * rows * (k + n), flops=weights.flops)
+
+
+def _reference_bf16(a: Tensor, b: Tensor, d: Tensor, masked_m: Tensor, expected_m: int) -> None:
+    reference.m_grouped_bf16_gemm_nt_masked(a, b, d, masked_m, expected_m)
+
+
+M_GROUPED_BF16_GEMM_NT_MASKED = Operator(
+    "gemm.m_grouped_bf16_gemm_nt_masked",
+    PlainArguments,
+    check=check_bf16,
+    outputs=operands.no_outputs,
+    launches=launches_bf16,
+    reference=_reference_bf16,
+    cost=cost_bf16,
+    mutates=("d",),
+    values=check_values,
+    archs=("sm_90a",),
+)
+
+
+@M_GROUPED_BF16_GEMM_NT_MASKED.public(
+    reference=reference.m_grouped_bf16_gemm_nt_masked, mutates=("d",)
+)
+def m_grouped_bf16_gemm_nt_masked(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    masked_m: Tensor,
+    expected_m: int,
+    *,
+    compiled_dims: str | None = None,  # noqa: ARG001
+) -> Tensor:
+    """Multiplies the first rows of each group: `d[g, :m] = a[g, :m] @ b[g].T`, `m = masked_m[g]`.
+
+    As `m_grouped_fp8_gemm_nt_masked`, with the numbers of `bf16_gemm_nt`.
+
+    Args:
+        a: `[G, max_m, K]`, bfloat16, contiguous; `K` is a multiple of 8.
+        b: `[G, N, K]`, bfloat16, contiguous; `N` is a multiple of 8.
+        d: `[G, max_m, N]`, bfloat16, contiguous; written and returned.
+        masked_m: `[G]`, int32: the rows of each group; cut to `0..max_m`.
+        expected_m: About how many rows a group has, at least 1. It decides the tile size, never
+            the result.
+        compiled_dims: Ignored; for compatibility with DeepGEMM.
+
+    Returns:
+        `d`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
+            device is not a Hopper GPU.
+
+    Example:
+        >>> ones, weights = torch.ones(1, 4, 16).bfloat16(), torch.ones(1, 8, 16).bfloat16()
+        >>> d = torch.zeros(1, 4, 8, dtype=torch.bfloat16)
+        >>> sizes = torch.tensor([3], dtype=torch.int32)
+        >>> m_grouped_bf16_gemm_nt_masked(ones, weights, d, sizes, 4)[0, :3, 0].tolist()
+        [16.0, 16.0, 16.0]
+    """
+    M_GROUPED_BF16_GEMM_NT_MASKED(a, b, d, masked_m, expected_m)
     return d
