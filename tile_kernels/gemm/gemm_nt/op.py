@@ -33,36 +33,36 @@ class Arguments(NamedTuple):
     accumulate: bool
     rows_per_scale: int
 
+    def check(self) -> None:
+        operands.check_codes("a", self.a, ("M", "K"))
+        operands.check_row_stride("a", self.a)
+        m, k = self.a.shape
+        operands.check_codes("b", self.b, ("N", "K"), shape=(None, k), contiguous=True)
+        n = self.b.shape[0]
+        operands.check_columns(n)
+        operands.check_row_scales("a", self.a_sf, (m,), k // BLOCK)
+        operands.check_b_scales(self.b_sf, (), n, k // BLOCK, self.rows_per_scale)
+        operands.check_result(self.d, self.c, ("M", "N"), (m, n), _RESULTS, contiguous=False)
 
-def check(x: Arguments) -> None:
-    operands.check_codes("a", x.a, ("M", "K"))
-    operands.check_row_stride("a", x.a)
-    m, k = x.a.shape
-    operands.check_codes("b", x.b, ("N", "K"), shape=(None, k), contiguous=True)
-    n = x.b.shape[0]
-    operands.check_columns(n)
-    operands.check_row_scales("a", x.a_sf, (m,), k // BLOCK)
-    operands.check_b_scales(x.b_sf, (), n, k // BLOCK, x.rows_per_scale)
-    operands.check_result(x.d, x.c, ("M", "N"), (m, n), _RESULTS, contiguous=False)
-
-
-def launches(x: Arguments, *buffers: Spec) -> list[Launch | Host]:
-    a: Any
-    a, b, d, c = x.a, x.b, x.d, x.c
-    if d.numel() == 0:
-        return []
-    if a.shape[1] == 0:
-        return operands.without_product(d, c, x.accumulate)
-    for name, data in (("a", a), ("b", b), ("d", d)):
-        operands.check_address(name, data)
-    a_sf, b_sf, before = operands.scales_and_launches(x.a_sf, x.b_sf, x.rows_per_scale, buffers)
-    problem = (
-        Size(lambda x: x.a.shape[0]), DENSE, dtype_name(a), 0, b.shape[0], a.shape[1],
-        operands.row_stride(a), operands.row_stride(d), dtype_name(d),
-        operands.addend(c, x.accumulate), operands.a_scale_kind(x.a_sf),
-        operands.b_scale_kind(x.b_sf, x.rows_per_scale),
-    )  # fmt: skip
-    return [*before, Launch(_KERNEL, problem, (a, a_sf, b, b_sf, None, c, d))]
+    def launches(self, *buffers: Spec) -> list[Launch | Host]:
+        a: Any
+        a, b, d, c = self.a, self.b, self.d, self.c
+        if d.numel() == 0:
+            return []
+        if a.shape[1] == 0:
+            return operands.without_product(d, c, self.accumulate)
+        for name, data in (("a", a), ("b", b), ("d", d)):
+            operands.check_address(name, data)
+        a_sf, b_sf, before = operands.scales_and_launches(
+            self.a_sf, self.b_sf, self.rows_per_scale, buffers
+        )
+        problem = (
+            Size(lambda x: x.a.shape[0]), DENSE, dtype_name(a), 0, b.shape[0], a.shape[1],
+            operands.row_stride(a), operands.row_stride(d), dtype_name(d),
+            operands.addend(c, self.accumulate), operands.a_scale_kind(self.a_sf),
+            operands.b_scale_kind(self.b_sf, self.rows_per_scale),
+        )  # fmt: skip
+        return [*before, Launch(_KERNEL, problem, (a, a_sf, b, b_sf, None, c, d))]
 
 
 def cost(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **_: Any) -> Cost:
@@ -79,10 +79,8 @@ def _reference(
 FP8_GEMM_NT = Operator(
     "gemm.fp8_gemm_nt",
     Arguments,
-    check=check,
     outputs=operands.no_outputs,
     scratch=operands.scratch,
-    launches=launches,
     reference=_reference,
     cost=cost,
     dynamic={"a": 1, "a_sf": 1, "d": 1, "c": 1},
@@ -206,20 +204,18 @@ class PlainArguments(NamedTuple):
     c: Tensor | None
     accumulate: bool
 
+    def check(self) -> None:
+        operands.check_bf16("a", self.a, ("M", "K"))
+        operands.check_row_stride("a", self.a)
+        operands.check_bf16("b", self.b, ("N", "K"), shape=(None, self.a.shape[1]), contiguous=True)
+        shape = (self.a.shape[0], self.b.shape[0])
+        operands.check_columns(shape[1])
+        operands.check_result(self.d, self.c, ("M", "N"), shape, _RESULTS, contiguous=False)
 
-def check_bf16(x: PlainArguments) -> None:
-    operands.check_bf16("a", x.a, ("M", "K"))
-    operands.check_row_stride("a", x.a)
-    operands.check_bf16("b", x.b, ("N", "K"), shape=(None, x.a.shape[1]), contiguous=True)
-    shape = (x.a.shape[0], x.b.shape[0])
-    operands.check_columns(shape[1])
-    operands.check_result(x.d, x.c, ("M", "N"), shape, _RESULTS, contiguous=False)
-
-
-def launches_bf16(x: PlainArguments) -> list[Launch | Host]:
-    head = (Size(lambda x: x.a.shape[0]),)
-    strides = operands.row_stride(x.a), operands.row_stride(x.d)
-    return operands.bf16_launches(_KERNEL, x, head, DENSE, None, *strides)
+    def launches(self) -> list[Launch | Host]:
+        head = (Size(lambda x: x.a.shape[0]),)
+        strides = operands.row_stride(self.a), operands.row_stride(self.d)
+        return operands.bf16_launches(_KERNEL, self, head, DENSE, None, *strides)
 
 
 def cost_bf16(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, **_: Any) -> Cost:
@@ -233,9 +229,7 @@ def _reference_bf16(a: Tensor, b: Tensor, d: Tensor, c: Any, accumulate: bool) -
 BF16_GEMM_NT = Operator(
     "gemm.bf16_gemm_nt",
     PlainArguments,
-    check=check_bf16,
     outputs=operands.no_outputs,
-    launches=launches_bf16,
     reference=_reference_bf16,
     cost=cost_bf16,
     dynamic={"a": 1, "d": 1, "c": 1},

@@ -35,21 +35,36 @@ class Arguments(NamedTuple):
     accumulate: bool
     ks: list[int] | None
 
+    def check(self) -> None:
+        operands.check_codes("a", self.a, ("M", "R"), contiguous=True)
+        m, r = self.a.shape
+        operands.check_codes("b", self.b, ("N", "R"), shape=(None, r), contiguous=True)
+        n = self.b.shape[0]
+        operands.check_columns(n)
+        for name, sf, size in (("a", self.a_sf, m), ("b", self.b_sf, n)):
+            dims, shape = ("R / 128", "rows"), (r // BLOCK, size)
+            checks.tensor(
+                f"the scales of {name}", sf, dims, torch.float32, shape=shape, contiguous=True
+            )  # fmt: skip
+            if size % 4:
+                raise ValueError(f"{name} must have a multiple of 4 rows, got {size}")
+        _check_groups(self, m, n)
 
-def check(x: Arguments) -> None:
-    operands.check_codes("a", x.a, ("M", "R"), contiguous=True)
-    m, r = x.a.shape
-    operands.check_codes("b", x.b, ("N", "R"), shape=(None, r), contiguous=True)
-    n = x.b.shape[0]
-    operands.check_columns(n)
-    for name, sf, size in (("a", x.a_sf, m), ("b", x.b_sf, n)):
-        dims, shape = ("R / 128", "rows"), (r // BLOCK, size)
-        checks.tensor(
-            f"the scales of {name}", sf, dims, torch.float32, shape=shape, contiguous=True
+    def launches(self) -> list[Launch | Host]:
+        a: Any
+        a, b, d, c = self.a, self.b, self.d, self.c
+        if d.numel() == 0:
+            return []
+        if a.shape[1] == 0:
+            return operands.without_product(d, c, self.accumulate)
+        named = {"a": a, "b": b, "d": d, "the scales of a": self.a_sf, "the scales of b": self.b_sf}
+        for name, data in named.items():
+            operands.check_address(name, data)
+        problem = (
+            K_GROUPED, dtype_name(a), a.shape[0], b.shape[0], 0, 0, b.shape[0], dtype_name(d),
+            operands.addend(c, self.accumulate), ROW, ROW,
         )  # fmt: skip
-        if size % 4:
-            raise ValueError(f"{name} must have a multiple of 4 rows, got {size}")
-    _check_groups(x, m, n)
+        return [Launch(_KERNEL, problem, (a, self.a_sf, b, self.b_sf, self.grouped_layout, c, d))]
 
 
 def _check_groups(x: Any, m: int, n: int) -> None:
@@ -79,23 +94,6 @@ def check_values(x: Any) -> None:
         raise ValueError(f"ks must be the sizes in grouped_layout, {sizes.tolist()}, got {x.ks}")
 
 
-def launches(x: Arguments) -> list[Launch | Host]:
-    a: Any
-    a, b, d, c = x.a, x.b, x.d, x.c
-    if d.numel() == 0:
-        return []
-    if a.shape[1] == 0:
-        return operands.without_product(d, c, x.accumulate)
-    named = {"a": a, "b": b, "d": d, "the scales of a": x.a_sf, "the scales of b": x.b_sf}
-    for name, data in named.items():
-        operands.check_address(name, data)
-    problem = (
-        K_GROUPED, dtype_name(a), a.shape[0], b.shape[0], 0, 0, b.shape[0], dtype_name(d),
-        operands.addend(c, x.accumulate), ROW, ROW,
-    )  # fmt: skip
-    return [Launch(_KERNEL, problem, (a, x.a_sf, b, x.b_sf, x.grouped_layout, c, d))]
-
-
 def cost(
     a: Operand, b: Operand, d: Tensor, grouped_layout: Tensor, c: Any = None, **_: Any
 ) -> Cost:
@@ -123,9 +121,7 @@ def _reference(
 K_GROUPED_FP8_GEMM_NT_CONTIGUOUS = Operator(
     "gemm.k_grouped_fp8_gemm_nt_contiguous",
     Arguments,
-    check=check,
     outputs=operands.no_outputs,
-    launches=launches,
     reference=_reference,
     cost=cost,
     mutates=("d",),
@@ -279,15 +275,18 @@ class PlainArguments(NamedTuple):
     accumulate: bool
     ks: list[int] | None
 
+    def check(self) -> None:
+        checks.tensor("a", self.a, ("M", "R"), torch.bfloat16, contiguous=True)
+        m, r = self.a.shape
+        if r % BLOCK:
+            raise ValueError(f"a must have a multiple of {BLOCK} rows, got {r}")
+        checks.tensor("b", self.b, ("N", "R"), torch.bfloat16, shape=(None, r), contiguous=True)
+        operands.check_columns(self.b.shape[0])
+        _check_groups(self, m, self.b.shape[0])
 
-def check_bf16(x: PlainArguments) -> None:
-    checks.tensor("a", x.a, ("M", "R"), torch.bfloat16, contiguous=True)
-    m, r = x.a.shape
-    if r % BLOCK:
-        raise ValueError(f"a must have a multiple of {BLOCK} rows, got {r}")
-    checks.tensor("b", x.b, ("N", "R"), torch.bfloat16, shape=(None, r), contiguous=True)
-    operands.check_columns(x.b.shape[0])
-    _check_groups(x, m, x.b.shape[0])
+    def launches(self) -> list[Launch | Host]:
+        strides = 0, self.b.shape[0]
+        return operands.bf16_launches(_KERNEL, self, (), K_GROUPED, self.grouped_layout, *strides)
 
 
 def _check_matrices(a: Any, b: Any, ks: Any, d: Any, layout: Any, c: Any, accumulate: bool) -> None:
@@ -304,11 +303,6 @@ def _check_matrices(a: Any, b: Any, ks: Any, d: Any, layout: Any, c: Any, accumu
     for name, tensor in given._asdict().items():
         if isinstance(tensor, Tensor) and tensor.device != a.device:
             raise ValueError(f"{name} must be on {a.device} like a, got {tensor.device}")
-
-
-def launches_bf16(x: PlainArguments) -> list[Launch | Host]:
-    strides = 0, x.b.shape[0]
-    return operands.bf16_launches(_KERNEL, x, (), K_GROUPED, x.grouped_layout, *strides)
 
 
 def cost_bf16(
@@ -329,13 +323,11 @@ def _reference_bf16(
 K_GROUPED_BF16_GEMM_TN_CONTIGUOUS = Operator(
     "gemm.k_grouped_bf16_gemm_tn_contiguous",
     PlainArguments,
-    check=check_bf16,
     outputs=operands.no_outputs,
-    launches=launches_bf16,
     reference=_reference_bf16,
     cost=cost_bf16,
     mutates=("d",),
-    values=check_values,
+    check_values=check_values,
     archs=("sm_90a",),
 )
 

@@ -31,6 +31,38 @@ class Arguments(NamedTuple):
     use_psum_layout: bool
     rows_per_scale: int
 
+    def check(self) -> None:
+        operands.check_codes("a", self.a, ("M", "K"))
+        operands.check_row_stride("a", self.a)
+        m, k = self.a.shape
+        _check_rows(self.a)
+        operands.check_codes("b", self.b, ("G", "N", "K"), shape=(None, None, k), contiguous=True)
+        groups, n, _ = self.b.shape
+        operands.check_columns(n)
+        operands.check_row_scales("a", self.a_sf, (m,), k // BLOCK)
+        operands.check_b_scales(self.b_sf, (groups,), n, k // BLOCK, self.rows_per_scale)
+        operands.check_result(self.d, None, ("M", "N"), (m, n), torch.bfloat16, contiguous=False)
+        _check_layout(self.grouped_layout, groups, m, self.use_psum_layout)
+
+    def launches(self, *buffers: Spec) -> list[Launch | Host]:
+        a: Any
+        a, b, d = self.a, self.b, self.d
+        if d.numel() == 0:
+            return []
+        if b.numel() == 0:
+            return operands.without_product(d, None, False)
+        for name, data in (("a", a), ("b", b), ("d", d)):
+            operands.check_address(name, data)
+        a_sf, b_sf, before = operands.scales_and_launches(
+            self.a_sf, self.b_sf, self.rows_per_scale, buffers
+        )
+        problem = (
+            PSUM if self.use_psum_layout else CONTIGUOUS, dtype_name(a), 0, b.shape[1], a.shape[1],
+            operands.row_stride(a), operands.row_stride(d), dtype_name(d), "",
+            operands.a_scale_kind(self.a_sf), operands.b_scale_kind(self.b_sf, self.rows_per_scale),
+        )  # fmt: skip
+        return [*before, Launch(_KERNEL, problem, (a, a_sf, b, b_sf, self.grouped_layout, None, d))]
+
 
 def _check_rows(a: Tensor) -> None:
     if a.shape[0] % BLOCK:
@@ -44,20 +76,6 @@ def _check_layout(layout: Any, groups: int, rows: int, psum: Any) -> None:
     checks.boolean("use_psum_layout", psum)
     size, dim = (groups, "G") if psum else (rows, "M")
     checks.tensor("grouped_layout", layout, (dim,), torch.int32, shape=(size,), contiguous=True)
-
-
-def check(x: Arguments) -> None:
-    operands.check_codes("a", x.a, ("M", "K"))
-    operands.check_row_stride("a", x.a)
-    m, k = x.a.shape
-    _check_rows(x.a)
-    operands.check_codes("b", x.b, ("G", "N", "K"), shape=(None, None, k), contiguous=True)
-    groups, n, _ = x.b.shape
-    operands.check_columns(n)
-    operands.check_row_scales("a", x.a_sf, (m,), k // BLOCK)
-    operands.check_b_scales(x.b_sf, (groups,), n, k // BLOCK, x.rows_per_scale)
-    operands.check_result(x.d, None, ("M", "N"), (m, n), torch.bfloat16, contiguous=False)
-    _check_layout(x.grouped_layout, groups, m, x.use_psum_layout)
 
 
 def check_values(x: Any) -> None:
@@ -76,24 +94,6 @@ def check_values(x: Any) -> None:
         where = int(bad.nonzero()[0]) + first
         found = layout[where].item()
         raise ValueError(f"grouped_layout {reason}, but element [{where}] is {found}")
-
-
-def launches(x: Arguments, *buffers: Spec) -> list[Launch | Host]:
-    a: Any
-    a, b, d = x.a, x.b, x.d
-    if d.numel() == 0:
-        return []
-    if b.numel() == 0:
-        return operands.without_product(d, None, False)
-    for name, data in (("a", a), ("b", b), ("d", d)):
-        operands.check_address(name, data)
-    a_sf, b_sf, before = operands.scales_and_launches(x.a_sf, x.b_sf, x.rows_per_scale, buffers)
-    problem = (
-        PSUM if x.use_psum_layout else CONTIGUOUS, dtype_name(a), 0, b.shape[1], a.shape[1],
-        operands.row_stride(a), operands.row_stride(d), dtype_name(d), "",
-        operands.a_scale_kind(x.a_sf), operands.b_scale_kind(x.b_sf, x.rows_per_scale),
-    )  # fmt: skip
-    return [*before, Launch(_KERNEL, problem, (a, a_sf, b, b_sf, x.grouped_layout, None, d))]
 
 
 def cost(a: Operand, b: Operand, d: Tensor, grouped_layout: Tensor, **_: Any) -> Cost:
@@ -118,10 +118,8 @@ def _reference(
 M_GROUPED_FP8_GEMM_NT_CONTIGUOUS = Operator(
     "gemm.m_grouped_fp8_gemm_nt_contiguous",
     Arguments,
-    check=check,
     outputs=operands.no_outputs,
     scratch=operands.scratch,
-    launches=launches,
     reference=_reference,
     cost=cost,
     dynamic={"a": 1, "a_sf": 1, "d": 1, "grouped_layout": 0},
@@ -206,25 +204,23 @@ class PlainArguments(NamedTuple):
     grouped_layout: Tensor
     use_psum_layout: bool
 
+    def check(self) -> None:
+        operands.check_bf16("a", self.a, ("M", "K"))
+        operands.check_row_stride("a", self.a)
+        _check_rows(self.a)
+        operands.check_bf16(
+            "b", self.b, ("G", "N", "K"), shape=(None, None, self.a.shape[1]), contiguous=True
+        )
+        groups, n, _ = self.b.shape
+        operands.check_columns(n)
+        shape = (self.a.shape[0], n)
+        operands.check_result(self.d, None, ("M", "N"), shape, torch.bfloat16, contiguous=False)
+        _check_layout(self.grouped_layout, groups, shape[0], self.use_psum_layout)
 
-def check_bf16(x: PlainArguments) -> None:
-    operands.check_bf16("a", x.a, ("M", "K"))
-    operands.check_row_stride("a", x.a)
-    _check_rows(x.a)
-    operands.check_bf16(
-        "b", x.b, ("G", "N", "K"), shape=(None, None, x.a.shape[1]), contiguous=True
-    )
-    groups, n, _ = x.b.shape
-    operands.check_columns(n)
-    shape = (x.a.shape[0], n)
-    operands.check_result(x.d, None, ("M", "N"), shape, torch.bfloat16, contiguous=False)
-    _check_layout(x.grouped_layout, groups, shape[0], x.use_psum_layout)
-
-
-def launches_bf16(x: PlainArguments) -> list[Launch | Host]:
-    layout = PSUM if x.use_psum_layout else CONTIGUOUS
-    strides = operands.row_stride(x.a), operands.row_stride(x.d)
-    return operands.bf16_launches(_KERNEL, x, (), layout, x.grouped_layout, *strides)
+    def launches(self) -> list[Launch | Host]:
+        layout = PSUM if self.use_psum_layout else CONTIGUOUS
+        strides = operands.row_stride(self.a), operands.row_stride(self.d)
+        return operands.bf16_launches(_KERNEL, self, (), layout, self.grouped_layout, *strides)
 
 
 def cost_bf16(a: Tensor, b: Tensor, d: Tensor, grouped_layout: Tensor, **_: Any) -> Cost:
@@ -238,14 +234,12 @@ def _reference_bf16(a: Tensor, b: Tensor, d: Tensor, layout: Tensor, psum: bool)
 M_GROUPED_BF16_GEMM_NT_CONTIGUOUS = Operator(
     "gemm.m_grouped_bf16_gemm_nt_contiguous",
     PlainArguments,
-    check=check_bf16,
     outputs=operands.no_outputs,
-    launches=launches_bf16,
     reference=_reference_bf16,
     cost=cost_bf16,
     dynamic={"a": 1, "d": 1, "grouped_layout": 0},
     mutates=("d",),
-    values=check_values,
+    check_values=check_values,
     archs=("sm_90a",),
 )
 

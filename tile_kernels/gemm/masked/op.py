@@ -31,45 +31,45 @@ class Arguments(NamedTuple):
     expected_m: int
     rows_per_scale: int
 
+    def check(self) -> None:
+        operands.check_codes("a", self.a, ("G", "max_m", "K"), contiguous=True)
+        groups, m, k = self.a.shape
+        operands.check_codes("b", self.b, ("G", "N", "K"), shape=(groups, None, k), contiguous=True)
+        n = self.b.shape[1]
+        operands.check_columns(n)
+        operands.check_row_scales("a", self.a_sf, (groups, m), k // BLOCK)
+        operands.check_b_scales(self.b_sf, (groups,), n, k // BLOCK, self.rows_per_scale)
+        dims = ("G", "max_m", "N")
+        operands.check_result(self.d, None, dims, (groups, m, n), torch.bfloat16, contiguous=True)
+        _check_sizes(self.masked_m, self.expected_m, groups)
+
+    def launches(self, *buffers: Spec) -> list[Launch | Host]:
+        a: Any
+        a, b, d = self.a, self.b, self.d
+        if d.numel() == 0:
+            return []
+        if b.numel() == 0:
+            return operands.without_product(d, None, False)
+        for name, data in (("a", a), ("b", b), ("d", d)):
+            operands.check_address(name, data)
+        a_sf, b_sf, before = operands.scales_and_launches(
+            self.a_sf, self.b_sf, self.rows_per_scale, buffers
+        )
+        problem = (
+            is_small(self.expected_m, a.shape[1]), MASKED, dtype_name(a), 0, b.shape[1], a.shape[2],
+            a.shape[2], b.shape[1], dtype_name(d), "", operands.a_scale_kind(self.a_sf),
+            operands.b_scale_kind(self.b_sf, self.rows_per_scale),
+        )  # fmt: skip
+        return [*before, Launch(_KERNEL, problem, (a, a_sf, b, b_sf, self.masked_m, None, d))]
+
 
 def _check_sizes(masked_m: Any, expected_m: Any, groups: int) -> None:
     checks.tensor("masked_m", masked_m, ("G",), torch.int32, shape=(groups,), contiguous=True)
     checks.integer("expected_m", expected_m, 1, checks.MOST_SIZE)
 
 
-def check(x: Arguments) -> None:
-    operands.check_codes("a", x.a, ("G", "max_m", "K"), contiguous=True)
-    groups, m, k = x.a.shape
-    operands.check_codes("b", x.b, ("G", "N", "K"), shape=(groups, None, k), contiguous=True)
-    n = x.b.shape[1]
-    operands.check_columns(n)
-    operands.check_row_scales("a", x.a_sf, (groups, m), k // BLOCK)
-    operands.check_b_scales(x.b_sf, (groups,), n, k // BLOCK, x.rows_per_scale)
-    dims = ("G", "max_m", "N")
-    operands.check_result(x.d, None, dims, (groups, m, n), torch.bfloat16, contiguous=True)
-    _check_sizes(x.masked_m, x.expected_m, groups)
-
-
 def check_values(x: Any) -> None:
     checks.in_range("masked_m", x.masked_m, 0, x.a.shape[1])
-
-
-def launches(x: Arguments, *buffers: Spec) -> list[Launch | Host]:
-    a: Any
-    a, b, d = x.a, x.b, x.d
-    if d.numel() == 0:
-        return []
-    if b.numel() == 0:
-        return operands.without_product(d, None, False)
-    for name, data in (("a", a), ("b", b), ("d", d)):
-        operands.check_address(name, data)
-    a_sf, b_sf, before = operands.scales_and_launches(x.a_sf, x.b_sf, x.rows_per_scale, buffers)
-    problem = (
-        is_small(x.expected_m, a.shape[1]), MASKED, dtype_name(a), 0, b.shape[1], a.shape[2],
-        a.shape[2], b.shape[1], dtype_name(d), "", operands.a_scale_kind(x.a_sf),
-        operands.b_scale_kind(x.b_sf, x.rows_per_scale),
-    )  # fmt: skip
-    return [*before, Launch(_KERNEL, problem, (a, a_sf, b, b_sf, x.masked_m, None, d))]
 
 
 def cost(a: Operand, b: Operand, d: Tensor, masked_m: Tensor, expected_m: int, **_: Any) -> Cost:
@@ -91,10 +91,8 @@ def _reference(
 M_GROUPED_FP8_GEMM_NT_MASKED = Operator(
     "gemm.m_grouped_fp8_gemm_nt_masked",
     Arguments,
-    check=check,
     outputs=operands.no_outputs,
     scratch=operands.scratch,
-    launches=launches,
     reference=_reference,
     cost=cost,
     mutates=("d",),
@@ -171,22 +169,20 @@ class PlainArguments(NamedTuple):
     masked_m: Tensor
     expected_m: int
 
+    def check(self) -> None:
+        operands.check_bf16("a", self.a, ("G", "max_m", "K"), contiguous=True)
+        groups, m, k = self.a.shape
+        operands.check_bf16("b", self.b, ("G", "N", "K"), shape=(groups, None, k), contiguous=True)
+        n = self.b.shape[1]
+        operands.check_columns(n)
+        dims = ("G", "max_m", "N")
+        operands.check_result(self.d, None, dims, (groups, m, n), torch.bfloat16, contiguous=True)
+        _check_sizes(self.masked_m, self.expected_m, groups)
 
-def check_bf16(x: PlainArguments) -> None:
-    operands.check_bf16("a", x.a, ("G", "max_m", "K"), contiguous=True)
-    groups, m, k = x.a.shape
-    operands.check_bf16("b", x.b, ("G", "N", "K"), shape=(groups, None, k), contiguous=True)
-    n = x.b.shape[1]
-    operands.check_columns(n)
-    dims = ("G", "max_m", "N")
-    operands.check_result(x.d, None, dims, (groups, m, n), torch.bfloat16, contiguous=True)
-    _check_sizes(x.masked_m, x.expected_m, groups)
-
-
-def launches_bf16(x: PlainArguments) -> list[Launch | Host]:
-    head = (is_small(x.expected_m, x.a.shape[1]),)
-    strides = x.a.shape[2], x.b.shape[1]
-    return operands.bf16_launches(_KERNEL, x, head, MASKED, x.masked_m, *strides)
+    def launches(self) -> list[Launch | Host]:
+        head = (is_small(self.expected_m, self.a.shape[1]),)
+        strides = self.a.shape[2], self.b.shape[1]
+        return operands.bf16_launches(_KERNEL, self, head, MASKED, self.masked_m, *strides)
 
 
 def cost_bf16(a: Tensor, b: Tensor, d: Tensor, masked_m: Tensor, expected_m: int, **_: Any) -> Cost:
@@ -204,13 +200,11 @@ def _reference_bf16(a: Tensor, b: Tensor, d: Tensor, masked_m: Tensor, expected_
 M_GROUPED_BF16_GEMM_NT_MASKED = Operator(
     "gemm.m_grouped_bf16_gemm_nt_masked",
     PlainArguments,
-    check=check_bf16,
     outputs=operands.no_outputs,
-    launches=launches_bf16,
     reference=_reference_bf16,
     cost=cost_bf16,
     mutates=("d",),
-    values=check_values,
+    check_values=check_values,
     archs=("sm_90a",),
 )
 

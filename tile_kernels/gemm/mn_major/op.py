@@ -19,24 +19,21 @@ _MAX_GROUPS = 65535  # the limit of the grid's third dimension
 class Arguments(NamedTuple):
     sf: Tensor
 
+    def check(self) -> None:
+        dims = (
+            ("groups", "rows", "steps")
+            if isinstance(self.sf, Tensor) and self.sf.dim() == 3
+            else ("rows", "steps")
+        )
+        checks.tensor("sf", self.sf, dims, operands.SCALE_DTYPES, contiguous=True)
+        if len(dims) == 3 and self.sf.shape[0] > _MAX_GROUPS:
+            raise ValueError(f"sf must have at most {_MAX_GROUPS} groups, got {self.sf.shape[0]}")
 
-def check(a: Arguments) -> None:
-    dims = (
-        ("groups", "rows", "steps")
-        if isinstance(a.sf, Tensor) and a.sf.dim() == 3
-        else ("rows", "steps")
-    )
-    checks.tensor("sf", a.sf, dims, operands.SCALE_DTYPES, contiguous=True)
-    if len(dims) == 3 and a.sf.shape[0] > _MAX_GROUPS:
-        raise ValueError(f"sf must have at most {_MAX_GROUPS} groups, got {a.sf.shape[0]}")
+    def outputs(self) -> Out:
+        return operands.mn_major_out("out", self.sf)
 
-
-def outputs(a: Arguments) -> Out:
-    return operands.mn_major_out("out", a.sf)
-
-
-def launches(a: Arguments, out: Spec) -> Launch | None:
-    return operands.mn_major_launch(a.sf, out) if out.numel() else None
+    def launches(self, out: Spec) -> Launch | None:
+        return operands.mn_major_launch(self.sf, out) if out.numel() else None
 
 
 def cost(sf: Tensor) -> Cost:
@@ -46,9 +43,6 @@ def cost(sf: Tensor) -> Cost:
 GET_MN_MAJOR_TMA_ALIGNED_TENSOR = Operator(
     "gemm.get_mn_major_tma_aligned_tensor",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=reference.get_mn_major_tma_aligned_tensor,
     cost=cost,
     dynamic={"sf": 1},
