@@ -155,6 +155,10 @@ def build_product(*static: Any) -> Any:
         where = (position, block) if sfb_turned else (block, position)
         return number(sfb[(g, *where)] if b_has_groups else sfb[where], step, b_packed)
 
+    def square(column: Any, side: int) -> Any:
+        """The block of 128 columns; the last tile may reach beyond the last one."""
+        return T.min(column // WIDTH + side, square_rows - 1)
+
     def number(word: Any, step: Any, packed: bool) -> Any:
         if not packed:
             return word
@@ -282,15 +286,24 @@ def build_product(*static: Any) -> Any:
                 T.mbarrier_arrive(full[slot])  # all 32 lanes, the one that copies among them
                 done[0] += 1
 
+    def element(tensor: Any, g: Any, row: Any, column: Any) -> Any:
+        return tensor[(g, row, column) if d_has_groups else (row, column)]
+
     @T.macro
-    def add_and_store(c, d, g, row, column, totals, r, j):
-        """Adds `c` to an element of the sums; float32 results leave from here."""
-        where = (g, row, column) if d_has_groups else (row, column)
-        if has_addend:
-            addend = c if p.addend == "c" else d
-            totals[r, j] += T.cast(addend[where], T.float32)
-        if direct:
-            d[where] = totals[r, j]
+    def add(addend, totals, g, row, column, first_column):
+        """Adds a tile of `c` to the sums. No store comes between the loads, which run together."""
+        for r, j, e in T.Parallel(totals.shape[0], WIDTH // 2, 2):  # pairs of a thread
+            if row + r < m and column + j * 2 < n:
+                value = element(addend, g, row + r, first_column + j * 2 + e)
+                totals[r, j * 2 + e] += T.cast(value, T.float32)
+
+    @T.macro
+    def store_float32(d, totals, g, row, column, first_column):
+        """Stores the sums from registers."""
+        for r, j, e in T.Parallel(totals.shape[0], WIDTH // 2, 2):
+            if row + r < m and column + j * 2 < n:
+                where = (row + r, first_column + j * 2 + e)
+                d[(g, *where) if d_has_groups else where] = totals[r, j * 2 + e]
 
     def multiplier(number_of_role: int) -> Any:
         """A macro: what the threads of one role do."""
@@ -309,6 +322,7 @@ def build_product(*static: Any) -> Any:
             a_scale = T.alloc_fragment((rows,), T.float32)
             b_scales = T.alloc_fragment((WIDTH,), T.float32)
             b_scale = T.alloc_local((num_halves,), T.float32)
+            next_scale = T.alloc_local((num_halves,), T.float32)
             kept = T.alloc_fragment((rows,), T.int32)
             for turn in T.serial(T.ceildiv(tiles[0] - first, clusters)):
                 locate(turn * clusters + first, layout, at)
@@ -317,13 +331,20 @@ def build_product(*static: Any) -> Any:
                 g = at[2]
                 for side in sides:
                     T.clear(totals[side])
+                if promoted and not sfb_by_row:
+                    if at[4] > 0:
+                        for side in sides:
+                            next_scale[side] = square_scale(sfb, g, square(column, side), at[3])
                 for i in T.serial(at[4]):
                     step = at[3] + i
                     slot = done[0] % stages
                     if promoted and not sfb_by_row:
-                        for side in sides:  # a load that is done when the product is
-                            block = T.min(column // WIDTH + side, square_rows - 1)
-                            b_scale[side] = square_scale(sfb, g, block, step)
+                        # Loaded one step ahead: the compiler multiplies scales between the
+                        # instructions of a product, which would wait for a load of this step.
+                        following = at[3] + T.min(i + 1, at[4] - 1)
+                        for side in sides:
+                            b_scale[side] = next_scale[side]
+                            next_scale[side] = square_scale(sfb, g, square(column, side), following)
                     T.mbarrier_wait_parity(full[slot], done[0] // stages % 2)
                     if promoted:
                         for r in T.Parallel(rows):
@@ -369,12 +390,17 @@ def build_product(*static: Any) -> Any:
                             if kept[r] == 0:
                                 totals[side][r, j] = 0.0
                 for side in sides:
-                    if has_addend or direct:
-                        for r, j, e in T.Parallel(rows, WIDTH // 2, 2):  # pairs of a thread
-                            if row + r < m and column + side * WIDTH + j * 2 < n:
-                                to = column_of(at, rank, first_half + side) + j * 2 + e
-                                add_and_store(c, d, g, row + r, to, totals[side], r, j * 2 + e)
-                    if not direct:
+                    here = column + side * WIDTH
+                    if has_addend:
+                        add(
+                            c if p.addend == "c" else d, totals[side], g, row, here,
+                            column_of(at, rank, first_half + side),
+                        )  # fmt: skip
+                    if direct:
+                        store_float32(
+                            d, totals[side], g, row, here, column_of(at, rank, first_half + side)
+                        )
+                    else:
                         T.tma_store_wait()  # the previous tile has left shared memory
                         T.sync_threads(barrier, own_threads)
                         T.copy(totals[side], d_tile)
