@@ -101,11 +101,12 @@ CASES = [
 # rows, columns, stages, panel, separate, cluster
 _ROW_TILES = {
     "wide": tiling.WIDE,
-    "wide.panel4": Tile(128, 256, 4, 4, True, 1),
+    "wide.panel8": Tile(128, 256, 4, 8, True, 1),
     "wide.panel16": Tile(128, 256, 4, 16, True, 1),
     "wide.panel32": Tile(128, 256, 4, 32, True, 1),
     "wide.stages3": Tile(128, 256, 3, 8, True, 1),
     "wide.joint": tiling.WIDE_JOINT,
+    "wide.joint.panel4": Tile(128, 256, 4, 4, False, 1),
     "narrow": tiling.NARROW,
     "narrow.panel16": Tile(128, 128, 5, 16, True, 1),
     "narrow.stages4": Tile(128, 128, 4, 8, True, 1),

@@ -86,15 +86,17 @@ class Plan(NamedTuple):
         return STEP_BYTES // CODE_BYTES[self.dtype]
 
 
-# Tiles by purpose. H200, prototype of this kernel, device time with cold L2: 8 x 4096 rows, n 4096,
-# k 7168: WIDE 1487 us (1294 TFLOP/s), 128 x 128 with 5 stages 1045 to 1095 TFLOP/s.
-WIDE = Tile(128, 256, 4, 8, separate=True, cluster=1)
-# 32 x 128 rows, n 4096, k 7168: 273 us.
+# Tiles by purpose, H200, device time with cold L2. Dense, 4096 rows, n 4096, k 7168: panels of 4
+# tiles 183.7 us, of 8 191.9, of 16 190.2, of 32 184.6; 3 stages 196.7 (panels of 8); pairs of
+# blocks that share `a` by multicast 184.8. n 7168, k 2048: 101.5, 102.2, 100.7, 100.8.
+WIDE = Tile(128, 256, 4, 4, separate=True, cluster=1)
+# 8 x 4096 rows, n 4096, k 7168: 1475 us, separate stores 1524 (panels of 4: 1491), multicast 1560.
 WIDE_JOINT = Tile(128, 256, 4, 8, separate=False, cluster=1)
 # Row scales of both operands take twice the arithmetic and registers of a half as wide tile.
 NARROW = Tile(128, 128, 5, 8, separate=True, cluster=1)
 NARROW_FLOAT32 = Tile(128, 128, 6, 8, separate=True, cluster=1)
-# Few rows: the weights stream through a deep ring.
+# Few rows: the weights stream through a deep ring. 128 rows, n 4096, k 7168: 21.0 us, 6 stages
+# 22.9, 128 x 128 29.8, 128 x 256 45.1.
 FEW_ROWS = Tile(64, 128, 8, 8, separate=True, cluster=1)
 
 # Set by the benchmark to time other tiles; None: what the plan chooses.
@@ -116,4 +118,4 @@ def wide(problem: Problem) -> Tile:
     """The widest tile that the registers allow."""
     if problem.b_scale in (ROW, ROW_UE8M0):
         return NARROW_FLOAT32 if problem.out_dtype == "float32" else NARROW
-    return WIDE
+    return WIDE_JOINT if problem.layout in (CONTIGUOUS, PSUM) else WIDE

@@ -14,8 +14,8 @@ SMALL, MEDIUM, LARGE = "small", "medium", "large"
 
 def size_class(m: int, n: int, num_sms: int) -> str:
     """Which tile a problem gets: one kernel for each class, whatever the number of rows."""
-    if m <= FEW_ROWS.rows:
-        return SMALL
+    if ceil_div(m, FEW_ROWS.rows) * ceil_div(n, FEW_ROWS.columns) <= num_sms or m <= FEW_ROWS.rows:
+        return SMALL  # each tile has an SM, or the rows are too few for larger ones
     tiles = ceil_div(m, WIDE.rows) * ceil_div(n, WIDE.columns)
     return MEDIUM if tiles < num_sms else LARGE
 
