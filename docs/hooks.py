@@ -31,6 +31,7 @@ REFERENCE = {
             "tile_kernels.modeling.quant",
         ],
     ),
+    "gemm": ("Matrix products", ["tile_kernels.gemm"]),
     "engram": ("Engram", ["tile_kernels.engram", "tile_kernels.modeling.engram"]),
     "mhc": ("Hyper-connections", ["tile_kernels.mhc", "tile_kernels.modeling.mhc"]),
     "attention": ("Attention", ["tile_kernels.attention", "tile_kernels.modeling.attention"]),

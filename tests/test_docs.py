@@ -233,7 +233,7 @@ def test_site_builds(tmp_path: Path) -> None:
     assert "<td><code>num_per_channels</code></td>" in reference
     assert "unpack_from_e2m1fn_x2" in reference
     assert "per_token_cast_to_e5m6" in reference
-    for family in ("moe", "quant", "engram", "mhc", "attention", "transpose", "ep"):
+    for family in ("moe", "quant", "gemm", "engram", "mhc", "attention", "transpose", "ep"):
         text = (tmp_path / family / "index.html").read_text()
         article = text.split("<article")[1].split("</article>")[0]
         assert f'href="../reference/{family}/"' in article, family

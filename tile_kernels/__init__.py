@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         config,
         engram,
         ep,
+        gemm,
         mhc,
         modeling,
         moe,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 compat.install()
 
-FAMILIES = ("attention", "engram", "mhc", "moe", "quant", "transpose")
+FAMILIES = ("attention", "engram", "gemm", "mhc", "moe", "quant", "transpose")
 _SUBMODULES = (*FAMILIES, "config", "emulator", "ep", "modeling", "testing", "torch", "utils")
 _FUNCTIONS = {
     "EmulationError": "tile_kernels.emulator",
@@ -62,6 +63,7 @@ __all__ = [
     "emulate",
     "engram",
     "ep",
+    "gemm",
     "get_device_num_sms",
     "get_num_sms",
     "mhc",

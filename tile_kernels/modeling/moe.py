@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tile_kernels import moe
+from tile_kernels.gemm.tiling import BLOCK
+from tile_kernels.modeling.fp8_experts import WeightCache, fp8_experts
 from tile_kernels.modeling.quant import swiglu_cast
 from tile_kernels.moe.gates import check_groups
+from tile_kernels.moe.mapping.reference import most_expanded_tokens
 from tile_kernels.moe.plan import MAX_SLOTS
 from tile_kernels.moe.topk.plan import MAX_EXPERTS
 from tile_kernels.runtime import checks
@@ -22,7 +25,9 @@ if TYPE_CHECKING:
 
 SCORING_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax")
 BALANCING = ("bias", "loss", "none")
+PRECISIONS = ("bf16", "fp8")
 ENGINES = ("auto", "loop", "grouped_mm")
+_EXPERT_WEIGHTS = ("w_in", "w_out", "shared_in", "shared_out")
 ROWS = 16  # each expert's rows are a multiple of this, as grouped products want it
 
 
@@ -37,6 +42,11 @@ def grouped_mm_is_available(x: Tensor) -> bool:
         and hasattr(torch, "_grouped_mm")
         and torch.cuda.get_device_capability(x.device) >= (9, 0)
     )
+
+
+def uses_grouped_mm(x: Tensor, engine: str) -> bool:
+    """Whether `grouped_linear` multiplies in one launch, and needs no counts on the host."""
+    return engine != "loop" and grouped_mm_is_available(x)
 
 
 def grouped_linear(
@@ -58,17 +68,28 @@ def grouped_linear(
     >>> grouped_linear(rows, weight, [1, 2], torch.tensor([1, 3]).int()).tolist()
     [[2.0], [2.0], [2.0]]
     """
-    available = grouped_mm_is_available(rows)
-    if engine == "grouped_mm" and not available:
+    if engine == "grouped_mm" and not grouped_mm_is_available(rows):
         raise ValueError(
             "grouped_linear: engine grouped_mm needs bfloat16 on a CUDA device of capability 9.0 "
             f"or more, got {rows.dtype} on {rows.device}"
         )
-    if available and engine != "loop":
+    if uses_grouped_mm(rows, engine):
         multiply: Callable[..., Tensor] = torch._grouped_mm
         return multiply(rows, weight.transpose(1, 2), offs=ends)
     parts = (part @ w.T for part, w in zip(rows.split(counts), weight))
     return torch.cat(list(parts))
+
+
+def _expert_of_rows(num_rows: int, last: Tensor, ends: Tensor) -> Tensor:
+    """The expert of each row, int64 `[num_rows, 1]`, -1 for padding.
+
+    `last` is one past the last row of each expert, `ends` the same with padding.
+    """
+    index = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
+    expert = torch.searchsorted(ends, index, right=True)
+    known = expert.clamp(max=len(ends) - 1)
+    is_row = (expert < len(ends)) & (index < last[known])
+    return torch.where(is_row, expert, -1)[:, None]
 
 
 # ---- the layer ----------------------------------------------------------------------------------
@@ -86,6 +107,7 @@ class MoELayer(nn.Module):
     | `routed_scaling_factor` | multiplies the normalised weights |
     | `num_shared_experts` | experts that every token takes, beside the others |
     | `balancing` | `bias`: see `update_bias`; `loss`: see `balance_loss`; `none` |
+    | `precision` | `bf16`: products in the dtype of the weights; `fp8`: all products in e4m3 |
     | `fp8` | activations inside the experts are rounded to e4m3 (`modeling.quant.swiglu_cast`) |
     | `engine` | of the products: `auto`, `loop` or `grouped_mm`; see `grouped_linear` |
     | `ep` | an `ep.ElasticBuffer`: the experts are spread over its ranks |
@@ -93,6 +115,15 @@ class MoELayer(nn.Module):
     An expert is `w_out . (silu(gate) * value)` with `gate, value = w_in . x`. Tokens are sorted by
     expert (`moe.get_fused_mapping`) without a limit per expert, so none is dropped. Gradients reach
     the input, the experts and, through the weights, the router.
+
+    With `precision="fp8"` forward, input gradients and weight gradients are FP8 products
+    (`modeling.fp8_experts`), for the shared experts as well. The weights stay in their dtype; their
+    quantized copies are kept until the weights change. `hidden` and `intermediate` must be
+    multiples of 128; a GPU must be a Hopper one. `fp8=True` only rounds activations.
+
+    The host does not wait for the GPU with `precision="fp8"`, and with `bf16` where PyTorch has a
+    grouped product (bfloat16 on Hopper and later); then forward and backward can be captured in a
+    CUDA graph. Other devices and `engine="loop"` need the number of rows on the host.
 
     After a call `load` counts how often each expert was chosen in it.
 
@@ -123,6 +154,7 @@ class MoELayer(nn.Module):
         routed_scaling_factor: float = 1.0,
         num_shared_experts: int = 0,
         balancing: str = "bias",
+        precision: str = "bf16",
         fp8: bool = False,
         engine: str = "auto",
         ep: ElasticBuffer | None = None,
@@ -154,6 +186,15 @@ class MoELayer(nn.Module):
                 raise ValueError(
                     f"intermediate must be a multiple of 32 with fp8, got {intermediate}"
                 )
+            checks.one_of("precision", precision, PRECISIONS)
+            if precision == "fp8":
+                if fp8:
+                    raise ValueError('fp8 must be False with precision="fp8", which includes it')
+                for name, size in (("hidden", hidden), ("intermediate", intermediate)):
+                    if size % BLOCK:
+                        raise ValueError(
+                            f'{name} must be a multiple of {BLOCK} with precision="fp8", got {size}'
+                        )
             checks.one_of("engine", engine, ENGINES)
             if ep is not None and not isinstance(getattr(ep, "num_ranks", None), int):
                 raise TypeError(f"ep must be an ElasticBuffer or None, got {type(ep).__name__}")
@@ -169,7 +210,8 @@ class MoELayer(nn.Module):
         self.scoring_func, self.routed_scaling_factor = scoring_func, routed_scaling_factor
         self.num_groups, self.num_topk_groups = num_groups, num_topk_groups
         self.num_shared_experts, self.balancing = num_shared_experts, balancing
-        self.fp8, self.engine, self.ep = fp8, engine, ep
+        self.precision, self.fp8, self.engine, self.ep = precision, fp8, engine, ep
+        self._quantized = {name: WeightCache() for name in _EXPERT_WEIGHTS}
         num_local = num_experts if ep is None else num_experts // ep.num_ranks
 
         empty = functools.partial(torch.empty, device=device, dtype=dtype)
@@ -208,7 +250,7 @@ class MoELayer(nn.Module):
         return (
             f"hidden={self.hidden}, intermediate={self.intermediate}, {self.num_topk} of "
             f"{self.num_experts} experts{local}{shared}, scoring_func={self.scoring_func}, "
-            f"balancing={self.balancing}, fp8={self.fp8}"
+            f"balancing={self.balancing}, precision={self.precision}, fp8={self.fp8}"
         )
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,17 +280,41 @@ class MoELayer(nn.Module):
             )
         tokens = x.reshape(-1, self.hidden).contiguous()
         topk_idx, weights = self.route(tokens)
-        if self.ep is None:
+        if self.ep is not None:
+            y = self._over_ranks(self.ep, tokens, topk_idx, weights)
+        elif self.precision == "fp8":
+            y = self._fp8_experts(tokens, weights, topk_idx, "w_in", "w_out")
+        else:
+            num_rows = 0  # as many as needed: the host waits for their number
+            if uses_grouped_mm(tokens, self.engine):
+                num_rows = most_expanded_tokens(topk_idx.numel(), self.num_experts, ROWS)
             pos_to_expert, _, _, token_topk_to_pos, _, ends, _, counts = moe.get_fused_mapping(
-                topk_idx, self.num_experts, num_expanded_tokens=0, alignment=ROWS
+                topk_idx, self.num_experts, num_expanded_tokens=num_rows, alignment=ROWS
             )
             rows = moe.expand_to_fused(tokens, token_topk_to_pos, pos_to_expert)
             y = moe.reduce_fused(self._experts(rows, counts, ends), weights, token_topk_to_pos)
-        else:
-            y = self._over_ranks(self.ep, tokens, topk_idx, weights)
         if self.shared_in is not None and self.shared_out is not None:
-            y = y + F.linear(self._activated(F.linear(tokens, self.shared_in)), self.shared_out)
+            y = y + self._shared(tokens, self.shared_in, self.shared_out)
         return y.view(x.shape)
+
+    def _fp8_experts(
+        self, tokens: Tensor, weights: Tensor, topk_idx: Tensor, first: str, second: str
+    ) -> Tensor:
+        """All products of the experts with these weights in FP8."""
+        w_in, w_out = getattr(self, first), getattr(self, second)
+        if w_in.dim() == 2:  # shared experts are one wide expert
+            w_in, w_out = w_in[None], w_out[None]
+        quantized = self._quantized[first](w_in), self._quantized[second](w_out)
+        rows = tokens.bfloat16()
+        return fp8_experts(rows, weights, topk_idx, w_in, w_out, quantized).to(tokens.dtype)
+
+    def _shared(self, tokens: Tensor, shared_in: Tensor, shared_out: Tensor) -> Tensor:
+        """The experts that every token takes."""
+        if self.precision != "fp8":
+            return F.linear(self._activated(F.linear(tokens, shared_in)), shared_out)
+        weights = tokens.new_ones(len(tokens), 1, dtype=torch.float32)
+        choice = tokens.new_zeros(len(tokens), 1, dtype=torch.int64)
+        return self._fp8_experts(tokens, weights, choice, "shared_in", "shared_out")
 
     def _experts(self, rows: Tensor, counts: list[int], ends: Tensor) -> Tensor:
         rows = grouped_linear(rows, self.w_in, counts, ends, self.engine)
@@ -267,6 +333,10 @@ class MoELayer(nn.Module):
         counts = handle.num_recv_tokens_per_expert_list
         last = handle.psum_num_recv_tokens_per_expert
         ends = (last + ROWS - 1).div(ROWS, rounding_mode="floor") * ROWS  # with padding
+        if self.precision == "fp8":
+            expert = _expert_of_rows(len(rows), last, ends)
+            results = self._fp8_experts(rows, row_weights[:, None], expert, "w_in", "w_out")
+            return ep.combine(results, handle)[0]
         results = self._experts(rows, counts, ends)
         weighted = (results.float() * row_weights[:, None]).to(results.dtype)
         return ep.combine(weighted, handle)[0]

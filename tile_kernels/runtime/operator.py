@@ -31,6 +31,7 @@ from tile_kernels.runtime import backends, checks, emulation, logs, registry
 from tile_kernels.runtime.autograd import no_gradient_message, refuse_tangents
 from tile_kernels.runtime.cases import Cases, Cost, tensors_in
 from tile_kernels.runtime.declaration import Host, Launch, Out, Spec
+from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.runtime.launch import Request, recorder
 from tile_kernels.runtime.outputs import check_output
 from tile_kernels.runtime.prepared import MAX_SIZES, Plan, Sized, remember, sized
@@ -92,6 +93,7 @@ class Operator(registry.Registered):
         check, outputs, launches, scratch, check_values: Functions of a record that replace its
             methods, for operators that share a record.
         instead: The public function that has a gradient, for an operator without one.
+        archs: The architectures that have a kernel, if not all: elsewhere the plan raises.
     """
 
     def __init__(
@@ -110,8 +112,10 @@ class Operator(registry.Registered):
         setup_context: Callable[..., None] | None = None,
         instead: str = "",
         serves: str | None = None,
+        archs: tuple[str, ...] = tuple(DESCRIBED),
         **methods: Callable[..., Any],
     ) -> None:
+        self.archs = archs
         self.name, self._label = name, serves or name.rpartition(".")[2]
         registry.register(self)  # first: a name that exists must not replace its custom op
         self.serves = f"{self.family}.{serves}" if serves else None

@@ -21,6 +21,26 @@ from tile_kernels.attention.norm_rope.reference import (
 from tile_kernels.attention.select.reference import indexer_select as indexer_select
 from tile_kernels.attention.step.reference import kv_compress_step as kv_compress_step
 from tile_kernels.attention.topk.reference import indexer_topk as indexer_topk
+from tile_kernels.gemm.gemm_nt.reference import (
+    bf16_gemm_nt as bf16_gemm_nt,
+    fp8_gemm_nt as fp8_gemm_nt,
+)
+from tile_kernels.gemm.k_grouped.reference import (
+    k_grouped_bf16_gemm_tn_contiguous as k_grouped_bf16_gemm_tn_contiguous,
+    k_grouped_fp8_gemm_nt_contiguous as k_grouped_fp8_gemm_nt_contiguous,
+    k_grouped_fp8_gemm_tn_contiguous as k_grouped_fp8_gemm_tn_contiguous,
+)
+from tile_kernels.gemm.m_grouped.reference import (
+    m_grouped_bf16_gemm_nt_contiguous as m_grouped_bf16_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_contiguous as m_grouped_fp8_gemm_nt_contiguous,
+)
+from tile_kernels.gemm.masked.reference import (
+    m_grouped_bf16_gemm_nt_masked as m_grouped_bf16_gemm_nt_masked,
+    m_grouped_fp8_gemm_nt_masked as m_grouped_fp8_gemm_nt_masked,
+)
+from tile_kernels.gemm.mn_major.reference import (
+    get_mn_major_tma_aligned_tensor as get_mn_major_tma_aligned_tensor,
+)
 from tile_kernels.moe.hash.reference import hash_gate as hash_gate
 from tile_kernels.moe.mapping.reference import get_fused_mapping as get_fused_mapping
 from tile_kernels.quant.back.reference import (

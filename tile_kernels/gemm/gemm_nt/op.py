@@ -1,0 +1,277 @@
+"""`fp8_gemm_nt` and its transposed forms: products of two matrices."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels.gemm import operands
+from tile_kernels.gemm.gemm_nt import reference
+from tile_kernels.gemm.gemm_nt.plan import plan
+from tile_kernels.gemm.operands import Operand, Recipe
+from tile_kernels.gemm.tiling import BLOCK, DENSE
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Host, Launch, Size, Spec, dtype_name
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+from tile_kernels.transpose import transpose
+
+_KERNEL = Kernel("tile_kernels.gemm.gemm_nt.kernel", "gemm_nt", plan)
+_RESULTS = (torch.bfloat16, torch.float32)
+
+
+class Arguments(NamedTuple):
+    a: Tensor
+    a_sf: Tensor
+    b: Tensor
+    b_sf: Tensor
+    d: Tensor
+    c: Tensor | None
+    accumulate: bool
+    rows_per_scale: int
+
+    def check(self) -> None:
+        operands.check_codes("a", self.a, ("M", "K"))
+        operands.check_row_stride("a", self.a)
+        m, k = self.a.shape
+        operands.check_codes("b", self.b, ("N", "K"), shape=(None, k), contiguous=True)
+        n = self.b.shape[0]
+        operands.check_columns(n)
+        operands.check_row_scales("a", self.a_sf, (m,), k // BLOCK)
+        operands.check_b_scales(self.b_sf, (), n, k // BLOCK, self.rows_per_scale)
+        operands.check_result(self.d, self.c, ("M", "N"), (m, n), _RESULTS, contiguous=False)
+
+    def launches(self, *buffers: Spec) -> list[Launch | Host]:
+        a: Any
+        a, b, d, c = self.a, self.b, self.d, self.c
+        if d.numel() == 0:
+            return []
+        if a.shape[1] == 0:
+            return operands.without_product(d, c, self.accumulate)
+        for name, data in (("a", a), ("b", b), ("d", d)):
+            operands.check_address(name, data)
+        a_sf, b_sf, before = operands.scales_and_launches(
+            self.a_sf, self.b_sf, self.rows_per_scale, buffers
+        )
+        problem = (
+            Size(lambda x: x.a.shape[0]), DENSE, dtype_name(a), 0, b.shape[0], a.shape[1],
+            operands.row_stride(a), operands.row_stride(d), dtype_name(d),
+            operands.addend(c, self.accumulate), operands.a_scale_kind(self.a_sf),
+            operands.b_scale_kind(self.b_sf, self.rows_per_scale),
+        )  # fmt: skip
+        return [*before, Launch(_KERNEL, problem, (a, a_sf, b, b_sf, None, c, d))]
+
+
+def cost(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **_: Any) -> Cost:
+    return operands.product_cost((a, b, c), d, 2 * d.numel() * a[0].shape[1])
+
+
+def _reference(
+    a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, d: Tensor, c: Any, accumulate: bool, rows: int
+) -> None:
+    recipe = (1, rows, BLOCK)
+    reference.fp8_gemm_nt((a, a_sf), (b, b_sf), d, d if accumulate else c, recipe)
+
+
+FP8_GEMM_NT = Operator(
+    "gemm.fp8_gemm_nt",
+    Arguments,
+    outputs=operands.no_outputs,
+    scratch=operands.scratch,
+    reference=_reference,
+    cost=cost,
+    dynamic={"a": 1, "a_sf": 1, "d": 1, "c": 1},
+    mutates=("d",),
+    archs=("sm_90a",),
+)
+
+
+@FP8_GEMM_NT.public(reference=reference.fp8_gemm_nt, mutates=("d",))
+def fp8_gemm_nt(
+    a: Operand,
+    b: Operand,
+    d: Tensor,
+    c: Tensor | None = None,
+    recipe: Recipe | None = None,
+    *,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str | None = None,  # noqa: ARG001
+    disable_ue8m0_cast: bool = False,  # noqa: ARG001
+) -> Tensor:
+    """Multiplies two e4m3 matrices with scales: `d = c + a @ b.T`.
+
+    Products of 128 channels come from the tensor cores; each is multiplied by its two scales and
+    added in float32, in ascending order. The bits of a row of `d` do not depend on other rows, on
+    the number of rows or on the SM budget. Row-major scales of rows cost one small launch more.
+    Runs on Hopper.
+
+    Args:
+        a: `(data, scales)`: `[M, K]`, float8_e4m3fn, stride 1 along `K`, and `[M, K / 128]`,
+            float32, MN-major (strides `(1, align(M, 4))`) or contiguous; or int32 exponents
+            `[M, ceil(K / 512)]`, four in a word. What `quant.per_token_cast(x, "e4m3", 128)`
+            returns. `K` is a multiple of 128.
+        b: `(data, scales)`: `[N, K]`, float8_e4m3fn, contiguous, and `[ceil(N / 128), K / 128]`,
+            contiguous or so after a transposition, what `quant.per_block_cast` returns; with recipe
+            `(1, 1, 128)` scales of rows, like those of `a`. `N` is a multiple of 8.
+        d: `[M, N]`, bfloat16 or float32, stride 1 along `N`; written and returned.
+        c: Shape, dtype and strides of `d`; added in float32. May be `d` itself. None: zeros.
+        recipe: `(1, 128, 128)` (default) or `(1, 1, 128)`: rows of `a` and of `b` that share a
+            scale, and channels.
+        recipe_a: `(1, 128)`, in place of `recipe`.
+        recipe_b: `(128, 128)` or `(1, 128)`, in place of `recipe`.
+        compiled_dims: Ignored; for compatibility with DeepGEMM.
+        disable_ue8m0_cast: Ignored; for compatibility with DeepGEMM.
+
+    Returns:
+        `d`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
+            device is not a Hopper GPU.
+
+    Example:
+        >>> ones = torch.ones(2, 128).to(torch.float8_e4m3fn)
+        >>> weights = torch.ones(8, 128).to(torch.float8_e4m3fn), torch.full((1, 1), 0.5)
+        >>> fp8_gemm_nt((ones, torch.ones(2, 1)), weights, torch.empty(2, 8))[0, 0].item()
+        64.0
+    """
+    FP8_GEMM_NT.require(operands.check_operands, a, b, recipe, recipe_a, recipe_b)
+    rows = operands.rows_per_scale(recipe, recipe_b)
+    accumulate = c is not None and c is d
+    FP8_GEMM_NT(*a, *b, d, None if accumulate else c, accumulate, rows)
+    return d
+
+
+def _k_major(operand: Operand) -> Operand:
+    """`[K, rows]` with scales `[steps, ...]` as `[rows, K]`; copied unless it lies so in memory."""
+    data, sf = operand
+    by_rows = sf.shape[1] == data.shape[1]
+    turned = sf.T.contiguous() if by_rows and not operands.is_mn_major(sf.T) else sf.T
+    return data.T if data.T.is_contiguous() else transpose(data), turned
+
+
+def _swapped(a: Any, b: Any, turn_a: bool, turn_b: bool) -> tuple[Operand, Operand]:
+    for name, operand in (("a", a), ("b", b)):
+        operands.check_pair(name, operand)
+        for part in operand:
+            checks.tensor(name, part, ("rows", "columns"))
+    return _k_major(a) if turn_a else a, _k_major(b) if turn_b else b
+
+
+def fp8_gemm_nn(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **more: Any) -> Tensor:
+    """`d = c + a @ b`: `fp8_gemm_nt` with `b` `[K, N]`, whose scales are `[K / 128, ...]`.
+
+    Hopper multiplies e4m3 along contiguous channels only: `b` is transposed by one launch, unless
+    it is a transposed view of `[N, K]`.
+    """
+    with checks.named("fp8_gemm_nn"):
+        a, b = _swapped(a, b, False, True)
+    return fp8_gemm_nt(a, b, d, c, **more)
+
+
+def fp8_gemm_tn(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **more: Any) -> Tensor:
+    """`d = c + a.T @ b`: `fp8_gemm_nt` with `a` `[K, M]` and `b` `[K, N]`, both transposed.
+
+    Scales are `[K / 128, ...]`. See `fp8_gemm_nn` for the cost of a transposition.
+    """
+    with checks.named("fp8_gemm_tn"):
+        a, b = _swapped(a, b, True, True)
+    return fp8_gemm_nt(a, b, d, c, **more)
+
+
+def fp8_gemm_tt(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **more: Any) -> Tensor:
+    """`d = c + a.T @ b.T`: `fp8_gemm_nt` with `a` `[K, M]`, whose scales are `[K / 128, M]`.
+
+    See `fp8_gemm_nn` for the cost of the transposition.
+    """
+    with checks.named("fp8_gemm_tt"):
+        a, b = _swapped(a, b, True, False)
+    return fp8_gemm_nt(a, b, d, c, **more)
+
+
+# ---- bfloat16 -----------------------------------------------------------------------------------
+
+
+class PlainArguments(NamedTuple):
+    a: Tensor
+    b: Tensor
+    d: Tensor
+    c: Tensor | None
+    accumulate: bool
+
+    def check(self) -> None:
+        operands.check_bf16("a", self.a, ("M", "K"))
+        operands.check_row_stride("a", self.a)
+        operands.check_bf16("b", self.b, ("N", "K"), shape=(None, self.a.shape[1]), contiguous=True)
+        shape = (self.a.shape[0], self.b.shape[0])
+        operands.check_columns(shape[1])
+        operands.check_result(self.d, self.c, ("M", "N"), shape, _RESULTS, contiguous=False)
+
+    def launches(self) -> list[Launch | Host]:
+        head = (Size(lambda x: x.a.shape[0]),)
+        strides = operands.row_stride(self.a), operands.row_stride(self.d)
+        return operands.bf16_launches(_KERNEL, self, head, DENSE, None, *strides)
+
+
+def cost_bf16(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, **_: Any) -> Cost:
+    return operands.product_cost((a, b, c), d, 2 * d.numel() * a.shape[1])
+
+
+def _reference_bf16(a: Tensor, b: Tensor, d: Tensor, c: Any, accumulate: bool) -> None:
+    reference.bf16_gemm_nt(a, b, d, d if accumulate else c)
+
+
+BF16_GEMM_NT = Operator(
+    "gemm.bf16_gemm_nt",
+    PlainArguments,
+    outputs=operands.no_outputs,
+    reference=_reference_bf16,
+    cost=cost_bf16,
+    dynamic={"a": 1, "d": 1, "c": 1},
+    mutates=("d",),
+    archs=("sm_90a",),
+)
+
+
+@BF16_GEMM_NT.public(reference=reference.bf16_gemm_nt, mutates=("d",))
+def bf16_gemm_nt(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    c: Tensor | None = None,
+    *,
+    compiled_dims: str | None = None,  # noqa: ARG001
+) -> Tensor:
+    """Multiplies two bfloat16 matrices: `d = c + a @ b.T`, summed in float32.
+
+    Steps of 64 channels are added in ascending order by one block, so that the bits of a row of `d`
+    do not depend on other rows. Runs on Hopper.
+
+    Args:
+        a: `[M, K]`, bfloat16, stride 1 along `K`, which is a multiple of 8.
+        b: `[N, K]`, bfloat16, contiguous; `N` is a multiple of 8.
+        d: `[M, N]`, bfloat16 or float32, stride 1 along `N`; written and returned.
+        c: Shape, dtype and strides of `d`; added in float32. May be `d` itself. None: zeros.
+        compiled_dims: Ignored; for compatibility with DeepGEMM.
+
+    Returns:
+        `d`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
+            device is not a Hopper GPU.
+
+    Example:
+        >>> ones = torch.ones(8, 16).bfloat16()
+        >>> bf16_gemm_nt(ones, ones, torch.empty(8, 8))[0, 0].item()
+        16.0
+    """
+    accumulate = c is not None and c is d
+    BF16_GEMM_NT(a, b, d, None if accumulate else c, accumulate)
+    return d

@@ -1,0 +1,253 @@
+"""`m_grouped_fp8_gemm_nt_masked`: products of groups whose sizes are known on the device only."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tile_kernels.gemm import operands
+from tile_kernels.gemm.masked import reference
+from tile_kernels.gemm.masked.plan import is_small, plan
+from tile_kernels.gemm.operands import Operand, Recipe
+from tile_kernels.gemm.tiling import BLOCK, MASKED
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.declaration import Host, Launch, Spec, dtype_name
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+
+_KERNEL = Kernel("tile_kernels.gemm.masked.kernel", "masked_gemm_nt", plan)
+
+
+class Arguments(NamedTuple):
+    a: Tensor
+    a_sf: Tensor
+    b: Tensor
+    b_sf: Tensor
+    d: Tensor
+    masked_m: Tensor
+    expected_m: int
+    rows_per_scale: int
+
+    def check(self) -> None:
+        operands.check_codes("a", self.a, ("G", "max_m", "K"), contiguous=True)
+        groups, m, k = self.a.shape
+        operands.check_codes("b", self.b, ("G", "N", "K"), shape=(groups, None, k), contiguous=True)
+        n = self.b.shape[1]
+        operands.check_columns(n)
+        operands.check_row_scales("a", self.a_sf, (groups, m), k // BLOCK)
+        operands.check_b_scales(self.b_sf, (groups,), n, k // BLOCK, self.rows_per_scale)
+        dims = ("G", "max_m", "N")
+        operands.check_result(self.d, None, dims, (groups, m, n), torch.bfloat16, contiguous=True)
+        _check_sizes(self.masked_m, self.expected_m, groups)
+
+    def launches(self, *buffers: Spec) -> list[Launch | Host]:
+        a: Any
+        a, b, d = self.a, self.b, self.d
+        if d.numel() == 0:
+            return []
+        if b.numel() == 0:
+            return operands.without_product(d, None, False)
+        for name, data in (("a", a), ("b", b), ("d", d)):
+            operands.check_address(name, data)
+        a_sf, b_sf, before = operands.scales_and_launches(
+            self.a_sf, self.b_sf, self.rows_per_scale, buffers
+        )
+        problem = (
+            is_small(self.expected_m, a.shape[1]), MASKED, dtype_name(a), 0, b.shape[1], a.shape[2],
+            a.shape[2], b.shape[1], dtype_name(d), "", operands.a_scale_kind(self.a_sf),
+            operands.b_scale_kind(self.b_sf, self.rows_per_scale),
+        )  # fmt: skip
+        return [*before, Launch(_KERNEL, problem, (a, a_sf, b, b_sf, self.masked_m, None, d))]
+
+
+def _check_sizes(masked_m: Any, expected_m: Any, groups: int) -> None:
+    checks.tensor("masked_m", masked_m, ("G",), torch.int32, shape=(groups,), contiguous=True)
+    checks.integer("expected_m", expected_m, 1, checks.MOST_SIZE)
+
+
+def check_values(x: Any) -> None:
+    checks.in_range("masked_m", x.masked_m, 0, x.a.shape[1])
+
+
+def cost(a: Operand, b: Operand, d: Tensor, masked_m: Tensor, expected_m: int, **_: Any) -> Cost:
+    """With `expected_m` rows in each group."""
+    groups, m, n = d.shape
+    k, rows = a[0].shape[2], groups * min(m, expected_m)
+    weights = operands.product_cost((b, masked_m), d[:0], 2 * rows * n * k)
+    return Cost(bytes=weights.bytes + rows * (k + 2 * n), flops=weights.flops)
+
+
+def _reference(
+    a: Tensor, a_sf: Tensor, b: Tensor, b_sf: Tensor, d: Tensor, masked_m: Tensor, m: int, rows: int
+) -> None:
+    reference.m_grouped_fp8_gemm_nt_masked(
+        (a, a_sf), (b, b_sf), d, masked_m, m, (1, rows, BLOCK)
+    )  # fmt: skip
+
+
+M_GROUPED_FP8_GEMM_NT_MASKED = Operator(
+    "gemm.m_grouped_fp8_gemm_nt_masked",
+    Arguments,
+    outputs=operands.no_outputs,
+    scratch=operands.scratch,
+    reference=_reference,
+    cost=cost,
+    mutates=("d",),
+    check_values=check_values,
+    archs=("sm_90a",),
+)
+
+
+@M_GROUPED_FP8_GEMM_NT_MASKED.public(
+    reference=reference.m_grouped_fp8_gemm_nt_masked, mutates=("d",)
+)
+def m_grouped_fp8_gemm_nt_masked(
+    a: Operand,
+    b: Operand,
+    d: Tensor,
+    masked_m: Tensor,
+    expected_m: int,
+    recipe: Recipe | None = None,
+    *,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str | None = None,  # noqa: ARG001
+    disable_ue8m0_cast: bool = False,  # noqa: ARG001
+) -> Tensor:
+    """Multiplies the first rows of each group: `d[g, :m] = a[g, :m] @ b[g].T`, `m = masked_m[g]`.
+
+    The product of experts in decoding, where the sizes exist on the device only. Rows of `d` behind
+    the size of a group may be overwritten and hold nothing. Numbers and bits are those of
+    `fp8_gemm_nt`.
+
+    Args:
+        a: `(data, scales)`: `[G, max_m, K]`, float8_e4m3fn, contiguous, and `[G, max_m, K / 128]`,
+            each group as in `fp8_gemm_nt`.
+        b: As in `m_grouped_fp8_gemm_nt_contiguous`.
+        d: `[G, max_m, N]`, bfloat16, contiguous; written and returned.
+        masked_m: `[G]`, int32: the rows of each group; cut to `0..max_m`.
+        expected_m: About how many rows a group has, at least 1. It decides the tile size, never
+            the result.
+        recipe: As in `fp8_gemm_nt`.
+        recipe_a: As in `fp8_gemm_nt`.
+        recipe_b: As in `fp8_gemm_nt`.
+        compiled_dims: Ignored; for compatibility with DeepGEMM.
+        disable_ue8m0_cast: Ignored; for compatibility with DeepGEMM.
+
+    Returns:
+        `d`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
+            device is not a Hopper GPU.
+
+    Example:
+        >>> ones = torch.ones(1, 4, 128).to(torch.float8_e4m3fn), torch.ones(1, 4, 1)
+        >>> weights = torch.ones(1, 8, 128).to(torch.float8_e4m3fn), torch.ones(1, 1, 1)
+        >>> d = torch.zeros(1, 4, 8, dtype=torch.bfloat16)
+        >>> sizes = torch.tensor([3], dtype=torch.int32)
+        >>> m_grouped_fp8_gemm_nt_masked(ones, weights, d, sizes, 4)[0, :3, 0].tolist()
+        [128.0, 128.0, 128.0]
+    """
+    M_GROUPED_FP8_GEMM_NT_MASKED.require(operands.check_operands, a, b, recipe, recipe_a, recipe_b)
+    rows = operands.rows_per_scale(recipe, recipe_b)
+    M_GROUPED_FP8_GEMM_NT_MASKED(*a, *b, d, masked_m, expected_m, rows)
+    return d
+
+
+# ---- bfloat16 -----------------------------------------------------------------------------------
+
+
+class PlainArguments(NamedTuple):
+    a: Tensor
+    b: Tensor
+    d: Tensor
+    masked_m: Tensor
+    expected_m: int
+
+    def check(self) -> None:
+        operands.check_bf16("a", self.a, ("G", "max_m", "K"), contiguous=True)
+        groups, m, k = self.a.shape
+        operands.check_bf16("b", self.b, ("G", "N", "K"), shape=(groups, None, k), contiguous=True)
+        n = self.b.shape[1]
+        operands.check_columns(n)
+        dims = ("G", "max_m", "N")
+        operands.check_result(self.d, None, dims, (groups, m, n), torch.bfloat16, contiguous=True)
+        _check_sizes(self.masked_m, self.expected_m, groups)
+
+    def launches(self) -> list[Launch | Host]:
+        head = (is_small(self.expected_m, self.a.shape[1]),)
+        strides = self.a.shape[2], self.b.shape[1]
+        return operands.bf16_launches(_KERNEL, self, head, MASKED, self.masked_m, *strides)
+
+
+def cost_bf16(a: Tensor, b: Tensor, d: Tensor, masked_m: Tensor, expected_m: int, **_: Any) -> Cost:
+    """With `expected_m` rows in each group."""
+    groups, m, n = d.shape
+    k, rows = a.shape[2], groups * min(m, expected_m)
+    weights = operands.product_cost((b, masked_m), d[:0], 2 * rows * n * k)
+    return Cost(bytes=weights.bytes + 2 * rows * (k + n), flops=weights.flops)
+
+
+def _reference_bf16(a: Tensor, b: Tensor, d: Tensor, masked_m: Tensor, expected_m: int) -> None:
+    reference.m_grouped_bf16_gemm_nt_masked(a, b, d, masked_m, expected_m)
+
+
+M_GROUPED_BF16_GEMM_NT_MASKED = Operator(
+    "gemm.m_grouped_bf16_gemm_nt_masked",
+    PlainArguments,
+    outputs=operands.no_outputs,
+    reference=_reference_bf16,
+    cost=cost_bf16,
+    mutates=("d",),
+    check_values=check_values,
+    archs=("sm_90a",),
+)
+
+
+@M_GROUPED_BF16_GEMM_NT_MASKED.public(
+    reference=reference.m_grouped_bf16_gemm_nt_masked, mutates=("d",)
+)
+def m_grouped_bf16_gemm_nt_masked(
+    a: Tensor,
+    b: Tensor,
+    d: Tensor,
+    masked_m: Tensor,
+    expected_m: int,
+    *,
+    compiled_dims: str | None = None,  # noqa: ARG001
+) -> Tensor:
+    """Multiplies the first rows of each group: `d[g, :m] = a[g, :m] @ b[g].T`, `m = masked_m[g]`.
+
+    As `m_grouped_fp8_gemm_nt_masked`, with the numbers of `bf16_gemm_nt`.
+
+    Args:
+        a: `[G, max_m, K]`, bfloat16, contiguous; `K` is a multiple of 8.
+        b: `[G, N, K]`, bfloat16, contiguous; `N` is a multiple of 8.
+        d: `[G, max_m, N]`, bfloat16, contiguous; written and returned.
+        masked_m: `[G]`, int32: the rows of each group; cut to `0..max_m`.
+        expected_m: About how many rows a group has, at least 1. It decides the tile size, never
+            the result.
+        compiled_dims: Ignored; for compatibility with DeepGEMM.
+
+    Returns:
+        `d`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
+            device is not a Hopper GPU.
+
+    Example:
+        >>> ones, weights = torch.ones(1, 4, 16).bfloat16(), torch.ones(1, 8, 16).bfloat16()
+        >>> d = torch.zeros(1, 4, 8, dtype=torch.bfloat16)
+        >>> sizes = torch.tensor([3], dtype=torch.int32)
+        >>> m_grouped_bf16_gemm_nt_masked(ones, weights, d, sizes, 4)[0, :3, 0].tolist()
+        [16.0, 16.0, 16.0]
+    """
+    M_GROUPED_BF16_GEMM_NT_MASKED(a, b, d, masked_m, expected_m)
+    return d

@@ -1,0 +1,348 @@
+"""What the declarations of the products share: pairs of data and scales, their checks and layouts.
+
+Scales of rows lie "MN-major": `[rows, steps]` with strides `(1, align(rows, 4))`, so that the
+copy engine fetches the scales of a tile for one step as one run of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tile_kernels.gemm import tiling
+from tile_kernels.gemm.mn_major.plan import plan as plan_mn_major
+from tile_kernels.gemm.tiling import BLOCK
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.cases import Cost, tensors_in
+from tile_kernels.runtime.declaration import (
+    Host,
+    Launch,
+    Out,
+    Spec,
+    contiguous_strides,
+    dtype_name,
+)
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.utils import align, ceil_div
+
+MN_MAJOR = Kernel("tile_kernels.gemm.mn_major.kernel", "mn_major", plan_mn_major)
+
+Operand = tuple[Tensor, Tensor]
+Recipe = tuple[int, int, int]
+
+BY_BLOCK: Recipe = (1, BLOCK, BLOCK)
+BY_ROW: Recipe = (1, 1, BLOCK)
+_PACKED = 4  # exponents in a word
+SCALE_DTYPES = (torch.float32, torch.int32)
+_TMA_BYTES = 16
+
+
+# ---- arguments of public functions --------------------------------------------------------------
+
+
+def check_pair(name: str, value: Any) -> None:
+    """`value` is data with its scales."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        kind = f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
+        raise TypeError(
+            f"{name} must be a pair (data, scales), as tile_kernels.quant.per_token_cast returns "
+            f"it, got {kind}"
+        )
+    for part in value:
+        if not isinstance(part, Tensor):
+            raise TypeError(f"{name} must be a pair of tensors, got {type(part).__name__} in it")
+
+
+def check_recipe(
+    recipe: Any, recipe_a: Any, recipe_b: Any, allowed: Sequence[Recipe] = (BY_BLOCK, BY_ROW)
+) -> None:
+    """The recipe, whole or by operand, is one that a kernel has."""
+    if recipe is not None and tuple(recipe) not in allowed:
+        listed = " or ".join(map(str, allowed))
+        raise ValueError(f"recipe must be {listed}, got {checks.shown(recipe)}")
+    if recipe_a is not None and tuple(recipe_a) != (1, BLOCK):
+        raise ValueError(f"recipe_a must be (1, {BLOCK}), got {checks.shown(recipe_a)}")
+    rows = {(chosen[1], BLOCK) for chosen in allowed}
+    if recipe_b is not None and tuple(recipe_b) not in rows:
+        listed = " or ".join(map(str, sorted(rows)))
+        raise ValueError(f"recipe_b must be {listed}, got {checks.shown(recipe_b)}")
+
+
+def check_operands(a: Any, b: Any, recipe: Any, recipe_a: Any, recipe_b: Any) -> None:
+    """Both operands are pairs, and the recipe is known."""
+    check_pair("a", a)
+    check_pair("b", b)
+    check_recipe(recipe, recipe_a, recipe_b)
+
+
+def rows_per_scale(recipe: Any, recipe_b: Any) -> int:
+    """The rows of `b` that share a scale."""
+    if recipe is not None:
+        return recipe[1]
+    return BLOCK if recipe_b is None else recipe_b[0]
+
+
+# ---- checks of operators ------------------------------------------------------------------------
+
+
+def check_codes(name: str, x: Any, dims: tuple[str, ...], **more: Any) -> None:
+    """e4m3 data with a multiple of 128 channels; rows start on 16 bytes."""
+    checks.tensor(name, x, dims, torch.float8_e4m3fn, unit_inner_stride=True, **more)
+    if x.shape[-1] % BLOCK:
+        raise ValueError(
+            f"{name} must have a multiple of {BLOCK} channels, got {x.shape[-1]}; quantise with "
+            "padded channels"
+        )
+
+
+def check_columns(n: int) -> None:
+    """Rows of the result are multiples of 16 bytes."""
+    if n % 8:
+        raise ValueError(f"b must have a multiple of 8 rows, the columns of d, got {n}")
+
+
+def check_row_stride(name: str, x: Tensor) -> None:
+    """Rows of a matrix start on 16 bytes and do not overlap."""
+    stride = x.stride(0)
+    if x.shape[0] > 1 and x.numel():
+        if stride * x.element_size() % _TMA_BYTES:
+            raise ValueError(
+                f"{name} must have rows on {_TMA_BYTES} bytes, got strides {x.stride()}"
+            )
+        if stride < x.shape[1]:
+            raise ValueError(f"{name} must have rows that do not overlap, got strides {x.stride()}")
+
+
+def row_stride(x: Any) -> int:
+    """The stride of rows; that of a single one has no meaning."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
+
+
+def check_row_scales(name: str, sf: Any, shape: tuple[int, ...], steps: int) -> None:
+    """Scales of rows `[..., rows, steps]`: float32, or packed exponents; MN-major or row-major."""
+    dims = ("groups", "rows", "steps")[-len(shape) - 1 :]
+    checks.tensor(f"the scales of {name}", sf, dims, SCALE_DTYPES)
+    words = ceil_div(steps, _PACKED) if sf.dtype == torch.int32 else steps
+    checks.tensor(f"the scales of {name}", sf, dims, SCALE_DTYPES, shape=(*shape, words))
+    if not (is_mn_major(sf) or sf.is_contiguous()):
+        raise ValueError(
+            f"the scales of {name} must be contiguous or MN-major, as "
+            "tile_kernels.gemm.get_mn_major_tma_aligned_tensor or "
+            "quant.per_token_cast(..., use_tma_aligned_col_major_sf=True) returns them, got "
+            f"strides {tuple(sf.stride())} for shape {tuple(sf.shape)}"
+        )
+
+
+def check_b_scales(sf: Any, groups: tuple[int, ...], n: int, steps: int, rows: int) -> None:
+    """Scales of `b`, of its rows or of its 128 x 128 blocks."""
+    if rows == 1:
+        check_row_scales("b", sf, (*groups, n), steps)
+        return
+    dims = ("groups", "blocks", "steps")[-len(groups) - 2 :]
+    checks.tensor("the scales of b", sf, dims, SCALE_DTYPES)
+    words = ceil_div(steps, _PACKED) if sf.dtype == torch.int32 else steps
+    shape = (*groups, ceil_div(n, BLOCK), words)
+    checks.tensor("the scales of b", sf, dims, SCALE_DTYPES, shape=shape)
+    if not (sf.is_contiguous() or is_turned(sf)):
+        raise ValueError(
+            "the scales of b must be contiguous, or so after swapping their last two dimensions, "
+            f"as tile_kernels.quant.per_block_cast returns them, got strides {tuple(sf.stride())}"
+        )
+
+
+def check_result(
+    d: Any, c: Any, dims: tuple[str, ...], shape: tuple[int, ...], dtypes: Any, contiguous: bool
+) -> None:
+    """`d` has this shape; `c` is like it."""
+    checks.tensor(
+        "d", d, dims, dtypes, shape=shape, contiguous=contiguous, unit_inner_stride=True
+    )  # fmt: skip
+    if not contiguous:
+        check_row_stride("d", d)
+    if c is not None:
+        checks.tensor("c", c, dims, d.dtype, shape=shape)
+        if any(size > 1 and x != y for size, x, y in zip(shape, c.stride(), d.stride())):
+            raise ValueError(f"c must have the strides of d, {d.stride()}, got {c.stride()}")
+
+
+def check_bf16(name: str, x: Any, dims: tuple[str, ...], **more: Any) -> None:
+    """bfloat16 data; rows start on 16 bytes."""
+    checks.tensor(name, x, dims, torch.bfloat16, unit_inner_stride=True, **more)
+    if x.shape[-1] % 8:
+        raise ValueError(f"{name} must have a multiple of 8 channels, got {x.shape[-1]}")
+
+
+def bf16_launches(
+    kernel: Kernel,
+    x: Any,
+    head: tuple[Any, ...],
+    layout: str,
+    tensor: Any,
+    a_stride: int,
+    d_stride: int,
+) -> list[Any]:
+    """The launch of a product without scales; `head` comes before the fields of `Problem`."""
+    a, b, d = x.a, x.b, x.d
+    c, accumulate = getattr(x, "c", None), getattr(x, "accumulate", False)
+    if d.numel() == 0:
+        return []
+    if a.numel() == 0 or b.numel() == 0:
+        return without_product(d, c, accumulate)
+    for name, data in (("a", a), ("b", b), ("d", d)):
+        check_address(name, data)
+    k_grouped = layout == tiling.K_GROUPED
+    problem = (
+        *head, layout, dtype_name(a), a.shape[0] if k_grouped else 0, b.shape[-2],
+        0 if k_grouped else a.shape[-1], a_stride, d_stride, dtype_name(d),
+        addend(c, accumulate), tiling.NONE, tiling.NONE,
+    )  # fmt: skip
+    return [Launch(kernel, problem, (a, None, b, None, tensor, c, d))]
+
+
+# ---- layouts of scales --------------------------------------------------------------------------
+
+
+def is_mn_major(sf: Any) -> bool:
+    """Whether scales `[..., rows, steps]` have strides `(1, align(rows, 4))`."""
+    rows, steps = sf.shape[-2:]
+    padded = align(rows, 4)
+    by_rows = sf.stride(-2) == 1 or (rows == 1 and steps > 1)
+    by_steps = sf.stride(-1) == padded or steps == 1
+    if len(sf.shape) == 3 and sf.shape[0] > 1:
+        return bool(by_rows and by_steps and sf.stride(0) == steps * padded)
+    return bool(by_rows and by_steps)
+
+
+def is_turned(sf: Any) -> bool:
+    """Whether scales are contiguous with their last two dimensions swapped."""
+    rows, steps = sf.shape[-2:]
+    wanted = (rows * steps, 1, rows)[-len(sf.shape) :]
+    return all(size <= 1 or x == y for size, x, y in zip(sf.shape, sf.stride(), wanted))
+
+
+def mn_major_out(name: str, sf: Any) -> Out:
+    """A result with the same scales, MN-major; launches get `[..., steps, align(rows, 4)]`."""
+    *groups, rows, steps = sf.shape
+    padded = align(rows, 4)
+    strides = (*(steps * padded for _ in groups), 1, padded)
+    return Out(name, sf.shape, sf.dtype, strides, base=(*groups, steps, padded))
+
+
+def row_scale_scratch(*scales: Any) -> tuple[Out, ...]:
+    """Buffers `[..., steps, rows]` for those scales that are row-major."""
+    found = []
+    for i, sf in enumerate(scales):
+        if not is_mn_major(sf):
+            shape, strides = _by_steps(sf)
+            found.append(Out(f"scales_{i}", shape, sf.dtype, strides))
+    return tuple(found)
+
+
+def _by_steps(sf: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of MN-major scales as kernels read them: unit stride along rows."""
+    *groups, rows, steps = sf.shape
+    padded = align(rows, 4)
+    return (*groups, steps, rows), (*(steps * padded for _ in groups), padded, 1)
+
+
+def _swapped(sf: Tensor) -> Tensor:
+    return sf.as_strided(*_by_steps(sf))
+
+
+def row_scale_launches(
+    scales: dict[str, Any], scratch: Sequence[Spec]
+) -> tuple[list[Any], list[Any]]:
+    """Scales of the operands by name as kernels read them, `[..., steps, rows]`; and launches that
+    bring row-major ones into this layout."""
+    buffers, found, launches = iter(scratch), [], []
+    for name, sf in scales.items():
+        if is_mn_major(sf):
+            check_address(f"the scales of {name}", sf)
+            found.append(sf.apply(_swapped, like=Spec(*_by_steps(sf), sf.dtype, sf.device)))
+        else:
+            found.append(next(buffers))
+            launches.append(mn_major_launch(sf, found[-1]))
+    return found, launches
+
+
+def mn_major_launch(sf: Any, out: Spec) -> Launch:
+    """Row-major scales `[..., rows, steps]` to `[..., steps, rows]`, padding rows zero."""
+    return Launch(MN_MAJOR, (dtype_name(sf), sf.dim() == 3, sf.shape[-1]), (sf, out))
+
+
+def check_address(name: str, x: Any) -> None:
+    """Data starts on 16 bytes, as the copy engine wants it. For specs, inside `launches`."""
+    if x.alignment % _TMA_BYTES:
+        raise ValueError(f"{name} must start at a multiple of {_TMA_BYTES} bytes in memory")
+
+
+def no_outputs(x: Any) -> None:  # noqa: ARG001
+    """The products write `d`, and allocate no results."""
+    return
+
+
+def scratch(x: Any) -> tuple[Out, ...]:
+    """What row-major scales of rows are copied to."""
+    return row_scale_scratch(*((x.a_sf, x.b_sf) if x.rows_per_scale == 1 else (x.a_sf,)))
+
+
+# ---- launches -----------------------------------------------------------------------------------
+
+
+def b_scale_kind(sf: Any, rows: int) -> str:
+    """How a kernel reads the scales of `b`."""
+    packed = sf.dtype == torch.int32
+    if rows == 1:
+        return tiling.ROW_UE8M0 if packed else tiling.ROW
+    if sf.is_contiguous():
+        return tiling.SQUARE_UE8M0 if packed else tiling.SQUARE
+    return tiling.SQUARE_TURNED_UE8M0 if packed else tiling.SQUARE_TURNED
+
+
+def a_scale_kind(sf: Any) -> str:
+    """How a kernel reads the scales of `a`."""
+    return tiling.ROW_UE8M0 if sf.dtype == torch.int32 else tiling.ROW
+
+
+def square_scales(sf: Any) -> Any:
+    """Scales of blocks as the kernel declares them: contiguous."""
+    if sf.is_contiguous():
+        return sf
+    shape = (*sf.shape[:-2], sf.shape[-1], sf.shape[-2])
+    return sf.apply(_swap, like=Spec(shape, contiguous_strides(shape), sf.dtype, sf.device))
+
+
+def _swap(sf: Tensor) -> Tensor:
+    return sf.transpose(-1, -2)
+
+
+def scales_and_launches(
+    a_sf: Any, b_sf: Any, rows: int, scratch: Sequence[Spec]
+) -> tuple[Any, Any, list[Any]]:
+    """The scales of both operands as the kernel reads them, and the launches before it."""
+    if rows == 1:
+        (a_sf, b_sf), launches = row_scale_launches({"a": a_sf, "b": b_sf}, scratch)
+        return a_sf, b_sf, launches
+    (a_sf,), launches = row_scale_launches({"a": a_sf}, scratch)
+    return a_sf, square_scales(b_sf), launches
+
+
+def addend(c: Any, accumulate: bool) -> str:
+    """Which tensor a kernel adds to the product."""
+    return "d" if accumulate else "" if c is None else "c"
+
+
+def without_product(d: Any, c: Any, accumulate: bool) -> list[Launch | Host]:
+    """The steps of a call whose sums have no terms."""
+    if accumulate:
+        return []
+    return [Host(Tensor.zero_, (d,)) if c is None else Host(Tensor.copy_, (d, c))]
+
+
+def product_cost(read: Any, d: Tensor, flops: int) -> Cost:
+    """Bytes of what is read and of the result, and multiply-adds as two operations."""
+    moved = sum(x.numel() * x.element_size() for x in (*tensors_in(read), d))
+    return Cost(bytes=moved, flops=flops)

@@ -1,0 +1,477 @@
+"""The matrix product of the family: a persistent kernel for Hopper, fed by the copy engine (TMA).
+
+    d[m, n] = c[m, n] + sum over steps s of  p_s * (sfa[m, s] * sfb[n, s])
+
+where `p_s` is the product of 128 channels, from the tensor cores (wgmma), which start at zero in
+each step: they keep about 14 bits of a sum of e4m3 products. The outer sum is in float32, steps in
+ascending order, and all of it in one block. So the bits of an element depend on its row of `a`,
+its row of `b` and `c` alone.
+
+A block for each SM walks over tiles of the result. One warp copies operand tiles and scales into a
+ring of stages in shared memory; each stage has an mbarrier that counts its bytes (`full`) and one
+at which the warps that have read it arrive (`empty`). Warpgroups of 64 rows multiply and promote:
+while one adds to its float32 sums, the tensor cores work for another.
+"""
+
+from typing import Any
+
+from tilelang import language as T
+
+from tile_kernels.gemm.tiling import (
+    BLOCK,
+    CONTIGUOUS,
+    DENSE,
+    K_GROUPED,
+    MASKED,
+    NONE,
+    PSUM,
+    ROW,
+    ROW_UE8M0,
+    SQUARE_TURNED,
+    SQUARE_TURNED_UE8M0,
+    Plan,
+)
+
+WARPGROUP = 128  # threads
+WARPGROUP_ROWS = 64
+WIDTH = 128  # columns of one product
+PACKED = 4  # exponents in a word
+COPY_REGISTERS, MATH_REGISTERS = 40, 232  # of a thread; 384 threads have 65,536
+
+
+def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Group data and scales of blocks are single words; results leave by TMA, or as pairs."""
+    p = Plan(*static)
+    words: set[int] = set()
+    if p.layout != DENSE or p.b_scale not in (ROW, ROW_UE8M0, NONE):
+        words.add(32)
+    if p.addend:
+        words.add(64 if p.out_dtype == "float32" else 32)
+    return tuple(sorted(words)), (64,) if p.out_dtype == "float32" else ()
+
+
+def build_product(*static: Any) -> Any:
+    """The prim_func `product(a, sfa, b, sfb, layout, c, d)` of a `Plan`.
+
+    | layout | a | b | d | `layout` |
+    |---|---|---|---|---|
+    | dense | `[m, k]` | `[n, k]` | `[m, n]` | None |
+    | contiguous | `[m, k]` | `[groups, n, k]` | `[m, n]` | `[m]`, the group of a row |
+    | psum | `[m, k]` | `[groups, n, k]` | `[m, n]` | `[groups]`, ends of groups |
+    | masked | `[groups, m, k]` | `[groups, n, k]` | `[groups, m, n]` | `[groups]`, sizes |
+    | k_grouped | `[m, r]` | `[n, r]` | `[groups, m, n]` | `[groups]`, sizes |
+
+    Scales of rows are `[steps, rows]`, after the dimension of groups where the operand has one.
+    """
+    p = Plan(*static)
+    grouped_rows = p.layout in (CONTIGUOUS, PSUM)
+    masked, k_grouped = p.layout == MASKED, p.layout == K_GROUPED
+    b_has_groups, d_has_groups = grouped_rows or masked, masked or k_grouped
+    promoted = p.a_scale != NONE
+    sfb_by_row = p.b_scale in (ROW, ROW_UE8M0)
+    sfb_turned = p.b_scale in (SQUARE_TURNED, SQUARE_TURNED_UE8M0)
+    a_packed, b_packed = p.a_scale.endswith("ue8m0"), p.b_scale.endswith("ue8m0")
+    pairs = p.cluster == 2
+    depth, stages, columns = p.depth, p.stages, p.columns
+    halves = columns // WIDTH
+    n = p.n
+    column_tiles = -(-n // (columns * p.cluster))  # of all blocks of a cluster
+    clusters = p.blocks // p.cluster
+    square_rows = -(-n // BLOCK)
+    has_addend = p.addend != ""
+    direct = p.out_dtype == "float32"  # results leave from registers
+    scale_dtype = {True: T.int32, False: T.float32}
+    dtype = getattr(T, p.dtype)
+
+    dynamic_m, groups, num_blocks, channels, sfa_stride, sfb_stride = T.dynamic(
+        "m groups num_blocks channels sfa_stride sfb_stride"
+    )
+    m = p.m or dynamic_m
+    k = p.k or (num_blocks * depth if promoted else channels)
+    max_steps = num_blocks if promoted else T.floordiv(channels, depth)  # of all groups
+    static_steps = -(-p.k // depth)
+    sfa_steps = -(-static_steps // PACKED) if a_packed else static_steps
+    sfb_steps = -(-static_steps // PACKED) if b_packed else static_steps
+
+    # ---- types of the arguments ----
+    if masked:
+        a_type = T.Tensor[(groups, m, k), dtype]
+        sfa_type = T.StridedTensor[
+            (groups, sfa_steps, m), (sfa_steps * sfa_stride, sfa_stride, 1), scale_dtype[a_packed]
+        ]
+    elif k_grouped:
+        a_type = T.Tensor[(m, k), dtype]
+        sfa_type = T.Tensor[(num_blocks, m), T.float32]
+    else:
+        a_type = T.StridedTensor[(m, k), (p.a_stride, 1), dtype]
+        sfa_type = T.StridedTensor[(sfa_steps, m), (sfa_stride, 1), scale_dtype[a_packed]]
+    b_type = T.Tensor[(groups, n, k) if b_has_groups else (n, k), dtype]
+    if k_grouped:
+        sfb_type = T.Tensor[(num_blocks, n), T.float32]
+    elif sfb_by_row and b_has_groups:
+        strides = (sfb_steps * sfb_stride, sfb_stride, 1)
+        sfb_type = T.StridedTensor[(groups, sfb_steps, n), strides, scale_dtype[b_packed]]
+    elif sfb_by_row:
+        sfb_type = T.StridedTensor[(sfb_steps, n), (sfb_stride, 1), scale_dtype[b_packed]]
+    else:
+        shape = (sfb_steps, square_rows) if sfb_turned else (square_rows, sfb_steps)
+        shape = (groups, *shape) if b_has_groups else shape
+        sfb_type = T.Tensor[shape, scale_dtype[b_packed]]
+    if not promoted:
+        sfa_type = sfb_type = T.Tensor[(1,), T.float32]
+    d_shape = (groups, m, n) if d_has_groups else (m, n)
+    d_strides = (m * n, n, 1) if d_has_groups else (p.d_stride, 1)
+    c_type = T.StridedTensor[d_shape, d_strides, p.out_dtype]
+    d_type = T.StridedTensor[d_shape, d_strides, p.out_dtype]
+    layout_type = T.Tensor[(m,) if p.layout == CONTIGUOUS else (groups,), T.int32]
+
+    # ---- who multiplies what: first row, rows, first half of the columns, halves ----
+    if p.rows == BLOCK and not p.separate:
+        roles = [(0, BLOCK, 0, halves)]
+    elif p.rows == BLOCK:
+        roles = [(first, WARPGROUP_ROWS, 0, halves) for first in (0, WARPGROUP_ROWS)]
+    else:
+        roles = [(0, WARPGROUP_ROWS, half, 1) for half in range(halves)]
+    role_threads = [rows // WARPGROUP_ROWS * WARPGROUP for _, rows, _, _ in roles]
+    threads = sum(role_threads)  # that multiply; after them one warp copies and three idle
+
+    # ---- regions ----
+    def a_tile(a: Any, g: Any, row: Any, channel: Any) -> Any:
+        region = (slice(row, row + p.rows), slice(channel, channel + depth))
+        return a[(g, *region)] if masked else a[region]
+
+    def b_tile(b: Any, g: Any, column: Any, channel: Any) -> Any:
+        region = (slice(column, column + columns), slice(channel, channel + depth))
+        return b[(g, *region)] if b_has_groups else b[region]
+
+    def row_scales(
+        sf: Any, has_groups: bool, packed: bool, g: Any, step: Any, row: Any, num: int
+    ) -> Any:
+        region = (step // PACKED if packed else step, slice(row, row + num))
+        return sf[(g, *region)] if has_groups else sf[region]
+
+    def square_scale(sfb: Any, g: Any, block: Any, step: Any) -> Any:
+        position = step // PACKED if b_packed else step
+        where = (position, block) if sfb_turned else (block, position)
+        return number(sfb[(g, *where)] if b_has_groups else sfb[where], step, b_packed)
+
+    def square(column: Any, side: int) -> Any:
+        """The block of 128 columns; the last tile may reach beyond the last one."""
+        return T.min(column // WIDTH + side, square_rows - 1)
+
+    def number(word: Any, step: Any, packed: bool) -> Any:
+        if not packed:
+            return word
+        return T.reinterpret((word >> (step % PACKED * 8) & 255) << 23, T.float32)
+
+    def result_tile(d: Any, g: Any, row: Any, rows: int, column: Any) -> Any:
+        region = (slice(row, row + rows), slice(column, column + WIDTH))
+        return d[(g, *region)] if d_has_groups else d[region]
+
+    def column_of(at: Any, rank: Any, half: int) -> Any:
+        """An expression, not a variable: its divisibility is what allows wide accesses."""
+        return (at[1] * p.cluster + rank) * columns + half * WIDTH
+
+    def launch(num_tiles: Any) -> Any:
+        if pairs:
+            return T.ClusterKernel(p.blocks, threads=threads + WARPGROUP, cluster_dims=2)
+        return T.Kernel(num_tiles, threads=threads + WARPGROUP)
+
+    def stage_readers() -> Any:
+        make = T.alloc_cluster_barrier if pairs else T.alloc_barrier
+        return make([threads // 32 * p.cluster] * stages)
+
+    # ---- which tile is next ----
+    @T.macro
+    def count_tiles(layout, tiles):
+        """The number of tiles, in `tiles[0]`."""
+        if masked:
+            tiles[0] = 0
+            for g in T.serial(groups):
+                tiles[0] += T.ceildiv(T.min(T.max(layout[g], 0), m), p.rows) * column_tiles
+        elif k_grouped:
+            tiles[0] = groups * T.ceildiv(m, p.rows) * column_tiles
+        else:
+            tiles[0] = T.ceildiv(m, p.rows) * column_tiles
+
+    @T.macro
+    def in_panel(tile, tiles_m, at):
+        """Row and column of tile number `tile`, in panels of rows."""
+        panel = tile // (p.panel * column_tiles)
+        inside = tile % (p.panel * column_tiles)
+        height = T.min(p.panel, tiles_m - panel * p.panel)
+        at[0] = panel * p.panel + inside % height
+        at[1] = inside // height
+
+    @T.macro
+    def locate(tile, layout, at):
+        """Row, column, group, first step and number of steps of a tile; no steps: no product.
+
+        `at[5]`: the row after the last one of the group, where rows belong to groups by their end.
+        """
+        at[2] = 0
+        at[3] = 0
+        at[4] = static_steps
+        at[5] = 0
+        if masked:
+            at[6] = 0  # tiles of the groups before
+            for g in T.serial(groups):
+                tiles_m = T.ceildiv(T.min(T.max(layout[g], 0), m), p.rows)
+                inside = tile - at[6]
+                if inside >= 0 and inside < tiles_m * column_tiles:
+                    at[0] = inside % tiles_m
+                    at[1] = inside // tiles_m
+                    at[2] = g
+                at[6] += tiles_m * column_tiles
+        elif k_grouped:
+            tiles_m = T.ceildiv(m, p.rows)
+            at[2] = tile // (tiles_m * column_tiles)
+            in_panel(tile % (tiles_m * column_tiles), tiles_m, at)
+            for g in T.serial(at[2]):
+                at[3] += T.max(layout[g], 0) // depth
+            at[3] = T.min(at[3], max_steps)
+            at[4] = T.min(T.max(layout[at[2]], 0) // depth, max_steps - at[3])
+        else:
+            in_panel(tile, T.ceildiv(m, p.rows), at)
+            if p.layout == CONTIGUOUS:
+                at[2] = layout[at[0] * p.rows]
+                if at[2] < 0 or at[2] >= groups:
+                    at[4] = 0
+            elif p.layout == PSUM:
+                at[6] = groups  # the first group that ends behind the tile's first row
+                for _ in T.serial(32 - T.clz(groups)):
+                    middle = (at[2] + at[6]) // 2
+                    if at[2] < at[6]:
+                        if layout[middle] > at[0] * p.rows:
+                            at[6] = middle
+                        else:
+                            at[2] = middle + 1
+                if at[2] < groups:
+                    at[5] = layout[at[2]]
+                else:
+                    at[4] = 0
+
+    # ---- roles ----
+    @T.macro
+    def copy_tiles(
+        a, sfa, b, sfb, layout, first, rank, a_ring, b_ring, sfa_ring, sfb_ring, full, empty, tiles,
+        at, done,
+    ):  # fmt: skip
+        for turn in T.serial(T.ceildiv(tiles[0] - first, clusters)):
+            locate(turn * clusters + first, layout, at)
+            row = at[0] * p.rows
+            column = (at[1] * p.cluster + rank) * columns
+            g = at[2]
+            for i in T.serial(at[4]):
+                step = at[3] + i
+                slot = done[0] % stages
+                T.mbarrier_wait_parity(empty[slot], done[0] // stages % 2 ^ 1)
+                T.tma_copy(
+                    a_tile(a, g, row, step * depth), a_ring[slot, :, :], barrier=full[slot],
+                    cluster_mask=3 if pairs else None,
+                )  # fmt: skip
+                T.tma_copy(
+                    b_tile(b, g, column, step * depth), b_ring[slot, :, :], barrier=full[slot]
+                )
+                if promoted:
+                    T.tma_copy(
+                        row_scales(sfa, masked, a_packed, g, step, row, p.rows),
+                        sfa_ring[slot, :], barrier=full[slot],
+                    )  # fmt: skip
+                if sfb_by_row:
+                    T.tma_copy(
+                        row_scales(sfb, b_has_groups, b_packed, g, step, column, columns),
+                        sfb_ring[slot, :], barrier=full[slot],
+                    )  # fmt: skip
+                T.mbarrier_arrive(full[slot])  # all 32 lanes, the one that copies among them
+                done[0] += 1
+
+    def element(tensor: Any, g: Any, row: Any, column: Any) -> Any:
+        return tensor[(g, row, column) if d_has_groups else (row, column)]
+
+    @T.macro
+    def add(addend, totals, g, row, column, first_column):
+        """Adds a tile of `c` to the sums. No store comes between the loads, which run together."""
+        for r, j, e in T.Parallel(totals.shape[0], WIDTH // 2, 2):  # pairs of a thread
+            if row + r < m and column + j * 2 < n:
+                value = element(addend, g, row + r, first_column + j * 2 + e)
+                totals[r, j * 2 + e] += T.cast(value, T.float32)
+
+    @T.macro
+    def store_float32(d, totals, g, row, column, first_column):
+        """Stores the sums from registers."""
+        for r, j, e in T.Parallel(totals.shape[0], WIDTH // 2, 2):
+            if row + r < m and column + j * 2 < n:
+                where = (row + r, first_column + j * 2 + e)
+                d[(g, *where) if d_has_groups else where] = totals[r, j * 2 + e]
+
+    def multiplier(number_of_role: int) -> Any:
+        """A macro: what the threads of one role do."""
+        first_row, rows, first_half, num_halves = roles[number_of_role]
+        own_threads = role_threads[number_of_role]
+        barrier = 1 + number_of_role
+        sides = tuple(range(num_halves))  # products of a step, 128 columns each
+
+        @T.macro
+        def multiply(
+            sfb, layout, c, d, first, rank, a_ring, b_ring, sfa_ring, sfb_ring, d_tile, full,
+            empty, tiles, at, done,
+        ):  # fmt: skip
+            totals = [T.alloc_fragment((rows, WIDTH), T.float32) for _ in sides]
+            part = T.alloc_fragment((rows, WIDTH), T.float32)
+            a_scale = T.alloc_fragment((rows,), T.float32)
+            b_scales = T.alloc_fragment((WIDTH,), T.float32)
+            b_scale = T.alloc_local((num_halves,), T.float32)
+            next_scale = T.alloc_local((num_halves,), T.float32)
+            kept = T.alloc_fragment((rows,), T.int32)
+            for turn in T.serial(T.ceildiv(tiles[0] - first, clusters)):
+                locate(turn * clusters + first, layout, at)
+                row = at[0] * p.rows + first_row
+                column = (at[1] * p.cluster + rank) * columns + first_half * WIDTH
+                g = at[2]
+                for side in sides:
+                    T.clear(totals[side])
+                if promoted and not sfb_by_row:
+                    if at[4] > 0:
+                        for side in sides:
+                            next_scale[side] = square_scale(sfb, g, square(column, side), at[3])
+                for i in T.serial(at[4]):
+                    step = at[3] + i
+                    slot = done[0] % stages
+                    if promoted and not sfb_by_row:
+                        # Loaded one step ahead: the compiler multiplies scales between the
+                        # instructions of a product, which would wait for a load of this step.
+                        following = at[3] + T.min(i + 1, at[4] - 1)
+                        for side in sides:
+                            b_scale[side] = next_scale[side]
+                            next_scale[side] = square_scale(sfb, g, square(column, side), following)
+                    T.mbarrier_wait_parity(full[slot], done[0] // stages % 2)
+                    if promoted:
+                        for r in T.Parallel(rows):
+                            a_scale[r] = number(sfa_ring[slot, first_row + r], step, a_packed)
+                    for side in sides:
+                        if sfb_by_row:
+                            for j in T.Parallel(WIDTH):
+                                b_scales[j] = number(
+                                    sfb_ring[slot, (first_half + side) * WIDTH + j], step, b_packed
+                                )
+                        T.gemm(
+                            a_ring[slot, first_row : first_row + rows, :],
+                            b_ring[
+                                slot,
+                                (first_half + side) * WIDTH : (first_half + side + 1) * WIDTH,
+                                :,
+                            ],
+                            part if promoted else totals[side], transpose_B=True,
+                            clear_accum=promoted, policy=T.GemmWarpPolicy.FullRow,
+                        )  # fmt: skip
+                        if side == num_halves - 1:  # the warp has read what it needs of the stage
+                            lane = T.get_thread_binding() % 32
+                            if pairs:
+                                if lane < 2:
+                                    T.mbarrier_arrive(empty[slot], cta_id=lane)
+                            elif lane == 0:
+                                T.mbarrier_arrive(empty[slot])
+                        if promoted and sfb_by_row:
+                            for r, j in T.Parallel(rows, WIDTH):
+                                totals[side][r, j] += part[r, j] * (a_scale[r] * b_scales[j])
+                        elif promoted:
+                            for r, j in T.Parallel(rows, WIDTH):
+                                totals[side][r, j] += part[r, j] * (a_scale[r] * b_scale[side])
+                    done[0] += 1
+                if grouped_rows:
+                    for r in T.Parallel(rows):
+                        if p.layout == CONTIGUOUS:
+                            kept[r] = T.if_then_else(layout[row + r] == g, 1, 0)
+                        else:
+                            kept[r] = T.if_then_else(row + r < at[5], 1, 0)
+                    for side in sides:
+                        for r, j in T.Parallel(rows, WIDTH):
+                            if kept[r] == 0:
+                                totals[side][r, j] = 0.0
+                for side in sides:
+                    here = column + side * WIDTH
+                    if has_addend:
+                        add(
+                            c if p.addend == "c" else d, totals[side], g, row, here,
+                            column_of(at, rank, first_half + side),
+                        )  # fmt: skip
+                    if direct:
+                        store_float32(
+                            d, totals[side], g, row, here, column_of(at, rank, first_half + side)
+                        )
+                    else:
+                        T.tma_store_wait()  # the previous tile has left shared memory
+                        T.sync_threads(barrier, own_threads)
+                        T.copy(totals[side], d_tile)
+                        T.fence_proxy_async()
+                        T.sync_threads(barrier, own_threads)
+                        T.tma_copy(d_tile, result_tile(d, g, row, rows, column + side * WIDTH))
+            if not direct:
+                T.tma_store_wait()
+
+        return multiply
+
+    first_role, second_role = multiplier(0), multiplier(len(roles) - 1)
+    d_tile_shapes = [(rows, WIDTH) for _, rows, _, _ in roles]
+    max_tiles = T.ceildiv(m, p.rows) * column_tiles * (groups if d_has_groups else 1)
+
+    @T.prim_func
+    def product(
+        a: a_type,
+        sfa: sfa_type,
+        b: b_type,
+        sfb: sfb_type,
+        layout: layout_type,
+        c: c_type,
+        d: d_type,
+    ):
+        with launch(T.min(p.blocks, max_tiles)) as block:
+            tx = T.get_thread_binding()
+            a_ring = T.alloc_shared((stages, p.rows, depth), dtype)
+            b_ring = T.alloc_shared((stages, columns, depth), dtype)
+            sfa_ring = T.alloc_shared((stages, p.rows), scale_dtype[a_packed])
+            sfb_ring = T.alloc_shared((stages, columns), scale_dtype[b_packed])
+            full = T.alloc_barrier([32] * stages)
+            empty = stage_readers()
+            first = block // p.cluster
+            rank = block % p.cluster
+            tiles = T.alloc_local((1,), T.int32)
+            at = T.alloc_local((7,), T.int32)
+            done = T.alloc_local((1,), T.int32)  # steps, of all tiles
+            done[0] = 0
+            count_tiles(layout, tiles)
+            if pairs:
+                T.cluster_sync()
+            if tx >= threads:
+                T.dec_max_nreg(COPY_REGISTERS)
+                if tx < threads + 32:
+                    copy_tiles(
+                        a, sfa, b, sfb, layout, first, rank, a_ring, b_ring, sfa_ring, sfb_ring,
+                        full, empty, tiles, at, done,
+                    )  # fmt: skip
+            elif len(roles) == 1:
+                T.inc_max_nreg(MATH_REGISTERS)
+                d_tile = T.alloc_shared(d_tile_shapes[0], p.out_dtype)
+                first_role(
+                    sfb, layout, c, d, first, rank, a_ring, b_ring, sfa_ring, sfb_ring, d_tile,
+                    full, empty, tiles, at, done,
+                )  # fmt: skip
+            elif tx < WARPGROUP:
+                T.inc_max_nreg(MATH_REGISTERS)
+                d_tile_0 = T.alloc_shared(d_tile_shapes[0], p.out_dtype)
+                first_role(
+                    sfb, layout, c, d, first, rank, a_ring, b_ring, sfa_ring, sfb_ring, d_tile_0,
+                    full, empty, tiles, at, done,
+                )  # fmt: skip
+            else:
+                T.inc_max_nreg(MATH_REGISTERS)
+                d_tile_1 = T.alloc_shared(d_tile_shapes[-1], p.out_dtype)
+                second_role(
+                    sfb, layout, c, d, first, rank, a_ring, b_ring, sfa_ring, sfb_ring, d_tile_1,
+                    full, empty, tiles, at, done,
+                )  # fmt: skip
+            if pairs:
+                T.cluster_sync()  # no block leaves while the other may still signal it
+
+    return product

@@ -1,0 +1,121 @@
+"""Plans that the matrix products share. Needs no TileLang."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tile_kernels.runtime.device import Device
+
+BLOCK = 128  # rows or columns that share a scale of b, and rows at which groups start
+CODE_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2}
+STEP_BYTES = 128  # of a row of an operand that one step of the loop multiplies
+HOPPER = "sm_90a"
+
+# Which group a row belongs to.
+DENSE, CONTIGUOUS, PSUM, MASKED, K_GROUPED = "dense", "contiguous", "psum", "masked", "k_grouped"
+# Scales of an operand: none; one for each row; one for 128 rows, contiguous or with the last two
+# dimensions swapped. `_ue8m0`: four packed exponents in a word instead of a float32.
+NONE, ROW, ROW_UE8M0 = "none", "row", "row_ue8m0"
+SQUARE, SQUARE_TURNED = "square", "square_turned"
+SQUARE_UE8M0, SQUARE_TURNED_UE8M0 = "square_ue8m0", "square_turned_ue8m0"
+
+
+class Tile(NamedTuple):
+    """How a product is divided.
+
+    `rows` (64 or 128) and `columns` (128 or 256) of the result are computed by one block in one
+    pass, with a ring of `stages` operand tiles in shared memory. `panel` tiles of rows run next to
+    each other, so that concurrent blocks share operands in L2. With `separate`, each warpgroup
+    stores its rows without waiting for the other. `cluster` blocks receive the same tile of `a` by
+    one multicast copy.
+    """
+
+    rows: int
+    columns: int
+    stages: int
+    panel: int
+    separate: bool
+    cluster: int
+
+
+class Problem(NamedTuple):
+    """What a kernel is specialised for.
+
+    `m` is 0 where the number of rows is dynamic, `k` is 0 where the number of channels is.
+    `addend` names the tensor that is added to the product: none, "c", or "d" itself.
+    """
+
+    layout: str
+    dtype: str
+    m: int
+    n: int
+    k: int
+    a_stride: int
+    d_stride: int
+    out_dtype: str
+    addend: str
+    a_scale: str
+    b_scale: str
+
+
+class Plan(NamedTuple):
+    """The fields of `Problem`, then those of `Tile`, then the number of blocks."""
+
+    layout: str
+    dtype: str
+    m: int
+    n: int
+    k: int
+    a_stride: int
+    d_stride: int
+    out_dtype: str
+    addend: str
+    a_scale: str
+    b_scale: str
+    rows: int
+    columns: int
+    stages: int
+    panel: int
+    separate: bool
+    cluster: int
+    blocks: int
+
+    @property
+    def depth(self) -> int:
+        """Channels of one step."""
+        return STEP_BYTES // CODE_BYTES[self.dtype]
+
+
+# Tiles by purpose, H200, device time with cold L2. Dense, 4096 rows, n 4096, k 7168: panels of 4
+# tiles 183.7 us, of 8 191.9, of 16 190.2, of 32 184.6; 3 stages 196.7 (panels of 8); pairs of
+# blocks that share `a` by multicast 184.8. n 7168, k 2048: 101.5, 102.2, 100.7, 100.8.
+WIDE = Tile(128, 256, 4, 4, separate=True, cluster=1)
+# 8 x 4096 rows, n 4096, k 7168: 1475 us, separate stores 1524 (panels of 4: 1491), multicast 1560.
+WIDE_JOINT = Tile(128, 256, 4, 8, separate=False, cluster=1)
+# Row scales of both operands take twice the arithmetic and registers of a half as wide tile.
+NARROW = Tile(128, 128, 5, 8, separate=True, cluster=1)
+NARROW_FLOAT32 = Tile(128, 128, 6, 8, separate=True, cluster=1)
+# Few rows: the weights stream through a deep ring. 128 rows, n 4096, k 7168: 21.0 us, 6 stages
+# 22.9, 128 x 128 29.8, 128 x 256 45.1.
+FEW_ROWS = Tile(64, 128, 8, 8, separate=True, cluster=1)
+
+# Set by the benchmark to time other tiles; None: what the plan chooses.
+override: Tile | None = None
+
+
+def with_tile(problem: Problem, tile: Tile, device: Device) -> Plan:
+    """The plan with this tile, or with the one that the benchmark asks for."""
+    if device.arch != HOPPER:
+        raise ValueError(
+            f"no kernel for {device.name} ({device.arch}): these products need a Hopper GPU "
+            f"({HOPPER})"
+        )
+    tile = override or tile
+    return Plan(*problem, *tile, device.num_sms // tile.cluster * tile.cluster)
+
+
+def wide(problem: Problem) -> Tile:
+    """The widest tile that the registers allow."""
+    if problem.b_scale in (ROW, ROW_UE8M0):
+        return NARROW_FLOAT32 if problem.out_dtype == "float32" else NARROW
+    return WIDE_JOINT if problem.layout in (CONTIGUOUS, PSUM) else WIDE

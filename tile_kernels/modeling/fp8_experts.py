@@ -1,0 +1,238 @@
+"""The experts of a mixture-of-experts layer with all six matrix products in FP8.
+
+`fp8_experts` takes tokens, their choice of experts and the experts' weights. Operands are e4m3 with
+a scale for every 128 values along the dimension that is summed:
+
+| product | operands | scales |
+|---|---|---|
+| forward, first and second | rows, weights | 1x128 along channels, 128x128 |
+| input gradients | rows of gradients, the same weights transposed | the same |
+| weight gradients | both transposed, `[channels, rows]` | 1x128 along rows |
+
+Everything between is fused with casts. The number of rows is an upper bound that the host knows, so
+nothing waits for the GPU, and forward and backward can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tile_kernels import gemm, moe, quant, transpose
+from tile_kernels.gemm.tiling import BLOCK
+from tile_kernels.moe.mapping.reference import most_expanded_tokens
+from tile_kernels.quant.types import QuantTensor
+
+FMT = "e4m3"
+
+
+class ExpertWeights(NamedTuple):
+    """Quantized weights of experts, `[E, out, in]`, and transposed for input gradients."""
+
+    forward: QuantTensor
+    transposed: QuantTensor
+
+
+def quantize_weights(weight: Tensor) -> ExpertWeights:
+    """Quantizes the weights of experts in blocks of 128x128, once for both directions.
+
+    A block that is transposed has the same scale, so the transposed copy holds the same numbers.
+
+    Args:
+        weight: `[E, out, in]`, bfloat16 or float32; `out` and `in` are multiples of 128.
+
+    Returns:
+        Codes `[E, out, in]` with scales `[E, out / 128, in / 128]`, and both transposed.
+    """
+    experts, rows, channels = weight.shape
+    flat = weight.detach().reshape(experts * rows, channels)
+    codes, scales = quant.per_block_cast(flat, FMT, (BLOCK, BLOCK))
+    codes = codes.view(experts, rows, channels)
+    scales = scales.view(experts, rows // BLOCK, channels // BLOCK)
+    turned = transpose.batched_transpose(codes)
+    return ExpertWeights((codes, scales), (turned, scales.transpose(1, 2)))
+
+
+class WeightCache:
+    """Keeps the quantized copy of a parameter until the parameter changes.
+
+    Every in-place change raises the version counter that PyTorch keeps for a tensor, and another
+    tensor or storage is noticed as well. In CUDA graph capture and under `torch.compile` weights
+    are quantized at every call, so that a replay sees the weights of its time.
+    """
+
+    def __init__(self) -> None:
+        self._source: weakref.ref[Tensor] | None = None
+        self._key: tuple[int, int] | None = None
+        self._weights: ExpertWeights | None = None
+
+    def __call__(self, weight: Tensor) -> ExpertWeights:
+        """The quantized copy of `weight`."""
+        if torch.compiler.is_compiling() or _is_capturing(weight) or weight.is_inference():
+            return quantize_weights(weight)
+        source = None if self._source is None else self._source()
+        key = weight._version, weight.data_ptr()
+        if self._weights is None or source is not weight or key != self._key:
+            self._weights = quantize_weights(weight)
+            self._source, self._key = weakref.ref(weight), key
+        return self._weights
+
+    def __getstate__(self) -> dict[str, Any]:
+        """An empty cache: a copy of a layer quantizes its own weights."""
+        return {"_source": None, "_key": None, "_weights": None}
+
+
+def _is_capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class Rows(NamedTuple):
+    """Where the rows of experts come from: results of `moe.get_fused_mapping`."""
+
+    pos_to_expert: Tensor
+    pos_to_token: Tensor
+    pos_to_token_topk: Tensor
+    token_topk_to_pos: Tensor
+    num_rows_per_expert: Tensor
+
+
+def map_rows(topk_idx: Tensor, num_experts: int) -> Rows:
+    """Lays rows out for the products: groups of 128, as many as can be needed. Nothing waits."""
+    num_rows = most_expanded_tokens(topk_idx.numel(), num_experts, BLOCK)
+    expert, token, slot, position, _, _, counts, _ = moe.get_fused_mapping(
+        topk_idx, num_experts, num_expanded_tokens=num_rows, alignment=BLOCK
+    )
+    return Rows(expert, token, slot, position, counts)
+
+
+def fp8_experts(
+    x: Tensor,
+    weights: Tensor,
+    topk_idx: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    quantized: tuple[ExpertWeights, ExpertWeights] | None = None,
+) -> Tensor:
+    """Applies the chosen experts to each token, all products in FP8, with gradients in FP8.
+
+    An expert is `w_out @ (silu(gate) * value)` with `gate, value = w_in @ x`. The weighted results
+    of a token are added in the order of its choices.
+
+    If a weight has the attribute `main_grad` (float32, of its shape), its gradient is added to that
+    and the weight itself gets none, as frameworks that accumulate over micro-batches expect.
+
+    Args:
+        x: `[num_tokens, hidden]`, bfloat16, contiguous.
+        weights: `[num_tokens, num_topk]`, float32: the weight of each choice.
+        topk_idx: `[num_tokens, num_topk]`, int64: the chosen experts, -1 for none.
+        w_in: `[E, 2 * intermediate, hidden]`, bfloat16 or float32.
+        w_out: `[E, hidden, intermediate]`, bfloat16 or float32.
+        quantized: `quantize_weights` of both, if they are known already.
+
+    Returns:
+        `[num_tokens, hidden]`, bfloat16.
+    """
+    if quantized is None:
+        quantized = quantize_weights(w_in), quantize_weights(w_out)
+    (in_forward, in_transposed), (out_forward, out_transposed) = quantized
+    y: Tensor = _FP8Experts.apply(
+        x, weights, topk_idx, w_in, w_out, *in_forward, *in_transposed, *out_forward,
+        *out_transposed,
+    )  # fmt: skip
+    return y
+
+
+class _FP8Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, topk_idx: Tensor, w_in: Tensor, w_out: Tensor,
+        *quantized: Tensor,
+    ) -> Tensor:  # fmt: skip
+        in_forward, in_transposed = quantized[0:2], quantized[2:4]
+        out_forward, out_transposed = quantized[4:6], quantized[6:8]
+        rows = map_rows(topk_idx, len(w_in))
+        xq = quant.per_token_cast(x, FMT, BLOCK)
+        h = _product(_expanded(xq, rows), in_forward, rows.pos_to_expert)
+        z = quant.swiglu_forward_and_per_token_cast(
+            h, FMT, BLOCK, rows.pos_to_token_topk, weights, rows.pos_to_expert,
+            use_tma_aligned_col_major_sf=True,
+        )  # fmt: skip
+        o = _product(z, out_forward, rows.pos_to_expert)
+        y = moe.reduce_fused(o, None, rows.token_topk_to_pos)
+        if any(ctx.needs_input_grad[:5]):
+            hq = quant.per_token_cast(h, FMT, BLOCK)
+            ctx.save_for_backward(
+                *xq, *hq, weights, *in_transposed, *out_transposed, *rows, w_in, w_out
+            )
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x_codes, x_sf, h_codes, h_sf, weights, *others = ctx.saved_tensors
+        in_transposed, out_transposed = tuple(others[0:2]), tuple(others[2:4])
+        rows, (w_in, w_out) = Rows(*others[4:9]), others[9:]
+        grad_y = grad_y.contiguous()
+        gq = quant.per_token_cast(grad_y, FMT, BLOCK)
+        grad_z = _product(_expanded(gq, rows), out_transposed, rows.pos_to_expert)
+        z, grad_hq, grad_h, grad_weights = quant.swiglu_backward_and_per_token_cast(
+            (h_codes, h_sf), grad_z, weights, rows.pos_to_token_topk, rows.token_topk_to_pos, BLOCK
+        )
+        needs_x, needs_weights, _, needs_in, needs_out = ctx.needs_input_grad[:5]
+        grad_x = grad_in = grad_out = None
+        if needs_x:
+            grad_rows = _product(grad_hq, in_transposed, rows.pos_to_expert)
+            grad_x = moe.reduce_fused(grad_rows, None, rows.token_topk_to_pos)
+        if needs_out:
+            grad_out = _weight_gradient(
+                w_out, _gathered_by_rows(grad_y, rows), _by_rows(z), rows.num_rows_per_expert
+            )
+        if needs_in:
+            x_by_rows = _gathered_by_rows((x_codes, x_sf), rows)
+            grad_in = _weight_gradient(w_in, _by_rows(grad_h), x_by_rows, rows.num_rows_per_expert)
+        return (
+            grad_x, grad_weights if needs_weights else None, None, grad_in, grad_out, *[None] * 8
+        )  # fmt: skip
+
+
+def _expanded(x: QuantTensor, rows: Rows) -> QuantTensor:
+    """Rows of experts from tokens, scales as the products read them."""
+    return moe.expand_to_fused_with_sf(
+        x, BLOCK, rows.token_topk_to_pos, rows.pos_to_expert, use_tma_aligned_col_major_sf=True
+    )
+
+
+def _product(a: QuantTensor, b: Any, pos_to_expert: Tensor) -> Tensor:
+    """Each row times the matrix of its expert, in bfloat16."""
+    d = torch.empty(len(a[0]), b[0].shape[1], dtype=torch.bfloat16, device=a[0].device)
+    return gemm.m_grouped_fp8_gemm_nt_contiguous(a, tuple(b), d, pos_to_expert)
+
+
+def _by_rows(x: Tensor) -> QuantTensor:
+    """Scales along rows, data transposed."""
+    return quant.per_channel_cast_and_transpose(x, FMT, BLOCK)
+
+
+def _gathered_by_rows(x: Tensor | QuantTensor, rows: Rows) -> QuantTensor:
+    """The rows of experts from tokens, scales along rows, data transposed."""
+    group = BLOCK if isinstance(x, tuple) else None
+    data, scales = quant.per_channel_cast_fused(
+        x, FMT, BLOCK, num_per_channels=group, pos_to_token=rows.pos_to_token
+    )
+    return transpose.transpose(data), scales
+
+
+def _weight_gradient(
+    weight: Tensor, a: QuantTensor, b: QuantTensor, num_rows: Tensor
+) -> Tensor | None:
+    """The sum over an expert's rows of `a b^T`, added to `main_grad` where the weight has one."""
+    main = getattr(weight, "main_grad", None)
+    if main is not None:
+        gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, main, None, num_rows, c=main)
+        return None
+    grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    return gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, grad, None, num_rows)
