@@ -94,11 +94,16 @@ def plan_mix(
     alignment: int,
     mix_alignment: int,
     device: Device,
+    threads_above_4: int = MAX_THREADS,
 ) -> MixPlan:
-    """Alignments are what divides all addresses, in bytes: of the streams, and of the mixes."""
+    """Alignments are what divides all addresses, in bytes: of the streams, and of the mixes.
+
+    A block of more than 4 streams has at most `threads_above_4` threads.
+    """
     vector = access(columns_of(hidden), 2, alignment)
     mix_vector = access(streams, 4, mix_alignment)
-    return MixPlan(streams, hidden, vector, mix_vector, *cut_row(hidden, num_tokens, device))
+    cut = cut_row(hidden, num_tokens, device, MAX_THREADS if streams <= 4 else threads_above_4)
+    return MixPlan(streams, hidden, vector, mix_vector, *cut)
 
 
 class GradientPlan(NamedTuple):

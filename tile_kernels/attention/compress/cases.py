@@ -32,7 +32,8 @@ def rows(
     return torch.randn(num_tokens, channels + pad, device=device).to(dtype)[:, :channels]
 
 
-def series(
+@builder
+def series(device: torch.device,
     num_tokens: int,
     channels: int,
     window: int,
@@ -43,32 +44,27 @@ def series(
     num_windows: int | None = None,
     out_dtype: torch.dtype | None = None,
     pad: int = 0,
-    special: bool = False,
-) -> Build:
+    special: bool = False,) -> Arguments:
     """`lengths` of sequences make `cu_seqlens`; `special` puts -inf and NaN among the numbers."""
-
-    def make(device: torch.device) -> Arguments:
-        arguments: Arguments = {}
-        for name in ("a", "b")[: 1 + overlap]:
-            kv = rows(num_tokens, channels, dtype, pad, device)
-            z = 3 * rows(num_tokens, channels, dtype, pad, device)
-            if special and device.type != "meta":
-                z[: 2 * window] = -_INF  # the first windows have no score at all
-                z[2 * window :: 3, ::2] = -_INF
-                z[3 * window, 1] = _NAN
-                kv[4 * window, 2] = _NAN
-                z[5 * window, 3] = _INF
-            bias = torch.randn(window, channels, device=device)
-            arguments |= {f"kv_{name}": kv, f"z_{name}": z, f"bias_{name}": bias}
-        if lengths is not None:
-            arguments["cu_seqlens"] = bounds(lengths, device)
-        if num_windows is not None:
-            arguments["num_windows"] = num_windows
-        if out_dtype is not None:
-            arguments["out_dtype"] = out_dtype
-        return arguments
-
-    return make
+    arguments: Arguments = {}
+    for name in ("a", "b")[: 1 + overlap]:
+        kv = rows(num_tokens, channels, dtype, pad, device)
+        z = 3 * rows(num_tokens, channels, dtype, pad, device)
+        if special and device.type != "meta":
+            z[: 2 * window] = -_INF  # the first windows have no score at all
+            z[2 * window :: 3, ::2] = -_INF
+            z[3 * window, 1] = _NAN
+            kv[4 * window, 2] = _NAN
+            z[5 * window, 3] = _INF
+        bias = torch.randn(window, channels, device=device)
+        arguments |= {f"kv_{name}": kv, f"z_{name}": z, f"bias_{name}": bias}
+    if lengths is not None:
+        arguments["cu_seqlens"] = bounds(lengths, device)
+    if num_windows is not None:
+        arguments["num_windows"] = num_windows
+    if out_dtype is not None:
+        arguments["out_dtype"] = out_dtype
+    return arguments
 
 
 def bounds(lengths: Sequence[int], device: torch.device | str) -> torch.Tensor:
@@ -236,19 +232,16 @@ KV_COMPRESS = Cases(
 # ---- both series in one tensor ------------------------------------------------------------------
 
 
-def packed(make: Build) -> Build:
+@builder
+def packed(device: torch.device, make: Build) -> Arguments:
     """The same, with both series side by side: b, then a."""
-
-    def both(device: torch.device) -> Arguments:
-        given = make(device)
-        names = {"kv": "kv", "z": "gate", "bias": "ape"}
-        joined = {
-            name: torch.cat((given.pop(f"{short}_b"), given.pop(f"{short}_a")), 1)
-            for short, name in names.items()
-        }
-        return {**joined, **given}
-
-    return both
+    given = make(device)
+    names = {"kv": "kv", "z": "gate", "bias": "ape"}
+    joined = {
+        name: torch.cat((given.pop(f"{short}_b"), given.pop(f"{short}_a")), 1)
+        for short, name in names.items()
+    }
+    return {**joined, **given}
 
 
 def _wide(device: torch.device) -> Arguments:
@@ -303,18 +296,15 @@ KV_COMPRESS_PACKED = Cases(
 # ---- gradients ----------------------------------------------------------------------------------
 
 
-def _with_grad(make: Build, values: str = "kv_a", biases: str = "bias_a") -> Build:
+@builder
+def _with_grad(device: torch.device, make: Build, values: str = "kv_a", biases: str = "bias_a") -> Arguments:
     """The same with the gradient of the result, of its dtype."""
-
-    def build(device: torch.device) -> Arguments:
-        given = make(device)
-        entries = given[values].shape[0] // given[biases].shape[0]
-        entries = given.pop("num_windows", entries)
-        channels = given[values].shape[1] // (2 if values == "kv" else 1)
-        dtype = given.pop("out_dtype", given[values].dtype)
-        return {"grad_out": torch.randn(entries, channels, device=device).to(dtype), **given}
-
-    return build
+    given = make(device)
+    entries = given[values].shape[0] // given[biases].shape[0]
+    entries = given.pop("num_windows", entries)
+    channels = given[values].shape[1] // (2 if values == "kv" else 1)
+    dtype = given.pop("out_dtype", given[values].dtype)
+    return {"grad_out": torch.randn(entries, channels, device=device).to(dtype), **given}
 
 
 def _with_packed_grad(make: Build) -> Build:

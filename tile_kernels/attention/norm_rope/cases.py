@@ -29,15 +29,13 @@ from tile_kernels.runtime.cases import (
 )
 
 
-def _tail(make: Build, rotated: int, positions: int) -> Build:
-    def build(device: torch.device) -> Arguments:
-        given = make(device)
-        angle = torch.rand(positions, rotated // 2, device=device) * 6
-        channels = given["kv_a"].shape[1]
-        extra = {"weight": 1 + torch.randn(channels, device=device) / 4, "eps": 1e-5}
-        return {**given, **extra, "cos": angle.cos(), "sin": angle.sin()}
-
-    return build
+@builder
+def _tail(device: torch.device, make: Build, rotated: int, positions: int) -> Arguments:
+    given = make(device)
+    angle = torch.rand(positions, rotated // 2, device=device) * 6
+    channels = given["kv_a"].shape[1]
+    extra = {"weight": 1 + torch.randn(channels, device=device) / 4, "eps": 1e-5}
+    return {**given, **extra, "cos": angle.cos(), "sin": angle.sin()}
 
 
 def compare(result: Any, expected: Any) -> None:

@@ -29,7 +29,8 @@ from tile_kernels.runtime.cases import (
 CPU = torch.device("cpu")
 
 
-def _step(
+@builder
+def _step(device: torch.device,
     num_tokens: int,
     channels: int,
     window: int,
@@ -40,27 +41,22 @@ def _step(
     slots: Sequence[int] | None = None,
     num_sequences: int | None = None,
     out_dtype: torch.dtype | None = None,
-    pad: int = 0,
-) -> Build:
+    pad: int = 0,) -> Arguments:
     """Sequences that have tokens already, of these `lengths` (default: 0, 1, 2 and so on)."""
-
-    def make(device: torch.device) -> Arguments:
-        count = num_tokens if num_sequences is None else num_sequences
-        series = 2 if overlap else 1
-        kept = torch.randn(count, series * window, 2 * series, channels, device=device).to(dtype)
-        before = torch.tensor([*(lengths or range(count))], dtype=torch.int32, device=device)
-        arguments: Arguments = {"state": (kept, before)}
-        for name in ("a", "b")[:series]:
-            arguments[f"kv_{name}"] = rows(num_tokens, channels, dtype, pad, device)
-            arguments[f"z_{name}"] = rows(num_tokens, channels, dtype, pad, device)
-            arguments[f"bias_{name}"] = torch.randn(window, channels, device=device)
-        if slots is not None:
-            arguments["slots"] = torch.tensor(slots, dtype=torch.int32, device=device)
-        if out_dtype is not None:
-            arguments["out_dtype"] = out_dtype
-        return arguments
-
-    return make
+    count = num_tokens if num_sequences is None else num_sequences
+    series = 2 if overlap else 1
+    kept = torch.randn(count, series * window, 2 * series, channels, device=device).to(dtype)
+    before = torch.tensor([*(lengths or range(count))], dtype=torch.int32, device=device)
+    arguments: Arguments = {"state": (kept, before)}
+    for name in ("a", "b")[:series]:
+        arguments[f"kv_{name}"] = rows(num_tokens, channels, dtype, pad, device)
+        arguments[f"z_{name}"] = rows(num_tokens, channels, dtype, pad, device)
+        arguments[f"bias_{name}"] = torch.randn(window, channels, device=device)
+    if slots is not None:
+        arguments["slots"] = torch.tensor(slots, dtype=torch.int32, device=device)
+    if out_dtype is not None:
+        arguments["out_dtype"] = out_dtype
+    return arguments
 
 
 def _example(**changes: Any) -> Arguments:

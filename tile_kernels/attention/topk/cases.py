@@ -48,7 +48,8 @@ def _values(kind: str, rows: int, columns: int, device: torch.device) -> torch.T
     return x
 
 
-def _rows(
+@builder
+def _rows(device: torch.device,
     rows: int,
     columns: int,
     k: int,
@@ -58,32 +59,27 @@ def _rows(
     start: str = "",
     by_value: bool = False,
     stride: int | None = None,
-    shift: int = 0,
-) -> Build:
+    shift: int = 0,) -> Arguments:
     """`end` and `start`: how the ranges lie; `stride` and `shift` of rows in their storage."""
-
-    def make(device: torch.device) -> Arguments:
-        x = _values(kind, rows, columns, device).to(dtype)
-        if stride is not None:
-            storage = torch.zeros(rows * stride + shift, dtype=dtype, device=device)
-            x = storage[shift:].view(rows, stride)[:, :columns].copy_(x)
-        place = torch.arange(rows, device=device)
-        ends = {
-            "all": torch.full((rows,), columns, device=device),
-            "causal": place * columns // max(rows - 1, 1),
-            "wild": torch.where(place % 2 == 0, columns + 7 * place, -place),
-            "wildest": torch.where(place % 2 == 0, 2**31 - 1, -(2**31)),
-        }[end]
-        arguments: Arguments = {"logits": x, "k": k, "end": ends.int(), "sorted": by_value}
-        starts = {
-            "some": ends // 3, "above": ends + 2, "negative": -place,
-            "wildest": torch.where(place % 3 == 0, -(2**31), 2**31 - 1),
-        }  # fmt: skip
-        if start:
-            arguments["start"] = starts[start].int()
-        return arguments
-
-    return make
+    x = _values(kind, rows, columns, device).to(dtype)
+    if stride is not None:
+        storage = torch.zeros(rows * stride + shift, dtype=dtype, device=device)
+        x = storage[shift:].view(rows, stride)[:, :columns].copy_(x)
+    place = torch.arange(rows, device=device)
+    ends = {
+        "all": torch.full((rows,), columns, device=device),
+        "causal": place * columns // max(rows - 1, 1),
+        "wild": torch.where(place % 2 == 0, columns + 7 * place, -place),
+        "wildest": torch.where(place % 2 == 0, 2**31 - 1, -(2**31)),
+    }[end]
+    arguments: Arguments = {"logits": x, "k": k, "end": ends.int(), "sorted": by_value}
+    starts = {
+        "some": ends // 3, "above": ends + 2, "negative": -place,
+        "wildest": torch.where(place % 3 == 0, -(2**31), 2**31 - 1),
+    }  # fmt: skip
+    if start:
+        arguments["start"] = starts[start].int()
+    return arguments
 
 
 KINDS = (
