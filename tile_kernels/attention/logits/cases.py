@@ -7,14 +7,9 @@ from typing import Any
 import torch
 
 from tile_kernels.quant import formats
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
+from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import (
+    builder,
     changed,
     close_results,
     edited,
@@ -64,7 +59,8 @@ def _ranges(kind: str, tokens: int, keys: int, device: torch.device) -> tuple[to
 
 
 @builder
-def arguments(device: torch.device,
+def arguments(
+    device: torch.device,
     tokens: int,
     keys: int,
     heads: int = 4,
@@ -75,7 +71,8 @@ def arguments(device: torch.device,
     exact: bool = False,
     nan: bool = False,
     shift: bool = False,
-    **more: Any,) -> Arguments:
+    **more: Any,
+) -> Arguments:
     """`exact`: logits that float32 holds exactly in any order of sums; `nan`: some rows are NaN."""
     q = torch.randn(tokens, heads, depth, device=device)
     k = torch.randn(keys, depth, device=device)

@@ -8,21 +8,16 @@ import torch
 
 from tile_kernels.attention.compress.cases import (
     BAD_SEQUENCES,
-    FP32,
     RAGGED,
     SERIES_REJECTS,
     many,
     series,
 )
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
+from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import (
+    FP32,
     assert_equal_results,
+    builder,
     changed,
     edited,
     misaligned,

@@ -6,19 +6,8 @@ from typing import Any
 
 import torch
 
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-    edited,
-)
-
-_NAN, _INF = float("nan"), float("inf")
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import INF, NAN, builder, changed, edited
 
 
 def _values(kind: str, rows: int, columns: int, device: torch.device) -> torch.Tensor:
@@ -38,18 +27,19 @@ def _values(kind: str, rows: int, columns: int, device: torch.device) -> torch.T
         large = torch.arange(columns, device=device) % max(columns // 256, 1) < 16
         return x + 10 * large
     if kind == "special":
-        values = torch.tensor([_NAN, -_NAN, _INF, -_INF, 0.0, -0.0, 1e-40, 3e38], device=device)
+        values = torch.tensor([NAN, -NAN, INF, -INF, 0.0, -0.0, 1e-40, 3e38], device=device)
         return values[torch.randint(len(values), x.shape, device=device)]
     if kind == "mostly -inf":  # or NaN, which is the same
-        least = torch.where(torch.rand_like(x) < 0.5, -_INF, _NAN)
+        least = torch.where(torch.rand_like(x) < 0.5, -INF, NAN)
         return torch.where(torch.rand_like(x) < 0.01, x, least)
     if kind == "all NaN":
-        return torch.full_like(x, _NAN)
+        return torch.full_like(x, NAN)
     return x
 
 
 @builder
-def _rows(device: torch.device,
+def _rows(
+    device: torch.device,
     rows: int,
     columns: int,
     k: int,
@@ -59,7 +49,8 @@ def _rows(device: torch.device,
     start: str = "",
     by_value: bool = False,
     stride: int | None = None,
-    shift: int = 0,) -> Arguments:
+    shift: int = 0,
+) -> Arguments:
     """`end` and `start`: how the ranges lie; `stride` and `shift` of rows in their storage."""
     x = _values(kind, rows, columns, device).to(dtype)
     if stride is not None:
