@@ -47,6 +47,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_PLANS = 1024  # of one operator; the oldest is dropped first
 _SCALARS = frozenset({bool, int, str, type(None), torch.dtype})
+_METHODS = ("check", "outputs", "launches", "scratch", "check_values")
+
+
+def _method(arguments: type, given: dict[str, Any], name: str, *default: Any) -> Any:
+    """A function of the declaration: one that was given, or the record's method."""
+    return given[name] if name in given else getattr(arguments, name, *default)
 
 
 def _no_scratch(arguments: Any) -> tuple[Out, ...]:  # noqa: ARG001
@@ -63,16 +69,11 @@ class Operator(registry.Registered):
 
     Args:
         name: `family.function`. A name that starts with `_` serves another operator, `serves`.
-        arguments: A `NamedTuple`: the arguments of the operator as PyTorch's dispatcher sees them.
-            All functions below take an instance of it.
-        check: Raises `TypeError` or `ValueError` that starts with an argument's name.
-        outputs: The results, an `Out` or a tuple of them, annotated as such (or None). It also runs
-            on symbolic sizes under `torch.compile`.
-        launches: `launches(arguments, *outs)`: `Launch`es and `Host` steps in order; tensors are
-            `Spec`s, first the results, then scratch.
+        arguments: A `NamedTuple` of the arguments as PyTorch's dispatcher sees them, with the
+            methods of a `Record`: `check`, `outputs`, `launches`, and where needed `scratch` and
+            `check_values`.
         reference: The definition in PyTorch; takes the fields of `arguments` by position.
         cost: The least work of a call of the public function, by its keyword arguments.
-        scratch: Buffers that launches need.
         dynamic: `{argument: number of static dimensions}`: the leading sizes of this tensor may
             change from call to call with the same launches, apart from what `Size` marks. A tensor
             without elements is never dynamic.
@@ -81,7 +82,8 @@ class Operator(registry.Registered):
         in_place: Arguments that may be the buffer `out` themselves.
         differentiable: False if no result has a gradient (indices, counts).
         backward, setup_context: As `torch.library.register_autograd` takes them.
-        values: Raises `ValueError` on wrong values; called in the checked mode only.
+        check, outputs, launches, scratch, check_values: Functions of a record that replace its
+            methods, for operators that share a record.
         instead: The public function that has a gradient, for an operator without one.
     """
 
@@ -90,12 +92,8 @@ class Operator(registry.Registered):
         name: str,
         arguments: type,
         *,
-        check: Callable[[Any], None],
-        outputs: Callable[[Any], Any],
-        launches: Callable[..., Any],
         reference: Callable[..., Any],
         cost: Callable[..., Cost] = lambda **_: Cost(bytes=0),
-        scratch: Callable[[Any], tuple[Out, ...]] = _no_scratch,
         dynamic: dict[str, int] | None = None,
         mutates: tuple[str, ...] = (),
         out: tuple[str, ...] = (),
@@ -103,16 +101,21 @@ class Operator(registry.Registered):
         differentiable: bool = True,
         backward: Callable[..., Any] | None = None,
         setup_context: Callable[..., None] | None = None,
-        values: Callable[[Any], None] | None = None,
         instead: str = "",
         serves: str | None = None,
+        **methods: Callable[..., Any],
     ) -> None:
         self.name, self._label = name, serves or name.rpartition(".")[2]
         registry.register(self)  # first: a name that exists must not replace its custom op
         self.serves = f"{self.family}.{serves}" if serves else None
-        self.arguments, self.check, self.reference, self.cost = arguments, check, reference, cost
-        self._outputs, self._scratch, self._launches = outputs, scratch, launches
-        self.differentiable, self.values, self.oracle = differentiable, values, reference
+        self.arguments, self.reference, self.cost = arguments, reference, cost
+        self.oracle = reference
+        if unknown := methods.keys() - set(_METHODS):
+            raise TypeError(f"{name}: an operator is not declared by {', '.join(sorted(unknown))}")
+        get = functools.partial(_method, arguments, methods)
+        self.check, self._outputs, self._launches = get("check"), get("outputs"), get("launches")
+        self._scratch, self.check_values = get("scratch", _no_scratch), get("check_values", None)
+        self.differentiable = differentiable
         hints = typing.get_type_hints(arguments)
         self.parameters = tuple(hints)
         self.mutates, self.outputs = mutates, ()
@@ -122,7 +125,7 @@ class Operator(registry.Registered):
         self._has_lists = list[Tensor] in hints.values()
         self._static_dims = tuple((dynamic or {}).get(each) for each in self.parameters)
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        returned = typing.get_type_hints(outputs).get("return")
+        returned = typing.get_type_hints(self._outputs).get("return")
         self._single = returned is Out
         self.num_results = 1 if self._single else len(typing.get_args(returned))
         no_gradient = no_gradient_message(self._label, instead)
@@ -350,8 +353,8 @@ class Operator(registry.Registered):
             if logs.settings.level:
                 named = zip((*self.parameters, *self.outputs), (*args, *given))
                 logs.call(self.name, backend, dict(named))
-            if self.values is not None and backend != "meta" and backends.is_checked():
-                self.values(self.arguments(*args))
+            if self.check_values is not None and backend != "meta" and backends.is_checked():
+                self.check_values(self.arguments(*args))
             if backend == "torch":
                 return self._refer(device, args, given)
             call = self._prepare(backend, device, args, given, values, key, sizes)

@@ -34,6 +34,36 @@ _MAX_BATCHES = 65535  # the limit of the grid's third dimension
 class Arguments(NamedTuple):
     x: Tensor
 
+    def check(self) -> None:
+        _check(("rows", "cols"), self)
+
+    def outputs(self) -> Out:
+        *batch, rows, cols = self.x.shape
+        return Out("out", (*batch, cols, rows), self.x.dtype)
+
+    def launches(self, out: Spec) -> list[Launch]:
+        x: Any = self.x
+        if x.numel() == 0:
+            return []
+        width = x.element_size()
+        rows = Size(lambda a: a.x.shape[-2])
+        sizes = (width, rows, x.shape[-1], x.stride(-2), x.stride(0) if x.dim() == 3 else None)
+        if x.stride(-1) != 1:  # a single column: its stride is irrelevant and may be anything
+            x = x.apply(_unit_inner_stride)
+        if x.dtype not in _NATIVE:
+            x, out = x.view(_BITS[width]), out.view(_BITS[width])
+        problem = (_NATIVE[x.dtype], *sizes, alignment(x))
+        if x.dim() == 2 or x.shape[0] <= _MAX_BATCHES:
+            return [Launch(_KERNEL, problem, (x, out))]
+        parts = [
+            (first, min(_MAX_BATCHES, x.shape[0] - first))
+            for first in range(0, x.shape[0], _MAX_BATCHES)
+        ]
+        return [
+            Launch(_KERNEL, problem, tuple(t.apply(Tensor.narrow, 0, *part) for t in (x, out)))
+            for part in parts
+        ]
+
 
 def _check(dims: tuple[str, ...], a: Arguments) -> None:
     checks.tensor("x", a.x, dims, unit_inner_stride=True)
@@ -41,45 +71,12 @@ def _check(dims: tuple[str, ...], a: Arguments) -> None:
         raise TypeError(f"x must have elements of 1, 2, 4 or 8 bytes, got {a.x.dtype}")
 
 
-def check_transpose(a: Arguments) -> None:
-    _check(("rows", "cols"), a)
-
-
 def check_batched_transpose(a: Arguments) -> None:
     _check(("batch", "rows", "cols"), a)
 
 
-def outputs(a: Arguments) -> Out:
-    *batch, rows, cols = a.x.shape
-    return Out("out", (*batch, cols, rows), a.x.dtype)
-
-
 def _unit_inner_stride(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, (*x.stride()[:-1], 1))
-
-
-def launches(a: Arguments, out: Spec) -> list[Launch]:
-    x: Any = a.x
-    if x.numel() == 0:
-        return []
-    width = x.element_size()
-    rows = Size(lambda a: a.x.shape[-2])
-    sizes = (width, rows, x.shape[-1], x.stride(-2), x.stride(0) if x.dim() == 3 else None)
-    if x.stride(-1) != 1:  # a single column: its stride is irrelevant and may be anything
-        x = x.apply(_unit_inner_stride)
-    if x.dtype not in _NATIVE:
-        x, out = x.view(_BITS[width]), out.view(_BITS[width])
-    problem = (_NATIVE[x.dtype], *sizes, alignment(x))
-    if x.dim() == 2 or x.shape[0] <= _MAX_BATCHES:
-        return [Launch(_KERNEL, problem, (x, out))]
-    parts = [
-        (first, min(_MAX_BATCHES, x.shape[0] - first))
-        for first in range(0, x.shape[0], _MAX_BATCHES)
-    ]
-    return [
-        Launch(_KERNEL, problem, tuple(t.apply(Tensor.narrow, 0, *part) for t in (x, out)))
-        for part in parts
-    ]
 
 
 def cost(x: Tensor) -> Cost:
@@ -98,9 +95,6 @@ def _batched_backward(_: Any, grad: Tensor) -> Tensor:
 TRANSPOSE = Operator(
     "transpose.transpose",
     Arguments,
-    check=check_transpose,
-    outputs=outputs,
-    launches=launches,
     reference=reference.transpose,
     cost=cost,
     dynamic={"x": 1},
@@ -111,8 +105,6 @@ BATCHED_TRANSPOSE = Operator(
     "transpose.batched_transpose",
     Arguments,
     check=check_batched_transpose,
-    outputs=outputs,
-    launches=launches,
     reference=reference.batched_transpose,
     cost=cost,
     backward=_batched_backward,

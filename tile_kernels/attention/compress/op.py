@@ -80,31 +80,26 @@ class Arguments(NamedTuple):
     num_windows: int | None
     out_dtype: torch.dtype | None
 
+    def check(self) -> None:
+        check_series(*self[:6])
+        _check_result(self.cu_seqlens, self.num_windows, self.out_dtype)
 
-def check(a: Arguments) -> None:
-    check_series(*a[:6])
-    _check_result(a.cu_seqlens, a.num_windows, a.out_dtype)
+    def outputs(self) -> Out:
+        num_tokens, channels = self.kv_a.shape
+        count = count_windows(num_tokens, self.bias_a.shape[0], self.num_windows)
+        return Out("out", (count, channels), self.out_dtype or self.kv_a.dtype)
 
+    def launches(self, out: Spec, *places: Spec) -> list[Launch]:
+        series, num_tokens = Series.of(*self[:6]), Size(lambda a: a.kv_a.shape[0])
+        placed = place_windows(self.cu_seqlens, series.window, num_tokens, places)
+        return [*placed, compress_windows(series, places[-1] if places else None, out)]
 
-def check_values(a: Arguments) -> None:
-    check_sequences(a.cu_seqlens, a.kv_a, a.bias_a, a.num_windows)
+    def scratch(self) -> tuple[Out, ...]:
+        count = count_windows(self.kv_a.shape[0], self.bias_a.shape[0], self.num_windows)
+        return places_scratch(self.cu_seqlens, count)
 
-
-def outputs(a: Arguments) -> Out:
-    num_tokens, channels = a.kv_a.shape
-    count = count_windows(num_tokens, a.bias_a.shape[0], a.num_windows)
-    return Out("out", (count, channels), a.out_dtype or a.kv_a.dtype)
-
-
-def scratch(a: Arguments) -> tuple[Out, ...]:
-    count = count_windows(a.kv_a.shape[0], a.bias_a.shape[0], a.num_windows)
-    return places_scratch(a.cu_seqlens, count)
-
-
-def launches(a: Arguments, out: Spec, *places: Spec) -> list[Launch]:
-    series, num_tokens = Series.of(*a[:6]), Size(lambda a: a.kv_a.shape[0])
-    placed = place_windows(a.cu_seqlens, series.window, num_tokens, places)
-    return [*placed, compress_windows(series, places[-1] if places else None, out)]
+    def check_values(self) -> None:
+        check_sequences(self.cu_seqlens, self.kv_a, self.bias_a, self.num_windows)
 
 
 def cost(
@@ -135,14 +130,9 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
 KV_COMPRESS = Operator(
     "attention.kv_compress",
     Arguments,
-    check=check,
-    outputs=outputs,
-    scratch=scratch,
-    launches=launches,
     reference=_reference,
     cost=cost,
     dynamic=_DYNAMIC,
-    values=check_values,
     backward=_backward,
     setup_context=_save,
 )
@@ -224,6 +214,27 @@ class PackedArguments(NamedTuple):
     num_windows: int | None
     out_dtype: torch.dtype | None
 
+    def check(self) -> None:
+        check_packed(self.kv, self.gate, self.ape)
+        _check_result(self.cu_seqlens, self.num_windows, self.out_dtype)
+
+    def outputs(self) -> Out:
+        num_tokens, channels = self.kv.shape
+        count = count_windows(num_tokens, self.ape.shape[0], self.num_windows)
+        return Out("out", (count, channels // 2), self.out_dtype or self.kv.dtype)
+
+    def launches(self, out: Spec, *places: Spec) -> list[Launch]:
+        series, num_tokens = Series.of(*_unpacked(*self[:3])), Size(lambda a: a.kv.shape[0])
+        placed = place_windows(self.cu_seqlens, series.window, num_tokens, places)
+        return [*placed, compress_windows(series, places[-1] if places else None, out)]
+
+    def scratch(self) -> tuple[Out, ...]:
+        count = count_windows(self.kv.shape[0], self.ape.shape[0], self.num_windows)
+        return places_scratch(self.cu_seqlens, count)
+
+    def check_values(self) -> None:
+        check_sequences(self.cu_seqlens, self.kv, self.ape, self.num_windows)
+
 
 def _columns(x: Spec, first: int, count: int) -> Spec:
     aligned = math.gcd(x.alignment, first * x.element_size())
@@ -235,32 +246,6 @@ def _unpacked(*tensors: Any) -> list[Spec]:
     """Values, scores and biases of series a, the high halves, then those of series b."""
     width = tensors[0].shape[1] // 2
     return [_columns(x, first, width) for first in (width, 0) for x in tensors]
-
-
-def packed_check(a: PackedArguments) -> None:
-    check_packed(a.kv, a.gate, a.ape)
-    _check_result(a.cu_seqlens, a.num_windows, a.out_dtype)
-
-
-def packed_check_values(a: PackedArguments) -> None:
-    check_sequences(a.cu_seqlens, a.kv, a.ape, a.num_windows)
-
-
-def packed_outputs(a: PackedArguments) -> Out:
-    num_tokens, channels = a.kv.shape
-    count = count_windows(num_tokens, a.ape.shape[0], a.num_windows)
-    return Out("out", (count, channels // 2), a.out_dtype or a.kv.dtype)
-
-
-def packed_scratch(a: PackedArguments) -> tuple[Out, ...]:
-    count = count_windows(a.kv.shape[0], a.ape.shape[0], a.num_windows)
-    return places_scratch(a.cu_seqlens, count)
-
-
-def packed_launches(a: PackedArguments, out: Spec, *places: Spec) -> list[Launch]:
-    series, num_tokens = Series.of(*_unpacked(*a[:3])), Size(lambda a: a.kv.shape[0])
-    placed = place_windows(a.cu_seqlens, series.window, num_tokens, places)
-    return [*placed, compress_windows(series, places[-1] if places else None, out)]
 
 
 def packed_cost(kv: Tensor, ape: Tensor, out_dtype: torch.dtype | None = None, **_: Any) -> Cost:
@@ -282,14 +267,9 @@ def _packed_backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
 KV_COMPRESS_PACKED = Operator(
     "attention.kv_compress_packed",
     PackedArguments,
-    check=packed_check,
-    outputs=packed_outputs,
-    scratch=packed_scratch,
-    launches=packed_launches,
     reference=_packed_reference,
     cost=packed_cost,
     dynamic=_DYNAMIC,
-    values=packed_check_values,
     backward=_packed_backward,
     setup_context=_save,
 )
@@ -351,6 +331,17 @@ class BackwardArguments(NamedTuple):
     bias_b: Tensor
     cu_seqlens: Tensor | None
 
+    def outputs(self) -> tuple[Out, Out, Out, Out, Out, Out]:
+        return *_outputs("_a", self.kv_a, self.z_a, self.bias_a), *_outputs(
+            "_b", self.kv_b, self.z_b, self.bias_b
+        )
+
+    def launches(self, *outs: Spec) -> list[Launch | Host]:
+        series, num_tokens = Series.of(*self[1:-1]), Size(lambda a: a.kv_a.shape[0])
+        return _bwd_launches(
+            self.grad_out, series, Series(*outs[:6]), self.cu_seqlens, num_tokens, outs[6:]
+        )
+
 
 class OneSeriesBackwardArguments(NamedTuple):
     grad_out: Tensor
@@ -358,6 +349,15 @@ class OneSeriesBackwardArguments(NamedTuple):
     z_a: Tensor
     bias_a: Tensor
     cu_seqlens: Tensor | None
+
+    def outputs(self) -> tuple[Out, Out, Out]:
+        return _outputs("_a", self.kv_a, self.z_a, self.bias_a)
+
+    def launches(self, *outs: Spec) -> list[Launch | Host]:
+        series, num_tokens = Series.of(*self[1:-1]), Size(lambda a: a.kv_a.shape[0])
+        return _bwd_launches(
+            self.grad_out, series, Series(*outs[:3]), self.cu_seqlens, num_tokens, outs[3:]
+        )
 
 
 OneOrTwo = BackwardArguments | OneSeriesBackwardArguments
@@ -388,14 +388,6 @@ def _outputs(name: str, kv: Tensor, z: Tensor, bias: Tensor) -> tuple[Out, Out, 
         Out(f"grad_z{name}", z.shape, z.dtype),
         Out(f"grad_bias{name}", bias.shape, bias.dtype),
     )
-
-
-def outputs_bwd(a: BackwardArguments) -> tuple[Out, Out, Out, Out, Out, Out]:
-    return *_outputs("_a", a.kv_a, a.z_a, a.bias_a), *_outputs("_b", a.kv_b, a.z_b, a.bias_b)
-
-
-def outputs_bwd_one_series(a: OneSeriesBackwardArguments) -> tuple[Out, Out, Out]:
-    return _outputs("_a", a.kv_a, a.z_a, a.bias_a)
 
 
 def _bwd_scratch(grad_out: Tensor, series: Series, cu_seqlens: Tensor | None) -> tuple[Out, ...]:
@@ -438,16 +430,6 @@ def _bwd_launches(
     return [*placed, Launch(_GRADIENTS, problem, arguments)]
 
 
-def launches_bwd(a: BackwardArguments, *outs: Spec) -> list[Launch | Host]:
-    series, num_tokens = Series.of(*a[1:-1]), Size(lambda a: a.kv_a.shape[0])
-    return _bwd_launches(a.grad_out, series, Series(*outs[:6]), a.cu_seqlens, num_tokens, outs[6:])
-
-
-def launches_bwd_one_series(a: OneSeriesBackwardArguments, *outs: Spec) -> list[Launch | Host]:
-    series, num_tokens = Series.of(*a[1:-1]), Size(lambda a: a.kv_a.shape[0])
-    return _bwd_launches(a.grad_out, series, Series(*outs[:3]), a.cu_seqlens, num_tokens, outs[3:])
-
-
 def cost_bwd(
     grad_out: Tensor, kv_a: Tensor, bias_a: Tensor, kv_b: Tensor | None = None, **_: Any
 ) -> Cost:
@@ -469,25 +451,21 @@ KV_COMPRESS_BWD = Operator(
     "attention.kv_compress_bwd",
     BackwardArguments,
     check=check_bwd,
-    outputs=outputs_bwd,
     scratch=scratch_bwd,
-    launches=launches_bwd,
     reference=_reference_bwd,
     cost=cost_bwd,
     dynamic=_DYNAMIC,
-    values=check_bwd_values,
+    check_values=check_bwd_values,
 )
 
 KV_COMPRESS_BWD_ONE_SERIES = Operator(
     "attention._kv_compress_bwd_one_series",
     OneSeriesBackwardArguments,
     check=check_bwd,
-    outputs=outputs_bwd_one_series,
     scratch=scratch_bwd,
-    launches=launches_bwd_one_series,
     reference=_reference_bwd,
     dynamic=_DYNAMIC,
-    values=check_bwd_values,
+    check_values=check_bwd_values,
     serves="kv_compress_bwd",
 )
 
@@ -555,29 +533,24 @@ class PackedBackwardArguments(NamedTuple):
     ape: Tensor
     cu_seqlens: Tensor | None
 
+    def check(self) -> None:
+        check_packed(self.kv, self.gate, self.ape)
+        _check_grad(self.grad_out, self.kv, self.ape, self.kv.shape[1] // 2, self.cu_seqlens)
 
-def packed_check_bwd(a: PackedBackwardArguments) -> None:
-    check_packed(a.kv, a.gate, a.ape)
-    _check_grad(a.grad_out, a.kv, a.ape, a.kv.shape[1] // 2, a.cu_seqlens)
+    def outputs(self) -> tuple[Out, Out, Out]:
+        return _outputs("", self.kv, self.gate, self.ape)
 
+    def launches(self, *outs: Spec) -> list[Launch | Host]:
+        series, num_tokens = Series.of(*_unpacked(*self[1:-1])), Size(lambda a: a.kv.shape[0])
+        grads = Series(*_unpacked(*outs[:3]))
+        return _bwd_launches(self.grad_out, series, grads, self.cu_seqlens, num_tokens, outs[3:])
 
-def packed_check_bwd_values(a: PackedBackwardArguments) -> None:
-    check_sequences(a.cu_seqlens, a.kv, a.ape, a.grad_out.shape[0], "grad_out")
+    def scratch(self) -> tuple[Out, ...]:
+        series = Series.of(*_unpacked(*as_specs(self)[1:-1]))
+        return _bwd_scratch(self.grad_out, series, self.cu_seqlens)
 
-
-def packed_outputs_bwd(a: PackedBackwardArguments) -> tuple[Out, Out, Out]:
-    return _outputs("", a.kv, a.gate, a.ape)
-
-
-def packed_scratch_bwd(a: PackedBackwardArguments) -> tuple[Out, ...]:
-    series = Series.of(*_unpacked(*as_specs(a)[1:-1]))
-    return _bwd_scratch(a.grad_out, series, a.cu_seqlens)
-
-
-def packed_launches_bwd(a: PackedBackwardArguments, *outs: Spec) -> list[Launch | Host]:
-    series, num_tokens = Series.of(*_unpacked(*a[1:-1])), Size(lambda a: a.kv.shape[0])
-    grads = Series(*_unpacked(*outs[:3]))
-    return _bwd_launches(a.grad_out, series, grads, a.cu_seqlens, num_tokens, outs[3:])
+    def check_values(self) -> None:
+        check_sequences(self.cu_seqlens, self.kv, self.ape, self.grad_out.shape[0], "grad_out")
 
 
 def packed_cost_bwd(grad_out: Tensor, kv: Tensor, ape: Tensor, **_: Any) -> Cost:
@@ -592,14 +565,9 @@ def _packed_reference_bwd(*fields: Any) -> tuple[Tensor, Tensor, Tensor]:
 KV_COMPRESS_PACKED_BWD = Operator(
     "attention.kv_compress_packed_bwd",
     PackedBackwardArguments,
-    check=packed_check_bwd,
-    outputs=packed_outputs_bwd,
-    scratch=packed_scratch_bwd,
-    launches=packed_launches_bwd,
     reference=_packed_reference_bwd,
     cost=packed_cost_bwd,
     dynamic=_DYNAMIC,
-    values=packed_check_bwd_values,
 )
 
 

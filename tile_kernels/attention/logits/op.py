@@ -53,16 +53,23 @@ class Arguments(NamedTuple):
     end: Tensor
     out_dtype: torch.dtype
 
+    def check(self) -> None:
+        check_operands(self.q, self.q_sf, self.k, self.k_sf, self.weights)
+        check_bound("start", self.start, self.q.shape[0])
+        check_bound("end", self.end, self.q.shape[0])
+        checks.one_of("out_dtype", self.out_dtype, OUT_DTYPES)
 
-def check(a: Arguments) -> None:
-    check_operands(a.q, a.q_sf, a.k, a.k_sf, a.weights)
-    check_bound("start", a.start, a.q.shape[0])
-    check_bound("end", a.end, a.q.shape[0])
-    checks.one_of("out_dtype", a.out_dtype, OUT_DTYPES)
+    def outputs(self) -> Out:
+        return Out("out", (self.q.shape[0], self.k.shape[0]), self.out_dtype)
 
+    def launches(self, out: Spec, *scratch: Spec) -> list[Launch]:
+        source, heads, depth = SOURCES[self.q.dtype], self.q.shape[1], num_channels(self.q)
 
-def outputs(a: Arguments) -> Out:
-    return Out("out", (a.q.shape[0], a.k.shape[0]), a.out_dtype)
+        def problem(key_format: str, role: str) -> tuple[Any, ...]:
+            return source, key_format, heads, depth, dtype_name(out), role
+
+        results = (out, Size(_share), Size(_queries_per_block))
+        return score(_SCORES, problem, self[:7], scratch, results)
 
 
 def _share(a: Arguments) -> int:
@@ -79,16 +86,6 @@ def _queries_per_block(a: Arguments) -> int:
 
 def scratch(a: Arguments) -> tuple[Out, ...]:
     return score_scratch(a.q, a.k, _num_shares(a))
-
-
-def launches(a: Arguments, out: Spec, *scratch: Spec) -> list[Launch]:
-    source, heads, depth = SOURCES[a.q.dtype], a.q.shape[1], num_channels(a.q)
-
-    def problem(key_format: str, role: str) -> tuple[Any, ...]:
-        return source, key_format, heads, depth, dtype_name(out), role
-
-    results = (out, Size(_share), Size(_queries_per_block))
-    return score(_SCORES, problem, a[:7], scratch, results)
 
 
 def cost(
@@ -133,10 +130,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 INDEXER_LOGITS = Operator(
     "attention.indexer_logits",
     Arguments,
-    check=check,
-    outputs=outputs,
     scratch=scratch,
-    launches=launches,
     reference=_reference,
     cost=cost,
     dynamic={"q": 2, "k": 1, "k_sf": 0, "weights": 1, "start": 0, "end": 0},
@@ -148,10 +142,7 @@ INDEXER_LOGITS = Operator(
 INDEXER_LOGITS_PACKED = Operator(
     "attention._indexer_logits_packed",
     Arguments,
-    check=check,
-    outputs=outputs,
     scratch=scratch,
-    launches=launches,
     reference=_reference,
     dynamic={"k": 1, "k_sf": 1},
     backward=_backward,
@@ -223,36 +214,59 @@ class BackwardArguments(NamedTuple):
     indices: Tensor
     grad: Tensor
 
+    def check(self) -> None:
+        checks.tensor("q", self.q, ("T", "h", "D"), (torch.bfloat16, torch.float8_e4m3fn))
+        check_operands(self.q, None, self.k, self.k_sf, self.weights)
+        tokens, heads, depth = self.q.shape
+        if padded_heads(heads) * depth > MAX_GRADIENT_ROW:
+            raise ValueError(f"q must have up to 64 heads with {depth} channels, got {heads}")
+        checks.tensor(
+            "indices", self.indices, ("T", "K"), torch.int32, shape=(tokens, None), contiguous=True
+        )
+        checks.tensor(
+            "grad",
+            self.grad,
+            ("T", "K"),
+            torch.float32,
+            shape=tuple(self.indices.shape),
+            contiguous=True,
+        )
 
-def check_bwd(a: BackwardArguments) -> None:
-    checks.tensor("q", a.q, ("T", "h", "D"), (torch.bfloat16, torch.float8_e4m3fn))
-    check_operands(a.q, None, a.k, a.k_sf, a.weights)
-    tokens, heads, depth = a.q.shape
-    if padded_heads(heads) * depth > MAX_GRADIENT_ROW:
-        raise ValueError(f"q must have up to 64 heads with {depth} channels, got {heads}")
-    checks.tensor(
-        "indices", a.indices, ("T", "K"), torch.int32, shape=(tokens, None), contiguous=True
-    )
-    checks.tensor(
-        "grad", a.grad, ("T", "K"), torch.float32, shape=tuple(a.indices.shape), contiguous=True
-    )
+    def outputs(self) -> tuple[Out, Out, Out]:
+        return (
+            Out("grad_q", self.q.shape, torch.float32),
+            Out("grad_k", self.k.shape, torch.float32),
+            Out("grad_weights", self.weights.shape, torch.float32),
+        )
 
+    def launches(
+        self,
+        grad_q: Spec,
+        grad_k: Spec,
+        grad_weights: Spec,
+        counted: Spec,
+        scale: Spec,
+    ) -> list[Launch | Host]:
+        if 0 in (self.q.numel(), self.indices.numel(), self.k.numel()):
+            return [Host(Tensor.zero_, (x,)) for x in (grad_q, grad_k, grad_weights)]
+        problem = (SOURCES[self.q.dtype], self.q.shape[1], self.q.shape[2])
+        arguments = (
+            aligned(self.q), aligned(self.k), self.k_sf, self.weights, self.indices, self.grad,
+            scale, grad_q, counted, grad_weights,
+        )  # fmt: skip
+        return [
+            Host(Tensor.zero_, (counted,)),
+            Host(_choose_scale, (scale, *self)),
+            Launch(_GRADIENTS, problem, arguments),
+            Host(_divide, (grad_k, counted, scale)),
+        ]
 
-def check_bwd_values(a: BackwardArguments) -> None:
-    checks.in_range("indices", a.indices, -1, a.k.shape[0] - 1)
+    def scratch(self) -> tuple[Out, ...]:
+        """The gradient of k in integers, and the inverse of their unit."""
+        return Out("counted", self.k.shape, torch.int64), Out("scale", (1,), torch.float32)
 
-
-def outputs_bwd(a: BackwardArguments) -> tuple[Out, Out, Out]:
-    return (
-        Out("grad_q", a.q.shape, torch.float32),
-        Out("grad_k", a.k.shape, torch.float32),
-        Out("grad_weights", a.weights.shape, torch.float32),
-    )
-
-
-def scratch_bwd(a: BackwardArguments) -> tuple[Out, ...]:
-    """The gradient of k in integers, and the inverse of their unit."""
-    return Out("counted", a.k.shape, torch.int64), Out("scale", (1,), torch.float32)
+    def check_values(self) -> None:
+        checks.in_range("indices", self.indices, -1, self.k.shape[0] - 1)
 
 
 def _choose_scale(
@@ -276,29 +290,6 @@ def _divide(grad_k: Tensor, counted: Tensor, scale: Tensor) -> None:
     grad_k.copy_(counted.double() / scale.double())
 
 
-def launches_bwd(
-    a: BackwardArguments,
-    grad_q: Spec,
-    grad_k: Spec,
-    grad_weights: Spec,
-    counted: Spec,
-    scale: Spec,
-) -> list[Launch | Host]:
-    if 0 in (a.q.numel(), a.indices.numel(), a.k.numel()):
-        return [Host(Tensor.zero_, (x,)) for x in (grad_q, grad_k, grad_weights)]
-    problem = (SOURCES[a.q.dtype], a.q.shape[1], a.q.shape[2])
-    arguments = (
-        aligned(a.q), aligned(a.k), a.k_sf, a.weights, a.indices, a.grad, scale, grad_q, counted,
-        grad_weights,
-    )  # fmt: skip
-    return [
-        Host(Tensor.zero_, (counted,)),
-        Host(_choose_scale, (scale, *a)),
-        Launch(_GRADIENTS, problem, arguments),
-        Host(_divide, (grad_k, counted, scale)),
-    ]
-
-
 def cost_bwd(q: Tensor, k: Operand, indices: Tensor, **_: Any) -> Cost:
     rows = indices.numel() * q.shape[2]
     keys = pair(k)[0]
@@ -317,14 +308,9 @@ def _reference_bwd(
 INDEXER_LOGITS_BWD = Operator(
     "attention.indexer_logits_bwd",
     BackwardArguments,
-    check=check_bwd,
-    outputs=outputs_bwd,
-    scratch=scratch_bwd,
-    launches=launches_bwd,
     reference=_reference_bwd,
     cost=cost_bwd,
     dynamic={"q": 2, "k": 1, "k_sf": 0, "weights": 1, "indices": 0, "grad": 0},
-    values=check_bwd_values,
 )
 
 

@@ -52,6 +52,68 @@ class Arguments(NamedTuple):
     cu_seqlens: Tensor | None
     num_windows: int | None
 
+    def check(self) -> None:
+        check_series(*self[:6])
+        check_windows(self.cu_seqlens, self.num_windows)
+        num_tokens, channels = self.kv_a.shape
+        checks.tensor(
+            "weight", self.weight, ("channels",), torch.float32, shape=(channels,), contiguous=True
+        )
+        dims = ("num_positions", "pairs")
+        checks.tensor("cos", self.cos, dims, torch.float32, contiguous=True)
+        checks.tensor(
+            "sin", self.sin, dims, torch.float32, shape=tuple(self.cos.shape), contiguous=True
+        )
+        positions, pairs = self.cos.shape
+        plain = channels - 2 * pairs
+        if positions < 1 or pairs < 1 or plain < GROUP or plain % GROUP:
+            raise ValueError(
+                f"cos must have rows, and columns for pairs of channels that leave a multiple of "
+                f"{GROUP} out of {channels}, got shape {tuple(self.cos.shape)}"
+            )
+        most = MAX_THREADS * row_vector(channels)
+        if channels > most:
+            raise ValueError(f"kv_a must have at most {most} channels here, got {channels}")
+        checks.epsilon("eps", self.eps)
+        if self.cu_seqlens is None:
+            _check_positions(self.cos, num_tokens, self.bias_a.shape[0])
+
+    def outputs(self) -> tuple[Out, Out, Out]:
+        count, rotated = _count(self), 2 * self.cos.shape[1]
+        plain = self.kv_a.shape[1] - rotated
+        return (
+            Out("codes", (count, plain), torch.float8_e4m3fn),
+            Out("sf", (count, plain // GROUP), torch.float32),
+            Out("rotated", (count, rotated), torch.bfloat16),
+        )
+
+    def launches(self, codes: Spec, sf: Spec, rotated: Spec, *scratch: Spec) -> list[Launch]:
+        series = _series(self)
+        num_places = 0 if self.cu_seqlens is None else 3
+        places = scratch[num_places - 1] if num_places else None
+        placed = place_windows(
+            self.cu_seqlens, series.window, Size(lambda a: a.kv_a.shape[0]), scratch[:num_places]
+        )
+        tables: tuple[Any, ...] = (self.weight, self.cos, self.sin)
+        rest = (accessible(tables[0]), *tables[1:], codes, sf, rotated, float(self.eps))
+        channels, ragged, num_rotated = series.channels, places is not None, rotated.shape[1]
+        if _is_fused(series):
+            dtype, vector = dtype_name(series.kv_a), series.vector
+            problem = (channels, series.window, series.number, ragged, dtype, vector, num_rotated)
+            return [*placed, Launch(_FUSED, problem, (*series, places, *rest))]
+        entries = scratch[-1]
+        row_problem = (channels, series.window, ragged, row_vector(channels), num_rotated)
+        return [
+            *placed,
+            compress_windows(series, places, entries),
+            Launch(_ROWS, row_problem, (entries, places, *rest)),
+        ]
+
+    def check_values(self) -> None:
+        check_sequences(self.cu_seqlens, self.kv_a, self.bias_a, self.num_windows)
+        if self.cu_seqlens is not None and self.cu_seqlens.shape[0] > 1:
+            _check_positions(self.cos, int(self.cu_seqlens.diff().max()), self.bias_a.shape[0])
+
 
 def _check_positions(cos: Tensor, longest: int, window: int) -> None:
     """The tables have the positions of all windows of a sequence."""
@@ -60,49 +122,8 @@ def _check_positions(cos: Tensor, longest: int, window: int) -> None:
         raise ValueError(f"cos must have at least {needed} rows, got {cos.shape[0]}")
 
 
-def check(a: Arguments) -> None:
-    check_series(*a[:6])
-    check_windows(a.cu_seqlens, a.num_windows)
-    num_tokens, channels = a.kv_a.shape
-    checks.tensor(
-        "weight", a.weight, ("channels",), torch.float32, shape=(channels,), contiguous=True
-    )
-    dims = ("num_positions", "pairs")
-    checks.tensor("cos", a.cos, dims, torch.float32, contiguous=True)
-    checks.tensor("sin", a.sin, dims, torch.float32, shape=tuple(a.cos.shape), contiguous=True)
-    positions, pairs = a.cos.shape
-    plain = channels - 2 * pairs
-    if positions < 1 or pairs < 1 or plain < GROUP or plain % GROUP:
-        raise ValueError(
-            f"cos must have rows, and columns for pairs of channels that leave a multiple of "
-            f"{GROUP} out of {channels}, got shape {tuple(a.cos.shape)}"
-        )
-    most = MAX_THREADS * row_vector(channels)
-    if channels > most:
-        raise ValueError(f"kv_a must have at most {most} channels here, got {channels}")
-    checks.epsilon("eps", a.eps)
-    if a.cu_seqlens is None:
-        _check_positions(a.cos, num_tokens, a.bias_a.shape[0])
-
-
-def check_values(a: Arguments) -> None:
-    check_sequences(a.cu_seqlens, a.kv_a, a.bias_a, a.num_windows)
-    if a.cu_seqlens is not None and a.cu_seqlens.shape[0] > 1:
-        _check_positions(a.cos, int(a.cu_seqlens.diff().max()), a.bias_a.shape[0])
-
-
 def _count(a: Arguments) -> int:
     return count_windows(a.kv_a.shape[0], a.bias_a.shape[0], a.num_windows)
-
-
-def outputs(a: Arguments) -> tuple[Out, Out, Out]:
-    count, rotated = _count(a), 2 * a.cos.shape[1]
-    plain = a.kv_a.shape[1] - rotated
-    return (
-        Out("codes", (count, plain), torch.float8_e4m3fn),
-        Out("sf", (count, plain // GROUP), torch.float32),
-        Out("rotated", (count, rotated), torch.bfloat16),
-    )
 
 
 def _series(a: Arguments) -> Series:
@@ -127,29 +148,6 @@ def scratch(a: Arguments) -> tuple[Out, ...]:
     return *places, Out("entries", (count, a.kv_a.shape[1]), torch.float32)
 
 
-def launches(a: Arguments, codes: Spec, sf: Spec, rotated: Spec, *scratch: Spec) -> list[Launch]:
-    series = _series(a)
-    num_places = 0 if a.cu_seqlens is None else 3
-    places = scratch[num_places - 1] if num_places else None
-    placed = place_windows(
-        a.cu_seqlens, series.window, Size(lambda a: a.kv_a.shape[0]), scratch[:num_places]
-    )
-    tables: tuple[Any, ...] = (a.weight, a.cos, a.sin)
-    rest = (accessible(tables[0]), *tables[1:], codes, sf, rotated, float(a.eps))
-    channels, ragged, num_rotated = series.channels, places is not None, rotated.shape[1]
-    if _is_fused(series):
-        dtype, vector = dtype_name(series.kv_a), series.vector
-        problem = (channels, series.window, series.number, ragged, dtype, vector, num_rotated)
-        return [*placed, Launch(_FUSED, problem, (*series, places, *rest))]
-    entries = scratch[-1]
-    row_problem = (channels, series.window, ragged, row_vector(channels), num_rotated)
-    return [
-        *placed,
-        compress_windows(series, places, entries),
-        Launch(_ROWS, row_problem, (entries, places, *rest)),
-    ]
-
-
 def cost(kv_a: Tensor, bias_a: Tensor, cos: Tensor, kv_b: Tensor | None = None, **_: Any) -> Cost:
     series = 1 if kv_b is None else 2
     (num_tokens, channels), window = kv_a.shape, bias_a.shape[0]
@@ -168,14 +166,10 @@ def _reference(*fields: Any) -> tuple[Tensor, Tensor, Tensor]:
 KV_COMPRESS_NORM_ROPE_CAST = Operator(
     "attention.kv_compress_norm_rope_cast",
     Arguments,
-    check=check,
-    outputs=outputs,
     scratch=scratch,
-    launches=launches,
     reference=_reference,
     cost=cost,
     dynamic={"kv_a": 1, "z_a": 1, "kv_b": 1, "z_b": 1, "cos": 1, "sin": 1, "cu_seqlens": 0},
-    values=check_values,
     instead="tile_kernels.attention.kv_compress, which neither normalises nor casts",
 )
 

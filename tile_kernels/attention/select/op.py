@@ -47,17 +47,45 @@ class Arguments(NamedTuple):
     end: Tensor | None
     topk: int
 
+    def check(self) -> None:
+        check_operands(self.q, self.q_sf, self.k, self.k_sf, self.weights)
+        for name, bound in (("start", self.start), ("end", self.end)):
+            if bound is not None:
+                check_bound(name, bound, self.q.shape[0])
+        checks.integer("topk", self.topk, 1, MAX_TOPK)
 
-def check(a: Arguments) -> None:
-    check_operands(a.q, a.q_sf, a.k, a.k_sf, a.weights)
-    for name, bound in (("start", a.start), ("end", a.end)):
-        if bound is not None:
-            check_bound(name, bound, a.q.shape[0])
-    checks.integer("topk", a.topk, 1, MAX_TOPK)
+    def outputs(self) -> Out:
+        return Out("out", (self.q.shape[0], self.topk), torch.int32)
 
+    def launches(self, out: Spec, *scratch: Spec) -> list[Launch | Host]:
+        num_queries, num_keys = self.q.shape[0], self.k.shape[0]
+        if num_keys == 0:
+            return [Host(Tensor.fill_, (out, -1))]
+        source, heads, depth = SOURCES[self.q.dtype], self.q.shape[1], num_channels(self.q)
+        share, shares = _shares(self)
+        partial = shares > 1
+        if partial:
+            *scratch_of_scores, names, scores = scratch
+        else:
+            scratch_of_scores, names, scores = (
+                list(scratch),
+                out.view(num_queries, 1, self.topk),
+                None,
+            )
 
-def outputs(a: Arguments) -> Out:
-    return Out("out", (a.q.shape[0], a.topk), torch.int32)
+        def problem(key_format: str, role: str) -> tuple[Any, ...]:
+            return source, key_format, heads, depth, self.topk, share <= MAX_SHORT, partial, role
+
+        bounds = (_bound(self.start, self.weights, 0), _bound(self.end, self.weights, num_keys))
+        results = (names, scores, share, queries_per_block(num_queries, shares, self.q.device))
+        operands = (*self[:5], *bounds)
+        found: list[Launch | Host] = [
+            *score(_BEST_KEYS, problem, operands, scratch_of_scores, results)
+        ]
+        if scores is not None:
+            rows = (num_queries, shares * self.topk)
+            found.append(merge(scores.view(*rows), names.view(*rows), out))
+        return found
 
 
 def _shares(a: Arguments) -> tuple[int, int]:
@@ -86,31 +114,6 @@ def _bound(given: Any, weights: Any, default: int) -> Spec:
     return weights.apply(_filled, default, like=like)
 
 
-def launches(a: Arguments, out: Spec, *scratch: Spec) -> list[Launch | Host]:
-    num_queries, num_keys = a.q.shape[0], a.k.shape[0]
-    if num_keys == 0:
-        return [Host(Tensor.fill_, (out, -1))]
-    source, heads, depth = SOURCES[a.q.dtype], a.q.shape[1], num_channels(a.q)
-    share, shares = _shares(a)
-    partial = shares > 1
-    if partial:
-        *scratch_of_scores, names, scores = scratch
-    else:
-        scratch_of_scores, names, scores = list(scratch), out.view(num_queries, 1, a.topk), None
-
-    def problem(key_format: str, role: str) -> tuple[Any, ...]:
-        return source, key_format, heads, depth, a.topk, share <= MAX_SHORT, partial, role
-
-    bounds = (_bound(a.start, a.weights, 0), _bound(a.end, a.weights, num_keys))
-    results = (names, scores, share, queries_per_block(num_queries, shares, a.q.device))
-    operands = (*a[:5], *bounds)
-    found: list[Launch | Host] = [*score(_BEST_KEYS, problem, operands, scratch_of_scores, results)]
-    if scores is not None:
-        rows = (num_queries, shares * a.topk)
-        found.append(merge(scores.view(*rows), names.view(*rows), out))
-    return found
-
-
 def cost(q: Operand, k: Operand, weights: Tensor, topk: int, **_: Any) -> Cost:
     queries, num_keys = pair(q)[0], pair(k)[0].shape[0]
     return Cost(
@@ -130,10 +133,7 @@ def _reference(
 INDEXER_SELECT = Operator(
     "attention.indexer_select",
     Arguments,
-    check=check,
-    outputs=outputs,
     scratch=scratch,
-    launches=launches,
     reference=_reference,
     cost=cost,
     differentiable=False,

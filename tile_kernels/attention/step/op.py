@@ -41,52 +41,69 @@ class Arguments(NamedTuple):
     slots: Tensor | None
     out_dtype: torch.dtype | None
 
-
-def check(a: Arguments) -> None:
-    if a.lengths is None:
-        raise TypeError(f"state must be a KVCompressorState, got {type(a.state).__name__}")
-    check_series(*a[2:8])
-    series, (tokens, channels) = 1 if a.kv_b is None else 2, a.kv_a.shape
-    window = a.bias_a.shape[0]
-    checks.tensor(
-        "state", a.state, ("num_sequences", "kept", "vectors", "channels"), a.kv_a.dtype,
-        shape=(None, series * window, 2 * series, channels), contiguous=True,
-    )  # fmt: skip
-    num_sequences = a.state.shape[0]
-    checks.tensor(
-        "state", a.lengths, ("num_sequences",), torch.int32, shape=(num_sequences,), contiguous=True
-    )
-    num_kept = num_sequences * series * window
-    if isinstance(num_kept, int) and num_kept > checks.MOST_SIZE:
-        raise ValueError(f"state must keep at most {checks.MOST_SIZE} tokens, got {num_kept}")
-    if a.slots is not None:
+    def check(self) -> None:
+        if self.lengths is None:
+            raise TypeError(f"state must be a KVCompressorState, got {type(self.state).__name__}")
+        check_series(*self[2:8])
+        series, (tokens, channels) = 1 if self.kv_b is None else 2, self.kv_a.shape
+        window = self.bias_a.shape[0]
         checks.tensor(
-            "slots", a.slots, ("num_tokens",), torch.int32, shape=(tokens,), contiguous=True
+            "state", self.state, ("num_sequences", "kept", "vectors", "channels"), self.kv_a.dtype,
+            shape=(None, series * window, 2 * series, channels), contiguous=True,
+        )  # fmt: skip
+        num_sequences = self.state.shape[0]
+        checks.tensor(
+            "state",
+            self.lengths,
+            ("num_sequences",),
+            torch.int32,
+            shape=(num_sequences,),
+            contiguous=True,
         )
-    elif tokens != num_sequences:
-        raise ValueError(
-            f"kv_a must have a token for each of {num_sequences} sequences of the state, or come "
-            f"with slots, got {tokens}"
+        num_kept = num_sequences * series * window
+        if isinstance(num_kept, int) and num_kept > checks.MOST_SIZE:
+            raise ValueError(f"state must keep at most {checks.MOST_SIZE} tokens, got {num_kept}")
+        if self.slots is not None:
+            checks.tensor(
+                "slots", self.slots, ("num_tokens",), torch.int32, shape=(tokens,), contiguous=True
+            )
+        elif tokens != num_sequences:
+            raise ValueError(
+                f"kv_a must have a token for each of {num_sequences} sequences of the state, or "
+                f"come with slots, got {tokens}"
+            )
+        check_dtype("out_dtype", self.out_dtype)
+
+    def outputs(self) -> tuple[Out, Out]:
+        tokens, channels = self.kv_a.shape
+        return (
+            Out("entries", (tokens, channels), self.out_dtype or self.kv_a.dtype),
+            Out("completed", (tokens,), torch.bool),
         )
-    check_dtype("out_dtype", a.out_dtype)
 
+    def launches(self, entries: Spec, completed: Spec, places: Spec) -> list[Launch]:
+        if self.kv_a.numel() == 0:
+            return []
+        state: Any = self.state
+        given, slotted = Series.of(*self[2:8]), self.slots is not None
+        unit = max(alignment(state) // state.element_size(), 1)
+        vector = math.gcd(row_vector(given.channels, given.rows), unit)
+        dtype = dtype_name(given.kv_a)
+        problem = (given.channels, given.window, given.number, slotted, dtype, vector)
+        rows = (given.kv_a, given.z_a, given.kv_b, given.z_b)
+        append = Launch(
+            _APPEND, problem, (state, self.lengths, self.slots, *rows, places, completed)
+        )
+        kept = _kept_series(state, self.bias_a, self.bias_b)
+        return [append, compress_windows(kept, places, entries)]
 
-def check_values(a: Arguments) -> None:
-    checks.in_range("state", a.lengths, 0, 2**31 - 2)
-    if a.slots is not None:
-        check_slots(a.slots, -1, a.state.shape[0])
+    def scratch(self) -> tuple[Out, ...]:
+        return (Out("places", (self.kv_a.shape[0], 3), torch.int32),)
 
-
-def outputs(a: Arguments) -> tuple[Out, Out]:
-    tokens, channels = a.kv_a.shape
-    return (
-        Out("entries", (tokens, channels), a.out_dtype or a.kv_a.dtype),
-        Out("completed", (tokens,), torch.bool),
-    )
-
-
-def scratch(a: Arguments) -> tuple[Out, ...]:
-    return (Out("places", (a.kv_a.shape[0], 3), torch.int32),)
+    def check_values(self) -> None:
+        checks.in_range("state", self.lengths, 0, 2**31 - 2)
+        if self.slots is not None:
+            check_slots(self.slots, -1, self.state.shape[0])
 
 
 def _kept_rows(state: Tensor, which: int) -> Tensor:
@@ -106,21 +123,6 @@ def _kept_series(state: Any, bias_a: Any, bias_b: Any) -> Series:
     return Series.of(kv_a, z_a, bias_a, kv_b, z_b, bias_b)
 
 
-def launches(a: Arguments, entries: Spec, completed: Spec, places: Spec) -> list[Launch]:
-    if a.kv_a.numel() == 0:
-        return []
-    state: Any = a.state
-    given, slotted = Series.of(*a[2:8]), a.slots is not None
-    unit = max(alignment(state) // state.element_size(), 1)
-    vector = math.gcd(row_vector(given.channels, given.rows), unit)
-    dtype = dtype_name(given.kv_a)
-    problem = (given.channels, given.window, given.number, slotted, dtype, vector)
-    rows = (given.kv_a, given.z_a, given.kv_b, given.z_b)
-    append = Launch(_APPEND, problem, (state, a.lengths, a.slots, *rows, places, completed))
-    kept = _kept_series(state, a.bias_a, a.bias_b)
-    return [append, compress_windows(kept, places, entries)]
-
-
 def cost(kv_a: Tensor, kv_b: Tensor | None = None, **_: Any) -> Cost:
     """Rows in and kept, and a result; how many tokens complete a window is not known here."""
     series = 1 if kv_b is None else 2
@@ -135,15 +137,10 @@ def _reference(state: Tensor, lengths: Tensor, *rest: Any) -> tuple[Tensor, Tens
 KV_COMPRESS_STEP = Operator(
     "attention.kv_compress_step",
     Arguments,
-    check=check,
-    outputs=outputs,
-    scratch=scratch,
-    launches=launches,
     reference=_reference,
     cost=cost,
     dynamic={"state": 3, "lengths": 0, "kv_a": 1, "z_a": 1, "kv_b": 1, "z_b": 1, "slots": 0},
     mutates=("state", "lengths"),
-    values=check_values,
     instead="tile_kernels.attention.kv_compress of whole sequences",
 )
 

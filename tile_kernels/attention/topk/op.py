@@ -25,43 +25,40 @@ class Arguments(NamedTuple):
     start: Tensor | None
     by_value: bool
 
+    def check(self) -> None:
+        checks.tensor("logits", self.logits, ("T", "S"), DTYPES, unit_inner_stride=True)
+        rows, columns = self.logits.shape
+        if rows > 1 and 0 < self.logits.stride(0) < columns:
+            raise ValueError(f"logits must have rows apart, got stride {self.logits.stride(0)}")
+        checks.integer("k", self.k, 1, MAX_TOPK)
+        for name, bound in (("end", self.end), ("start", self.start)):
+            if bound is not None:
+                check_bound(name, bound, rows)
+        checks.boolean("sorted", self.by_value)
 
-def check(a: Arguments) -> None:
-    checks.tensor("logits", a.logits, ("T", "S"), DTYPES, unit_inner_stride=True)
-    rows, columns = a.logits.shape
-    if rows > 1 and 0 < a.logits.stride(0) < columns:
-        raise ValueError(f"logits must have rows apart, got stride {a.logits.stride(0)}")
-    checks.integer("k", a.k, 1, MAX_TOPK)
-    for name, bound in (("end", a.end), ("start", a.start)):
-        if bound is not None:
-            check_bound(name, bound, rows)
-    checks.boolean("sorted", a.by_value)
+    def outputs(self) -> Out:
+        return Out("out", (self.logits.shape[0], self.k), torch.int32)
 
+    def launches(self, out: Spec) -> Launch:
+        logits: Any = self.logits
+        end: Any = self.end
+        if end is None:
+            like = Spec(logits.shape[:1], (1,), torch.int32, logits.device)
+            end = logits.apply(_num_columns, like=like)
+        size, address = logits.element_size(), alignment(logits)
 
-def outputs(a: Arguments) -> Out:
-    return Out("out", (a.logits.shape[0], a.k), torch.int32)
+        def vector(a: Arguments) -> int:
+            """Logits that are read at once: those that the start and the end of each row allow."""
+            columns = a.logits.shape[1]
+            stride = max(columns, 1) if a.logits.is_contiguous() else a.logits.stride(0)
+            return min(4, math.gcd(address, stride * size, columns * size) // size)
+
+        problem = (self.k, dtype_name(logits), Size(vector), self.start is not None, self.by_value)
+        return Launch(BEST_OF_ROWS, problem, (logits, self.start, end, None, out))
 
 
 def _num_columns(logits: Tensor) -> Tensor:
     return logits.new_full(logits.shape[:1], logits.shape[1], dtype=torch.int32)
-
-
-def launches(a: Arguments, out: Spec) -> Launch:
-    logits: Any = a.logits
-    end: Any = a.end
-    if end is None:
-        like = Spec(logits.shape[:1], (1,), torch.int32, logits.device)
-        end = logits.apply(_num_columns, like=like)
-    size, address = logits.element_size(), alignment(logits)
-
-    def vector(a: Arguments) -> int:
-        """Logits that are read at once: those that the start and the end of each row allow."""
-        columns = a.logits.shape[1]
-        stride = max(columns, 1) if a.logits.is_contiguous() else a.logits.stride(0)
-        return min(4, math.gcd(address, stride * size, columns * size) // size)
-
-    problem = (a.k, dtype_name(logits), Size(vector), a.start is not None, a.by_value)
-    return Launch(BEST_OF_ROWS, problem, (logits, a.start, end, None, out))
 
 
 def cost(logits: Tensor, k: int, **_: Any) -> Cost:
@@ -77,9 +74,6 @@ def _reference(
 INDEXER_TOPK = Operator(
     "attention.indexer_topk",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=_reference,
     cost=cost,
     dynamic={"logits": 0, "end": 0, "start": 0},

@@ -76,27 +76,28 @@ class Arguments(NamedTuple):
     clamp_value: float
     add_residual: bool
 
+    def check(self) -> None:
+        _check_inputs(self.hidden_states, self.k, self.v, self.weight_fused)
+        checks.epsilon("eps", self.eps)
+        _check_clamp(self.clamp_value)
+        checks.boolean("add_residual", self.add_residual)
 
-def check(a: Arguments) -> None:
-    _check_inputs(a.hidden_states, a.k, a.v, a.weight_fused)
-    checks.epsilon("eps", a.eps)
-    _check_clamp(a.clamp_value)
-    checks.boolean("add_residual", a.add_residual)
+    def outputs(self) -> tuple[Out, Out, Out, Out, Out]:
+        shape = self.hidden_states.shape[:2]
+        return (
+            outputs_alone(self),
+            Out("dot", shape, torch.float32),
+            Out("gate_score", shape, torch.float32),
+            Out("rstd_x", shape, torch.float32),
+            Out("rstd_k", shape, torch.float32),
+        )
+
+    def launches(self, output: Spec, *saved: Spec) -> Launch:
+        return _launch(self, output, saved)
 
 
 def outputs_alone(a: Arguments) -> Out:
     return Out("output", a.hidden_states.shape, torch.bfloat16)
-
-
-def outputs(a: Arguments) -> tuple[Out, Out, Out, Out, Out]:
-    shape = a.hidden_states.shape[:2]
-    return (
-        outputs_alone(a),
-        Out("dot", shape, torch.float32),
-        Out("gate_score", shape, torch.float32),
-        Out("rstd_x", shape, torch.float32),
-        Out("rstd_k", shape, torch.float32),
-    )
 
 
 def _launch(a: Arguments, output: Spec, saved: tuple[Spec | None, ...]) -> Launch:
@@ -104,10 +105,6 @@ def _launch(a: Arguments, output: Spec, saved: tuple[Spec | None, ...]) -> Launc
     problem = (streams, hidden, saved[0] is not None, a.add_residual)
     numbers = (float(a.eps), float(a.clamp_value))
     return Launch(_GATE, problem, (*map(_accessible, a[:4]), output, *saved, *numbers))
-
-
-def launches(a: Arguments, output: Spec, *saved: Spec) -> Launch:
-    return _launch(a, output, saved)
 
 
 def launches_alone(a: Arguments, output: Spec) -> Launch:
@@ -154,9 +151,6 @@ def _backward(ctx: Any, grad_out: Tensor, *_saved: Any) -> tuple[Any, ...]:
 ENGRAM_GATE_FWD = Operator(
     "engram.engram_gate_fwd",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=_reference,
     cost=cost,
     dynamic=_DYNAMIC,
@@ -167,7 +161,6 @@ ENGRAM_GATE_FWD = Operator(
 ENGRAM_GATE_ALONE = Operator(
     "engram._engram_gate_alone",
     Arguments,
-    check=check,
     outputs=outputs_alone,
     launches=launches_alone,
     reference=_reference_alone,
@@ -259,40 +252,35 @@ class BackwardArguments(NamedTuple):
     clamp_value: float
     add_residual: bool = True
 
+    def check(self) -> None:
+        _check_inputs(self.hidden_states, self.k, self.v, self.weight_fused)
+        dims, shape = ("num_tokens", "hc", "hidden"), tuple(self.hidden_states.shape)
+        checks.tensor("grad_out", self.grad_out, dims, torch.bfloat16, shape=shape)
+        for name, saved in zip(self._fields[5:9], self[5:9]):
+            checks.tensor(name, saved, dims[:2], torch.float32, shape=shape[:2], contiguous=True)
+        _check_clamp(self.clamp_value)
+        checks.boolean("add_residual", self.add_residual)
 
-def check_bwd(a: BackwardArguments) -> None:
-    _check_inputs(a.hidden_states, a.k, a.v, a.weight_fused)
-    dims, shape = ("num_tokens", "hc", "hidden"), tuple(a.hidden_states.shape)
-    checks.tensor("grad_out", a.grad_out, dims, torch.bfloat16, shape=shape)
-    for name, saved in zip(a._fields[5:9], a[5:9]):
-        checks.tensor(name, saved, dims[:2], torch.float32, shape=shape[:2], contiguous=True)
-    _check_clamp(a.clamp_value)
-    checks.boolean("add_residual", a.add_residual)
+    def outputs(self) -> tuple[Out, Out, Out, Out]:
+        num_tokens, streams, hidden = self.hidden_states.shape
+        parts = count_parts(num_tokens, streams, hidden, self.hidden_states.device)
+        return (
+            Out("grad_hidden_states", (num_tokens, streams, hidden), torch.bfloat16),
+            Out("grad_k", (num_tokens, streams, hidden), torch.bfloat16),
+            Out("grad_v", (num_tokens, hidden), torch.bfloat16),
+            Out("grad_w_partial", (parts, streams, hidden), torch.float32),
+        )
 
-
-def outputs_bwd(a: BackwardArguments) -> tuple[Out, Out, Out, Out]:
-    num_tokens, streams, hidden = a.hidden_states.shape
-    parts = count_parts(num_tokens, streams, hidden, a.hidden_states.device)
-    return (
-        Out("grad_hidden_states", (num_tokens, streams, hidden), torch.bfloat16),
-        Out("grad_k", (num_tokens, streams, hidden), torch.bfloat16),
-        Out("grad_v", (num_tokens, hidden), torch.bfloat16),
-        Out("grad_w_partial", (parts, streams, hidden), torch.float32),
-    )
-
-
-def launches_bwd(
-    a: BackwardArguments, grad_x: Spec, grad_k: Spec, grad_v: Spec, partial: Spec
-) -> Launch | Host:
-    if a.hidden_states.numel() == 0:
-        return Host(Tensor.zero_, (partial,))
-    _, streams, hidden = a.hidden_states.shape
-    grad_out = _accessible(a.grad_out.contiguous())
-    arguments = (
-        grad_out, *map(_accessible, a[1:5]), *a[5:9], grad_x, grad_k, grad_v, partial,
-        float(a.clamp_value),
-    )  # fmt: skip
-    return Launch(_GRADIENTS, (streams, hidden, a.add_residual), arguments)
+    def launches(self, grad_x: Spec, grad_k: Spec, grad_v: Spec, partial: Spec) -> Launch | Host:
+        if self.hidden_states.numel() == 0:
+            return Host(Tensor.zero_, (partial,))
+        _, streams, hidden = self.hidden_states.shape
+        grad_out = _accessible(self.grad_out.contiguous())
+        arguments = (
+            grad_out, *map(_accessible, self[1:5]), *self[5:9], grad_x, grad_k, grad_v, partial,
+            float(self.clamp_value),
+        )  # fmt: skip
+        return Launch(_GRADIENTS, (streams, hidden, self.add_residual), arguments)
 
 
 def cost_bwd(hidden_states: Tensor, v: Tensor, weight_fused: Tensor, dot: Tensor, **_: Any) -> Cost:
@@ -313,9 +301,6 @@ def _reference_bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, T
 ENGRAM_GATE_BWD = Operator(
     "engram.engram_gate_bwd",
     BackwardArguments,
-    check=check_bwd,
-    outputs=outputs_bwd,
-    launches=launches_bwd,
     reference=_reference_bwd,
     cost=cost_bwd,
     dynamic=_DYNAMIC,

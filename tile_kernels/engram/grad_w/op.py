@@ -26,34 +26,31 @@ class Arguments(NamedTuple):
     grad_weight_hidden: Tensor
     grad_weight_embed: Tensor
 
+    def check(self) -> None:
+        check_weights(self.weight_hidden, self.weight_embed)
+        shape = tuple(self.weight_hidden.shape)
+        checks.tensor(
+            "grad_w_partial", self.grad_w_partial, ("parts", "hc", "hidden"), torch.float32,
+            shape=(None, *shape), contiguous=True,
+        )  # fmt: skip
+        named = list(self._asdict().items())
+        read, written = named[:3], named[3:]
+        for name, grad in written:
+            checks.tensor(name, grad, ("hc", "hidden"), torch.float32, shape=shape, contiguous=True)
+        checks.apart(written, read)
 
-def check(a: Arguments) -> None:
-    check_weights(a.weight_hidden, a.weight_embed)
-    shape = tuple(a.weight_hidden.shape)
-    checks.tensor(
-        "grad_w_partial", a.grad_w_partial, ("parts", "hc", "hidden"), torch.float32,
-        shape=(None, *shape), contiguous=True,
-    )  # fmt: skip
-    named = list(a._asdict().items())
-    read, written = named[:3], named[3:]
-    for name, grad in written:
-        checks.tensor(name, grad, ("hc", "hidden"), torch.float32, shape=shape, contiguous=True)
-    checks.apart(written, read)
-
-
-def outputs(a: Arguments) -> None:  # noqa: ARG001
-    return None
-
-
-def launches(a: Arguments) -> Launch | None:
-    partial: Any = a.grad_w_partial
-    if partial.numel() == 0:
+    def outputs(self) -> None:
         return None
-    columns, parts = a.weight_hidden.numel(), Size(lambda a: a.grad_w_partial.shape[0])
-    vector = access_width(4, columns, partial)
-    problem = (dtype_name(a.weight_hidden), columns, parts, vector)
-    arguments = (partial.view(-1, columns), *[x.view(-1) for x in a[1:]])
-    return Launch(_REDUCE, problem, arguments)
+
+    def launches(self) -> Launch | None:
+        partial: Any = self.grad_w_partial
+        if partial.numel() == 0:
+            return None
+        columns, parts = self.weight_hidden.numel(), Size(lambda a: a.grad_w_partial.shape[0])
+        vector = access_width(4, columns, partial)
+        problem = (dtype_name(self.weight_hidden), columns, parts, vector)
+        arguments = (partial.view(-1, columns), *[x.view(-1) for x in self[1:]])
+        return Launch(_REDUCE, problem, arguments)
 
 
 def cost(grad_w_partial: Tensor, weight_hidden: Tensor, **_: Any) -> Cost:
@@ -64,9 +61,6 @@ def cost(grad_w_partial: Tensor, weight_hidden: Tensor, **_: Any) -> Cost:
 GRAD_W_REDUCE = Operator(
     "engram.grad_w_reduce",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=reference.grad_w_reduce,
     cost=cost,
     dynamic={"grad_w_partial": 2},

@@ -27,46 +27,52 @@ class Arguments(NamedTuple):
     vocab_sizes: Tensor
     offsets: Tensor
 
+    def check(self) -> None:
+        checks.tensor(
+            "ngram_token_ids",
+            self.ngram_token_ids,
+            ("num_tokens", "window"),
+            torch.int32,
+            contiguous=True,
+        )
+        window = self.ngram_token_ids.shape[1]
+        if not 2 <= window <= MAX_WINDOW:
+            raise ValueError(f"ngram_token_ids must have 2..{MAX_WINDOW} columns, got {window}")
+        checks.tensor(
+            "multipliers", self.multipliers, ("num_layers", "window"), torch.int64, shape=(None,
+            window), contiguous=True,
+        )  # fmt: skip
+        layers = self.multipliers.shape[0]
+        if layers > MAX_LAYERS:
+            raise ValueError(f"multipliers must have at most {MAX_LAYERS} layers, got {layers}")
+        checks.tensor(
+            "vocab_sizes", self.vocab_sizes, ("num_layers", "orders", "tables"), torch.int32,
+            shape=(layers, window - 1, None), contiguous=True,
+        )  # fmt: skip
+        columns = (window - 1) * self.vocab_sizes.shape[2]
+        checks.tensor(
+            "offsets", self.offsets, ("num_layers", "columns"), (torch.int32, torch.int64),
+            shape=(layers, columns), contiguous=True,
+        )  # fmt: skip
 
-def check(a: Arguments) -> None:
-    checks.tensor(
-        "ngram_token_ids", a.ngram_token_ids, ("num_tokens", "window"), torch.int32, contiguous=True
-    )
-    window = a.ngram_token_ids.shape[1]
-    if not 2 <= window <= MAX_WINDOW:
-        raise ValueError(f"ngram_token_ids must have 2..{MAX_WINDOW} columns, got {window}")
-    checks.tensor(
-        "multipliers", a.multipliers, ("num_layers", "window"), torch.int64, shape=(None, window),
-        contiguous=True,
-    )  # fmt: skip
-    layers = a.multipliers.shape[0]
-    if layers > MAX_LAYERS:
-        raise ValueError(f"multipliers must have at most {MAX_LAYERS} layers, got {layers}")
-    checks.tensor(
-        "vocab_sizes", a.vocab_sizes, ("num_layers", "orders", "tables"), torch.int32,
-        shape=(layers, window - 1, None), contiguous=True,
-    )  # fmt: skip
-    columns = (window - 1) * a.vocab_sizes.shape[2]
-    checks.tensor(
-        "offsets", a.offsets, ("num_layers", "columns"), (torch.int32, torch.int64),
-        shape=(layers, columns), contiguous=True,
-    )  # fmt: skip
+    def outputs(self) -> Out:
+        layers, columns = self.offsets.shape
+        return Out("out", (layers, self.ngram_token_ids.shape[0], columns), self.offsets.dtype)
 
+    def launches(self, out: Spec) -> Launch:
+        sizes: Any = self.vocab_sizes
+        problem = (self.ngram_token_ids.shape[1], sizes.shape[2], dtype_name(self.offsets))
+        arguments = (
+            self.ngram_token_ids,
+            self.multipliers,
+            sizes.view(*self.offsets.shape),
+            self.offsets,
+            out,
+        )
+        return Launch(_HASHES, problem, arguments)
 
-def check_values(a: Arguments) -> None:
-    checks.in_range("vocab_sizes", a.vocab_sizes, 1, 2**31 - 1)
-
-
-def outputs(a: Arguments) -> Out:
-    layers, columns = a.offsets.shape
-    return Out("out", (layers, a.ngram_token_ids.shape[0], columns), a.offsets.dtype)
-
-
-def launches(a: Arguments, out: Spec) -> Launch:
-    sizes: Any = a.vocab_sizes
-    problem = (a.ngram_token_ids.shape[1], sizes.shape[2], dtype_name(a.offsets))
-    arguments = (a.ngram_token_ids, a.multipliers, sizes.view(*a.offsets.shape), a.offsets, out)
-    return Launch(_HASHES, problem, arguments)
+    def check_values(self) -> None:
+        checks.in_range("vocab_sizes", self.vocab_sizes, 1, 2**31 - 1)
 
 
 def cost(
@@ -82,13 +88,9 @@ def cost(
 ENGRAM_HASH = Operator(
     "engram.engram_hash",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=reference.engram_hash,
     cost=cost,
     dynamic={"ngram_token_ids": 1},
-    values=check_values,
     differentiable=False,
 )
 

@@ -29,45 +29,52 @@ class Arguments(NamedTuple):
     cu_seqlens: Tensor | None
     token_map: Tensor | None
 
+    def check(self) -> None:
+        texts = isinstance(self.token_ids, Tensor) and self.token_ids.dim() == 2
+        dims = ("num_texts", "num_tokens") if texts else ("num_tokens",)
+        checks.tensor("token_ids", self.token_ids, dims, _DTYPES, contiguous=True)
+        checks.countable("token_ids", self.token_ids)
+        checks.integer("max_ngram_size", self.max_ngram_size, 1, MAX_WINDOW)
+        checks.integer("pad_id", self.pad_id, *_INT32_RANGE)
+        if self.cu_seqlens is not None:
+            checks.tensor("cu_seqlens", self.cu_seqlens, ("num_starts",), _DTYPES, contiguous=True)
+        if self.token_map is not None:
+            checks.tensor("token_map", self.token_map, ("vocabulary",), _DTYPES, contiguous=True)
 
-def check(a: Arguments) -> None:
-    texts = isinstance(a.token_ids, Tensor) and a.token_ids.dim() == 2
-    dims = ("num_texts", "num_tokens") if texts else ("num_tokens",)
-    checks.tensor("token_ids", a.token_ids, dims, _DTYPES, contiguous=True)
-    checks.countable("token_ids", a.token_ids)
-    checks.integer("max_ngram_size", a.max_ngram_size, 1, MAX_WINDOW)
-    checks.integer("pad_id", a.pad_id, *_INT32_RANGE)
-    if a.cu_seqlens is not None:
-        checks.tensor("cu_seqlens", a.cu_seqlens, ("num_starts",), _DTYPES, contiguous=True)
-    if a.token_map is not None:
-        checks.tensor("token_map", a.token_map, ("vocabulary",), _DTYPES, contiguous=True)
+    def outputs(self) -> Out:
+        return Out("out", (*self.token_ids.shape, self.max_ngram_size), torch.int32)
 
+    def launches(self, out: Spec) -> Launch | Host:
+        if self.token_map is not None and self.token_map.numel() == 0:
+            return Host(Tensor.fill_, (out, self.pad_id))
+        # A tensor without elements has no address to give.
+        starts = (
+            None if self.cu_seqlens is None or self.cu_seqlens.numel() == 0 else self.cu_seqlens
+        )
+        window = self.max_ngram_size
+        problem = (
+            dtype_name(self.token_ids),
+            window,
+            dtype_name(starts),
+            dtype_name(self.token_map),
+        )
+        row_length = Size(lambda a: a.token_ids.shape[-1])
+        ids, windows = self.token_ids.view(-1), out.view(-1, window)
+        return Launch(
+            _WINDOWS, problem, (ids, starts, self.token_map, windows, row_length, self.pad_id)
+        )
 
-def check_values(a: Arguments) -> None:
-    if a.cu_seqlens is not None:
-        checks.in_range("cu_seqlens", a.cu_seqlens, 0, a.token_ids.numel())
-        falls = (a.cu_seqlens.diff() < 0).nonzero()
-        if len(falls):
-            raise ValueError(f"cu_seqlens must not decrease, but element {falls[0].tolist()} does")
-    if a.token_map is not None:
-        checks.in_range("token_ids", a.token_ids, 0, a.token_map.shape[0] - 1)
-        checks.in_range("token_map", a.token_map, *_INT32_RANGE)
-
-
-def outputs(a: Arguments) -> Out:
-    return Out("out", (*a.token_ids.shape, a.max_ngram_size), torch.int32)
-
-
-def launches(a: Arguments, out: Spec) -> Launch | Host:
-    if a.token_map is not None and a.token_map.numel() == 0:
-        return Host(Tensor.fill_, (out, a.pad_id))
-    # A tensor without elements has no address to give.
-    starts = None if a.cu_seqlens is None or a.cu_seqlens.numel() == 0 else a.cu_seqlens
-    window = a.max_ngram_size
-    problem = (dtype_name(a.token_ids), window, dtype_name(starts), dtype_name(a.token_map))
-    row_length = Size(lambda a: a.token_ids.shape[-1])
-    ids, windows = a.token_ids.view(-1), out.view(-1, window)
-    return Launch(_WINDOWS, problem, (ids, starts, a.token_map, windows, row_length, a.pad_id))
+    def check_values(self) -> None:
+        if self.cu_seqlens is not None:
+            checks.in_range("cu_seqlens", self.cu_seqlens, 0, self.token_ids.numel())
+            falls = (self.cu_seqlens.diff() < 0).nonzero()
+            if len(falls):
+                raise ValueError(
+                    f"cu_seqlens must not decrease, but element {falls[0].tolist()} does"
+                )
+        if self.token_map is not None:
+            checks.in_range("token_ids", self.token_ids, 0, self.token_map.shape[0] - 1)
+            checks.in_range("token_map", self.token_map, *_INT32_RANGE)
 
 
 def cost(token_ids: Tensor, max_ngram_size: int, **_: Any) -> Cost:
@@ -77,13 +84,9 @@ def cost(token_ids: Tensor, max_ngram_size: int, **_: Any) -> Cost:
 NGRAM_WINDOWS = Operator(
     "engram.ngram_windows",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=reference.ngram_windows,
     cost=cost,
     dynamic={"token_ids": 0, "cu_seqlens": 0, "token_map": 0},
-    values=check_values,
     differentiable=False,
 )
 

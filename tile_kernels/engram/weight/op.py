@@ -22,19 +22,16 @@ class Arguments(NamedTuple):
     weight_hidden: Tensor
     weight_embed: Tensor
 
+    def check(self) -> None:
+        check_weights(self.weight_hidden, self.weight_embed)
 
-def check(a: Arguments) -> None:
-    check_weights(a.weight_hidden, a.weight_embed)
+    def outputs(self) -> Out:
+        return Out("out", self.weight_hidden.shape, torch.float32)
 
-
-def outputs(a: Arguments) -> Out:
-    return Out("out", a.weight_hidden.shape, torch.float32)
-
-
-def launches(a: Arguments, out: Spec) -> Launch:
-    vector = access_width(8, out.numel(), *a)
-    problem = (dtype_name(a.weight_hidden), vector)
-    return Launch(_PRODUCT, problem, tuple(x.view(-1) for x in (*a, out)))
+    def launches(self, out: Spec) -> Launch:
+        vector = access_width(8, out.numel(), *self)
+        problem = (dtype_name(self.weight_hidden), vector)
+        return Launch(_PRODUCT, problem, tuple(x.view(-1) for x in (*self, out)))
 
 
 def cost(weight_hidden: Tensor, weight_embed: Tensor) -> Cost:  # noqa: ARG001
@@ -53,9 +50,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 FUSED_WEIGHT = Operator(
     "engram.fused_weight",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=reference.fused_weight,
     cost=cost,
     backward=_backward,

@@ -24,24 +24,22 @@ class Arguments(NamedTuple):
     x: Tensor
     mix: Tensor
 
+    def outputs(self) -> Out:
+        *leading, _, h = self.x.shape
+        return Out("out", (*leading, h), torch.bfloat16)
+
+    def launches(self, out: Spec) -> Launch | None:
+        if out.numel() == 0:
+            return None
+        m, h = self.x.shape[-2:]
+        x, mix, out = shapes.rows(self.x, m, h), shapes.rows(self.mix, m), shapes.rows(out, 1, h)
+        num_tokens = Size(lambda a: math.prod(a.x.shape[:-2]))
+        return Launch(_APPLY, (m, h, num_tokens, alignment(x, out), alignment(mix)), (x, mix, out))
+
 
 def check(a: Any) -> None:
     tokens, m, _ = shapes.streams("x", a.x)
     shapes.tensor("mix", a.mix, ("mhc_mult", "1"), torch.float32, like=tokens, sizes=(m, 1))
-
-
-def outputs(a: Arguments) -> Out:
-    *leading, _, h = a.x.shape
-    return Out("out", (*leading, h), torch.bfloat16)
-
-
-def launches(a: Arguments, out: Spec) -> Launch | None:
-    if out.numel() == 0:
-        return None
-    m, h = a.x.shape[-2:]
-    x, mix, out = shapes.rows(a.x, m, h), shapes.rows(a.mix, m), shapes.rows(out, 1, h)
-    num_tokens = Size(lambda a: math.prod(a.x.shape[:-2]))
-    return Launch(_APPLY, (m, h, num_tokens, alignment(x, out), alignment(mix)), (x, mix, out))
 
 
 def cost(x: Tensor, mix: Tensor) -> Cost:
@@ -62,8 +60,6 @@ MHC_PRE_APPLY_MIX = Operator(
     "mhc.mhc_pre_apply_mix",
     Arguments,
     check=check,
-    outputs=outputs,
-    launches=launches,
     reference=reference.mhc_pre_apply_mix,
     cost=cost,
     dynamic={"x": 2, "mix": 2},
@@ -109,12 +105,28 @@ class BackwardArguments(NamedTuple):
     x: Tensor
     mix: Tensor
 
+    def outputs(self) -> tuple[Out, Out]:
+        return Out("grad_x", self.x.shape, torch.bfloat16), outputs_in_place(self)
+
+    def launches(self, grad_x: Spec, grad_mix: Spec) -> Launch | None:
+        return _launches_backward(self, grad_x, grad_mix, False)
+
 
 class InPlaceArguments(NamedTuple):
     grad_out: Tensor
     x: Tensor
     mix: Tensor
     grad_x: Tensor
+
+    def check(self) -> None:
+        check_backward(self)
+        shapes.tensor(
+            "grad_x", self.grad_x, shapes.STREAMS, torch.bfloat16, like=("x", self.x.shape[:-2]),
+            sizes=tuple(self.x.shape[-2:]),
+        )  # fmt: skip
+
+    def launches(self, grad_mix: Spec) -> Launch | None:
+        return _launches_backward(self, self.grad_x, grad_mix, True)
 
 
 def check_backward(a: Any) -> None:
@@ -125,20 +137,8 @@ def check_backward(a: Any) -> None:
     )  # fmt: skip
 
 
-def check_in_place(a: InPlaceArguments) -> None:
-    check_backward(a)
-    shapes.tensor(
-        "grad_x", a.grad_x, shapes.STREAMS, torch.bfloat16, like=("x", a.x.shape[:-2]),
-        sizes=tuple(a.x.shape[-2:]),
-    )  # fmt: skip
-
-
 def outputs_in_place(a: Any) -> Out:
     return Out("grad_mix", a.mix.shape, torch.float32)
-
-
-def outputs_backward(a: BackwardArguments) -> tuple[Out, Out]:
-    return Out("grad_x", a.x.shape, torch.bfloat16), outputs_in_place(a)
 
 
 def _launches_backward(a: Any, grad_x: Any, grad_mix: Spec, added: bool) -> Launch | None:
@@ -151,14 +151,6 @@ def _launches_backward(a: Any, grad_x: Any, grad_mix: Spec, added: bool) -> Laun
     mix, grad_mix = shapes.rows(a.mix, m), shapes.rows(grad_mix, m)
     problem = (m, h, added, alignment(grad_out, x, grad_x), alignment(mix))
     return Launch(_BACKWARD, problem, (grad_out, x, mix, grad_x, grad_mix))
-
-
-def launches_backward(a: BackwardArguments, grad_x: Spec, grad_mix: Spec) -> Launch | None:
-    return _launches_backward(a, grad_x, grad_mix, False)
-
-
-def launches_in_place(a: InPlaceArguments, grad_mix: Spec) -> Launch | None:
-    return _launches_backward(a, a.grad_x, grad_mix, True)
 
 
 def cost_backward(grad_out: Tensor, x: Tensor, mix: Tensor, grad_x: Tensor | None = None) -> Cost:
@@ -174,8 +166,6 @@ MHC_PRE_APPLY_MIX_BWD = Operator(
     "mhc.mhc_pre_apply_mix_bwd",
     BackwardArguments,
     check=check_backward,
-    outputs=outputs_backward,
-    launches=launches_backward,
     reference=reference.mhc_pre_apply_mix_bwd,
     cost=cost_backward,
     dynamic={"grad_out": 1, "x": 2, "mix": 2},
@@ -184,9 +174,7 @@ MHC_PRE_APPLY_MIX_BWD = Operator(
 _IN_PLACE = Operator(
     "mhc._mhc_pre_apply_mix_bwd_in_place",
     InPlaceArguments,
-    check=check_in_place,
     outputs=outputs_in_place,
-    launches=launches_in_place,
     reference=_reference_in_place,
     dynamic={"grad_out": 1, "x": 2, "mix": 2, "grad_x": 2},
     mutates=("grad_x",),

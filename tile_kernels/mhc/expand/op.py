@@ -25,26 +25,23 @@ class Arguments(NamedTuple):
     hidden: Tensor
     mhc_mult: int
 
+    def check(self) -> None:
+        shapes.tensor("hidden", self.hidden, ("hidden",), torch.bfloat16)
+        if self.hidden.shape[-1] < 1:
+            raise ValueError("hidden must have at least one column, got 0")
+        checks.integer("mhc_mult", self.mhc_mult, 1, shapes.MAX_STREAMS)
 
-def check(a: Arguments) -> None:
-    shapes.tensor("hidden", a.hidden, ("hidden",), torch.bfloat16)
-    if a.hidden.shape[-1] < 1:
-        raise ValueError("hidden must have at least one column, got 0")
-    checks.integer("mhc_mult", a.mhc_mult, 1, shapes.MAX_STREAMS)
+    def outputs(self) -> Out:
+        *leading, h = self.hidden.shape
+        return Out("out", (*leading, self.mhc_mult, h), torch.bfloat16)
 
-
-def outputs(a: Arguments) -> Out:
-    *leading, h = a.hidden.shape
-    return Out("out", (*leading, a.mhc_mult, h), torch.bfloat16)
-
-
-def launches(a: Arguments, out: Spec) -> Launch | None:
-    if out.numel() == 0:
-        return None
-    m, h = out.shape[-2:]
-    hidden, out = shapes.rows(a.hidden, 1, h), shapes.rows(out, m, h)
-    num_tokens = Size(lambda a: math.prod(a.hidden.shape[:-1]))
-    return Launch(_EXPAND, (m, h, num_tokens, alignment(hidden, out)), (hidden, out))
+    def launches(self, out: Spec) -> Launch | None:
+        if out.numel() == 0:
+            return None
+        m, h = out.shape[-2:]
+        hidden, out = shapes.rows(self.hidden, 1, h), shapes.rows(out, m, h)
+        num_tokens = Size(lambda a: math.prod(a.hidden.shape[:-1]))
+        return Launch(_EXPAND, (m, h, num_tokens, alignment(hidden, out)), (hidden, out))
 
 
 def cost(hidden: Tensor, mhc_mult: int) -> Cost:
@@ -58,9 +55,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG001
 EXPAND_TO_MHC = Operator(
     "mhc.expand_to_mhc",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=reference.expand_to_mhc,
     cost=cost,
     dynamic={"hidden": 1},
@@ -101,23 +95,20 @@ def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> T
 class BackwardArguments(NamedTuple):
     grad_out: Tensor
 
+    def check(self) -> None:
+        shapes.streams("grad_out", self.grad_out, contiguous=False)
 
-def check_backward(a: BackwardArguments) -> None:
-    shapes.streams("grad_out", a.grad_out, contiguous=False)
+    def outputs(self) -> Out:
+        *leading, _, h = self.grad_out.shape
+        return Out("out", (*leading, h), torch.bfloat16)
 
-
-def outputs_backward(a: BackwardArguments) -> Out:
-    *leading, _, h = a.grad_out.shape
-    return Out("out", (*leading, h), torch.bfloat16)
-
-
-def launches_backward(a: BackwardArguments, out: Spec) -> Launch | None:
-    if out.numel() == 0:
-        return None
-    m, h = a.grad_out.shape[-2:]
-    grad, out = shapes.rows(a.grad_out, m, h), shapes.rows(out, 1, h)
-    num_tokens = Size(lambda a: math.prod(a.grad_out.shape[:-2]))
-    return Launch(_BACKWARD, (m, h, num_tokens, alignment(grad, out)), (grad, out))
+    def launches(self, out: Spec) -> Launch | None:
+        if out.numel() == 0:
+            return None
+        m, h = self.grad_out.shape[-2:]
+        grad, out = shapes.rows(self.grad_out, m, h), shapes.rows(out, 1, h)
+        num_tokens = Size(lambda a: math.prod(a.grad_out.shape[:-2]))
+        return Launch(_BACKWARD, (m, h, num_tokens, alignment(grad, out)), (grad, out))
 
 
 def cost_backward(grad_out: Tensor) -> Cost:
@@ -127,9 +118,6 @@ def cost_backward(grad_out: Tensor) -> Cost:
 EXPAND_TO_MHC_BWD = Operator(
     "mhc.expand_to_mhc_bwd",
     BackwardArguments,
-    check=check_backward,
-    outputs=outputs_backward,
-    launches=launches_backward,
     reference=reference.expand_to_mhc_bwd,
     cost=cost_backward,
     dynamic={"grad_out": 2},

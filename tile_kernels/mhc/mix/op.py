@@ -102,6 +102,26 @@ class SplitArguments(NamedTuple):
     mhc_post_mult_value: float
     mhc_pre_eps: float
 
+    def check(self) -> None:
+        checks.integer("mhc_mult", self.mhc_mult, 1, shapes.MAX_STREAMS)
+        _check_mixes(self, self.mhc_mult)
+        checks.number("mhc_post_mult_value", self.mhc_post_mult_value)
+        checks.epsilon("mhc_pre_eps", self.mhc_pre_eps)
+
+    def outputs(self) -> tuple[Out, Out, Out]:
+        leading, m = self.input_mixes.shape[:-1], self.mhc_mult
+        return (
+            Out("pre", (*leading, m, 1), torch.float32),
+            Out("post", (*leading, m, 1), torch.float32),
+            Out("comb", (*leading, m, m), torch.float32),
+        )
+
+    def launches(self, *results: Spec) -> Launch | None:
+        return _launches(
+            self.mhc_mult, self.input_mixes, self.mhc_scale, self.mhc_base, results,
+            self.mhc_post_mult_value, self.mhc_pre_eps,
+        )  # fmt: skip
+
 
 def _check_mixes(a: Any, m: int, like: shapes.Leading | None = None) -> None:
     count = m * (m + 2)
@@ -110,29 +130,6 @@ def _check_mixes(a: Any, m: int, like: shapes.Leading | None = None) -> None:
     )
     shapes.parameter("mhc_scale", a.mhc_scale, 3)
     shapes.parameter("mhc_base", a.mhc_base, count)
-
-
-def check_split(a: SplitArguments) -> None:
-    checks.integer("mhc_mult", a.mhc_mult, 1, shapes.MAX_STREAMS)
-    _check_mixes(a, a.mhc_mult)
-    checks.number("mhc_post_mult_value", a.mhc_post_mult_value)
-    checks.epsilon("mhc_pre_eps", a.mhc_pre_eps)
-
-
-def outputs_split(a: SplitArguments) -> tuple[Out, Out, Out]:
-    leading, m = a.input_mixes.shape[:-1], a.mhc_mult
-    return (
-        Out("pre", (*leading, m, 1), torch.float32),
-        Out("post", (*leading, m, 1), torch.float32),
-        Out("comb", (*leading, m, m), torch.float32),
-    )
-
-
-def launches_split(a: SplitArguments, *results: Spec) -> Launch | None:
-    return _launches(
-        a.mhc_mult, a.input_mixes, a.mhc_scale, a.mhc_base, results, a.mhc_post_mult_value,
-        a.mhc_pre_eps,
-    )  # fmt: skip
 
 
 def cost_split(input_mixes: Tensor, **_: Any) -> Cost:
@@ -152,9 +149,6 @@ def _backward_split(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
 MHC_PRE_SPLIT_MIXES = Operator(
     "mhc.mhc_pre_split_mixes",
     SplitArguments,
-    check=check_split,
-    outputs=outputs_split,
-    launches=launches_split,
     reference=reference.mhc_pre_split_mixes,
     cost=cost_split,
     dynamic={"input_mixes": 1},
@@ -216,31 +210,30 @@ class SplitBackwardArguments(NamedTuple):
     mhc_base: Tensor
     mhc_post_mult_value: float
 
+    def check(self) -> None:
+        dims = ("mhc_mult", "mhc_mult")
+        tokens = shapes.tensor("grad_comb", self.grad_comb, dims, torch.float32, contiguous=False)
+        m = self.grad_comb.shape[-1]
+        shapes.stream_count("grad_comb", m)
+        for name, value, last in (
+            ("grad_comb", self.grad_comb, (m, m)), ("grad_pre", self.grad_pre, (m, 1)),
+            ("grad_post", self.grad_post, (m, 1)),
+        ):  # fmt: skip
+            shapes.tensor(
+                name, value, dims, torch.float32, like=tokens, sizes=last, contiguous=False
+            )
+        _check_mixes(self, m, tokens)
+        checks.number("mhc_post_mult_value", self.mhc_post_mult_value)
 
-def check_split_backward(a: SplitBackwardArguments) -> None:
-    dims = ("mhc_mult", "mhc_mult")
-    tokens = shapes.tensor("grad_comb", a.grad_comb, dims, torch.float32, contiguous=False)
-    m = a.grad_comb.shape[-1]
-    shapes.stream_count("grad_comb", m)
-    for name, value, last in (
-        ("grad_comb", a.grad_comb, (m, m)), ("grad_pre", a.grad_pre, (m, 1)),
-        ("grad_post", a.grad_post, (m, 1)),
-    ):  # fmt: skip
-        shapes.tensor(name, value, dims, torch.float32, like=tokens, sizes=last, contiguous=False)
-    _check_mixes(a, m, tokens)
-    checks.number("mhc_post_mult_value", a.mhc_post_mult_value)
+    def outputs(self) -> tuple[Out, Out, Out]:
+        return _outputs_backward(self.input_mixes, self.mhc_scale, self.mhc_base)
 
-
-def outputs_split_backward(a: SplitBackwardArguments) -> tuple[Out, Out, Out]:
-    return _outputs_backward(a.input_mixes, a.mhc_scale, a.mhc_base)
-
-
-def launches_split_backward(a: SplitBackwardArguments, *results: Spec) -> list[Launch | Host]:
-    grads = a.grad_pre, a.grad_post, a.grad_comb
-    return _launches_backward(
-        a.grad_comb.shape[-1], a.input_mixes, a.mhc_scale, a.mhc_base, grads, results,
-        a.mhc_post_mult_value,
-    )  # fmt: skip
+    def launches(self, *results: Spec) -> list[Launch | Host]:
+        grads = self.grad_pre, self.grad_post, self.grad_comb
+        return _launches_backward(
+            self.grad_comb.shape[-1], self.input_mixes, self.mhc_scale, self.mhc_base, grads,
+            results, self.mhc_post_mult_value,
+        )  # fmt: skip
 
 
 def cost_split_backward(input_mixes: Tensor, **_: Any) -> Cost:
@@ -250,10 +243,7 @@ def cost_split_backward(input_mixes: Tensor, **_: Any) -> Cost:
 MHC_PRE_SPLIT_MIXES_BWD = Operator(
     "mhc.mhc_pre_split_mixes_bwd",
     SplitBackwardArguments,
-    check=check_split_backward,
-    outputs=outputs_split_backward,
     scratch=scratch_backward,
-    launches=launches_split_backward,
     reference=reference.mhc_pre_split_mixes_bwd,
     cost=cost_split_backward,
     dynamic={"grad_pre": 2, "grad_post": 2, "grad_comb": 2, "input_mixes": 1},
@@ -313,6 +303,19 @@ class HeadArguments(NamedTuple):
     mhc_base: Tensor
     mhc_pre_eps: float
 
+    def check(self) -> None:
+        _check_head_mix(self)
+        checks.epsilon("mhc_pre_eps", self.mhc_pre_eps)
+
+    def outputs(self) -> Out:
+        return Out("out", self.input_mix.shape, torch.float32)
+
+    def launches(self, out: Spec) -> Launch | None:
+        m, results = self.input_mix.shape[-1], (out, None, None)
+        return _launches(
+            m, self.input_mix, self.mhc_scale, self.mhc_base, results, 1.0, self.mhc_pre_eps
+        )
+
 
 def _check_head_mix(a: Any) -> None:
     shapes.tensor("input_mix", a.input_mix, ("mhc_mult",), torch.float32)
@@ -320,20 +323,6 @@ def _check_head_mix(a: Any) -> None:
     shapes.stream_count("input_mix", m)
     shapes.parameter("mhc_scale", a.mhc_scale, 1)
     shapes.parameter("mhc_base", a.mhc_base, m)
-
-
-def check_head(a: HeadArguments) -> None:
-    _check_head_mix(a)
-    checks.epsilon("mhc_pre_eps", a.mhc_pre_eps)
-
-
-def outputs_head(a: HeadArguments) -> Out:
-    return Out("out", a.input_mix.shape, torch.float32)
-
-
-def launches_head(a: HeadArguments, out: Spec) -> Launch | None:
-    m, results = a.input_mix.shape[-1], (out, None, None)
-    return _launches(m, a.input_mix, a.mhc_scale, a.mhc_base, results, 1.0, a.mhc_pre_eps)
 
 
 def cost_head(input_mix: Tensor, **_: Any) -> Cost:
@@ -351,9 +340,6 @@ def _backward_head(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 MHC_HEAD_COMPUTE_MIX = Operator(
     "mhc.mhc_head_compute_mix",
     HeadArguments,
-    check=check_head,
-    outputs=outputs_head,
-    launches=launches_head,
     reference=reference.mhc_head_compute_mix,
     cost=cost_head,
     dynamic={"input_mix": 1},
@@ -398,23 +384,22 @@ class HeadBackwardArguments(NamedTuple):
     mhc_scale: Tensor
     mhc_base: Tensor
 
+    def check(self) -> None:
+        _check_head_mix(self)
+        shapes.tensor(
+            "grad_mix", self.grad_mix, ("mhc_mult",), torch.float32,
+            like=("input_mix", self.input_mix.shape[:-1]), sizes=(self.input_mix.shape[-1],),
+            contiguous=False,
+        )  # fmt: skip
 
-def check_head_backward(a: HeadBackwardArguments) -> None:
-    _check_head_mix(a)
-    shapes.tensor(
-        "grad_mix", a.grad_mix, ("mhc_mult",), torch.float32,
-        like=("input_mix", a.input_mix.shape[:-1]), sizes=(a.input_mix.shape[-1],),
-        contiguous=False,
-    )  # fmt: skip
+    def outputs(self) -> tuple[Out, Out, Out]:
+        return _outputs_backward(self.input_mix, self.mhc_scale, self.mhc_base)
 
-
-def outputs_head_backward(a: HeadBackwardArguments) -> tuple[Out, Out, Out]:
-    return _outputs_backward(a.input_mix, a.mhc_scale, a.mhc_base)
-
-
-def launches_head_backward(a: HeadBackwardArguments, *results: Spec) -> list[Launch | Host]:
-    m, grads = a.input_mix.shape[-1], (a.grad_mix, None, None)
-    return _launches_backward(m, a.input_mix, a.mhc_scale, a.mhc_base, grads, results, 1.0)
+    def launches(self, *results: Spec) -> list[Launch | Host]:
+        m, grads = self.input_mix.shape[-1], (self.grad_mix, None, None)
+        return _launches_backward(
+            m, self.input_mix, self.mhc_scale, self.mhc_base, grads, results, 1.0
+        )
 
 
 def cost_head_backward(input_mix: Tensor, **_: Any) -> Cost:
@@ -424,10 +409,7 @@ def cost_head_backward(input_mix: Tensor, **_: Any) -> Cost:
 MHC_HEAD_COMPUTE_MIX_BWD = Operator(
     "mhc.mhc_head_compute_mix_bwd",
     HeadBackwardArguments,
-    check=check_head_backward,
-    outputs=outputs_head_backward,
     scratch=scratch_backward,
-    launches=launches_head_backward,
     reference=reference.mhc_head_compute_mix_bwd,
     cost=cost_head_backward,
     dynamic={"grad_mix": 1, "input_mix": 1},

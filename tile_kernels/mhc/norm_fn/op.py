@@ -63,6 +63,11 @@ def _count_splits(a: Any) -> int:
 NUM_TOKENS, NUM_SPLITS = Size(_count_tokens), Size(_count_splits)
 
 
+def _aligned(x: Spec) -> Spec:
+    """`x` at a multiple of 16 bytes, copied if need be."""
+    return x if x.alignment == 16 else x.clone()
+
+
 def product_scratch(a: Any) -> tuple[Out, ...]:
     """`mul` and `s` of each share of the columns, for kernels that add them up."""
     tokens, splits = _count_tokens(a), _count_splits(a)
@@ -70,11 +75,6 @@ def product_scratch(a: Any) -> tuple[Out, ...]:
         Out("mul", (splits, tokens, padded(a.fn.shape[0])), torch.float32),
         Out("squares", (splits, tokens), torch.float32),
     )
-
-
-def _aligned(x: Spec) -> Spec:
-    """`x` at a multiple of 16 bytes, copied if need be."""
-    return x if x.alignment == 16 else x.clone()
 
 
 def launch_products(a: Any, mul: Spec, squares: Spec) -> Launch:
@@ -93,34 +93,34 @@ class Arguments(NamedTuple):
     fn: Tensor
     eps: float
 
+    def check(self) -> None:
+        check_inputs(self.residual, self.fn, self.eps)
 
-def check(a: Arguments) -> None:
-    check_inputs(a.residual, a.fn, a.eps)
+    def outputs(self) -> tuple[Out, Out, Out]:
+        leading = self.residual.shape[:-2]
+        return (
+            Out("mixes", (*leading, self.fn.shape[0]), torch.float32),
+            Out("mul", (*leading, self.fn.shape[0]), torch.float32),
+            Out("s", leading, torch.float32),
+        )
 
+    def launches(
+        self, mixes: Spec, mul: Spec, s: Spec, split_mul: Spec, split_squares: Spec
+    ) -> list[Launch]:
+        if self.residual.numel() == 0:
+            return []
+        count, size = self.fn.shape
+        arguments = (
+            split_mul, split_squares, shapes.rows(mixes, count), shapes.rows(mul, count),
+            shapes.rows(s), float(self.eps),
+        )  # fmt: skip
+        return [
+            launch_products(self, split_mul, split_squares),
+            Launch(_MIXES, (count, padded(count), size, NUM_SPLITS), arguments),
+        ]
 
-def outputs(a: Arguments) -> tuple[Out, Out, Out]:
-    leading = a.residual.shape[:-2]
-    return (
-        Out("mixes", (*leading, a.fn.shape[0]), torch.float32),
-        Out("mul", (*leading, a.fn.shape[0]), torch.float32),
-        Out("s", leading, torch.float32),
-    )
-
-
-def launches(
-    a: Arguments, mixes: Spec, mul: Spec, s: Spec, split_mul: Spec, split_squares: Spec
-) -> list[Launch]:
-    if a.residual.numel() == 0:
-        return []
-    count, size = a.fn.shape
-    arguments = (
-        split_mul, split_squares, shapes.rows(mixes, count), shapes.rows(mul, count),
-        shapes.rows(s), float(a.eps),
-    )  # fmt: skip
-    return [
-        launch_products(a, split_mul, split_squares),
-        Launch(_MIXES, (count, padded(count), size, NUM_SPLITS), arguments),
-    ]
+    def scratch(self) -> tuple[Out, ...]:
+        return product_scratch(self)
 
 
 def cost(residual: Tensor, fn: Tensor, eps: float) -> Cost:  # noqa: ARG001
@@ -145,10 +145,6 @@ def _backward(ctx: Any, grad_mixes: Tensor, *_: Any) -> tuple[Any, ...]:
 MHC_NORM_FN_FWD = Operator(
     "mhc.mhc_norm_fn_fwd",
     Arguments,
-    check=check,
-    outputs=outputs,
-    scratch=product_scratch,
-    launches=launches,
     reference=reference.mhc_norm_fn_fwd,
     cost=cost,
     dynamic={"residual": 2},
@@ -202,6 +198,12 @@ class BackwardArguments(NamedTuple):
     s: Tensor
     eps: float
 
+    def outputs(self) -> tuple[Out, Out]:
+        return Out("grad_residual", self.residual.shape, torch.bfloat16), outputs_in_place(self)
+
+    def launches(self, *outs: Spec) -> list[Launch | Host]:
+        return _launches_backward(self, False, *outs)
+
 
 class InPlaceArguments(NamedTuple):
     grad_mixes: Tensor
@@ -211,6 +213,16 @@ class InPlaceArguments(NamedTuple):
     s: Tensor
     eps: float
     grad_residual: Tensor
+
+    def check(self) -> None:
+        check_backward(self)
+        shapes.tensor(
+            "grad_residual", self.grad_residual, shapes.STREAMS, torch.bfloat16,
+            like=("residual", self.residual.shape[:-2]), sizes=tuple(self.residual.shape[-2:]),
+        )  # fmt: skip
+
+    def launches(self, *outs: Spec) -> list[Launch | Host]:
+        return _launches_backward(self, True, self.grad_residual, *outs)
 
 
 def check_backward(a: Any) -> None:
@@ -223,20 +235,8 @@ def check_backward(a: Any) -> None:
     shapes.tensor("s", a.s, (), fp32, like=tokens, sizes=())
 
 
-def check_in_place(a: InPlaceArguments) -> None:
-    check_backward(a)
-    shapes.tensor(
-        "grad_residual", a.grad_residual, shapes.STREAMS, torch.bfloat16,
-        like=("residual", a.residual.shape[:-2]), sizes=tuple(a.residual.shape[-2:]),
-    )  # fmt: skip
-
-
 def outputs_in_place(a: Any) -> Out:
     return Out("grad_fn", a.fn.shape, torch.float32)
-
-
-def outputs_backward(a: BackwardArguments) -> tuple[Out, Out]:
-    return Out("grad_residual", a.residual.shape, torch.bfloat16), outputs_in_place(a)
 
 
 def _shares(a: Any) -> tuple[int, int]:
@@ -288,14 +288,6 @@ def _launches_backward(
     return steps
 
 
-def launches_backward(a: BackwardArguments, *outs: Spec) -> list[Launch | Host]:
-    return _launches_backward(a, False, *outs)
-
-
-def launches_in_place(a: InPlaceArguments, *outs: Spec) -> list[Launch | Host]:
-    return _launches_backward(a, True, a.grad_residual, *outs)
-
-
 def cost_backward(
     residual: Tensor, fn: Tensor, mul: Tensor, grad_residual: Tensor | None = None, **_: Any
 ) -> Cost:
@@ -314,9 +306,7 @@ MHC_NORM_FN_BWD = Operator(
     "mhc.mhc_norm_fn_bwd",
     BackwardArguments,
     check=check_backward,
-    outputs=outputs_backward,
     scratch=scratch_backward,
-    launches=launches_backward,
     reference=reference.mhc_norm_fn_bwd,
     cost=cost_backward,
 )
@@ -324,10 +314,8 @@ MHC_NORM_FN_BWD = Operator(
 _IN_PLACE = Operator(
     "mhc._mhc_norm_fn_bwd_in_place",
     InPlaceArguments,
-    check=check_in_place,
     outputs=outputs_in_place,
     scratch=scratch_backward,
-    launches=launches_in_place,
     reference=_reference_in_place,
     mutates=("grad_residual",),
     serves="mhc_norm_fn_bwd",

@@ -172,39 +172,36 @@ class BackwardArguments(NamedTuple):
     comb_res_mix: Tensor
     d_o: Tensor
 
+    def check(self) -> None:
+        check(self)
+        shapes.tensor(
+            "d_o", self.d_o, shapes.STREAMS, torch.bfloat16, like=("residual",
+            self.residual.shape[:-2]), sizes=tuple(self.residual.shape[-2:]), contiguous=False,
+        )  # fmt: skip
 
-def check_backward(a: BackwardArguments) -> None:
-    check(a)
-    shapes.tensor(
-        "d_o", a.d_o, shapes.STREAMS, torch.bfloat16, like=("residual", a.residual.shape[:-2]),
-        sizes=tuple(a.residual.shape[-2:]), contiguous=False,
-    )  # fmt: skip
+    def outputs(self) -> tuple[Out, Out, Out, Out]:
+        return (
+            Out("d_x", self.x.shape, torch.bfloat16),
+            Out("d_residual", self.residual.shape, torch.bfloat16),
+            Out("d_post", self.post_layer_mix.shape, torch.float32),
+            Out("d_comb", self.comb_res_mix.shape, torch.float32),
+        )
 
-
-def outputs_backward(a: BackwardArguments) -> tuple[Out, Out, Out, Out]:
-    return (
-        Out("d_x", a.x.shape, torch.bfloat16),
-        Out("d_residual", a.residual.shape, torch.bfloat16),
-        Out("d_post", a.post_layer_mix.shape, torch.float32),
-        Out("d_comb", a.comb_res_mix.shape, torch.float32),
-    )
-
-
-def launches_backward(
-    a: BackwardArguments, d_x: Spec, d_residual: Spec, d_post: Spec, d_comb: Spec
-) -> Launch | None:
-    if d_residual.numel() == 0:
-        return None
-    m, h = d_residual.shape[-2:]
-    x, d_x = shapes.rows(a.x, 1, h), shapes.rows(d_x, 1, h)
-    residual, d_o, d_residual = (shapes.rows(t, m, h) for t in (a.residual, a.d_o, d_residual))
-    post, d_post = shapes.rows(a.post_layer_mix, m), shapes.rows(d_post, m)
-    comb, d_comb = shapes.rows(a.comb_res_mix, m * m), shapes.rows(d_comb, m * m)
-    aligned = alignment(x, residual, d_o, d_x, d_residual)
-    return Launch(
-        _BACKWARD, (m, h, False, aligned, alignment(post, comb)),
-        (x, residual, post, comb, d_o, d_x, d_residual, d_post, d_comb),
-    )  # fmt: skip
+    def launches(self, d_x: Spec, d_residual: Spec, d_post: Spec, d_comb: Spec) -> Launch | None:
+        if d_residual.numel() == 0:
+            return None
+        m, h = d_residual.shape[-2:]
+        x, d_x = shapes.rows(self.x, 1, h), shapes.rows(d_x, 1, h)
+        residual, d_o, d_residual = (
+            shapes.rows(t, m, h) for t in (self.residual, self.d_o, d_residual)
+        )
+        post, d_post = shapes.rows(self.post_layer_mix, m), shapes.rows(d_post, m)
+        comb, d_comb = shapes.rows(self.comb_res_mix, m * m), shapes.rows(d_comb, m * m)
+        aligned = alignment(x, residual, d_o, d_x, d_residual)
+        return Launch(
+            _BACKWARD, (m, h, False, aligned, alignment(post, comb)),
+            (x, residual, post, comb, d_o, d_x, d_residual, d_post, d_comb),
+        )  # fmt: skip
 
 
 def cost_backward(
@@ -220,9 +217,6 @@ def cost_backward(
 MHC_POST_BWD = Operator(
     "mhc.mhc_post_bwd",
     BackwardArguments,
-    check=check_backward,
-    outputs=outputs_backward,
-    launches=launches_backward,
     reference=reference.mhc_post_bwd,
     cost=cost_backward,
     dynamic={**_DYNAMIC, "d_o": 2},

@@ -105,21 +105,18 @@ class BigFuseArguments(NamedTuple):
     sinkhorn_repeat: int
     n_splits: int
 
+    def check(self) -> None:
+        check(self)
+        checks.integer("n_splits", self.n_splits, 1)
 
-def check_big_fuse(a: BigFuseArguments) -> None:
-    check(a)
-    checks.integer("n_splits", a.n_splits, 1)
+    def outputs(self) -> tuple[Out, Out, Out]:
+        layer_input, post, comb = _results(self)
+        return post, comb, layer_input
 
-
-def outputs_big_fuse(a: BigFuseArguments) -> tuple[Out, Out, Out]:
-    layer_input, post, comb = _results(a)
-    return post, comb, layer_input
-
-
-def launches_big_fuse(
-    a: BigFuseArguments, post: Spec, comb: Spec, layer_input: Spec, mul: Spec, squares: Spec
-) -> list[Launch]:
-    return _launches(a, (layer_input, post, comb), (), mul, squares)
+    def launches(
+        self, post: Spec, comb: Spec, layer_input: Spec, mul: Spec, squares: Spec
+    ) -> list[Launch]:
+        return _launches(self, (layer_input, post, comb), (), mul, squares)
 
 
 def cost_big_fuse(residual: Tensor, fn: Tensor, **_: Any) -> Cost:
@@ -137,10 +134,7 @@ def cost_big_fuse(residual: Tensor, fn: Tensor, **_: Any) -> Cost:
 MHC_PRE_BIG_FUSE = Operator(
     "mhc.mhc_pre_big_fuse",
     BigFuseArguments,
-    check=check_big_fuse,
-    outputs=outputs_big_fuse,
     scratch=product_scratch,
-    launches=launches_big_fuse,
     reference=reference.mhc_pre_big_fuse,
     cost=cost_big_fuse,
     dynamic={"residual": 2},
@@ -216,22 +210,20 @@ class Arguments(NamedTuple):
     mhc_post_mult_value: float
     sinkhorn_repeat: int
 
+    def outputs(self) -> tuple[Out, Out, Out, Out, Out, Out, Out, Out]:
+        *leading, m, _ = self.residual.shape
+        return (
+            *_results(self),
+            Out("pre_mix", (*leading, m, 1), torch.float32),
+            Out("mixes", (*leading, m * (m + 2)), torch.float32),
+            Out("mul", (*leading, m * (m + 2)), torch.float32),
+            Out("s", leading, torch.float32),
+            Out("logits", (*leading, m, m), torch.float32),
+        )
 
-def outputs(a: Arguments) -> tuple[Out, Out, Out, Out, Out, Out, Out, Out]:
-    *leading, m, _ = a.residual.shape
-    return (
-        *_results(a),
-        Out("pre_mix", (*leading, m, 1), torch.float32),
-        Out("mixes", (*leading, m * (m + 2)), torch.float32),
-        Out("mul", (*leading, m * (m + 2)), torch.float32),
-        Out("s", leading, torch.float32),
-        Out("logits", (*leading, m, m), torch.float32),
-    )
-
-
-def launches(a: Arguments, *outs: Spec) -> list[Launch]:
-    *results, pre, mixes, mul, s, logits, split_mul, split_squares = outs
-    return _launches(a, results, (mixes, mul, s, pre, logits), split_mul, split_squares)
+    def launches(self, *outs: Spec) -> list[Launch]:
+        *results, pre, mixes, mul, s, logits, split_mul, split_squares = outs
+        return _launches(self, results, (mixes, mul, s, pre, logits), split_mul, split_squares)
 
 
 def cost(residual: Tensor, fn: Tensor, **_: Any) -> Cost:
@@ -281,9 +273,7 @@ MHC_PRE_FWD = Operator(
     "mhc.mhc_pre_fwd",
     Arguments,
     check=check,
-    outputs=outputs,
     scratch=product_scratch,
-    launches=launches,
     reference=reference.mhc_pre_fwd,
     cost=cost,
     dynamic={"residual": 2},

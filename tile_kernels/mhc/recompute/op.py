@@ -31,94 +31,102 @@ class Arguments(NamedTuple):
     layer_input_list: list[Tensor]
     residual_list: list[Tensor]
 
+    def check(self) -> None:
+        tokens, m, h = shapes.streams("initial_residual", self.initial_residual)
+        fp32, bf16 = torch.float32, torch.bfloat16
+        described: tuple[tuple[str, Any, torch.dtype, tuple[int, ...]], ...] = (
+            ("pre_mix_list", shapes.STREAMS, fp32, (m, 1)),
+            ("layer_output_list", ("hidden",), bf16, (h,)),
+            ("post_mix_list", shapes.STREAMS, fp32, (m, 1)),
+            ("comb_mix_list", shapes.STREAMS, fp32, (m, m)),
+            ("layer_input_list", ("hidden",), bf16, (h,)),
+            ("residual_list", shapes.STREAMS, bf16, (m, h)),
+        )
+        device = self.initial_residual.device
+        for name, last, dtype, sizes in described:
+            tensors = getattr(self, name)
+            if not isinstance(tensors, (list, tuple)):
+                raise TypeError(f"{name} must be a list of tensors, got {type(tensors).__name__}")
+            for each, tensor in _named(self, name):
+                shapes.tensor(each, tensor, last, dtype, like=tokens, sizes=sizes)
+                if tensor.device != device:
+                    raise ValueError(f"{each} must be on {device}, got {tensor.device}")
+        reads, writes = len(self.pre_mix_list), len(self.layer_output_list)
+        if reads < 1:
+            raise ValueError("pre_mix_list must have at least one layer, got 0")
+        if writes not in (reads - 1, reads):
+            raise ValueError(
+                f"layer_output_list must have {reads - 1} or {reads} layers, got {writes}"
+            )
+        for name, count in (
+            ("post_mix_list", writes),
+            ("comb_mix_list", writes),
+            ("layer_input_list", reads),
+            ("residual_list", writes),
+        ):
+            if len(getattr(self, name)) != count:
+                raise ValueError(f"{name} must have {count} layers, got {len(getattr(self, name))}")
+        read = _named(self, "pre_mix_list", "layer_output_list", "post_mix_list", "comb_mix_list")
+        checks.apart(
+            _named(self, "layer_input_list", "residual_list"),
+            [*read, ("initial_residual", self.initial_residual)],
+        )
+
+    def outputs(self) -> None:
+        return None
+
+    def launches(self, *stand_in: Spec) -> list[Launch]:
+        m, h = self.initial_residual.shape[-2:]
+        residual = shapes.rows(self.initial_residual, m, h)
+        if residual.numel() == 0:
+            return []
+        lists = (
+            _rows(self.pre_mix_list, m), _rows(self.layer_output_list, 1, h),
+            _rows(self.post_mix_list, m), _rows(self.comb_mix_list, m * m),
+            _rows(self.layer_input_list, 1, h), _rows(self.residual_list, m, h),
+        )  # fmt: skip
+        pre, layer_outputs, post, comb, layer_inputs, residuals = lists
+        problem = (
+            m, h, residual.shape[0], alignment(residual, *layer_outputs, *layer_inputs, *residuals),
+            alignment(*pre, *post, *comb),
+        )  # fmt: skip
+        # Tensors of layers that are not there are never read or written.
+        spare = (
+            pre[0],
+            layer_inputs[0],
+            pre[0],
+            *(comb[:1] or stand_in),
+            layer_inputs[0],
+            residual,
+        )
+        found = []
+        for first in range(0, len(pre), LAYERS):
+            layers = [tensors[first : first + LAYERS] for tensors in lists]
+            filled = (
+                [*tensors, *[other] * (LAYERS - len(tensors))]
+                for tensors, other in zip(layers, spare)
+            )
+            counts = len(layers[0]), len(layers[1])
+            found.append(
+                Launch(_RECOMPUTE, problem, (residual, *counts, *itertools.chain(*filled)))
+            )
+            if layers[5]:
+                residual = layers[5][-1]
+        return found
+
+    def scratch(self) -> tuple[Out, ...]:
+        """A stand-in for `comb` where no layer has one: kernels take all tensors."""
+        *leading, m, _ = self.initial_residual.shape
+        shape = (math.prod(leading), m * m)
+        return () if self.comb_mix_list else (Out("comb", shape, torch.float32),)
+
 
 def _named(a: Arguments, *lists: str) -> list[tuple[str, Tensor]]:
     return [(f"{name}[{i}]", x) for name in lists for i, x in enumerate(getattr(a, name))]
 
 
-def check(a: Arguments) -> None:
-    tokens, m, h = shapes.streams("initial_residual", a.initial_residual)
-    fp32, bf16 = torch.float32, torch.bfloat16
-    described: tuple[tuple[str, Any, torch.dtype, tuple[int, ...]], ...] = (
-        ("pre_mix_list", shapes.STREAMS, fp32, (m, 1)),
-        ("layer_output_list", ("hidden",), bf16, (h,)),
-        ("post_mix_list", shapes.STREAMS, fp32, (m, 1)),
-        ("comb_mix_list", shapes.STREAMS, fp32, (m, m)),
-        ("layer_input_list", ("hidden",), bf16, (h,)),
-        ("residual_list", shapes.STREAMS, bf16, (m, h)),
-    )
-    device = a.initial_residual.device
-    for name, last, dtype, sizes in described:
-        tensors = getattr(a, name)
-        if not isinstance(tensors, (list, tuple)):
-            raise TypeError(f"{name} must be a list of tensors, got {type(tensors).__name__}")
-        for each, tensor in _named(a, name):
-            shapes.tensor(each, tensor, last, dtype, like=tokens, sizes=sizes)
-            if tensor.device != device:
-                raise ValueError(f"{each} must be on {device}, got {tensor.device}")
-    reads, writes = len(a.pre_mix_list), len(a.layer_output_list)
-    if reads < 1:
-        raise ValueError("pre_mix_list must have at least one layer, got 0")
-    if writes not in (reads - 1, reads):
-        raise ValueError(f"layer_output_list must have {reads - 1} or {reads} layers, got {writes}")
-    for name, count in (
-        ("post_mix_list", writes),
-        ("comb_mix_list", writes),
-        ("layer_input_list", reads),
-        ("residual_list", writes),
-    ):
-        if len(getattr(a, name)) != count:
-            raise ValueError(f"{name} must have {count} layers, got {len(getattr(a, name))}")
-    read = _named(a, "pre_mix_list", "layer_output_list", "post_mix_list", "comb_mix_list")
-    checks.apart(
-        _named(a, "layer_input_list", "residual_list"),
-        [*read, ("initial_residual", a.initial_residual)],
-    )
-
-
-def outputs(a: Arguments) -> None:  # noqa: ARG001
-    return None
-
-
-def scratch(a: Arguments) -> tuple[Out, ...]:
-    """A stand-in for `comb` where no layer has one: kernels take all tensors."""
-    *leading, m, _ = a.initial_residual.shape
-    shape = (math.prod(leading), m * m)
-    return () if a.comb_mix_list else (Out("comb", shape, torch.float32),)
-
-
 def _rows(tensors: Sequence[Any], *last: int) -> list[Spec]:
     return [shapes.rows(tensor, *last) for tensor in tensors]
-
-
-def launches(a: Arguments, *stand_in: Spec) -> list[Launch]:
-    m, h = a.initial_residual.shape[-2:]
-    residual = shapes.rows(a.initial_residual, m, h)
-    if residual.numel() == 0:
-        return []
-    lists = (
-        _rows(a.pre_mix_list, m), _rows(a.layer_output_list, 1, h), _rows(a.post_mix_list, m),
-        _rows(a.comb_mix_list, m * m), _rows(a.layer_input_list, 1, h),
-        _rows(a.residual_list, m, h),
-    )  # fmt: skip
-    pre, layer_outputs, post, comb, layer_inputs, residuals = lists
-    problem = (
-        m, h, residual.shape[0], alignment(residual, *layer_outputs, *layer_inputs, *residuals),
-        alignment(*pre, *post, *comb),
-    )  # fmt: skip
-    # Tensors of layers that are not there are never read or written.
-    spare = (pre[0], layer_inputs[0], pre[0], *(comb[:1] or stand_in), layer_inputs[0], residual)
-    found = []
-    for first in range(0, len(pre), LAYERS):
-        layers = [tensors[first : first + LAYERS] for tensors in lists]
-        filled = (
-            [*tensors, *[other] * (LAYERS - len(tensors))] for tensors, other in zip(layers, spare)
-        )
-        counts = len(layers[0]), len(layers[1])
-        found.append(Launch(_RECOMPUTE, problem, (residual, *counts, *itertools.chain(*filled))))
-        if layers[5]:
-            residual = layers[5][-1]
-    return found
 
 
 def cost(initial_residual: Tensor, **others: Any) -> Cost:
@@ -129,10 +137,6 @@ def cost(initial_residual: Tensor, **others: Any) -> Cost:
 MHC_MULTILAYER_RECOMPUTE = Operator(
     "mhc.mhc_multilayer_recompute",
     Arguments,
-    check=check,
-    outputs=outputs,
-    scratch=scratch,
-    launches=launches,
     reference=reference.mhc_multilayer_recompute,
     cost=cost,
     mutates=("layer_input_list", "residual_list"),

@@ -25,6 +25,17 @@ class Arguments(NamedTuple):
     repeat: int
     eps: float
 
+    def outputs(self) -> Out:
+        return Out("out", self.x.shape, torch.float32)
+
+    def launches(self, out: Spec) -> Launch | None:
+        if out.numel() == 0:
+            return None
+        size = out.shape[-1]
+        x, out = shapes.rows(self.x, size, size), shapes.rows(out, size, size)
+        problem = (size, alignment(x, out), is_near(self.eps))
+        return Launch(_NORMALIZE, problem, (x, out, self.repeat, float(self.eps)))
+
 
 def check_steps(
     repeat: int, eps: float, repeat_name: str = "repeat", eps_name: str = "eps"
@@ -45,19 +56,6 @@ def check(a: Any) -> None:
     check_steps(a.repeat, a.eps)
 
 
-def outputs(a: Arguments) -> Out:
-    return Out("out", a.x.shape, torch.float32)
-
-
-def launches(a: Arguments, out: Spec) -> Launch | None:
-    if out.numel() == 0:
-        return None
-    size = out.shape[-1]
-    x, out = shapes.rows(a.x, size, size), shapes.rows(out, size, size)
-    problem = (size, alignment(x, out), is_near(a.eps))
-    return Launch(_NORMALIZE, problem, (x, out, a.repeat, float(a.eps)))
-
-
 def cost(x: Tensor, **_: Any) -> Cost:
     return Cost(bytes=8 * x.numel())
 
@@ -76,8 +74,6 @@ SINKHORN_NORMALIZE = Operator(
     "mhc.sinkhorn_normalize",
     Arguments,
     check=check,
-    outputs=outputs,
-    launches=launches,
     reference=reference.sinkhorn_normalize,
     cost=cost,
     dynamic={"x": 2},
@@ -126,26 +122,23 @@ class BackwardArguments(NamedTuple):
     repeat: int
     eps: float
 
+    def check(self) -> None:
+        check(self)
+        shapes.tensor(
+            "grad_out", self.grad_out, ("M", "M"), torch.float32, like=("x", self.x.shape[:-2]),
+            sizes=tuple(self.x.shape[-2:]), contiguous=False,
+        )  # fmt: skip
 
-def check_backward(a: BackwardArguments) -> None:
-    check(a)
-    shapes.tensor(
-        "grad_out", a.grad_out, ("M", "M"), torch.float32, like=("x", a.x.shape[:-2]),
-        sizes=tuple(a.x.shape[-2:]), contiguous=False,
-    )  # fmt: skip
+    def outputs(self) -> Out:
+        return Out("grad_x", self.x.shape, torch.float32)
 
-
-def outputs_backward(a: BackwardArguments) -> Out:
-    return Out("grad_x", a.x.shape, torch.float32)
-
-
-def launches_backward(a: BackwardArguments, grad_x: Spec) -> Launch | None:
-    if grad_x.numel() == 0:
-        return None
-    size = grad_x.shape[-1]
-    x, grad_out, grad_x = (shapes.rows(t, size, size) for t in (a.x, a.grad_out, grad_x))
-    problem = (size, alignment(x, grad_out, grad_x), is_near(a.eps))
-    return Launch(_BACKWARD, problem, (grad_out, x, grad_x, a.repeat, float(a.eps)))
+    def launches(self, grad_x: Spec) -> Launch | None:
+        if grad_x.numel() == 0:
+            return None
+        size = grad_x.shape[-1]
+        x, grad_out, grad_x = (shapes.rows(t, size, size) for t in (self.x, self.grad_out, grad_x))
+        problem = (size, alignment(x, grad_out, grad_x), is_near(self.eps))
+        return Launch(_BACKWARD, problem, (grad_out, x, grad_x, self.repeat, float(self.eps)))
 
 
 def cost_backward(x: Tensor, **_: Any) -> Cost:
@@ -155,9 +148,6 @@ def cost_backward(x: Tensor, **_: Any) -> Cost:
 SINKHORN_NORMALIZE_BWD = Operator(
     "mhc.sinkhorn_normalize_bwd",
     BackwardArguments,
-    check=check_backward,
-    outputs=outputs_backward,
-    launches=launches_backward,
     reference=reference.sinkhorn_normalize_bwd,
     cost=cost_backward,
     dynamic={"grad_out": 2, "x": 2},

@@ -21,29 +21,24 @@ class Arguments(NamedTuple):
     num_experts: int
     num_aux_topk: int
 
+    def check(self) -> None:
+        check_indices("topk_idx", self.topk_idx)
+        checks.integer("num_experts", self.num_experts, 1, MAX_GROUPS)
+        checks.integer("num_aux_topk", self.num_aux_topk, 1, 2**31 - 1)
 
-def check(a: Arguments) -> None:
-    check_indices("topk_idx", a.topk_idx)
-    checks.integer("num_experts", a.num_experts, 1, MAX_GROUPS)
-    checks.integer("num_aux_topk", a.num_aux_topk, 1, 2**31 - 1)
+    def outputs(self) -> Out:
+        return Out("load", (self.num_experts,), torch.float32)
 
+    def launches(self, load: Spec, counts: Spec) -> Launch | Host:
+        num_indices = Size(lambda a: a.topk_idx.numel())
+        num_slots = Size(lambda a: float(a.topk_idx.shape[0] * a.num_aux_topk))
+        return count_launch(self.topk_idx, load, counts, num_indices, True, num_slots)
 
-def check_values(a: Arguments) -> None:
-    checks.in_range("topk_idx", a.topk_idx, -1, a.num_experts - 1)
+    def scratch(self) -> tuple[Out, ...]:
+        return (chunk_counts(self.num_experts),)
 
-
-def outputs(a: Arguments) -> Out:
-    return Out("load", (a.num_experts,), torch.float32)
-
-
-def scratch(a: Arguments) -> tuple[Out, ...]:
-    return (chunk_counts(a.num_experts),)
-
-
-def launches(a: Arguments, load: Spec, counts: Spec) -> Launch | Host:
-    num_indices = Size(lambda a: a.topk_idx.numel())
-    num_slots = Size(lambda a: float(a.topk_idx.shape[0] * a.num_aux_topk))
-    return count_launch(a.topk_idx, load, counts, num_indices, True, num_slots)
+    def check_values(self) -> None:
+        checks.in_range("topk_idx", self.topk_idx, -1, self.num_experts - 1)
 
 
 def cost(topk_idx: Tensor, num_experts: int, **_: int) -> Cost:
@@ -53,15 +48,10 @@ def cost(topk_idx: Tensor, num_experts: int, **_: int) -> Cost:
 AUX_FI = Operator(
     "moe.aux_fi",
     Arguments,
-    check=check,
-    outputs=outputs,
-    scratch=scratch,
-    launches=launches,
     reference=reference.aux_fi,
     cost=cost,
     dynamic={"topk_idx": 1},
     differentiable=False,
-    values=check_values,
 )
 
 

@@ -55,27 +55,22 @@ class Arguments(NamedTuple):
     group_idx: Tensor
     num_groups: int
 
+    def check(self) -> None:
+        check_indices("group_idx", self.group_idx)
+        checks.integer("num_groups", self.num_groups, 1, MAX_GROUPS)
 
-def check(a: Arguments) -> None:
-    check_indices("group_idx", a.group_idx)
-    checks.integer("num_groups", a.num_groups, 1, MAX_GROUPS)
+    def outputs(self) -> Out:
+        return Out("count", (self.num_groups,), torch.int32)
 
+    def launches(self, count: Spec, counts: Spec) -> Launch | Host:
+        num_indices = Size(lambda a: a.group_idx.numel())
+        return count_launch(self.group_idx, count, counts, num_indices, False, 1.0)
 
-def check_values(a: Arguments) -> None:
-    checks.in_range("group_idx", a.group_idx, -1, a.num_groups - 1)
+    def scratch(self) -> tuple[Out, ...]:
+        return (chunk_counts(self.num_groups),)
 
-
-def outputs(a: Arguments) -> Out:
-    return Out("count", (a.num_groups,), torch.int32)
-
-
-def scratch(a: Arguments) -> tuple[Out, ...]:
-    return (chunk_counts(a.num_groups),)
-
-
-def launches(a: Arguments, count: Spec, counts: Spec) -> Launch | Host:
-    num_indices = Size(lambda a: a.group_idx.numel())
-    return count_launch(a.group_idx, count, counts, num_indices, False, 1.0)
+    def check_values(self) -> None:
+        checks.in_range("group_idx", self.group_idx, -1, self.num_groups - 1)
 
 
 def cost(group_idx: Tensor, num_groups: int) -> Cost:
@@ -85,15 +80,10 @@ def cost(group_idx: Tensor, num_groups: int) -> Cost:
 GROUP_COUNT = Operator(
     "moe.group_count",
     Arguments,
-    check=check,
-    outputs=outputs,
-    scratch=scratch,
-    launches=launches,
     reference=reference.group_count,
     cost=cost,
     dynamic={"group_idx": 1},
     differentiable=False,
-    values=check_values,
 )
 
 

@@ -81,17 +81,14 @@ class Arguments(NamedTuple):
     token_topk_to_pos: Tensor
     pos_to_expert: Tensor
 
+    def check(self) -> None:
+        _check_rows(self.x, self.token_topk_to_pos, self.pos_to_expert)
 
-def check(a: Arguments) -> None:
-    _check_rows(a.x, a.token_topk_to_pos, a.pos_to_expert)
+    def outputs(self) -> Out:
+        return Out("out", (self.pos_to_expert.shape[0], self.x.shape[1]), self.x.dtype)
 
-
-def outputs(a: Arguments) -> Out:
-    return Out("out", (a.pos_to_expert.shape[0], a.x.shape[1]), a.x.dtype)
-
-
-def launches(a: Arguments, out: Spec) -> list[Launch | Host]:
-    return _launches(a.x, a.token_topk_to_pos, out)
+    def launches(self, out: Spec) -> list[Launch | Host]:
+        return _launches(self.x, self.token_topk_to_pos, out)
 
 
 def cost(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor) -> Cost:
@@ -116,15 +113,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 EXPAND_TO_FUSED = Operator(
     "moe.expand_to_fused",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=reference.expand_to_fused,
     cost=cost,
     dynamic={"x": 1, "token_topk_to_pos": 1, "pos_to_expert": 0},
     backward=_backward,
     setup_context=_setup,
-    values=check_values,
+    check_values=check_values,
 )
 
 
@@ -176,39 +170,38 @@ class ScaledArguments(NamedTuple):
     pos_to_expert: Tensor
     use_tma_aligned_col_major_sf: bool
 
+    def check(self) -> None:
+        _check_rows(self.x, self.token_topk_to_pos, self.pos_to_expert)
+        hidden = self.x.shape[1] * (
+            2 if self.x.dtype == torch.int8 else 1
+        )  # two e2m1 values in a byte
+        checks.integer("num_per_channels", self.num_per_channels, 1)
+        if self.num_per_channels not in _GROUPS and self.num_per_channels != hidden:
+            allowed = f"{', '.join(map(str, _GROUPS))} or {hidden} (the whole row)"
+            raise ValueError(f"num_per_channels must be {allowed}, got {self.num_per_channels}")
+        checks.tensor("x_sf", self.x_sf, ("num_tokens", "num_scales"), (torch.float32, torch.int32))
+        num_scales = ceil_div(hidden, self.num_per_channels)
+        if self.x_sf.dtype == torch.int32:  # four exponents each
+            num_scales = ceil_div(num_scales, 4)
+        shape = (self.x.shape[0], num_scales)
+        checks.tensor("x_sf", self.x_sf, ("num_tokens", "num_scales"), shape=shape)
+        checks.boolean("use_tma_aligned_col_major_sf", self.use_tma_aligned_col_major_sf)
+        if self.x_sf.dtype == torch.int32 and not self.use_tma_aligned_col_major_sf:
+            raise ValueError("use_tma_aligned_col_major_sf must be True for packed scales (int32)")
 
-def check_scaled(a: ScaledArguments) -> None:
-    _check_rows(a.x, a.token_topk_to_pos, a.pos_to_expert)
-    hidden = a.x.shape[1] * (2 if a.x.dtype == torch.int8 else 1)  # two e2m1 values in a byte
-    checks.integer("num_per_channels", a.num_per_channels, 1)
-    if a.num_per_channels not in _GROUPS and a.num_per_channels != hidden:
-        allowed = f"{', '.join(map(str, _GROUPS))} or {hidden} (the whole row)"
-        raise ValueError(f"num_per_channels must be {allowed}, got {a.num_per_channels}")
-    checks.tensor("x_sf", a.x_sf, ("num_tokens", "num_scales"), (torch.float32, torch.int32))
-    num_scales = ceil_div(hidden, a.num_per_channels)
-    if a.x_sf.dtype == torch.int32:  # four exponents each
-        num_scales = ceil_div(num_scales, 4)
-    shape = (a.x.shape[0], num_scales)
-    checks.tensor("x_sf", a.x_sf, ("num_tokens", "num_scales"), shape=shape)
-    checks.boolean("use_tma_aligned_col_major_sf", a.use_tma_aligned_col_major_sf)
-    if a.x_sf.dtype == torch.int32 and not a.use_tma_aligned_col_major_sf:
-        raise ValueError("use_tma_aligned_col_major_sf must be True for packed scales (int32)")
+    def outputs(self) -> tuple[Out, Out]:
+        num_positions, num_scales = self.pos_to_expert.shape[0], self.x_sf.shape[1]
+        out = Out("out", (num_positions, self.x.shape[1]), self.x.dtype)
+        shape = (num_positions, num_scales)
+        if not self.use_tma_aligned_col_major_sf:
+            return out, Out("out_sf", shape, self.x_sf.dtype)
+        base = (num_scales, align(num_positions, 4))
+        strides = contiguous_strides(base)[::-1]
+        return out, Out("out_sf", shape, self.x_sf.dtype, strides, base)
 
-
-def scaled_outputs(a: ScaledArguments) -> tuple[Out, Out]:
-    num_positions, num_scales = a.pos_to_expert.shape[0], a.x_sf.shape[1]
-    out = Out("out", (num_positions, a.x.shape[1]), a.x.dtype)
-    shape = (num_positions, num_scales)
-    if not a.use_tma_aligned_col_major_sf:
-        return out, Out("out_sf", shape, a.x_sf.dtype)
-    base = (num_scales, align(num_positions, 4))
-    strides = contiguous_strides(base)[::-1]
-    return out, Out("out_sf", shape, a.x_sf.dtype, strides, base)
-
-
-def scaled_launches(a: ScaledArguments, out: Spec, out_sf: Spec) -> list[Launch | Host]:
-    column_major = a.use_tma_aligned_col_major_sf
-    return _launches(a.x, a.token_topk_to_pos, out, a.x_sf, out_sf, column_major)
+    def launches(self, out: Spec, out_sf: Spec) -> list[Launch | Host]:
+        column_major = self.use_tma_aligned_col_major_sf
+        return _launches(self.x, self.token_topk_to_pos, out, self.x_sf, out_sf, column_major)
 
 
 def scaled_cost(
@@ -227,13 +220,10 @@ def _scaled_reference(x: Tensor, x_sf: Tensor, *rest: Any) -> Any:
 EXPAND_TO_FUSED_WITH_SF = Operator(
     "moe.expand_to_fused_with_sf",
     ScaledArguments,
-    check=check_scaled,
-    outputs=scaled_outputs,
-    launches=scaled_launches,
     reference=_scaled_reference,
     cost=scaled_cost,
     dynamic={"x": 1, "x_sf": 1, "token_topk_to_pos": 1, "pos_to_expert": 0},
-    values=check_values,
+    check_values=check_values,
     instead="tile_kernels.moe.expand_to_fused of values that are not quantised",
 )
 

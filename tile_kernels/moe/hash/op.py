@@ -46,64 +46,69 @@ class Arguments(NamedTuple):
     tp_rank: int
     num_tp_ranks: int
 
-
-def check(a: Arguments) -> None:
-    dims = ("num_tokens", "num_experts")
-    checks.tensor("logits", a.logits, dims, _FLOATS, unit_inner_stride=True)
-    num_tokens, num_experts = a.logits.shape
-    if num_experts < 1:
-        raise ValueError("logits must have at least one expert, got 0")
-    checks.tensor(
-        "token_ids", a.token_ids, ("num_tokens",), _INTEGERS, shape=(num_tokens,), contiguous=True
-    )
-    checks.tensor("table", a.table, ("vocabulary", "num_topk"), _INTEGERS, contiguous=True)
-    if a.table.shape[0] < 1 or not 1 <= a.table.shape[1] <= MAX_SLOTS:
-        raise ValueError(
-            f"table must have at least one row and 1..{MAX_SLOTS} columns, got shape "
-            f"{tuple(a.table.shape)}"
+    def check(self) -> None:
+        dims = ("num_tokens", "num_experts")
+        checks.tensor("logits", self.logits, dims, _FLOATS, unit_inner_stride=True)
+        num_tokens, num_experts = self.logits.shape
+        if num_experts < 1:
+            raise ValueError("logits must have at least one expert, got 0")
+        checks.tensor(
+            "token_ids",
+            self.token_ids,
+            ("num_tokens",),
+            _INTEGERS,
+            shape=(num_tokens,),
+            contiguous=True,
         )
-    checks.number("routed_scaling_factor", a.routed_scaling_factor)
-    check_scoring(a.scoring_func)
-    check_mask(a.mask, num_tokens)
-    checks.integer("num_shared_experts", a.num_shared_experts, 0, MAX_SLOTS)
-    check_numbering(
-        num_experts, a.num_shared_experts, a.to_physical_map, a.logical_count,
-        a.ep_rank, a.num_ep_ranks, a.tp_rank, a.num_tp_ranks,
-    )  # fmt: skip
+        checks.tensor("table", self.table, ("vocabulary", "num_topk"), _INTEGERS, contiguous=True)
+        if self.table.shape[0] < 1 or not 1 <= self.table.shape[1] <= MAX_SLOTS:
+            raise ValueError(
+                f"table must have at least one row and 1..{MAX_SLOTS} columns, got shape "
+                f"{tuple(self.table.shape)}"
+            )
+        checks.number("routed_scaling_factor", self.routed_scaling_factor)
+        check_scoring(self.scoring_func)
+        check_mask(self.mask, num_tokens)
+        checks.integer("num_shared_experts", self.num_shared_experts, 0, MAX_SLOTS)
+        check_numbering(
+            num_experts, self.num_shared_experts, self.to_physical_map, self.logical_count,
+            self.ep_rank, self.num_ep_ranks, self.tp_rank, self.num_tp_ranks,
+        )  # fmt: skip
 
+    def outputs(self) -> tuple[Out, Out]:
+        shape = (self.logits.shape[0], self.table.shape[1] + self.num_shared_experts)
+        return Out("topk_idx", shape, torch.int64), Out("topk_weights", shape, torch.float32)
 
-def check_values(a: Arguments) -> None:
-    """Refuses ids outside the table unless -1 or masked, and entries that are neither experts nor
-    -1."""
-    read = a.token_ids if a.mask is None else torch.where(a.mask.view(-1), a.token_ids, -1)
-    checks.in_range("token_ids", read, -1, a.table.shape[0] - 1)
-    checks.in_range("table", a.table, -1, a.logits.shape[1] - 1)
-    check_map_values(a.logits.shape[1], a.to_physical_map, a.logical_count)
+    def launches(self, topk_idx: Spec, topk_weights: Spec) -> Launch | None:
+        if self.logits.numel() == 0:
+            return None
+        num_experts = self.logits.shape[1]
+        problem = (
+            num_experts, self.table.shape[1], self.num_shared_experts,
+            int(ScoringFunc.from_str(self.scoring_func)), self.mask is not None,
+            self.to_physical_map is not None, dtype_name(self.logits), dtype_name(self.token_ids),
+            dtype_name(self.table), row_alignment(self.logits),
+        )  # fmt: skip
+        arguments = (
+            self.logits, self.token_ids, self.table, None if self.mask is None else
+            self.mask.view(-1), self.to_physical_map, self.logical_count, topk_idx, topk_weights,
+            float(self.routed_scaling_factor), self.ep_rank, experts_per_rank(num_experts,
+            self.to_physical_map, self.num_ep_ranks), self.tp_rank, self.num_tp_ranks,
+        )  # fmt: skip
+        return Launch(_KERNEL, problem, arguments)
 
-
-def outputs(a: Arguments) -> tuple[Out, Out]:
-    shape = (a.logits.shape[0], a.table.shape[1] + a.num_shared_experts)
-    return Out("topk_idx", shape, torch.int64), Out("topk_weights", shape, torch.float32)
-
-
-def launches(a: Arguments, topk_idx: Spec, topk_weights: Spec) -> Launch | None:
-    if a.logits.numel() == 0:
-        return None
-    num_experts = a.logits.shape[1]
-    problem = (
-        num_experts, a.table.shape[1], a.num_shared_experts,
-        int(ScoringFunc.from_str(a.scoring_func)), a.mask is not None,
-        a.to_physical_map is not None, dtype_name(a.logits), dtype_name(a.token_ids),
-        dtype_name(a.table), row_alignment(a.logits),
-    )  # fmt: skip
-    arguments = (
-        a.logits, a.token_ids, a.table, None if a.mask is None else a.mask.view(-1),
-        a.to_physical_map, a.logical_count, topk_idx, topk_weights,
-        float(a.routed_scaling_factor), a.ep_rank,
-        experts_per_rank(num_experts, a.to_physical_map, a.num_ep_ranks), a.tp_rank,
-        a.num_tp_ranks,
-    )  # fmt: skip
-    return Launch(_KERNEL, problem, arguments)
+    def check_values(self) -> None:
+        """Refuses ids outside the table unless -1 or masked, and entries that are neither experts
+        nor
+        -1."""
+        read = (
+            self.token_ids
+            if self.mask is None
+            else torch.where(self.mask.view(-1), self.token_ids, -1)
+        )
+        checks.in_range("token_ids", read, -1, self.table.shape[0] - 1)
+        checks.in_range("table", self.table, -1, self.logits.shape[1] - 1)
+        check_map_values(self.logits.shape[1], self.to_physical_map, self.logical_count)
 
 
 def cost(
@@ -147,15 +152,11 @@ def _backward(ctx: Any, _idx: Any, grad_weights: Tensor) -> tuple[Any, ...]:
 HASH_GATE = Operator(
     "moe.hash_gate",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=reference.hash_gate,
     cost=cost,
     dynamic={"logits": 1, "token_ids": 0, "mask": 0},
     backward=_backward,
     setup_context=_setup,
-    values=check_values,
 )
 
 

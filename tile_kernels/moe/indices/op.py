@@ -31,29 +31,28 @@ class MaskArguments(NamedTuple):
     tp_rank: int
     num_tp_ranks: int
 
+    def check(self) -> None:
+        checks.tensor("indices", self.indices, _DIMS, (torch.int64, torch.int32), contiguous=True)
+        checks.countable("indices", self.indices)
+        checks.integer("num_ep_ranks", self.num_ep_ranks, 1)
+        checks.integer(
+            "n", self.n, self.num_ep_ranks, 2**31 - 1, because="(an expert per rank at least)"
+        )
+        checks.integer("num_tp_ranks", self.num_tp_ranks, 1, 2**31 - 1)
+        checks.integer("tp_rank", self.tp_rank, -(2**31), 2**31 - 1)
 
-def check_mask(a: MaskArguments) -> None:
-    checks.tensor("indices", a.indices, _DIMS, (torch.int64, torch.int32), contiguous=True)
-    checks.countable("indices", a.indices)
-    checks.integer("num_ep_ranks", a.num_ep_ranks, 1)
-    checks.integer("n", a.n, a.num_ep_ranks, 2**31 - 1, because="(an expert per rank at least)")
-    checks.integer("num_tp_ranks", a.num_tp_ranks, 1, 2**31 - 1)
-    checks.integer("tp_rank", a.tp_rank, -(2**31), 2**31 - 1)
+    def outputs(self) -> Out:
+        return Out("masked", self.indices.shape, self.indices.dtype)
 
-
-def mask_outputs(a: MaskArguments) -> Out:
-    return Out("masked", a.indices.shape, a.indices.dtype)
-
-
-def mask_launches(a: MaskArguments, masked: Spec) -> Launch | None:
-    indices: Any = a.indices
-    if indices.numel() == 0:
-        return None
-    problem = (
-        dtype_name(indices), a.n // a.num_ep_ranks, a.num_tp_ranks, indices.shape[1],
-        Size(lambda a: a.indices.numel()), alignment(indices),
-    )  # fmt: skip
-    return Launch(_MASK, problem, (indices.view(-1), masked.view(-1), a.tp_rank))
+    def launches(self, masked: Spec) -> Launch | None:
+        indices: Any = self.indices
+        if indices.numel() == 0:
+            return None
+        problem = (
+            dtype_name(indices), self.n // self.num_ep_ranks, self.num_tp_ranks, indices.shape[1],
+            Size(lambda a: a.indices.numel()), alignment(indices),
+        )  # fmt: skip
+        return Launch(_MASK, problem, (indices.view(-1), masked.view(-1), self.tp_rank))
 
 
 def mask_cost(indices: Tensor, **_: int) -> Cost:
@@ -63,9 +62,6 @@ def mask_cost(indices: Tensor, **_: int) -> Cost:
 MASK_INDICES_BY_TP = Operator(
     "moe.mask_indices_by_tp",
     MaskArguments,
-    check=check_mask,
-    outputs=mask_outputs,
-    launches=mask_launches,
     reference=reference.mask_indices_by_tp,
     cost=mask_cost,
     dynamic={"indices": 1},
@@ -112,30 +108,26 @@ class UniqueArguments(NamedTuple):
     group_indices: Tensor
     num_groups: int
 
+    def check(self) -> None:
+        checks.tensor("group_indices", self.group_indices, _DIMS, torch.int64, contiguous=True)
+        columns = self.group_indices.shape[1]
+        if columns > MAX_UNIQUE_COLUMNS:
+            raise ValueError(
+                f"group_indices must have at most {MAX_UNIQUE_COLUMNS} columns, got {columns}"
+            )
+        checks.integer("num_groups", self.num_groups, 1)
 
-def check_unique(a: UniqueArguments) -> None:
-    checks.tensor("group_indices", a.group_indices, _DIMS, torch.int64, contiguous=True)
-    columns = a.group_indices.shape[1]
-    if columns > MAX_UNIQUE_COLUMNS:
-        raise ValueError(
-            f"group_indices must have at most {MAX_UNIQUE_COLUMNS} columns, got {columns}"
-        )
-    checks.integer("num_groups", a.num_groups, 1)
-
-
-def check_unique_values(a: UniqueArguments) -> None:
-    checks.in_range("group_indices", a.group_indices, -1, a.num_groups - 1)
-
-
-def unique_outputs(a: UniqueArguments) -> None:  # noqa: ARG001
-    return None
-
-
-def unique_launches(a: UniqueArguments) -> Launch | None:
-    indices, columns = a.group_indices, a.group_indices.shape[1]
-    if indices.numel() == 0 or columns == 1:
+    def outputs(self) -> None:
         return None
-    return Launch(_UNIQUE, (columns, alignment(indices)), (indices,))
+
+    def launches(self) -> Launch | None:
+        indices, columns = self.group_indices, self.group_indices.shape[1]
+        if indices.numel() == 0 or columns == 1:
+            return None
+        return Launch(_UNIQUE, (columns, alignment(indices)), (indices,))
+
+    def check_values(self) -> None:
+        checks.in_range("group_indices", self.group_indices, -1, self.num_groups - 1)
 
 
 def unique_cost(group_indices: Tensor, **_: int) -> Cost:
@@ -145,15 +137,11 @@ def unique_cost(group_indices: Tensor, **_: int) -> Cost:
 INPLACE_UNIQUE_GROUP_INDICES = Operator(
     "moe.inplace_unique_group_indices",
     UniqueArguments,
-    check=check_unique,
-    outputs=unique_outputs,
-    launches=unique_launches,
     reference=reference.inplace_unique_group_indices,
     cost=unique_cost,
     dynamic={"group_indices": 1},
     mutates=("group_indices",),
     differentiable=False,
-    values=check_unique_values,
 )
 
 

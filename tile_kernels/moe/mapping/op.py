@@ -39,55 +39,50 @@ class Arguments(NamedTuple):
             return self.num_expanded_tokens
         return most_expanded_tokens(self.topk_idx.numel(), self.num_experts, self.alignment)
 
+    def check(self) -> None:
+        dims = ("num_tokens", "num_topk")
+        checks.tensor("topk_idx", self.topk_idx, dims, torch.int64, contiguous=True)
+        if self.topk_idx.shape[1] < 1:
+            raise ValueError("topk_idx must have at least one column, got 0")
+        checks.integer("num_experts", self.num_experts, 1, MAX_EXPERTS)
+        checks.integer("alignment", self.alignment, 1, 2**16)
+        checks.integer("num_expanded_tokens", self.num_expanded_tokens, 0)
+        checks.boolean("force_no_sync", self.force_no_sync)
+        size = _num_numbers(self)
+        rows = most_expanded_tokens(self.topk_idx.numel(), self.num_experts, self.alignment)
+        if isinstance(size, int) and max(size, rows) > MAX_NUMBERS:
+            raise ValueError(
+                f"topk_idx and num_expanded_tokens must give at most {MAX_NUMBERS} numbers, got "
+                f"{max(size, rows)}"
+            )
+
+    def outputs(self) -> Out:
+        return Out("flat", (_num_numbers(self),), torch.int32)
+
+    def launches(self, flat: Spec, counts: Spec) -> Launch | Host:
+        topk_idx: Any = self.topk_idx
+        if topk_idx.numel() == 0:
+            return Host(_without_tokens, (flat, 3 * self.num_rows))
+        problem = (topk_idx.shape[1], self.num_experts, Size(lambda a: a.topk_idx.numel()))
+        num_rows = Size(lambda a: a.num_rows)
+        return Launch(_KERNEL, problem, (topk_idx.view(-1), counts, flat, num_rows, self.alignment))
+
+    def scratch(self) -> tuple[Out, ...]:
+        return (chunk_counts(self.num_experts),)
+
+    def check_values(self) -> None:
+        checks.in_range("topk_idx", self.topk_idx, -1, self.num_experts - 1)
+
 
 def _num_numbers(a: Arguments) -> int:
     """Elements of all results together."""
     return 3 * a.num_rows + a.topk_idx.numel() + 3 * a.num_experts + 1
 
 
-def check(a: Arguments) -> None:
-    dims = ("num_tokens", "num_topk")
-    checks.tensor("topk_idx", a.topk_idx, dims, torch.int64, contiguous=True)
-    if a.topk_idx.shape[1] < 1:
-        raise ValueError("topk_idx must have at least one column, got 0")
-    checks.integer("num_experts", a.num_experts, 1, MAX_EXPERTS)
-    checks.integer("alignment", a.alignment, 1, 2**16)
-    checks.integer("num_expanded_tokens", a.num_expanded_tokens, 0)
-    checks.boolean("force_no_sync", a.force_no_sync)
-    size = _num_numbers(a)
-    rows = most_expanded_tokens(a.topk_idx.numel(), a.num_experts, a.alignment)
-    if isinstance(size, int) and max(size, rows) > MAX_NUMBERS:
-        raise ValueError(
-            f"topk_idx and num_expanded_tokens must give at most {MAX_NUMBERS} numbers, got "
-            f"{max(size, rows)}"
-        )
-
-
-def check_values(a: Arguments) -> None:
-    checks.in_range("topk_idx", a.topk_idx, -1, a.num_experts - 1)
-
-
-def outputs(a: Arguments) -> Out:
-    return Out("flat", (_num_numbers(a),), torch.int32)
-
-
-def scratch(a: Arguments) -> tuple[Out, ...]:
-    return (chunk_counts(a.num_experts),)
-
-
 def _without_tokens(flat: Tensor, first_count: int) -> None:
     """Rows of padding, empty ranges, nothing dropped."""
     flat.fill_(-1)
     flat[first_count:] = 0
-
-
-def launches(a: Arguments, flat: Spec, counts: Spec) -> Launch | Host:
-    topk_idx: Any = a.topk_idx
-    if topk_idx.numel() == 0:
-        return Host(_without_tokens, (flat, 3 * a.num_rows))
-    problem = (topk_idx.shape[1], a.num_experts, Size(lambda a: a.topk_idx.numel()))
-    num_rows = Size(lambda a: a.num_rows)
-    return Launch(_KERNEL, problem, (topk_idx.view(-1), counts, flat, num_rows, a.alignment))
 
 
 def cost(topk_idx: Tensor, num_experts: int, num_expanded_tokens: int, **_: Any) -> Cost:
@@ -108,15 +103,10 @@ def _reference(
 GET_FUSED_MAPPING = Operator(
     "moe.get_fused_mapping",
     Arguments,
-    check=check,
-    outputs=outputs,
-    scratch=scratch,
-    launches=launches,
     reference=_reference,
     cost=cost,
     dynamic={"topk_idx": 1},
     differentiable=False,
-    values=check_values,
 )
 
 

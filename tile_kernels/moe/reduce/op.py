@@ -33,6 +33,67 @@ class Arguments(NamedTuple):
     x_sf: Tensor | None
     out_dtype: torch.dtype | None
 
+    def check(self) -> None:
+        checks.tensor("x", self.x, ("num_positions", "hidden"), _X_DTYPES, contiguous=True)
+        slots = self.token_topk_to_pos
+        checks.tensor("token_topk_to_pos", slots, SLOT_DIMS, torch.int32, contiguous=True)
+        if self.topk_weights is not None:
+            shape = tuple(slots.shape)
+            checks.tensor(
+                "topk_weights",
+                self.topk_weights,
+                SLOT_DIMS,
+                torch.float32,
+                shape=shape,
+                contiguous=True,
+            )
+        if self.x_sf is not None:
+            checks.tensor(
+                "x_sf", self.x_sf, ("num_positions",), torch.float32, shape=(self.x.shape[0],),
+                contiguous=True,
+            )  # fmt: skip
+        checks.one_of("fp8_format", self.fp8_format, _FORMATS)
+        if self.out_dtype is not None:
+            if self.out_dtype not in _OUT_DTYPES:
+                listed = dtype_names(*_OUT_DTYPES)
+                raise TypeError(f"out_dtype must be one of {listed}, got {self.out_dtype}")
+            if self.fp8_format and self.out_dtype != torch.float8_e4m3fn:
+                given = dtype_names(self.out_dtype)
+                raise ValueError(
+                    f"out_dtype must agree with fp8_format {self.fp8_format!r}, got {given}"
+                )
+        elif self.x.dtype == torch.float8_e5m2 and not self.fp8_format:
+            raise ValueError("out_dtype must be given for x of float8_e5m2")
+        if self.sf is not None:
+            checks.tensor("sf", self.sf, ("1",), torch.float32, shape=(1,))
+            dtype = _result_dtype(self.x, self.fp8_format, self.out_dtype)
+            if dtype not in FP8:
+                name = dtype_names(dtype)
+                raise ValueError(f"sf must be None for a {name} result, it scales float8 only")
+
+    def outputs(self) -> Out:
+        dtype = _result_dtype(self.x, self.fp8_format, self.out_dtype)
+        return Out("out", (self.token_topk_to_pos.shape[0], self.x.shape[1]), dtype)
+
+    def launches(self, out: Spec) -> Launch | Host | None:
+        x, slots = self.x, self.token_topk_to_pos
+        if out.numel() == 0:
+            return None
+        if x.numel() == 0 or slots.numel() == 0:  # no rows to sum
+            if self.sf is None:
+                return Host(Tensor.zero_, (out,))
+            return Host(_fill_with_scaled_zero, (out, self.sf))
+        problem = (
+            dtype_name(x), dtype_name(out), x.element_size(), out.element_size(), x.shape[1],
+            slots.shape[1], Size(lambda a: a.token_topk_to_pos.shape[0]), alignment(x),
+            alignment(out), self.topk_weights is not None, self.x_sf is not None, self.sf is not
+            None,
+        )  # fmt: skip
+        return Launch(_KERNEL, problem, (x, slots, out, self.topk_weights, self.x_sf, self.sf))
+
+    def check_values(self) -> None:
+        check_positions(self.token_topk_to_pos, self.x.shape[0])
+
 
 def _result_dtype(x: Tensor, fp8_format: str, out_dtype: torch.dtype | None) -> torch.dtype:
     if fp8_format:
@@ -40,66 +101,9 @@ def _result_dtype(x: Tensor, fp8_format: str, out_dtype: torch.dtype | None) -> 
     return x.dtype if out_dtype is None else out_dtype
 
 
-def check(a: Arguments) -> None:
-    checks.tensor("x", a.x, ("num_positions", "hidden"), _X_DTYPES, contiguous=True)
-    slots = a.token_topk_to_pos
-    checks.tensor("token_topk_to_pos", slots, SLOT_DIMS, torch.int32, contiguous=True)
-    if a.topk_weights is not None:
-        shape = tuple(slots.shape)
-        checks.tensor(
-            "topk_weights", a.topk_weights, SLOT_DIMS, torch.float32, shape=shape, contiguous=True
-        )
-    if a.x_sf is not None:
-        checks.tensor(
-            "x_sf", a.x_sf, ("num_positions",), torch.float32, shape=(a.x.shape[0],),
-            contiguous=True,
-        )  # fmt: skip
-    checks.one_of("fp8_format", a.fp8_format, _FORMATS)
-    if a.out_dtype is not None:
-        if a.out_dtype not in _OUT_DTYPES:
-            listed = dtype_names(*_OUT_DTYPES)
-            raise TypeError(f"out_dtype must be one of {listed}, got {a.out_dtype}")
-        if a.fp8_format and a.out_dtype != torch.float8_e4m3fn:
-            given = dtype_names(a.out_dtype)
-            raise ValueError(f"out_dtype must agree with fp8_format {a.fp8_format!r}, got {given}")
-    elif a.x.dtype == torch.float8_e5m2 and not a.fp8_format:
-        raise ValueError("out_dtype must be given for x of float8_e5m2")
-    if a.sf is not None:
-        checks.tensor("sf", a.sf, ("1",), torch.float32, shape=(1,))
-        dtype = _result_dtype(a.x, a.fp8_format, a.out_dtype)
-        if dtype not in FP8:
-            name = dtype_names(dtype)
-            raise ValueError(f"sf must be None for a {name} result, it scales float8 only")
-
-
-def check_values(a: Arguments) -> None:
-    check_positions(a.token_topk_to_pos, a.x.shape[0])
-
-
-def outputs(a: Arguments) -> Out:
-    dtype = _result_dtype(a.x, a.fp8_format, a.out_dtype)
-    return Out("out", (a.token_topk_to_pos.shape[0], a.x.shape[1]), dtype)
-
-
 def _fill_with_scaled_zero(out: Tensor, sf: Tensor) -> None:
     """Zero times `sf`, which may be -0."""
     out.copy_(sf.new_zeros(()) * sf)
-
-
-def launches(a: Arguments, out: Spec) -> Launch | Host | None:
-    x, slots = a.x, a.token_topk_to_pos
-    if out.numel() == 0:
-        return None
-    if x.numel() == 0 or slots.numel() == 0:  # no rows to sum
-        if a.sf is None:
-            return Host(Tensor.zero_, (out,))
-        return Host(_fill_with_scaled_zero, (out, a.sf))
-    problem = (
-        dtype_name(x), dtype_name(out), x.element_size(), out.element_size(), x.shape[1],
-        slots.shape[1], Size(lambda a: a.token_topk_to_pos.shape[0]), alignment(x), alignment(out),
-        a.topk_weights is not None, a.x_sf is not None, a.sf is not None,
-    )  # fmt: skip
-    return Launch(_KERNEL, problem, (x, slots, out, a.topk_weights, a.x_sf, a.sf))
 
 
 def cost(
@@ -187,16 +191,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 REDUCE_FUSED = Operator(
     "moe.reduce_fused",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=_reference,
     cost=cost,
     dynamic={"x": 1, "topk_weights": 1, "token_topk_to_pos": 1, "x_sf": 0},
     out=("out",),
     backward=_backward,
     setup_context=_setup,
-    values=check_values,
 )
 
 

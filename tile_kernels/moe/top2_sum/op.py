@@ -55,51 +55,65 @@ class Arguments(NamedTuple):
         """Slots of shared experts behind the chosen ones."""
         return self.num_shared_experts if self.use_shared_as_routed else 0
 
-
-def check(a: Arguments) -> None:
-    checks.tensor("logits", a.logits, ("num_tokens", "num_experts"), torch.float32, contiguous=True)
-    num_tokens, num_experts = a.logits.shape
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ValueError(f"logits must have 1..{MAX_EXPERTS} experts, got {num_experts}")
-    checks.tensor(
-        "bias", a.bias, ("num_experts",), torch.float32, shape=(num_experts,), contiguous=True
-    )
-    limit = min(num_experts, MAX_SLOTS)
-    checks.integer("num_topk", a.num_topk, 1, limit, because="(experts, and at most 32)")
-    check_groups(num_experts, a.num_topk, a.num_topk_groups, a.num_groups)
-    checks.boolean("use_shared_as_routed", a.use_shared_as_routed)
-    if a.use_shared_as_routed:
-        checks.integer("num_shared_experts", a.num_shared_experts, 1, MAX_SLOTS)
-    else:
-        checks.integer("num_shared_experts", a.num_shared_experts, 0)
-    checks.number("routed_scaling_factor", a.routed_scaling_factor)
-    check_scoring(a.scoring_func)
-    check_numbering(
-        num_experts, a.num_shared, a.to_physical_map, a.logical_count,
-        a.ep_rank, a.num_ep_ranks, a.tp_rank, a.num_tp_ranks,
-    )  # fmt: skip
-    check_mask(a.mask, num_tokens)
-    if a.fix_routing_mask is not None:
+    def check(self) -> None:
         checks.tensor(
-            "fix_routing_mask", a.fix_routing_mask, ("num_tokens",), torch.bool,
-            shape=(num_tokens,), contiguous=True,
-        )  # fmt: skip
-        if a.unmapped_topk_idx is None:
-            raise ValueError("fix_routing_mask needs unmapped_topk_idx, which holds the choice")
-    if a.unmapped_topk_idx is not None:
+            "logits", self.logits, ("num_tokens", "num_experts"), torch.float32, contiguous=True
+        )
+        num_tokens, num_experts = self.logits.shape
+        if not 1 <= num_experts <= MAX_EXPERTS:
+            raise ValueError(f"logits must have 1..{MAX_EXPERTS} experts, got {num_experts}")
         checks.tensor(
-            "unmapped_topk_idx", a.unmapped_topk_idx, ("num_tokens", "num_topk"), torch.int64,
-            shape=(num_tokens, a.num_topk), unit_inner_stride=True,
+            "bias",
+            self.bias,
+            ("num_experts",),
+            torch.float32,
+            shape=(num_experts,),
+            contiguous=True,
+        )
+        limit = min(num_experts, MAX_SLOTS)
+        checks.integer("num_topk", self.num_topk, 1, limit, because="(experts, and at most 32)")
+        check_groups(num_experts, self.num_topk, self.num_topk_groups, self.num_groups)
+        checks.boolean("use_shared_as_routed", self.use_shared_as_routed)
+        if self.use_shared_as_routed:
+            checks.integer("num_shared_experts", self.num_shared_experts, 1, MAX_SLOTS)
+        else:
+            checks.integer("num_shared_experts", self.num_shared_experts, 0)
+        checks.number("routed_scaling_factor", self.routed_scaling_factor)
+        check_scoring(self.scoring_func)
+        check_numbering(
+            num_experts, self.num_shared, self.to_physical_map, self.logical_count,
+            self.ep_rank, self.num_ep_ranks, self.tp_rank, self.num_tp_ranks,
         )  # fmt: skip
+        check_mask(self.mask, num_tokens)
+        if self.fix_routing_mask is not None:
+            checks.tensor(
+                "fix_routing_mask", self.fix_routing_mask, ("num_tokens",), torch.bool,
+                shape=(num_tokens,), contiguous=True,
+            )  # fmt: skip
+            if self.unmapped_topk_idx is None:
+                raise ValueError("fix_routing_mask needs unmapped_topk_idx, which holds the choice")
+        if self.unmapped_topk_idx is not None:
+            checks.tensor(
+                "unmapped_topk_idx", self.unmapped_topk_idx, ("num_tokens", "num_topk"),
+                torch.int64, shape=(num_tokens, self.num_topk), unit_inner_stride=True,
+            )  # fmt: skip
 
+    def launches(self, topk_idx: Spec, topk_weights: Spec) -> Launch | None:
+        if self.logits.numel() == 0:
+            return None
+        return _launch(self, self.unmapped_topk_idx, topk_idx, topk_weights)
 
-def check_values(a: Arguments) -> None:
-    """Refuses fixed choices that are no experts, and counts of replicas that exceed the map."""
-    if a.fix_routing_mask is not None and a.unmapped_topk_idx is not None:
-        read = a.fix_routing_mask if a.mask is None else a.fix_routing_mask & a.mask.view(-1)
-        chosen = torch.where(read[:, None], a.unmapped_topk_idx, 0)
-        checks.in_range("unmapped_topk_idx", chosen, 0, a.logits.shape[1] - 1)
-    check_map_values(a.logits.shape[1], a.to_physical_map, a.logical_count)
+    def check_values(self) -> None:
+        """Refuses fixed choices that are no experts, and counts of replicas that exceed the map."""
+        if self.fix_routing_mask is not None and self.unmapped_topk_idx is not None:
+            read = (
+                self.fix_routing_mask
+                if self.mask is None
+                else self.fix_routing_mask & self.mask.view(-1)
+            )
+            chosen = torch.where(read[:, None], self.unmapped_topk_idx, 0)
+            checks.in_range("unmapped_topk_idx", chosen, 0, self.logits.shape[1] - 1)
+        check_map_values(self.logits.shape[1], self.to_physical_map, self.logical_count)
 
 
 def outputs(a: Arguments) -> tuple[Out, Out]:
@@ -130,12 +144,6 @@ def _launch(a: Arguments, choice: Any, topk_idx: Spec, topk_weights: Spec) -> La
         a.num_tp_ranks,
     )  # fmt: skip
     return Launch(_KERNEL, problem, arguments)
-
-
-def launches(a: Arguments, topk_idx: Spec, topk_weights: Spec) -> Launch | None:
-    if a.logits.numel() == 0:
-        return None
-    return _launch(a, a.unmapped_topk_idx, topk_idx, topk_weights)
 
 
 def launches_with_choice(
@@ -193,41 +201,33 @@ _DYNAMIC = {"logits": 1, "mask": 0, "fix_routing_mask": 0, "unmapped_topk_idx": 
 TOP2_SUM_GATE = Operator(
     "moe.top2_sum_gate",
     Arguments,
-    check=check,
     outputs=outputs,
-    launches=launches,
     reference=reference.top2_sum_gate,
     cost=cost,
     dynamic=_DYNAMIC,
     differentiable=False,
-    values=check_values,
 )
 
 IN_PLACE = Operator(
     "moe._top2_sum_gate_in_place",
     Arguments,
-    check=check,
     outputs=outputs,
-    launches=launches,
     reference=reference.top2_sum_gate,
     dynamic=_DYNAMIC,
     mutates=("unmapped_topk_idx",),
     differentiable=False,
-    values=check_values,
     serves="top2_sum_gate",
 )
 
 WITH_CHOICE = Operator(
     "moe._top2_sum_gate_with_choice",
     Arguments,
-    check=check,
     outputs=outputs_with_choice,
     launches=launches_with_choice,
     reference=_reference_with_choice,
     dynamic=_DYNAMIC,
     backward=_backward,
     setup_context=_setup,
-    values=check_values,
     serves="top2_sum_gate",
 )
 

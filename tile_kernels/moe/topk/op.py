@@ -38,28 +38,29 @@ class GateArguments(NamedTuple):
     scores: Tensor
     num_topk: int
 
+    def check(self) -> None:
+        checks.tensor(
+            "scores", self.scores, ("num_tokens", "num_experts"), torch.float32, contiguous=True
+        )
+        num_experts = self.scores.shape[1]
+        if not 1 <= num_experts <= MAX_EXPERTS:
+            raise ValueError(f"scores must have 1..{MAX_EXPERTS} experts, got {num_experts}")
+        checks.integer("num_topk", self.num_topk, 1, num_experts, because="(the number of experts)")
 
-def check_gate(a: GateArguments) -> None:
-    checks.tensor("scores", a.scores, ("num_tokens", "num_experts"), torch.float32, contiguous=True)
-    num_experts = a.scores.shape[1]
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ValueError(f"scores must have 1..{MAX_EXPERTS} experts, got {num_experts}")
-    checks.integer("num_topk", a.num_topk, 1, num_experts, because="(the number of experts)")
+    def outputs(self) -> Out:
+        return Out("topk_idx", (self.scores.shape[0], self.num_topk), torch.int64)
 
-
-def gate_outputs(a: GateArguments) -> Out:
-    return Out("topk_idx", (a.scores.shape[0], a.num_topk), torch.int64)
-
-
-def gate_launches(a: GateArguments, topk_idx: Spec) -> Launch | None:
-    if a.scores.numel() == 0:
-        return None
-    num_experts = a.scores.shape[1]
-    if a.num_topk > MAX_WARP_TOPK:
-        kernel = _BLOCK
-    else:
-        kernel = _WARP if num_experts <= MAX_WARP_EXPERTS else _WIDE
-    return Launch(kernel, (num_experts, a.num_topk, alignment(a.scores)), (a.scores, topk_idx))
+    def launches(self, topk_idx: Spec) -> Launch | None:
+        if self.scores.numel() == 0:
+            return None
+        num_experts = self.scores.shape[1]
+        if self.num_topk > MAX_WARP_TOPK:
+            kernel = _BLOCK
+        else:
+            kernel = _WARP if num_experts <= MAX_WARP_EXPERTS else _WIDE
+        return Launch(
+            kernel, (num_experts, self.num_topk, alignment(self.scores)), (self.scores, topk_idx)
+        )
 
 
 def gate_cost(scores: Tensor, num_topk: int) -> Cost:
@@ -70,9 +71,6 @@ def gate_cost(scores: Tensor, num_topk: int) -> Cost:
 TOPK_GATE = Operator(
     "moe.topk_gate",
     GateArguments,
-    check=check_gate,
-    outputs=gate_outputs,
-    launches=gate_launches,
     reference=reference.stable_topk,
     cost=gate_cost,
     dynamic={"scores": 1},
@@ -115,34 +113,31 @@ class GroupArguments(NamedTuple):
     num_topk_sum: int
     num_topk_groups: int
 
+    def check(self) -> None:
+        dims = ("num_tokens", "num_groups", "experts_per_group")
+        checks.tensor("scores", self.scores, dims, torch.float32, contiguous=True)
+        _, num_groups, group_size = self.scores.shape
+        if not (1 <= num_groups <= MAX_GROUPS and 1 <= group_size <= MAX_EXPERTS):
+            limits = f"1..{MAX_GROUPS} groups of 1..{MAX_EXPERTS} experts"
+            raise ValueError(f"scores must have {limits}, got {num_groups} of {group_size}")
+        checks.integer("num_topk_sum", self.num_topk_sum, 1, 2)
+        if self.num_topk_sum > group_size:
+            raise ValueError(
+                f"num_topk_sum must be at most {group_size} (a group), got {self.num_topk_sum}"
+            )
+        limit = min(num_groups, MAX_WARP_TOPK)
+        because = "(groups, and at most 32)"
+        checks.integer("num_topk_groups", self.num_topk_groups, 1, limit, because=because)
 
-def check_groups(a: GroupArguments) -> None:
-    dims = ("num_tokens", "num_groups", "experts_per_group")
-    checks.tensor("scores", a.scores, dims, torch.float32, contiguous=True)
-    _, num_groups, group_size = a.scores.shape
-    if not (1 <= num_groups <= MAX_GROUPS and 1 <= group_size <= MAX_EXPERTS):
-        limits = f"1..{MAX_GROUPS} groups of 1..{MAX_EXPERTS} experts"
-        raise ValueError(f"scores must have {limits}, got {num_groups} of {group_size}")
-    checks.integer("num_topk_sum", a.num_topk_sum, 1, 2)
-    if a.num_topk_sum > group_size:
-        raise ValueError(
-            f"num_topk_sum must be at most {group_size} (a group), got {a.num_topk_sum}"
-        )
-    limit = min(num_groups, MAX_WARP_TOPK)
-    because = "(groups, and at most 32)"
-    checks.integer("num_topk_groups", a.num_topk_groups, 1, limit, because=because)
+    def outputs(self) -> Out:
+        return Out("topk_group_idx", (self.scores.shape[0], self.num_topk_groups), torch.int64)
 
-
-def group_outputs(a: GroupArguments) -> Out:
-    return Out("topk_group_idx", (a.scores.shape[0], a.num_topk_groups), torch.int64)
-
-
-def group_launches(a: GroupArguments, topk_group_idx: Spec) -> Launch | None:
-    if a.scores.numel() == 0:
-        return None
-    _, num_groups, group_size = a.scores.shape
-    sizes = (num_groups, group_size, a.num_topk_sum, a.num_topk_groups)
-    return Launch(_GROUPS, (*sizes, alignment(a.scores)), (a.scores, topk_group_idx))
+    def launches(self, topk_group_idx: Spec) -> Launch | None:
+        if self.scores.numel() == 0:
+            return None
+        _, num_groups, group_size = self.scores.shape
+        sizes = (num_groups, group_size, self.num_topk_sum, self.num_topk_groups)
+        return Launch(_GROUPS, (*sizes, alignment(self.scores)), (self.scores, topk_group_idx))
 
 
 def group_cost(scores: Tensor, num_topk_groups: int, **_: int) -> Cost:
@@ -157,9 +152,6 @@ def _group_reference(scores: Tensor, num_topk_sum: int, num_topk_groups: int) ->
 TOPK_GROUPS = Operator(
     "moe.topk_sum_and_topk_group_idx",
     GroupArguments,
-    check=check_groups,
-    outputs=group_outputs,
-    launches=group_launches,
     reference=_group_reference,
     cost=group_cost,
     dynamic={"scores": 2},

@@ -33,34 +33,34 @@ class TopkArguments(NamedTuple):
     scoring_func: str
     routed_scaling_factor: float
 
+    def check(self) -> None:
+        checks.tensor(
+            "logits", self.logits, ("num_tokens", "num_experts"), torch.float32, contiguous=True
+        )
+        if self.logits.shape[1] < 1:
+            raise ValueError("logits must have at least one expert, got 0")
+        shape = (self.logits.shape[0], None)
+        checks.tensor("topk_idx", self.topk_idx, _DIMS, torch.int64, shape=shape, contiguous=True)
+        if not 1 <= self.topk_idx.shape[1] <= MAX_SLOTS:
+            raise ValueError(
+                f"topk_idx must have 1..{MAX_SLOTS} columns, got {self.topk_idx.shape[1]}"
+            )
+        check_scoring(self.scoring_func)
+        checks.number("routed_scaling_factor", self.routed_scaling_factor)
 
-def check_topk(a: TopkArguments) -> None:
-    checks.tensor("logits", a.logits, ("num_tokens", "num_experts"), torch.float32, contiguous=True)
-    if a.logits.shape[1] < 1:
-        raise ValueError("logits must have at least one expert, got 0")
-    shape = (a.logits.shape[0], None)
-    checks.tensor("topk_idx", a.topk_idx, _DIMS, torch.int64, shape=shape, contiguous=True)
-    if not 1 <= a.topk_idx.shape[1] <= MAX_SLOTS:
-        raise ValueError(f"topk_idx must have 1..{MAX_SLOTS} columns, got {a.topk_idx.shape[1]}")
-    check_scoring(a.scoring_func)
-    checks.number("routed_scaling_factor", a.routed_scaling_factor)
+    def outputs(self) -> Out:
+        return Out("topk_weights", self.topk_idx.shape, torch.float32)
 
+    def launches(self, weights: Spec) -> Launch | None:
+        if self.topk_idx.numel() == 0:
+            return None
+        scoring = int(ScoringFunc.from_str(self.scoring_func))
+        problem = (self.logits.shape[1], self.topk_idx.shape[1], scoring, alignment(self.logits))
+        arguments = (self.logits, self.topk_idx, weights, float(self.routed_scaling_factor))
+        return Launch(_TOPK, problem, arguments)
 
-def check_topk_values(a: TopkArguments) -> None:
-    checks.in_range("topk_idx", a.topk_idx, -1, a.logits.shape[1] - 1)
-
-
-def topk_outputs(a: TopkArguments) -> Out:
-    return Out("topk_weights", a.topk_idx.shape, torch.float32)
-
-
-def topk_launches(a: TopkArguments, weights: Spec) -> Launch | None:
-    if a.topk_idx.numel() == 0:
-        return None
-    scoring = int(ScoringFunc.from_str(a.scoring_func))
-    problem = (a.logits.shape[1], a.topk_idx.shape[1], scoring, alignment(a.logits))
-    arguments = (a.logits, a.topk_idx, weights, float(a.routed_scaling_factor))
-    return Launch(_TOPK, problem, arguments)
+    def check_values(self) -> None:
+        checks.in_range("topk_idx", self.topk_idx, -1, self.logits.shape[1] - 1)
 
 
 def topk_cost(logits: Tensor, topk_idx: Tensor, scoring_func: str = "", **_: Any) -> Cost:
@@ -86,15 +86,11 @@ def _topk_backward(ctx: Any, grad_weights: Tensor) -> tuple[Any, ...]:
 TOPK_WEIGHTS = Operator(
     "moe.topk_weights",
     TopkArguments,
-    check=check_topk,
-    outputs=topk_outputs,
-    launches=topk_launches,
     reference=reference.topk_weights,
     cost=topk_cost,
     dynamic={"logits": 1, "topk_idx": 1},
     backward=_topk_backward,
     setup_context=_topk_setup,
-    values=check_topk_values,
 )
 
 
@@ -137,23 +133,20 @@ def topk_weights(
 class NormalizeArguments(NamedTuple):
     topk_weights: Tensor
 
+    def check(self) -> None:
+        checks.tensor("topk_weights", self.topk_weights, _DIMS, torch.float32, contiguous=True)
+        if self.topk_weights.shape[1] < 1:
+            raise ValueError("topk_weights must have at least one column, got 0")
 
-def check_normalize(a: NormalizeArguments) -> None:
-    checks.tensor("topk_weights", a.topk_weights, _DIMS, torch.float32, contiguous=True)
-    if a.topk_weights.shape[1] < 1:
-        raise ValueError("topk_weights must have at least one column, got 0")
+    def outputs(self) -> tuple[Out, Out]:
+        shape = self.topk_weights.shape
+        return Out("denominator", shape[:1], torch.float32), Out("normalized", shape, torch.float32)
 
-
-def normalize_outputs(a: NormalizeArguments) -> tuple[Out, Out]:
-    shape = a.topk_weights.shape
-    return Out("denominator", shape[:1], torch.float32), Out("normalized", shape, torch.float32)
-
-
-def normalize_launches(a: NormalizeArguments, denominator: Spec, normalized: Spec) -> Launch | None:
-    if a.topk_weights.numel() == 0:
-        return None
-    problem = (a.topk_weights.shape[1], alignment(a.topk_weights))
-    return Launch(_NORMALIZE, problem, (a.topk_weights, denominator, normalized))
+    def launches(self, denominator: Spec, normalized: Spec) -> Launch | None:
+        if self.topk_weights.numel() == 0:
+            return None
+        problem = (self.topk_weights.shape[1], alignment(self.topk_weights))
+        return Launch(_NORMALIZE, problem, (self.topk_weights, denominator, normalized))
 
 
 def normalize_cost(topk_weights: Tensor) -> Cost:
@@ -173,9 +166,6 @@ def _normalize_backward(ctx: Any, grad_denominator: Tensor, grad_normalized: Ten
 NORMALIZE_WEIGHT = Operator(
     "moe.normalize_weight",
     NormalizeArguments,
-    check=check_normalize,
-    outputs=normalize_outputs,
-    launches=normalize_launches,
     reference=reference.normalize_weight,
     cost=normalize_cost,
     dynamic={"topk_weights": 1},

@@ -30,6 +30,9 @@ class Arguments(NamedTuple):
     x_block_size: list[int]
     x_special_fmt: str | None
 
+    def launches(self, out: Spec) -> Launch | None:
+        return _launch(self.x, self.x_sf, tuple(self.x_block_size), out)
+
 
 class PerTokenArguments(NamedTuple):
     x: Tensor
@@ -37,6 +40,16 @@ class PerTokenArguments(NamedTuple):
     fmt: str
     num_per_channels: int
     x_special_fmt: str | None
+
+    def check(self) -> None:
+        layout.check_pair(self.x, self.x_sf)
+        checks.integer("num_per_channels", self.num_per_channels, 1)
+        check(
+            Arguments(self.x, self.x_sf, self.fmt, [1, self.num_per_channels], self.x_special_fmt)
+        )
+
+    def launches(self, out: Spec) -> Launch | None:
+        return _launch(self.x, self.x_sf, (1, self.num_per_channels), out)
 
 
 def check(a: Arguments) -> None:
@@ -58,12 +71,6 @@ def check(a: Arguments) -> None:
     layout.check_source_scales(x, a.x_sf, a.x_block_size)
 
 
-def check_per_token(a: PerTokenArguments) -> None:
-    layout.check_pair(a.x, a.x_sf)
-    checks.integer("num_per_channels", a.num_per_channels, 1)
-    check(Arguments(a.x, a.x_sf, a.fmt, [1, a.num_per_channels], a.x_special_fmt))
-
-
 def outputs(a: Arguments | PerTokenArguments) -> Out:
     return Out("out", (a.x.shape[0], layout.values_in(a.x)), layout.OUT_DTYPES[a.fmt])
 
@@ -82,14 +89,6 @@ def _launch(x: Any, x_sf: Any, block: tuple[int, ...], out: Spec) -> Launch | No
     return Launch(_CAST_ROWS_BACK, problem, (layout.as_words(x), x_sf, out))
 
 
-def launches(a: Arguments, out: Spec) -> Launch | None:
-    return _launch(a.x, a.x_sf, tuple(a.x_block_size), out)
-
-
-def per_token_launches(a: PerTokenArguments, out: Spec) -> Launch | None:
-    return _launch(a.x, a.x_sf, (1, a.num_per_channels), out)
-
-
 def _flat(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The reference by the fields of the arguments."""
     return lambda x, x_sf, *rest: reference((x, x_sf), *rest)
@@ -106,7 +105,6 @@ CAST_BACK = Operator(
     Arguments,
     check=check,
     outputs=outputs,
-    launches=launches,
     reference=_flat(reference.cast_back),
     cost=cost,
     dynamic={"x": 1, "x_sf": 1},
@@ -117,9 +115,7 @@ CAST_BACK = Operator(
 PER_TOKEN_CAST_BACK = Operator(
     "quant.per_token_cast_back",
     PerTokenArguments,
-    check=check_per_token,
     outputs=outputs,
-    launches=per_token_launches,
     reference=_flat(reference.per_token_cast_back),
     cost=cost,
     dynamic={"x": 1, "x_sf": 1},

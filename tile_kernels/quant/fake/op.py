@@ -21,22 +21,28 @@ class Arguments(NamedTuple):
     num_per_channels: int
     round_sf: bool
 
+    def check(self) -> None:
+        check_plain_cast(self.x, self.fmt, self.num_per_channels)
+        checks.boolean("round_sf", self.round_sf)
 
-def check(a: Arguments) -> None:
-    check_plain_cast(a.x, a.fmt, a.num_per_channels)
-    checks.boolean("round_sf", a.round_sf)
+    def outputs(self) -> Out:
+        return Out("out", self.x.shape, self.x.dtype)
 
-
-def outputs(a: Arguments) -> Out:
-    return Out("out", a.x.shape, a.x.dtype)
-
-
-def launches(a: Arguments, out: Spec) -> Launch | None:
-    if a.x.numel() == 0:
-        return None
-    return launch_cast(
-        a.x, None, a.fmt, a.num_per_channels, (0, 0), ROW, a.round_sf, FAKE, out, None
-    )
+    def launches(self, out: Spec) -> Launch | None:
+        if self.x.numel() == 0:
+            return None
+        return launch_cast(
+            self.x,
+            None,
+            self.fmt,
+            self.num_per_channels,
+            (0, 0),
+            ROW,
+            self.round_sf,
+            FAKE,
+            out,
+            None,
+        )
 
 
 def cost(x: Tensor, **_: Any) -> Cost:
@@ -50,9 +56,6 @@ def _backward(_: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
 FAKE_CAST = Operator(
     "quant.fake_cast",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=reference.fake_cast,
     cost=cost,
     dynamic={"x": 1},

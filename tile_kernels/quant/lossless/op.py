@@ -33,79 +33,75 @@ class Arguments(NamedTuple):
     round_sf: bool
     use_packed_ue8m0: bool
 
+    def check(self) -> None:
+        layout.check_pair(self.x, self.x_sf)
+        checks.one_of("fmt", self.fmt, ("e4m3",))
+        checks.boolean("round_sf", self.round_sf)
+        # Scales are powers of two in any case: round_sf does not matter.
+        layout.check_flags(self.use_tma_aligned_col_major_sf, True, self.use_packed_ue8m0)
+        checks.tensor("x", self.x, ("num_tokens", "hidden / 2"), torch.int8, unit_inner_stride=True)
+        if self.x.shape[1] == 0:
+            raise ValueError("x must have at least two channels, got 0")
+        block, out_block = self.x_block_size, self.out_block_size
+        layout.check_block("x_block_size", block)
+        layout.check_block("out_block_size", out_block)
+        channels = out_block[1]
+        if out_block[0] % block[0] or channels % block[1]:
+            raise ValueError(
+                f"out_block_size must be a multiple of x_block_size, {tuple(block)}, in both "
+                f"dimensions, got {tuple(out_block)}"
+            )
+        if channels & (channels - 1) or not 2 <= channels <= MAX_CHANNELS:
+            raise ValueError(
+                f"out_block_size must have a power of two of channels, 2 to {MAX_CHANNELS}, got "
+                f"{tuple(out_block)}"
+            )
+        layout.check_source_scales(self.x, self.x_sf, block)
 
-def check(a: Arguments) -> None:
-    layout.check_pair(a.x, a.x_sf)
-    checks.one_of("fmt", a.fmt, ("e4m3",))
-    checks.boolean("round_sf", a.round_sf)
-    # Scales are powers of two in any case: round_sf does not matter.
-    layout.check_flags(a.use_tma_aligned_col_major_sf, True, a.use_packed_ue8m0)
-    checks.tensor("x", a.x, ("num_tokens", "hidden / 2"), torch.int8, unit_inner_stride=True)
-    if a.x.shape[1] == 0:
-        raise ValueError("x must have at least two channels, got 0")
-    block, out_block = a.x_block_size, a.out_block_size
-    layout.check_block("x_block_size", block)
-    layout.check_block("out_block_size", out_block)
-    channels = out_block[1]
-    if out_block[0] % block[0] or channels % block[1]:
-        raise ValueError(
-            f"out_block_size must be a multiple of x_block_size, {tuple(block)}, in both "
-            f"dimensions, got {tuple(out_block)}"
-        )
-    if channels & (channels - 1) or not 2 <= channels <= MAX_CHANNELS:
-        raise ValueError(
-            f"out_block_size must have a power of two of channels, 2 to {MAX_CHANNELS}, got "
-            f"{tuple(out_block)}"
-        )
-    layout.check_source_scales(a.x, a.x_sf, block)
-
-
-def check_ratio(a: Arguments) -> None:
-    """No scale in a block of the result is more than 2**11 times another one."""
-    block, out_block = a.x_block_size, a.out_block_size
-    rows, groups = ceil_div(a.x.shape[0], block[0]), ceil_div(2 * a.x.shape[1], block[1])
-    ratio = out_block[0] // block[0], out_block[1] // block[1]
-    exponents = scale_layouts.read_exponents(a.x_sf)[:rows, :groups].int()
-    largest = scale_layouts.block_max(exponents, ratio)
-    below = scale_layouts.expand_blocks(largest, ratio, exponents.shape) - exponents
-    bad = below > MAX_RATIO
-    if bad.any():
-        where = bad.nonzero()[0].tolist()
-        raise ValueError(
-            f"x_sf must vary by at most 2**{MAX_RATIO} within a block of the result, but element "
-            f"{where} is 2**-{below[tuple(where)].item()} of the largest"
+    def outputs(self) -> tuple[Out, Out]:
+        rows, width = self.x.shape[0], 2 * self.x.shape[1]
+        blocks = ceil_div(rows, self.out_block_size[0]), ceil_div(width, self.out_block_size[1])
+        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
+        return (
+            layout.data_out(self.fmt, rows, width),
+            layout.scale_out("out_sf", *blocks, scale_layout),
         )
 
+    def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
+        x: Any = self.x
+        if x.numel() == 0:
+            return None
+        width, alignment, out_alignment = 2 * x.shape[1], row_alignment(x), row_alignment(out)
+        # Eight values share a word of x, and a scale.
+        words = not (width % 8 or self.x_block_size[1] % 8 or alignment % 4 or out_alignment % 8)
+        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
+        problem = (
+            width, tuple(self.x_block_size), self.x_sf.dtype == torch.int32,
+            tuple(self.out_block_size), scale_layout, words, alignment, out_alignment,
+        )  # fmt: skip
+        arguments = (
+            x.view(torch.uint32 if words else torch.uint8),
+            self.x_sf,
+            out.view(torch.uint32) if words else out,
+            out_sf.view(torch.uint8) if scale_layout == PACKED else out_sf,
+        )
+        return Launch(_CAST_LOSSLESS, problem, arguments)
 
-def outputs(a: Arguments) -> tuple[Out, Out]:
-    rows, width = a.x.shape[0], 2 * a.x.shape[1]
-    blocks = ceil_div(rows, a.out_block_size[0]), ceil_div(width, a.out_block_size[1])
-    scale_layout = layout.layout_of(a.use_tma_aligned_col_major_sf, a.use_packed_ue8m0)
-    return (
-        layout.data_out(a.fmt, rows, width),
-        layout.scale_out("out_sf", *blocks, scale_layout),
-    )
-
-
-def launches(a: Arguments, out: Spec, out_sf: Spec) -> Launch | None:
-    x: Any = a.x
-    if x.numel() == 0:
-        return None
-    width, alignment, out_alignment = 2 * x.shape[1], row_alignment(x), row_alignment(out)
-    # Eight values share a word of x, and a scale.
-    words = not (width % 8 or a.x_block_size[1] % 8 or alignment % 4 or out_alignment % 8)
-    scale_layout = layout.layout_of(a.use_tma_aligned_col_major_sf, a.use_packed_ue8m0)
-    problem = (
-        width, tuple(a.x_block_size), a.x_sf.dtype == torch.int32, tuple(a.out_block_size),
-        scale_layout, words, alignment, out_alignment,
-    )  # fmt: skip
-    arguments = (
-        x.view(torch.uint32 if words else torch.uint8),
-        a.x_sf,
-        out.view(torch.uint32) if words else out,
-        out_sf.view(torch.uint8) if scale_layout == PACKED else out_sf,
-    )
-    return Launch(_CAST_LOSSLESS, problem, arguments)
+    def check_values(self) -> None:
+        """No scale in a block of the result is more than 2**11 times another one."""
+        block, out_block = self.x_block_size, self.out_block_size
+        rows, groups = ceil_div(self.x.shape[0], block[0]), ceil_div(2 * self.x.shape[1], block[1])
+        ratio = out_block[0] // block[0], out_block[1] // block[1]
+        exponents = scale_layouts.read_exponents(self.x_sf)[:rows, :groups].int()
+        largest = scale_layouts.block_max(exponents, ratio)
+        below = scale_layouts.expand_blocks(largest, ratio, exponents.shape) - exponents
+        bad = below > MAX_RATIO
+        if bad.any():
+            where = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"x_sf must vary by at most 2**{MAX_RATIO} within a block of the result, but "
+                f"element {where} is 2**-{below[tuple(where)].item()} of the largest"
+            )
 
 
 def _reference(
@@ -128,14 +124,10 @@ def cost(
 PER_BLOCK_CAST_LOSSLESS = Operator(
     "quant.per_block_cast_lossless",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=_reference,
     cost=cost,
     dynamic={"x": 1, "x_sf": 1},
     out=("out", "out_sf"),
-    values=check_ratio,
     instead=layout.CAST_INSTEAD,
 )
 

@@ -33,6 +33,21 @@ class Arguments(NamedTuple):
     round_sf: bool
     use_packed_ue8m0: bool
 
+    def check(self) -> None:
+        layout.check_flags(self.use_tma_aligned_col_major_sf, self.round_sf, self.use_packed_ue8m0)
+        _check_blocks(self.x, self.fmt, self.block_size)
+
+    def outputs(self) -> tuple[Out, Out]:
+        return layout.data_out(self.fmt, *self.x.shape), scales_outputs(self)._replace(
+            name="out_sf"
+        )
+
+    def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
+        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
+        return _launch(
+            self.x, self.fmt, self.block_size, scale_layout, self.round_sf, CAST, out, out_sf
+        )
+
 
 def _check_blocks(x: Tensor, fmt: str, block_size: Sequence[int]) -> None:
     checks.one_of("fmt", fmt, FORMATS)
@@ -46,11 +61,6 @@ def _check_blocks(x: Tensor, fmt: str, block_size: Sequence[int]) -> None:
         )
 
 
-def check(a: Arguments) -> None:
-    layout.check_flags(a.use_tma_aligned_col_major_sf, a.round_sf, a.use_packed_ue8m0)
-    _check_blocks(a.x, a.fmt, a.block_size)
-
-
 def _num_blocks(x: Tensor, block_size: Sequence[int]) -> tuple[int, int]:
     return ceil_div(x.shape[0], block_size[0]), ceil_div(x.shape[1], block_size[1])
 
@@ -58,10 +68,6 @@ def _num_blocks(x: Tensor, block_size: Sequence[int]) -> tuple[int, int]:
 def scales_outputs(a: Arguments) -> Out:
     scale_layout = layout.layout_of(a.use_tma_aligned_col_major_sf, a.use_packed_ue8m0)
     return layout.scale_out("out", *_num_blocks(a.x, a.block_size), scale_layout)
-
-
-def outputs(a: Arguments) -> tuple[Out, Out]:
-    return layout.data_out(a.fmt, *a.x.shape), scales_outputs(a)._replace(name="out_sf")
 
 
 def _launch(
@@ -83,11 +89,6 @@ def _launch(
     words = None if out is None else layout.as_words(out)
     buffer = scales.view(torch.uint8) if scale_layout == PACKED else scales
     return Launch(_CAST_BLOCKS, problem, (x, words, buffer, layout.FORMATS[fmt].clamp_min))
-
-
-def launches(a: Arguments, out: Spec, out_sf: Spec) -> Launch | None:
-    scale_layout = layout.layout_of(a.use_tma_aligned_col_major_sf, a.use_packed_ue8m0)
-    return _launch(a.x, a.fmt, a.block_size, scale_layout, a.round_sf, CAST, out, out_sf)
 
 
 def scales_launches(a: Arguments, out: Spec) -> Launch | None:
@@ -116,9 +117,6 @@ def scales_cost(
 PER_BLOCK_CAST = Operator(
     "quant.per_block_cast",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=reference.per_block_cast,
     cost=cost,
     dynamic={"x": 1},
@@ -129,7 +127,6 @@ PER_BLOCK_CAST = Operator(
 PER_BLOCK_CAST_WITH_SF_ONLY = Operator(
     "quant.per_block_cast_with_sf_only",
     Arguments,
-    check=check,
     outputs=scales_outputs,
     launches=scales_launches,
     reference=reference.per_block_cast_with_sf_only,
@@ -235,21 +232,18 @@ class GivenArguments(NamedTuple):
     round_sf: bool
     use_packed_ue8m0: bool
 
+    def check(self) -> None:
+        checks.boolean("round_sf", self.round_sf)
+        layout.check_row_major_flags(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
+        _check_blocks(self.x, self.fmt, self.block_size)
+        dims, shape = ("row_blocks", "channel_blocks"), _num_blocks(self.x, self.block_size)
+        checks.tensor("sf", self.sf, dims, torch.float32, shape=shape, unit_inner_stride=True)
 
-def check_given(a: GivenArguments) -> None:
-    checks.boolean("round_sf", a.round_sf)
-    layout.check_row_major_flags(a.use_tma_aligned_col_major_sf, a.use_packed_ue8m0)
-    _check_blocks(a.x, a.fmt, a.block_size)
-    dims, shape = ("row_blocks", "channel_blocks"), _num_blocks(a.x, a.block_size)
-    checks.tensor("sf", a.sf, dims, torch.float32, shape=shape, unit_inner_stride=True)
+    def outputs(self) -> Out:
+        return layout.data_out(self.fmt, *self.x.shape)
 
-
-def given_outputs(a: GivenArguments) -> Out:
-    return layout.data_out(a.fmt, *a.x.shape)
-
-
-def given_launches(a: GivenArguments, out: Spec) -> Launch | None:
-    return _launch(a.x, a.fmt, a.block_size, ROW, False, GIVEN, out, a.sf)
+    def launches(self, out: Spec) -> Launch | None:
+        return _launch(self.x, self.fmt, self.block_size, ROW, False, GIVEN, out, self.sf)
 
 
 def given_cost(x: Tensor, fmt: str, sf: Tensor, **_: Any) -> Cost:
@@ -259,9 +253,6 @@ def given_cost(x: Tensor, fmt: str, sf: Tensor, **_: Any) -> Cost:
 PER_BLOCK_CAST_WITH_PRECOMPUTED_SF = Operator(
     "quant.per_block_cast_with_precomputed_sf",
     GivenArguments,
-    check=check_given,
-    outputs=given_outputs,
-    launches=given_launches,
     reference=reference.per_block_cast_with_precomputed_sf,
     cost=given_cost,
     dynamic={"x": 1, "sf": 1},

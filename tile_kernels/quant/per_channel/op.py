@@ -84,25 +84,22 @@ class Arguments(NamedTuple):
     num_per_tokens: int
     round_sf: bool
 
+    def check(self) -> None:
+        layout.check_plain(self.x)
+        layout.check_width("e4m3", self.x.shape[1])
+        _check_flags(self.fmt, self.num_per_tokens, self.round_sf)
 
-def check(a: Arguments) -> None:
-    layout.check_plain(a.x)
-    layout.check_width("e4m3", a.x.shape[1])
-    _check_flags(a.fmt, a.num_per_tokens, a.round_sf)
+    def outputs(self) -> tuple[Out, Out]:
+        rows, width = self.x.shape
+        return _outputs(rows, width, self.num_per_tokens, transposed=False)
 
-
-def outputs(a: Arguments) -> tuple[Out, Out]:
-    rows, width = a.x.shape
-    return _outputs(rows, width, a.num_per_tokens, transposed=False)
+    def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
+        return _launch(self.x, out, out_sf, self.num_per_tokens, self.round_sf)
 
 
 def transposed_outputs(a: Arguments) -> tuple[Out, Out]:
     rows, width = a.x.shape
     return _outputs(rows, width, a.num_per_tokens, transposed=True)
-
-
-def launches(a: Arguments, out: Spec, out_sf: Spec) -> Launch | None:
-    return _launch(a.x, out, out_sf, a.num_per_tokens, a.round_sf)
 
 
 def transposed_launches(a: Arguments, out: Spec, out_sf: Spec) -> Launch | None:
@@ -117,9 +114,6 @@ def cost(x: Tensor, num_per_tokens: int, **_: Any) -> Cost:
 PER_CHANNEL_CAST = Operator(
     "quant.per_channel_cast",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=reference.per_channel_cast,
     cost=cost,
     dynamic={"x": 1},
@@ -130,7 +124,6 @@ PER_CHANNEL_CAST = Operator(
 PER_CHANNEL_CAST_AND_TRANSPOSE = Operator(
     "quant.per_channel_cast_and_transpose",
     Arguments,
-    check=check,
     outputs=transposed_outputs,
     launches=transposed_launches,
     reference=reference.per_channel_cast_and_transpose,
@@ -227,43 +220,51 @@ class FusedArguments(NamedTuple):
     num_per_channels: int | None
     pos_to_token: Tensor | None
 
-
-def check_fused(a: FusedArguments) -> None:
-    layout.check_plain_or_pair(a.x)
-    if a.num_per_channels is not None:
-        checks.integer("num_per_channels", a.num_per_channels, 1)
-        checks.one_of("num_per_channels", a.num_per_channels, (SCALE_COLUMNS,))
-    if a.x_sf is None:
-        layout.check_plain(a.x)
-    else:
-        dims = ("num_tokens", "hidden")
-        checks.tensor("x", a.x, dims, torch.float8_e4m3fn, unit_inner_stride=True)
-        dims = ("num_tokens", "channel_blocks")
-        blocks = (a.x.shape[0], ceil_div(a.x.shape[1], SCALE_COLUMNS))
-        checks.tensor("x_sf", a.x_sf, dims, torch.float32, shape=blocks)
-        if a.num_per_channels is None:
-            raise ValueError(
-                f"num_per_channels must be {SCALE_COLUMNS} for a quantised x, got None"
+    def check(self) -> None:
+        layout.check_plain_or_pair(self.x)
+        if self.num_per_channels is not None:
+            checks.integer("num_per_channels", self.num_per_channels, 1)
+            checks.one_of("num_per_channels", self.num_per_channels, (SCALE_COLUMNS,))
+        if self.x_sf is None:
+            layout.check_plain(self.x)
+        else:
+            dims = ("num_tokens", "hidden")
+            checks.tensor("x", self.x, dims, torch.float8_e4m3fn, unit_inner_stride=True)
+            dims = ("num_tokens", "channel_blocks")
+            blocks = (self.x.shape[0], ceil_div(self.x.shape[1], SCALE_COLUMNS))
+            checks.tensor("x_sf", self.x_sf, dims, torch.float32, shape=blocks)
+            if self.num_per_channels is None:
+                raise ValueError(
+                    f"num_per_channels must be {SCALE_COLUMNS} for a quantised x, got None"
+                )
+        layout.check_width("e4m3", self.x.shape[1])
+        _check_flags(self.fmt, self.num_per_tokens, self.round_sf)
+        if self.pos_to_token is not None:
+            checks.tensor(
+                "pos_to_token", self.pos_to_token, ("num_positions",), torch.int32, contiguous=True
             )
-    layout.check_width("e4m3", a.x.shape[1])
-    _check_flags(a.fmt, a.num_per_tokens, a.round_sf)
-    if a.pos_to_token is not None:
-        checks.tensor(
-            "pos_to_token", a.pos_to_token, ("num_positions",), torch.int32, contiguous=True
+
+    def outputs(self) -> tuple[Out, Out]:
+        return _outputs(
+            _num_positions(self), self.x.shape[1], self.num_per_tokens, transposed=False
         )
 
+    def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
+        x, x_sf = self.x, self.x_sf
+        if x.numel() == 0:  # all positions are padding
+            x, x_sf = _row_of_zeros(x), None if x_sf is None else _row_of_zeros(x_sf)
+        return _launch(
+            x, out, out_sf, self.num_per_tokens, self.round_sf, x_sf=x_sf,
+            pos_to_token=self.pos_to_token, rows=Size(_num_positions),
+        )  # fmt: skip
 
-def check_positions(a: FusedArguments) -> None:
-    """Negative positions are padding, the others name a row of `x`."""
-    checks.in_range("pos_to_token", a.pos_to_token, -(2**31), a.x.shape[0] - 1)
+    def check_values(self) -> None:
+        """Negative positions are padding, the others name a row of `x`."""
+        checks.in_range("pos_to_token", self.pos_to_token, -(2**31), self.x.shape[0] - 1)
 
 
 def _num_positions(a: FusedArguments) -> int:
     return a.x.shape[0] if a.pos_to_token is None else a.pos_to_token.shape[0]
-
-
-def fused_outputs(a: FusedArguments) -> tuple[Out, Out]:
-    return _outputs(_num_positions(a), a.x.shape[1], a.num_per_tokens, transposed=False)
 
 
 def _row_of_zeros(x: Any) -> Any:
@@ -271,16 +272,6 @@ def _row_of_zeros(x: Any) -> Any:
     shape = (1, x.shape[1])
     like = Spec(shape, (x.shape[1], 1), x.dtype, x.device)
     return x.apply(Tensor.new_zeros, shape, like=like)
-
-
-def fused_launches(a: FusedArguments, out: Spec, out_sf: Spec) -> Launch | None:
-    x, x_sf = a.x, a.x_sf
-    if x.numel() == 0:  # all positions are padding
-        x, x_sf = _row_of_zeros(x), None if x_sf is None else _row_of_zeros(x_sf)
-    return _launch(
-        x, out, out_sf, a.num_per_tokens, a.round_sf, x_sf=x_sf, pos_to_token=a.pos_to_token,
-        rows=Size(_num_positions),
-    )  # fmt: skip
 
 
 def _fused_reference(
@@ -313,14 +304,10 @@ def fused_cost(
 PER_CHANNEL_CAST_FUSED = Operator(
     "quant.per_channel_cast_fused",
     FusedArguments,
-    check=check_fused,
-    outputs=fused_outputs,
-    launches=fused_launches,
     reference=_fused_reference,
     cost=fused_cost,
     dynamic={"x": 1, "x_sf": 1, "pos_to_token": 0},
     out=("out", "out_sf"),
-    values=check_positions,
     instead=layout.CAST_INSTEAD,
 )
 
@@ -385,30 +372,27 @@ class SwigluArguments(NamedTuple):
     without_transpose: bool
     swiglu_clamp_value: float | None
 
+    def check(self) -> None:
+        layout.check_plain(self.x)
+        layout.check_width("e4m3", self.x.shape[1])
+        if self.x.shape[1] % 2:
+            raise ValueError(
+                f"x must have an even number of channels, gate and value, got {self.x.shape[1]}"
+            )
+        _check_flags(self.fmt, self.num_per_tokens, self.round_sf)
+        checks.boolean("without_transpose", self.without_transpose)
+        layout.check_swiglu_clamp(self.swiglu_clamp_value)
 
-def check_swiglu(a: SwigluArguments) -> None:
-    layout.check_plain(a.x)
-    layout.check_width("e4m3", a.x.shape[1])
-    if a.x.shape[1] % 2:
-        raise ValueError(
-            f"x must have an even number of channels, gate and value, got {a.x.shape[1]}"
-        )
-    _check_flags(a.fmt, a.num_per_tokens, a.round_sf)
-    checks.boolean("without_transpose", a.without_transpose)
-    layout.check_swiglu_clamp(a.swiglu_clamp_value)
+    def outputs(self) -> tuple[Out, Out]:
+        rows, width = self.x.shape[0], self.x.shape[1] // 2
+        return _outputs(rows, width, self.num_per_tokens, transposed=not self.without_transpose)
 
-
-def swiglu_outputs(a: SwigluArguments) -> tuple[Out, Out]:
-    rows, width = a.x.shape[0], a.x.shape[1] // 2
-    return _outputs(rows, width, a.num_per_tokens, transposed=not a.without_transpose)
-
-
-def swiglu_launches(a: SwigluArguments, out: Spec, out_sf: Spec) -> Launch | None:
-    return _launch(
-        a.x, out, out_sf, a.num_per_tokens, a.round_sf, transposed=not a.without_transpose,
-        activation=SWIGLU if a.swiglu_clamp_value is None else CLAMPED_SWIGLU,
-        clamp=layout.swiglu_clamp(a.swiglu_clamp_value),
-    )  # fmt: skip
+    def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
+        return _launch(
+            self.x, out, out_sf, self.num_per_tokens, self.round_sf, transposed=not
+            self.without_transpose, activation=SWIGLU if self.swiglu_clamp_value is None else
+            CLAMPED_SWIGLU, clamp=layout.swiglu_clamp(self.swiglu_clamp_value),
+        )  # fmt: skip
 
 
 def swiglu_cost(x: Tensor, num_per_tokens: int, **_: Any) -> Cost:
@@ -418,9 +402,6 @@ def swiglu_cost(x: Tensor, num_per_tokens: int, **_: Any) -> Cost:
 SWIGLU_FORWARD_AND_PER_CHANNEL_CAST_AND_TRANSPOSE = Operator(
     "quant.swiglu_forward_and_per_channel_cast_and_transpose",
     SwigluArguments,
-    check=check_swiglu,
-    outputs=swiglu_outputs,
-    launches=swiglu_launches,
     reference=reference.swiglu_forward_and_per_channel_cast_and_transpose,
     cost=swiglu_cost,
     dynamic={"x": 1},

@@ -87,46 +87,43 @@ class Arguments(NamedTuple):
     round_sf: bool
     use_packed_ue8m0: bool
 
+    def check(self) -> None:
+        layout.check_plain_or_pair(self.x)
+        if self.x_block_size is not None:
+            layout.check_block("x_block_size", self.x_block_size)
+        layout.check_flags(self.use_tma_aligned_col_major_sf, self.round_sf, self.use_packed_ue8m0)
+        if self.x_sf is None:
+            check_plain_cast(self.x, self.fmt, self.num_per_channels)
+            if self.x_block_size is not None:
+                raise ValueError("x_block_size is for a quantised x, a tuple of data and scales")
+            return
+        checks.one_of("fmt", self.fmt, tuple(layout.FORMATS))
+        dims = ("num_tokens", "hidden")
+        checks.tensor("x", self.x, dims, (torch.float8_e4m3fn, torch.int8), unit_inner_stride=True)
+        if self.fmt == "e5m6":
+            raise ValueError("x must be a plain tensor for e5m6, got quantised data")
+        if self.x_block_size is None:
+            raise ValueError("x_block_size must say the scale blocks of a quantised x, got None")
+        layout.check_source_scales(self.x, self.x_sf, self.x_block_size)
+        _check_rows(layout.values_in(self.x), self.fmt, self.num_per_channels)
 
-def check(a: Arguments) -> None:
-    layout.check_plain_or_pair(a.x)
-    if a.x_block_size is not None:
-        layout.check_block("x_block_size", a.x_block_size)
-    layout.check_flags(a.use_tma_aligned_col_major_sf, a.round_sf, a.use_packed_ue8m0)
-    if a.x_sf is None:
-        check_plain_cast(a.x, a.fmt, a.num_per_channels)
-        if a.x_block_size is not None:
-            raise ValueError("x_block_size is for a quantised x, a tuple of data and scales")
-        return
-    checks.one_of("fmt", a.fmt, tuple(layout.FORMATS))
-    dims = ("num_tokens", "hidden")
-    checks.tensor("x", a.x, dims, (torch.float8_e4m3fn, torch.int8), unit_inner_stride=True)
-    if a.fmt == "e5m6":
-        raise ValueError("x must be a plain tensor for e5m6, got quantised data")
-    if a.x_block_size is None:
-        raise ValueError("x_block_size must say the scale blocks of a quantised x, got None")
-    layout.check_source_scales(a.x, a.x_sf, a.x_block_size)
-    _check_rows(layout.values_in(a.x), a.fmt, a.num_per_channels)
+    def outputs(self) -> tuple[Out, Out]:
+        rows, width = self.x.shape[0], layout.values_in(self.x)
+        groups = ceil_div(width, self.num_per_channels)
+        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
+        return (
+            layout.data_out(self.fmt, rows, width),
+            layout.scale_out("out_sf", rows, groups, scale_layout),
+        )
 
-
-def outputs(a: Arguments) -> tuple[Out, Out]:
-    rows, width = a.x.shape[0], layout.values_in(a.x)
-    groups = ceil_div(width, a.num_per_channels)
-    scale_layout = layout.layout_of(a.use_tma_aligned_col_major_sf, a.use_packed_ue8m0)
-    return (
-        layout.data_out(a.fmt, rows, width),
-        layout.scale_out("out_sf", rows, groups, scale_layout),
-    )
-
-
-def launches(a: Arguments, out: Spec, out_sf: Spec) -> Launch | None:
-    if a.x.numel() == 0:
-        return None
-    scale_layout = layout.layout_of(a.use_tma_aligned_col_major_sf, a.use_packed_ue8m0)
-    return launch_cast(
-        a.x, a.x_sf, a.fmt, a.num_per_channels, tuple(a.x_block_size or (0, 0)), scale_layout,
-        a.round_sf, CAST, out, out_sf,
-    )  # fmt: skip
+    def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
+        if self.x.numel() == 0:
+            return None
+        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
+        return launch_cast(
+            self.x, self.x_sf, self.fmt, self.num_per_channels, tuple(self.x_block_size or (0, 0)),
+            scale_layout, self.round_sf, CAST, out, out_sf,
+        )  # fmt: skip
 
 
 def _reference(x: Tensor, x_sf: Tensor | None, *rest: Any) -> QuantTensor:
@@ -146,9 +143,6 @@ def cost(
 PER_TOKEN_CAST = Operator(
     "quant.per_token_cast",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=_reference,
     cost=cost,
     dynamic={"x": 1, "x_sf": 1},
@@ -261,6 +255,32 @@ class ScalesArguments(NamedTuple):
     round_sf: bool
     use_packed_ue8m0: bool
 
+    def check(self) -> None:
+        layout.check_flags(self.use_tma_aligned_col_major_sf, self.round_sf, self.use_packed_ue8m0)
+        _check_plain_groups(self.x, self.fmt, self.num_per_channels, self.x_block_size)
+
+    def outputs(self) -> Out:
+        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
+        groups = ceil_div(self.x.shape[1], self.num_per_channels)
+        return layout.scale_out("out", self.x.shape[0], groups, scale_layout)
+
+    def launches(self, out: Spec) -> Launch | None:
+        if self.x.numel() == 0:
+            return None
+        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
+        return launch_cast(
+            self.x,
+            None,
+            self.fmt,
+            self.num_per_channels,
+            (0, 0),
+            scale_layout,
+            self.round_sf,
+            SCALES,
+            None,
+            out,
+        )
+
 
 def _check_plain_groups(
     x: Tensor, fmt: str, num_per_channels: int, x_block_size: list[int] | None
@@ -274,26 +294,6 @@ def _check_plain_groups(
     _check_group(num_per_channels, x.shape[1], whole=False)
 
 
-def check_scales(a: ScalesArguments) -> None:
-    layout.check_flags(a.use_tma_aligned_col_major_sf, a.round_sf, a.use_packed_ue8m0)
-    _check_plain_groups(a.x, a.fmt, a.num_per_channels, a.x_block_size)
-
-
-def scales_outputs(a: ScalesArguments) -> Out:
-    scale_layout = layout.layout_of(a.use_tma_aligned_col_major_sf, a.use_packed_ue8m0)
-    groups = ceil_div(a.x.shape[1], a.num_per_channels)
-    return layout.scale_out("out", a.x.shape[0], groups, scale_layout)
-
-
-def scales_launches(a: ScalesArguments, out: Spec) -> Launch | None:
-    if a.x.numel() == 0:
-        return None
-    scale_layout = layout.layout_of(a.use_tma_aligned_col_major_sf, a.use_packed_ue8m0)
-    return launch_cast(
-        a.x, None, a.fmt, a.num_per_channels, (0, 0), scale_layout, a.round_sf, SCALES, None, out
-    )
-
-
 def scales_cost(x: Tensor, num_per_channels: int, use_packed_ue8m0: bool, **_: Any) -> Cost:
     groups = ceil_div(x.shape[1], num_per_channels)
     written = layout.scale_bytes(x.shape[0], groups, use_packed_ue8m0)
@@ -303,9 +303,6 @@ def scales_cost(x: Tensor, num_per_channels: int, use_packed_ue8m0: bool, **_: A
 PER_TOKEN_CAST_WITH_SF_ONLY = Operator(
     "quant.per_token_cast_with_sf_only",
     ScalesArguments,
-    check=check_scales,
-    outputs=scales_outputs,
-    launches=scales_launches,
     reference=reference.per_token_cast_with_sf_only,
     cost=scales_cost,
     dynamic={"x": 1},
@@ -369,26 +366,23 @@ class GivenArguments(NamedTuple):
     round_sf: bool
     use_packed_ue8m0: bool
 
+    def check(self) -> None:
+        checks.boolean("round_sf", self.round_sf)
+        layout.check_row_major_flags(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
+        _check_plain_groups(self.x, self.fmt, self.num_per_channels, self.x_block_size)
+        shape = (self.x.shape[0], ceil_div(self.x.shape[1], self.num_per_channels))
+        dims = ("num_tokens", "groups")
+        checks.tensor("sf", self.sf, dims, torch.float32, shape=shape, contiguous=True)
 
-def check_given(a: GivenArguments) -> None:
-    checks.boolean("round_sf", a.round_sf)
-    layout.check_row_major_flags(a.use_tma_aligned_col_major_sf, a.use_packed_ue8m0)
-    _check_plain_groups(a.x, a.fmt, a.num_per_channels, a.x_block_size)
-    shape = (a.x.shape[0], ceil_div(a.x.shape[1], a.num_per_channels))
-    dims = ("num_tokens", "groups")
-    checks.tensor("sf", a.sf, dims, torch.float32, shape=shape, contiguous=True)
+    def outputs(self) -> Out:
+        return layout.data_out(self.fmt, *self.x.shape)
 
-
-def given_outputs(a: GivenArguments) -> Out:
-    return layout.data_out(a.fmt, *a.x.shape)
-
-
-def given_launches(a: GivenArguments, out: Spec) -> Launch | None:
-    if a.x.numel() == 0:
-        return None
-    return launch_cast(
-        a.x, None, a.fmt, a.num_per_channels, (0, 0), ROW, False, GIVEN, out, a.sf
-    )  # fmt: skip
+    def launches(self, out: Spec) -> Launch | None:
+        if self.x.numel() == 0:
+            return None
+        return launch_cast(
+            self.x, None, self.fmt, self.num_per_channels, (0, 0), ROW, False, GIVEN, out, self.sf
+        )  # fmt: skip
 
 
 def given_cost(x: Tensor, fmt: str, sf: Tensor, **_: Any) -> Cost:
@@ -399,9 +393,6 @@ def given_cost(x: Tensor, fmt: str, sf: Tensor, **_: Any) -> Cost:
 PER_TOKEN_CAST_WITH_PRECOMPUTED_SF = Operator(
     "quant.per_token_cast_with_precomputed_sf",
     GivenArguments,
-    check=check_given,
-    outputs=given_outputs,
-    launches=given_launches,
     reference=reference.per_token_cast_with_precomputed_sf,
     cost=given_cost,
     dynamic={"x": 1, "sf": 1},

@@ -68,80 +68,86 @@ class Arguments(NamedTuple):
     clamped_count: Tensor | None
     sf_clamp_min: float | None
 
-
-def check(a: Arguments) -> None:
-    layout.check_plain(a.x)
-    _check_halves(a.x)
-    rows, hidden = a.x.shape[0], a.x.shape[1] // 2
-    checks.one_of("fmt", a.fmt, (FMT,))
-    checks.integer("num_per_channels", a.num_per_channels, 1)
-    if a.num_per_channels not in GROUPS and a.num_per_channels != hidden:
-        allowed = ", ".join(map(str, GROUPS))
-        raise ValueError(
-            f"num_per_channels must be {allowed} or half the row width {hidden}, "
-            f"got {a.num_per_channels}"
-        )
-    layout.check_flags(a.use_tma_aligned_col_major_sf, a.round_sf, a.use_packed_ue8m0)
-    if a.pos_to_token_topk is not None:
-        _check_positions("pos_to_token_topk", a.pos_to_token_topk, rows)
-        if a.topk_weights is None:
-            raise ValueError("topk_weights must be given with pos_to_token_topk, got None")
-    if a.topk_weights is not None:
-        _check_weights("topk_weights", a.topk_weights)
-    if a.pos_to_expert is not None:
-        _check_positions("pos_to_expert", a.pos_to_expert, rows)
-    layout.check_swiglu_clamp(a.swiglu_clamp_value)
-    if a.sf_clamp_min is not None:
-        checks.number("sf_clamp_min", a.sf_clamp_min)
-        if not MIN_SF_CLAMP <= a.sf_clamp_min <= MAX_SF_CLAMP:
+    def check(self) -> None:
+        layout.check_plain(self.x)
+        _check_halves(self.x)
+        rows, hidden = self.x.shape[0], self.x.shape[1] // 2
+        checks.one_of("fmt", self.fmt, (FMT,))
+        checks.integer("num_per_channels", self.num_per_channels, 1)
+        if self.num_per_channels not in GROUPS and self.num_per_channels != hidden:
+            allowed = ", ".join(map(str, GROUPS))
             raise ValueError(
-                f"sf_clamp_min must be in 2**-119..2**127, so that scales and their inverses are "
-                f"finite, got {a.sf_clamp_min}"
+                f"num_per_channels must be {allowed} or half the row width {hidden}, "
+                f"got {self.num_per_channels}"
             )
-    if a.clamped_count is not None:
-        checks.tensor(
-            "clamped_count", a.clamped_count, ("3",), torch.int64, shape=(3,), contiguous=True
+        layout.check_flags(self.use_tma_aligned_col_major_sf, self.round_sf, self.use_packed_ue8m0)
+        if self.pos_to_token_topk is not None:
+            _check_positions("pos_to_token_topk", self.pos_to_token_topk, rows)
+            if self.topk_weights is None:
+                raise ValueError("topk_weights must be given with pos_to_token_topk, got None")
+        if self.topk_weights is not None:
+            _check_weights("topk_weights", self.topk_weights)
+        if self.pos_to_expert is not None:
+            _check_positions("pos_to_expert", self.pos_to_expert, rows)
+        layout.check_swiglu_clamp(self.swiglu_clamp_value)
+        if self.sf_clamp_min is not None:
+            checks.number("sf_clamp_min", self.sf_clamp_min)
+            if not MIN_SF_CLAMP <= self.sf_clamp_min <= MAX_SF_CLAMP:
+                raise ValueError(
+                    f"sf_clamp_min must be in 2**-119..2**127, so that scales and their inverses "
+                    f"are finite, got {self.sf_clamp_min}"
+                )
+        if self.clamped_count is not None:
+            checks.tensor(
+                "clamped_count",
+                self.clamped_count,
+                ("3",),
+                torch.int64,
+                shape=(3,),
+                contiguous=True,
+            )
+            if self.swiglu_clamp_value is None:
+                raise ValueError(
+                    "clamped_count counts what swiglu_clamp_value changes, which is None"
+                )
+
+    def outputs(self) -> tuple[Out, Out]:
+        rows, hidden = self.x.shape[0], self.x.shape[1] // 2
+        groups = ceil_div(hidden, self.num_per_channels)
+        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
+        return (
+            layout.data_out(FMT, rows, hidden),
+            layout.scale_out("out_sf", rows, groups, scale_layout),
         )
-        if a.swiglu_clamp_value is None:
-            raise ValueError("clamped_count counts what swiglu_clamp_value changes, which is None")
 
+    def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
+        if self.x.numel() == 0:
+            return None
+        weights = None
+        if self.pos_to_token_topk is not None and self.topk_weights is not None:
+            weights = self.topk_weights.view(-1)
+        scale_layout = layout.layout_of(self.use_tma_aligned_col_major_sf, self.use_packed_ue8m0)
+        problem = (
+            layout.SOURCES[self.x.dtype], self.x.shape[1] // 2, self.num_per_channels, scale_layout,
+            self.round_sf, weights is not None, self.pos_to_expert is not None,
+            self.swiglu_clamp_value is not None, self.clamped_count is not None,
+            row_alignment(self.x), row_alignment(out),
+        )  # fmt: skip
+        sf_clamp_min = (
+            formats.E4M3.clamp_min if self.sf_clamp_min is None else float(self.sf_clamp_min)
+        )
+        arguments = (
+            self.x, self.pos_to_token_topk, weights, self.pos_to_expert, out, out_sf,
+            self.clamped_count, layout.swiglu_clamp(self.swiglu_clamp_value), sf_clamp_min,
+        )  # fmt: skip
+        kernel = _GROUPS if self.num_per_channels in GROUPS else _WHOLE_ROWS
+        return Launch(kernel, problem, arguments)
 
-def check_index(a: Arguments) -> None:
-    """Every index is that of a weight, or -1."""
-    if a.pos_to_token_topk is not None and a.topk_weights is not None:
-        last = a.topk_weights.numel() - 1
-        checks.in_range("pos_to_token_topk", a.pos_to_token_topk, -1, last)
-
-
-def outputs(a: Arguments) -> tuple[Out, Out]:
-    rows, hidden = a.x.shape[0], a.x.shape[1] // 2
-    groups = ceil_div(hidden, a.num_per_channels)
-    scale_layout = layout.layout_of(a.use_tma_aligned_col_major_sf, a.use_packed_ue8m0)
-    return (
-        layout.data_out(FMT, rows, hidden),
-        layout.scale_out("out_sf", rows, groups, scale_layout),
-    )
-
-
-def launches(a: Arguments, out: Spec, out_sf: Spec) -> Launch | None:
-    if a.x.numel() == 0:
-        return None
-    weights = None
-    if a.pos_to_token_topk is not None and a.topk_weights is not None:
-        weights = a.topk_weights.view(-1)
-    scale_layout = layout.layout_of(a.use_tma_aligned_col_major_sf, a.use_packed_ue8m0)
-    problem = (
-        layout.SOURCES[a.x.dtype], a.x.shape[1] // 2, a.num_per_channels, scale_layout, a.round_sf,
-        weights is not None, a.pos_to_expert is not None, a.swiglu_clamp_value is not None,
-        a.clamped_count is not None, row_alignment(a.x), row_alignment(out),
-    )  # fmt: skip
-    sf_clamp_min = formats.E4M3.clamp_min if a.sf_clamp_min is None else float(a.sf_clamp_min)
-    arguments = (
-        a.x, a.pos_to_token_topk, weights, a.pos_to_expert, out, out_sf, a.clamped_count,
-        layout.swiglu_clamp(a.swiglu_clamp_value), sf_clamp_min,
-    )  # fmt: skip
-    kernel = _GROUPS if a.num_per_channels in GROUPS else _WHOLE_ROWS
-    return Launch(kernel, problem, arguments)
+    def check_values(self) -> None:
+        """Every index is that of a weight, or -1."""
+        if self.pos_to_token_topk is not None and self.topk_weights is not None:
+            last = self.topk_weights.numel() - 1
+            checks.in_range("pos_to_token_topk", self.pos_to_token_topk, -1, last)
 
 
 def _reference(*args: Any) -> QuantTensor:
@@ -164,14 +170,10 @@ _DYNAMIC = {"x": 1, "pos_to_token_topk": 0, "topk_weights": 1, "pos_to_expert": 
 SWIGLU_FORWARD_AND_PER_TOKEN_CAST = Operator(
     "quant.swiglu_forward_and_per_token_cast",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=_reference,
     cost=cost,
     dynamic=_DYNAMIC,
     out=("out", "out_sf"),
-    values=check_index,
     instead=layout.SWIGLU_INSTEAD,
 )
 
@@ -179,14 +181,10 @@ SWIGLU_FORWARD_AND_PER_TOKEN_CAST = Operator(
 _SWIGLU_FORWARD_AND_COUNT = Operator(
     "quant._swiglu_forward_and_count",
     Arguments,
-    check=check,
-    outputs=outputs,
-    launches=launches,
     reference=_reference,
     dynamic=_DYNAMIC,
     mutates=("clamped_count",),
     out=("out", "out_sf"),
-    values=check_index,
     instead=layout.SWIGLU_INSTEAD,
     serves="swiglu_forward_and_per_token_cast",
 )
@@ -281,46 +279,77 @@ class BackwardArguments(NamedTuple):
     round_sf: bool
     swiglu_clamp_value: float | None
 
+    def check(self) -> None:
+        layout.check_pair(self.x, self.x_sf)
+        dims = ("num_positions", "channels")
+        checks.tensor("x", self.x, dims, torch.float8_e4m3fn, contiguous=True)
+        _check_halves(self.x)
+        rows, hidden = self.x.shape[0], self.x.shape[1] // 2
+        checks.integer("num_per_channels", self.num_per_channels, 1)
+        checks.one_of("num_per_channels", self.num_per_channels, BACKWARD_GROUPS)
+        if hidden % self.num_per_channels:
+            raise ValueError(
+                f"num_per_channels must divide half the row width, {hidden}, "
+                f"got {self.num_per_channels}"
+            )
+        groups = 2 * hidden // self.num_per_channels
+        checks.tensor(
+            "x_sf", self.x_sf, ("num_positions", "groups"), torch.float32, shape=(rows, groups),
+            contiguous=True,
+        )  # fmt: skip
+        checks.tensor(
+            "grad_out", self.grad_out, ("num_positions", "hidden"), torch.bfloat16, shape=(rows,
+            hidden), contiguous=True,
+        )  # fmt: skip
+        _check_weights("weight", self.weight)
+        _check_positions("pos_to_token_topk", self.pos_to_token_topk, rows)
+        checks.tensor(
+            "token_topk_to_pos", self.token_topk_to_pos, ("num_tokens", "num_topk"), torch.int32,
+            shape=tuple(self.weight.shape), contiguous=True,
+        )  # fmt: skip
+        checks.boolean("round_sf", self.round_sf)
+        layout.check_swiglu_clamp(self.swiglu_clamp_value)
 
-def check_backward(a: BackwardArguments) -> None:
-    layout.check_pair(a.x, a.x_sf)
-    dims = ("num_positions", "channels")
-    checks.tensor("x", a.x, dims, torch.float8_e4m3fn, contiguous=True)
-    _check_halves(a.x)
-    rows, hidden = a.x.shape[0], a.x.shape[1] // 2
-    checks.integer("num_per_channels", a.num_per_channels, 1)
-    checks.one_of("num_per_channels", a.num_per_channels, BACKWARD_GROUPS)
-    if hidden % a.num_per_channels:
-        raise ValueError(
-            f"num_per_channels must divide half the row width, {hidden}, got {a.num_per_channels}"
+    def outputs(self) -> tuple[Out, Out, Out, Out, Out]:
+        return (
+            Out("out", self.grad_out.shape, torch.bfloat16),
+            Out("x_grad_fp8", self.x.shape, torch.float8_e4m3fn),
+            Out("x_grad_sf", self.x_sf.shape, torch.float32),
+            Out("x_grad", self.x.shape, torch.bfloat16),
+            Out("weight_grad", self.weight.shape, torch.float32),
         )
-    groups = 2 * hidden // a.num_per_channels
-    checks.tensor(
-        "x_sf", a.x_sf, ("num_positions", "groups"), torch.float32, shape=(rows, groups),
-        contiguous=True,
-    )  # fmt: skip
-    checks.tensor(
-        "grad_out", a.grad_out, ("num_positions", "hidden"), torch.bfloat16, shape=(rows, hidden),
-        contiguous=True,
-    )  # fmt: skip
-    _check_weights("weight", a.weight)
-    _check_positions("pos_to_token_topk", a.pos_to_token_topk, rows)
-    checks.tensor(
-        "token_topk_to_pos", a.token_topk_to_pos, ("num_tokens", "num_topk"), torch.int32,
-        shape=tuple(a.weight.shape), contiguous=True,
-    )  # fmt: skip
-    checks.boolean("round_sf", a.round_sf)
-    layout.check_swiglu_clamp(a.swiglu_clamp_value)
 
+    def launches(
+        self,
+        out: Spec,
+        x_grad_fp8: Spec,
+        x_grad_sf: Spec,
+        x_grad: Spec,
+        weight_grad: Spec,
+    ) -> Launch | Host:
+        if self.x.numel() == 0:
+            return Host(Tensor.zero_, (weight_grad,))
+        problem = (
+            self.x.shape[1] // 2, self.num_per_channels, self.round_sf, self.swiglu_clamp_value is
+            not None, row_alignment(self.x), row_alignment(self.grad_out), row_alignment(out),
+            row_alignment(x_grad_fp8), row_alignment(x_grad),
+        )  # fmt: skip
+        arguments = (
+            self.x, self.x_sf, self.grad_out, self.weight.view(-1), self.pos_to_token_topk,
+            self.token_topk_to_pos.view(-1), out, x_grad_fp8, x_grad_sf, x_grad,
+            weight_grad.view(-1), layout.swiglu_clamp(self.swiglu_clamp_value),
+            formats.E4M3.clamp_min,
+        )  # fmt: skip
+        return Launch(_BACKWARD, problem, arguments)
 
-def check_maps(a: BackwardArguments) -> None:
-    """The maps stay within bounds and are inverses of each other."""
-    checks.in_range("pos_to_token_topk", a.pos_to_token_topk, -1, a.weight.numel() - 1)
-    checks.in_range("token_topk_to_pos", a.token_topk_to_pos, -1, a.x.shape[0] - 1)
-    to_weight = ("pos_to_token_topk", a.pos_to_token_topk)
-    to_row = ("token_topk_to_pos", a.token_topk_to_pos)
-    _check_inverse(*to_weight, *to_row)
-    _check_inverse(*to_row, *to_weight)
+    def check_values(self) -> None:
+        """The maps stay within bounds and are inverses of each other."""
+        checks.in_range("pos_to_token_topk", self.pos_to_token_topk, -1, self.weight.numel() - 1)
+        checks.in_range("token_topk_to_pos", self.token_topk_to_pos, -1, self.x.shape[0] - 1)
+        to_weight = ("pos_to_token_topk", self.pos_to_token_topk)
+        to_row = ("token_topk_to_pos", self.token_topk_to_pos)
+        _check_inverse(*to_weight, *to_row)
+        _check_inverse(*to_row, *to_weight)
 
 
 def _check_inverse(name: str, value: Tensor, inverse_name: str, inverse: Tensor) -> None:
@@ -336,39 +365,6 @@ def _check_inverse(name: str, value: Tensor, inverse_name: str, inverse: Tensor)
             f"{name} must be the inverse of {inverse_name}, but element {where} is {found}, which "
             f"{inverse_name} maps to {back}"
         )
-
-
-def backward_outputs(a: BackwardArguments) -> tuple[Out, Out, Out, Out, Out]:
-    return (
-        Out("out", a.grad_out.shape, torch.bfloat16),
-        Out("x_grad_fp8", a.x.shape, torch.float8_e4m3fn),
-        Out("x_grad_sf", a.x_sf.shape, torch.float32),
-        Out("x_grad", a.x.shape, torch.bfloat16),
-        Out("weight_grad", a.weight.shape, torch.float32),
-    )
-
-
-def backward_launches(
-    a: BackwardArguments,
-    out: Spec,
-    x_grad_fp8: Spec,
-    x_grad_sf: Spec,
-    x_grad: Spec,
-    weight_grad: Spec,
-) -> Launch | Host:
-    if a.x.numel() == 0:
-        return Host(Tensor.zero_, (weight_grad,))
-    problem = (
-        a.x.shape[1] // 2, a.num_per_channels, a.round_sf, a.swiglu_clamp_value is not None,
-        row_alignment(a.x), row_alignment(a.grad_out), row_alignment(out),
-        row_alignment(x_grad_fp8), row_alignment(x_grad),
-    )  # fmt: skip
-    arguments = (
-        a.x, a.x_sf, a.grad_out, a.weight.view(-1), a.pos_to_token_topk,
-        a.token_topk_to_pos.view(-1), out, x_grad_fp8, x_grad_sf, x_grad, weight_grad.view(-1),
-        layout.swiglu_clamp(a.swiglu_clamp_value), formats.E4M3.clamp_min,
-    )  # fmt: skip
-    return Launch(_BACKWARD, problem, arguments)
 
 
 def _backward_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -390,9 +386,6 @@ def backward_cost(x: QuantTensor, weight: Tensor, **_: Any) -> Cost:
 SWIGLU_BACKWARD_AND_PER_TOKEN_CAST = Operator(
     "quant.swiglu_backward_and_per_token_cast",
     BackwardArguments,
-    check=check_backward,
-    outputs=backward_outputs,
-    launches=backward_launches,
     reference=_backward_reference,
     cost=backward_cost,
     dynamic={
@@ -404,7 +397,6 @@ SWIGLU_BACKWARD_AND_PER_TOKEN_CAST = Operator(
         "token_topk_to_pos": 1,
     },
     out=("out", "x_grad_fp8", "x_grad_sf", "x_grad", "weight_grad"),
-    values=check_maps,
 )
 
 
