@@ -92,20 +92,19 @@ class Held(NamedTuple):
     landing: Any
 
 
-def shared_memory(tile: Tile, slots: int = 2) -> Held:
-    """In a kernel: room for queries, keys, and the scores of `slots` tiles."""
-    scores = T.alloc_shared((slots, tile.queries, tile.keys), T.float32)
-    return Held(
-        queries=T.alloc_shared((1, tile.columns, tile.depth), tile.unit),
-        keys=T.alloc_shared((tile.slots, tile.keys, tile.depth), tile.unit),
-        raw=T.alloc_shared(tile.raw, tile.row(tile.of_keys)[1]),
-        q_factors=T.view(scores, (1, slots * tile.queries * tile.keys)),
-        weights=T.alloc_shared((tile.columns,), T.float32),
-        k_factors=T.alloc_shared((tile.factor_slots, tile.keys), T.float32),
-        bounds=T.alloc_shared((2, tile.queries), T.int32),
-        scores=scores,
-        landing=T.alloc_barrier([1] * tile.stages) if tile.bulk else None,
-    )
+@T.macro
+def shared_memory(tile, slots):
+    """A `Held`, with room for the scores of `slots` tiles."""
+    of_scores = T.alloc_shared((slots, tile.queries, tile.keys), T.float32)
+    of_queries = T.alloc_shared((1, tile.columns, tile.depth), tile.unit)
+    of_keys = T.alloc_shared((tile.slots, tile.keys, tile.depth), tile.unit)
+    raw = T.alloc_shared(tile.raw, tile.row(tile.of_keys)[1])
+    q_factors = T.view(of_scores, (1, slots * tile.queries * tile.keys))
+    of_weights = T.alloc_shared((tile.columns,), T.float32)
+    k_factors = T.alloc_shared((tile.factor_slots, tile.keys), T.float32)
+    bounds = T.alloc_shared((2, tile.queries), T.int32)
+    landing = T.alloc_barrier([1] * tile.stages) if tile.bulk else None
+    return of_queries, of_keys, raw, q_factors, of_weights, k_factors, bounds, of_scores, landing
 
 
 class Work(NamedTuple):
@@ -120,19 +119,17 @@ class Work(NamedTuple):
     between: Any  # the first tile, and the one after the last
 
 
-def registers(tile: Tile) -> Work:
-    """In a kernel: a flag of the block, and the registers of its threads."""
+@T.macro
+def registers(tile):
+    """A `Work`."""
     wide = T.alloc_shared((1,), T.int32)
     products = T.alloc_fragment((tile.keys, tile.columns), T.float32)
-    return Work(
-        wide,
-        products,
-        by_head=T.reshape(products, (tile.keys, tile.queries, tile.padded)),
-        sums=T.alloc_fragment((tile.keys, tile.queries), T.float32),
-        words=T.alloc_local((4 * tile.rounds,), T.uint32),
-        exponents=T.alloc_local((tile.rounds,), T.int32),
-        between=T.alloc_local((2,), T.int32),
-    )
+    by_head = T.reshape(products, (tile.keys, tile.queries, tile.padded))
+    sums = T.alloc_fragment((tile.keys, tile.queries), T.float32)
+    words = T.alloc_local((4 * tile.rounds,), T.uint32)
+    exponents = T.alloc_local((tile.rounds,), T.int32)
+    between = T.alloc_local((2,), T.int32)
+    return wide, products, by_head, sums, words, exponents, between
 
 
 class ScoreMacros(NamedTuple):
@@ -148,6 +145,7 @@ class ScoreMacros(NamedTuple):
     forward: Any
     start_product: Any
     finish_product: Any
+    scaled: Any
 
 
 def score_macros(tile: Tile, role: str) -> ScoreMacros:
@@ -190,28 +188,27 @@ def published(tile: Tile) -> Any:
 
 
 def product(tile: Tile) -> Any:
-    """Macros: `start` multiplies the keys of a tile with all columns; `finish` weights and adds
-    heads, and writes the scores, with the factor of each key, to `slot` of those in shared memory.
+    """Macros: `start` multiplies the keys of a slot with all columns; `finish` weights and adds
+    heads; `scaled` writes the sums of a tile, with the factor of each key, to a slot of the scores.
 
     With e4m3 the weights are half of what they are (see `load_queries`).
     On Hopper the matrix units are at work from one to the other; elsewhere `start` waits for them.
     """
-    registers = tile.keys * tile.columns // tile.threads
+    num_products = tile.keys * tile.columns // tile.threads  # of a thread
     gemm = T.wgmma_gemm if tile.fenced else T.gemm
 
     @T.macro
-    def start(number, held, work):
+    def start(slot, held, work):
         gemm(
-            held.keys[number % tile.slots, :, :], held.queries[0, :, :], work.products,
+            held.keys[slot, :, :], held.queries[0, :, :], work.products,
             transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow,
         )  # fmt: skip
 
     @T.macro
-    def finish(number, held, work, slot):
-        products, weights = work.products, held.weights
+    def weigh(products, weights):
         if tile.fenced:
             T.wait_wgmma(0)
-            T.warpgroup_fence_operand(products, num_regs=registers)
+            T.warpgroup_fence_operand(products, num_regs=num_products)
         for i, j in T.Parallel(tile.keys, tile.columns):
             if tile.unit == E4M3:
                 # Twice relu, by a unit that has nothing else to do; finite here, and NaN stays.
@@ -220,7 +217,14 @@ def product(tile: Tile) -> Any:
                 # relu as the larger of two integers: NaN, which is positive here, stays.
                 positive = T.max(T.reinterpret(products[i, j], T.int32), 0)
                 products[i, j] = T.reinterpret(positive, T.float32) * weights[j]
+
+    @T.macro
+    def finish(held, work):
+        weigh(work.products, held.weights)
         T.reduce_sum(work.by_head, work.sums, dim=2, batch=2 * tile.queries)
+
+    @T.macro
+    def scaled(number, held, work, slot):
         of_tile = number % tile.factor_slots
         for i, t in T.Parallel(tile.keys, tile.queries):
             if tile.of_keys == BF16:
@@ -228,7 +232,7 @@ def product(tile: Tile) -> Any:
             else:
                 held.scores[slot, t, i] = work.sums[i, t] * held.k_factors[of_tile, i]
 
-    return start, finish
+    return start, finish, scaled
 
 
 # ---- ranges -------------------------------------------------------------------------------------

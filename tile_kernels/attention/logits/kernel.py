@@ -15,6 +15,8 @@ from tile_kernels.attention.indexer_plan import E2M1, MARKED, with_tile
 from tile_kernels.attention.list_primitives import NO_TYPED_SYNC
 from tile_kernels.attention.logits.plan import Plan
 from tile_kernels.attention.score_primitives import (
+    Held,
+    Work,
     registers,
     score_macros,
     score_types,
@@ -60,8 +62,8 @@ def score_tiles(*static: Any) -> Any:
         turns = T.max(block_queries // queries, 1) if role == MARKED else 1
         with types.grid(tile, turns, share_keys) as (block, share):
             T.annotate_min_blocks_per_sm(tile.blocks)
-            held = shared_memory(tile)
-            work = registers(tile)
+            held = Held(*shared_memory(tile, 2))
+            work = Work(*registers(tile))
             wanted = T.alloc_var(T.bool, init=T.bool(True))
             some = T.alloc_var(T.int32, init=turns)
             if role == MARKED:
@@ -89,11 +91,12 @@ def score_tiles(*static: Any) -> Any:
                     steps.open_stream(k, k_sf, num_keys, begin, last, held, work)
                     for number in T.serial(begin, last):
                         steps.arrive(number, begin, last, held, work)
-                        steps.start_product(number, held, work)
+                        steps.start_product(number % tile.slots, held, work)
                         steps.forward(k, k_sf, num_keys, number, last, held, work)
                         if number > begin:
                             store(out, first, number - 1, held, True)
-                        steps.finish_product(number, held, work, number % 2)
+                        steps.finish_product(held, work)
+                        steps.scaled(number, held, work, number % 2)
                     T.sync_threads()
                     if begin < last:
                         store(out, first, last - 1, held, True)

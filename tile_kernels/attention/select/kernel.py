@@ -12,6 +12,8 @@ from tilelang import language as T
 from tile_kernels.attention.indexer_plan import BINS, E2M1, MARKED, with_tile
 from tile_kernels.attention.list_primitives import FOUND, NO_TYPED_SYNC, keep_best, key_of
 from tile_kernels.attention.score_primitives import (
+    Held,
+    Work,
     registers,
     score_macros,
     score_types,
@@ -162,8 +164,7 @@ def best_keys(*static: Any) -> Any:
         with types.grid(tile, turns, share_keys) as (block, share):
             T.annotate_min_blocks_per_sm(tile.blocks)
             tx = T.get_thread_binding()
-            held = shared_memory(tile, SLOTS)
-            bounds = held.bounds
+            held = Held(*shared_memory(tile, SLOTS))
             best = T.alloc_shared((queries, capacity), T.uint32)
             ids = T.alloc_shared((queries, capacity), ids_in)
             counts = T.alloc_shared((2, queries), T.int32)
@@ -174,7 +175,7 @@ def best_keys(*static: Any) -> Any:
             bins = T.alloc_shared((BINS,), T.int32)
             found = T.alloc_shared((FOUND,), T.int32)
             of_warps = T.alloc_shared((tile.threads // WARP,), T.int32)
-            work = registers(tile)
+            work = Work(*registers(tile))
             wanted = T.alloc_var(T.bool, init=T.bool(True))
             first = T.alloc_var(T.int32)
             some = T.alloc_var(T.int32, init=turns)
@@ -208,11 +209,13 @@ def best_keys(*static: Any) -> Any:
                     begin = T.alloc_var(T.int32, init=work.between[0])
                     last = T.alloc_var(T.int32, init=work.between[1])
                     steps.open_stream(k, k_sf, num_keys, begin, last, held, work)
-                    low = T.alloc_var(T.int32, init=bounds[0, 0])  # keys in range of all queries
-                    high = T.alloc_var(T.int32, init=T.min(bounds[1, 0], last * keys))
+                    low = T.alloc_var(
+                        T.int32, init=held.bounds[0, 0]
+                    )  # keys in range of all queries
+                    high = T.alloc_var(T.int32, init=T.min(held.bounds[1, 0], last * keys))
                     for t in T.unroll(queries - 1):
-                        low = T.max(low, bounds[0, t + 1])
-                        high = T.min(high, bounds[1, t + 1])
+                        low = T.max(low, held.bounds[0, t + 1])
+                        high = T.min(high, held.bounds[1, t + 1])
                     for i in T.serial(last - begin):
                         number = T.alloc_var(T.int32, init=begin + i)
                         steps.arrive(number, begin, last, held, work)
@@ -222,17 +225,18 @@ def best_keys(*static: Any) -> Any:
                                 capacity - TOGETHER * keys, now, SPARE, best, ids, counts, floors,
                                 bins, found, of_warps,
                             )  # fmt: skip
-                        steps.start_product(number, held, work)
+                        steps.start_product(number % tile.slots, held, work)
                         steps.forward(k, k_sf, num_keys, number, last, held, work)
                         if i >= TOGETHER and i % TOGETHER == 0:
                             offer(
-                                held.scores, i - TOGETHER, number - TOGETHER, last, bounds,
+                                held.scores, i - TOGETHER, number - TOGETHER, last, held.bounds,
                                 (number - TOGETHER) * keys >= low and number * keys <= high,
                                 floors, offered, place, passed,
                             )  # fmt: skip
                         elif i > TOGETHER and i % TOGETHER == 1:
                             enter(i - 1 - TOGETHER, now, offered, place, passed, best, ids, counts)
-                        steps.finish_product(number, held, work, slot_of(i))
+                        steps.finish_product(held, work)
+                        steps.scaled(number, held, work, slot_of(i))
                     tiles = T.alloc_var(T.int32, init=T.max(last - begin, 0))
                     whole = T.alloc_var(T.int32, init=T.ceildiv(tiles, TOGETHER) * TOGETHER)
                     ending = T.alloc_var(T.int32, init=(whole // TOGETHER + 1) % 2)
@@ -246,7 +250,7 @@ def best_keys(*static: Any) -> Any:
                             )  # fmt: skip
                         if i >= TOGETHER and i % TOGETHER == 0:
                             offer(
-                                held.scores, i - TOGETHER, begin + i - TOGETHER, last, bounds,
+                                held.scores, i - TOGETHER, begin + i - TOGETHER, last, held.bounds,
                                 False, floors, offered, place, passed,
                             )  # fmt: skip
                         elif i > TOGETHER and i % TOGETHER == 1:
