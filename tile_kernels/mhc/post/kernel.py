@@ -33,12 +33,9 @@ def post(*static: int) -> Any:
 
     @T.prim_func
     def written(
-        x: types.row(),
-        residual: types.streams(),
-        post_mix: types.mix(),
-        comb_mix: types.matrix(),
+        x: types.row(), residual: types.streams(), post_mix: types.mix(), comb_mix: types.matrix(),
         out: types.streams(),
-    ):
+    ):  # fmt: skip
         with T.Kernel(types.num_tokens * parts, threads=threads) as block:
             T.annotate_min_blocks_per_sm(resident(threads, streams, 72, 128))
             token = block // parts
@@ -80,16 +77,10 @@ def post_backward(*static: Any) -> Any:
 
     @T.prim_func
     def gradients(
-        x: types.row(),
-        residual: types.streams(),
-        post_mix: types.mix(),
-        comb_mix: types.matrix(),
-        grad: types.streams(),
-        d_x: types.row(),
-        d_residual: types.streams(),
-        d_post: types.mix(),
+        x: types.row(), residual: types.streams(), post_mix: types.mix(), comb_mix: types.matrix(),
+        grad: types.streams(), d_x: types.row(), d_residual: types.streams(), d_post: types.mix(),
         d_comb: types.matrix(),
-    ):
+    ):  # fmt: skip
         with T.Kernel(types.num_tokens, threads=threads) as token:
             T.annotate_min_blocks_per_sm(resident(threads, streams, 96, 255))
             tx = T.get_thread_binding()

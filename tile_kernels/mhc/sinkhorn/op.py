@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tile_kernels.mhc import shapes
+from tile_kernels.mhc.gradients import bytes_per_element, check_like, differentiated_by
 from tile_kernels.mhc.sinkhorn import reference
 from tile_kernels.mhc.sinkhorn.plan import MAX_REPEAT, is_near, plan
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
@@ -56,29 +56,14 @@ def check(a: Any) -> None:
     check_steps(a.repeat, a.eps)
 
 
-def cost(x: Tensor, **_: Any) -> Cost:
-    return Cost(bytes=8 * x.numel())
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(inputs[0])
-    ctx.steps = inputs[1:]
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    (x,) = ctx.saved_tensors
-    return sinkhorn_normalize_bwd(grad, x, *ctx.steps), None, None
-
-
 SINKHORN_NORMALIZE = Operator(
     "mhc.sinkhorn_normalize",
     Arguments,
     check=check,
     reference=reference.sinkhorn_normalize,
-    cost=cost,
+    cost=bytes_per_element("x", 8),
     dynamic={"x": 2},
-    backward=_backward,
-    setup_context=_save,
+    **differentiated_by(lambda grads, given, steps: sinkhorn_normalize_bwd(*grads, *given, *steps)),
 )
 
 
@@ -124,10 +109,7 @@ class BackwardArguments(NamedTuple):
 
     def check(self) -> None:
         check(self)
-        shapes.tensor(
-            "grad_out", self.grad_out, ("M", "M"), torch.float32, like=("x", self.x.shape[:-2]),
-            sizes=tuple(self.x.shape[-2:]), contiguous=False,
-        )  # fmt: skip
+        check_like("grad_out", self.grad_out, ("x", self.x), dims=("M", "M"))
 
     def outputs(self) -> Out:
         return Out("grad_x", self.x.shape, torch.float32)
@@ -141,15 +123,11 @@ class BackwardArguments(NamedTuple):
         return Launch(_BACKWARD, problem, (grad_out, x, grad_x, self.repeat, float(self.eps)))
 
 
-def cost_backward(x: Tensor, **_: Any) -> Cost:
-    return Cost(bytes=12 * x.numel())
-
-
 SINKHORN_NORMALIZE_BWD = Operator(
     "mhc.sinkhorn_normalize_bwd",
     BackwardArguments,
     reference=reference.sinkhorn_normalize_bwd,
-    cost=cost_backward,
+    cost=bytes_per_element("x", 12),
     dynamic={"grad_out": 2, "x": 2},
 )
 
