@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tilelang import language as T
 
-from tile_kernels.mhc.tiling import columns_of
+from tile_kernels.mhc.tiling import GradientPlan, MixPlan, columns_of
 from tile_kernels.runtime.device import WARP
 
 # ---- parameters of kernels ----------------------------------------------------------------------
@@ -75,6 +75,27 @@ def load_columns(columns: int, vector: int) -> Any:
                 raw[at, c * vector + v] = x[token, stream, first + c * vector + v]
 
     return load
+
+
+class StreamMacros(NamedTuple):
+    """What kernels on streams and their mixes are built from."""
+
+    columns: int
+    load: Any
+    store: Any
+    widened: Any
+    load_mix: Any  # as `load_mixes`: one for each stream
+    load_matrix: Any
+    types: StreamTypes
+
+
+def stream_macros(plan: MixPlan | GradientPlan) -> StreamMacros:
+    """`column_macros`, loads of mixes, and the types of parameters."""
+    streams, vector = plan.streams, plan.mix_vector
+    return StreamMacros(
+        *column_macros(plan.hidden, plan.vector), load_mixes(streams, vector),
+        load_mixes(streams * streams, vector), stream_types(streams, plan.hidden),
+    )  # fmt: skip
 
 
 def store_columns(columns: int, vector: int) -> Any:

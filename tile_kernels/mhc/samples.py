@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tile_kernels.runtime.cases import Build, Cases, Reject, Sample
+from tile_kernels.runtime.cases import Benchmark, Build, Cases, Reject, Sample
 from tile_kernels.runtime.sampling import (
     FP32,
     INF,
@@ -116,6 +116,14 @@ def large_samples(build: Callable[..., Build]) -> list[Sample]:
     ]
 
 
+def row_benchmarks(build: Callable[..., Build], goal_us: float) -> list[Benchmark]:
+    """Many tokens, which have a goal, and few."""
+    return [
+        Benchmark("4096x4x7168", build(4096, h=7168), goal_us=goal_us),
+        Benchmark("64x4x7168", build(64, h=7168)),
+    ]
+
+
 def mix_samples(build: Callable[..., Build], num_tokens: int) -> list[Sample]:
     """No token, one, no leading dimensions, each number of streams, and misaligned tensors.
 
@@ -143,6 +151,14 @@ def stream_rejects(name: str) -> list[Reject]:
         Reject(name, "no streams", edited(name, lambda x: x[..., :0, :])),
         Reject(name, "no columns", edited(name, lambda x: x[..., :0])),
         Reject(name, "one dimension", edited(name, lambda x: x.flatten())),
+    ]
+
+
+def grad_rejects(name: str) -> list[Reject]:
+    """Wrong float32 gradients of mixes."""
+    return [
+        Reject(name, "double", edited(name, lambda g: g.double())),
+        Reject(name, "fewer tokens", edited(name, lambda g: g[1:])),
     ]
 
 

@@ -209,9 +209,8 @@ def best_keys(*static: Any) -> Any:
                     begin = T.alloc_var(T.int32, init=work.between[0])
                     last = T.alloc_var(T.int32, init=work.between[1])
                     steps.open_stream(k, k_sf, num_keys, begin, last, held, work)
-                    low = T.alloc_var(
-                        T.int32, init=held.bounds[0, 0]
-                    )  # keys in range of all queries
+                    # Keys in range of all queries.
+                    low = T.alloc_var(T.int32, init=held.bounds[0, 0])
                     high = T.alloc_var(T.int32, init=T.min(held.bounds[1, 0], last * keys))
                     for t in T.unroll(queries - 1):
                         low = T.max(low, held.bounds[0, t + 1])

@@ -50,10 +50,7 @@ _MHC_PRE_APPLY_MIX = samples.StreamCases(
         *samples.row_samples(_forward),
     ],
     large=samples.large_samples(_forward),
-    benchmarks=[
-        Benchmark("4096x4x7168", _forward(4096, h=7168), goal_us=72.1),
-        Benchmark("64x4x7168", _forward(64, h=7168)),
-    ],
+    benchmarks=samples.row_benchmarks(_forward, goal_us=72.1),
     vectors=[
         Vector(
             "2x2",

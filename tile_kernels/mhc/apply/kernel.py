@@ -6,10 +6,8 @@ from tilelang import language as T
 
 from tile_kernels.mhc.primitives import (
     add_products,
-    column_macros,
-    load_mixes,
     read_streams,
-    stream_types,
+    stream_macros,
     sum_of_warps,
     sum_to_shared,
 )
@@ -24,10 +22,8 @@ def apply_mix(*static: int) -> Any:
     """`out = sum_i mix[i] * x[i]`."""
     plan = MixPlan(*static)
     streams, hidden, threads, parts = plan.streams, plan.hidden, plan.threads, plan.parts
-    columns, load, store, _ = column_macros(hidden, plan.vector)
-    load_mix = load_mixes(streams, plan.mix_vector)
+    columns, load, store, _, load_mix, _, types = stream_macros(plan)
     read = read_streams(streams, columns)
-    types = stream_types(streams, hidden)
 
     @T.prim_func
     def applied(x: types.streams(), mix: types.mix(), out: types.row()):
@@ -52,11 +48,9 @@ def apply_mix_backward(*static: Any) -> Any:
     """`grad_x[i] (+)= mix[i] * grad` and `grad_mix[i] = sum over columns of grad * x[i]`."""
     plan = GradientPlan(*static)
     streams, hidden, threads = plan.streams, plan.hidden, plan.threads
-    columns, load, store, widened = column_macros(hidden, plan.vector)
+    columns, load, store, widened, load_mix, _, types = stream_macros(plan)
     warps = threads // WARP
-    load_mix = load_mixes(streams, plan.mix_vector)
     summed = sum_to_shared(streams, threads)
-    types = stream_types(streams, hidden)
 
     @T.prim_func
     def gradients(

@@ -49,6 +49,10 @@ def cost(x: Tensor, mix: Tensor) -> Cost:
     )
 
 
+def _gradients(grads: Any, given: Any, _: Any) -> tuple[Tensor, Tensor]:
+    return mhc_pre_apply_mix_bwd(*grads, *given)
+
+
 MHC_PRE_APPLY_MIX = Operator(
     "mhc.mhc_pre_apply_mix",
     Arguments,
@@ -57,7 +61,7 @@ MHC_PRE_APPLY_MIX = Operator(
     cost=cost,
     dynamic={"x": 2, "mix": 2},
     out=("out",),
-    **differentiated_by(lambda grads, given, _: mhc_pre_apply_mix_bwd(*grads, *given)),
+    **differentiated_by(_gradients),
 )
 
 

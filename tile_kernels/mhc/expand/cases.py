@@ -29,10 +29,7 @@ _EXPAND_TO_MHC = Cases(
         Sample("many odd", _forward(265, m=3, h=1047)),
     ],
     large=samples.large_samples(_forward),
-    benchmarks=[
-        Benchmark("4096x4x7168", _forward(4096, h=7168), goal_us=73.8),
-        Benchmark("64x4x7168", _forward(64, h=7168)),
-    ],
+    benchmarks=samples.row_benchmarks(_forward, goal_us=73.8),
     vectors=[
         Vector(
             "2x3",

@@ -152,17 +152,12 @@ _MHC_PRE_SPLIT_MIXES_BWD = StreamCases(
 
 @builder
 def _head(
-    device: torch.device,
-    *leading: int,
-    m: int = 4,
-    factor: float = 1.0,
-    special: bool = False,
-    shift: bool = False,
+    device: torch.device, *leading: int, m: int = 4, factor: float = 1.0, **kinds: bool
 ) -> Arguments:
-    mix = numbers((*leading, m), FP32, device, special=special, shift=shift)
+    mix = numbers((*leading, m), FP32, device, **kinds)
     return {
         "input_mix": mix.mul_(factor),
-        **_parameters(m, 1, device, shift),
+        **_parameters(m, 1, device, kinds.get("shift", False)),
         "mhc_pre_eps": 0.01,
     }
 
@@ -234,8 +229,7 @@ _MHC_HEAD_COMPUTE_MIX_BWD = StreamCases(
         )
     ],
     rejects=[
-        Reject("grad_mix", "double", edited("grad_mix", lambda g: g.double())),
-        Reject("grad_mix", "fewer tokens", edited("grad_mix", lambda g: g[1:])),
+        *samples.grad_rejects("grad_mix"),
         *_PARAMETER_REJECTS,
     ],
     compare=close_results(rtol=2e-5, atol=1e-4),

@@ -134,7 +134,8 @@ def _check_mixes(a: Any, m: int, like: shapes.Leading | None = None) -> None:
 
 def _split_gradients(grads: Any, given: Any, numbers: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, post_mult, _ = numbers
-    return mhc_pre_split_mixes_bwd(*grads, *given, post_mult)
+    arguments: list[Any] = [*grads, *given, post_mult]
+    return mhc_pre_split_mixes_bwd(*arguments)
 
 
 MHC_PRE_SPLIT_MIXES = Operator(
@@ -311,13 +312,17 @@ def _check_head_mix(a: Any) -> None:
     shapes.parameter("mhc_base", a.mhc_base, m)
 
 
+def _head_gradients(grads: Any, given: Any, _: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return mhc_head_compute_mix_bwd(*grads, *given)
+
+
 MHC_HEAD_COMPUTE_MIX = Operator(
     "mhc.mhc_head_compute_mix",
     HeadArguments,
     reference=reference.mhc_head_compute_mix,
     cost=bytes_per_element("input_mix", 8),
     dynamic={"input_mix": 1},
-    **differentiated_by(lambda grads, given, _: mhc_head_compute_mix_bwd(*grads, *given)),
+    **differentiated_by(_head_gradients),
 )
 
 

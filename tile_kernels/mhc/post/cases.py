@@ -59,10 +59,7 @@ _MHC_POST = samples.StreamCases(
         Sample("spread", _forward(4, residual=spread)),
     ],
     large=samples.large_samples(_forward),
-    benchmarks=[
-        Benchmark("4096x4x7168", _forward(4096, h=7168), goal_us=128.8),
-        Benchmark("64x4x7168", _forward(64, h=7168)),
-    ],
+    benchmarks=samples.row_benchmarks(_forward, goal_us=128.8),
     vectors=[
         Vector(
             "2x2", _vector, lambda: torch.tensor([[12.25, 23.5], [6.75, 12.5]]).bfloat16()

@@ -7,9 +7,7 @@ from tilelang import language as T
 from tile_kernels.mhc.primitives import (
     add_products,
     add_weighted,
-    column_macros,
-    load_mixes,
-    stream_types,
+    stream_macros,
     sum_of_warps,
     sum_to_shared,
     write_stream,
@@ -25,11 +23,8 @@ def post(*static: int) -> Any:
     """`out[j] = post[j] * x + sum_i comb[i, j] * residual[i]`."""
     plan = MixPlan(*static)
     streams, hidden, threads, parts = plan.streams, plan.hidden, plan.threads, plan.parts
-    columns, load, store, widened = column_macros(hidden, plan.vector)
-    load_post = load_mixes(streams, plan.mix_vector)
-    load_comb = load_mixes(streams * streams, plan.mix_vector)
+    columns, load, store, widened, load_post, load_comb, types = stream_macros(plan)
     write = write_stream(streams, columns)
-    types = stream_types(streams, hidden)
 
     @T.prim_func
     def written(
@@ -67,13 +62,10 @@ def post_backward(*static: Any) -> Any:
     """
     plan = GradientPlan(*static)
     streams, hidden, threads = plan.streams, plan.hidden, plan.threads
-    columns, load, store, widened = column_macros(hidden, plan.vector)
+    columns, load, store, widened, load_post, load_comb, types = stream_macros(plan)
     warps = threads // WARP
     count = streams * (streams + 1)  # sums of a token: those of `post`, then those of `comb`
-    load_post = load_mixes(streams, plan.mix_vector)
-    load_comb = load_mixes(streams * streams, plan.mix_vector)
     summed = sum_to_shared(count, threads)
-    types = stream_types(streams, hidden)
 
     @T.prim_func
     def gradients(

@@ -65,6 +65,10 @@ def cost(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tens
     )
 
 
+def _gradients(grads: Any, given: Any, _: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return mhc_post_bwd(*given, *grads)
+
+
 _declare = functools.partial(
     Operator,
     arguments=Arguments,
@@ -77,9 +81,7 @@ _declare = functools.partial(
     out=("out",),
     in_place=("residual",),
 )
-MHC_POST = _declare(
-    "mhc.mhc_post", **differentiated_by(lambda grads, given, _: mhc_post_bwd(*given, *grads))
-)
+MHC_POST = _declare("mhc.mhc_post", **differentiated_by(_gradients))
 MHC_POST_FWD = _declare("mhc.mhc_post_fwd", instead="tile_kernels.mhc.mhc_post")
 
 
@@ -240,12 +242,9 @@ def mhc_post_bwd(
         ValueError: If a shape or layout differs.
 
     Example:
-        >>> x, residual = torch.tensor([10.0, 20.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-        >>> post, comb = torch.tensor([[1.0], [0.5]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]])
-        >>> d_x, d_residual, d_post, d_comb = mhc_post_bwd(
-        ...     x.bfloat16(), residual.bfloat16(), post, comb, torch.eye(2).bfloat16()
-        ... )
-        >>> d_x.tolist(), d_post.tolist(), d_comb.tolist()
-        ([1.0, 0.5], [[10.0], [20.0]], [[1.0, 2.0], [3.0, 4.0]])
+        >>> x, one = torch.tensor([10.0, 20.0]).bfloat16(), torch.ones(1, 1)
+        >>> d_x, d_residual, d_post, d_comb = mhc_post_bwd(x, x[None], one, one / 2, x[None])
+        >>> d_x.tolist(), d_residual.tolist(), d_post.item(), d_comb.item()
+        ([10.0, 20.0], [[5.0, 10.0]], 500.0, 500.0)
     """
     return MHC_POST_BWD(x, residual, post_layer_mix, comb_res_mix, d_o)

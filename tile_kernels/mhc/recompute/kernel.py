@@ -8,10 +8,8 @@ from typing import Any
 from tilelang import language as T
 
 from tile_kernels.mhc.primitives import (
-    column_macros,
-    load_mixes,
     read_streams,
-    stream_types,
+    stream_macros,
     write_stream,
 )
 from tile_kernels.mhc.recompute.plan import LAYERS
@@ -32,12 +30,10 @@ def recompute(*static: int) -> Any:
     """
     plan = MixPlan(*static)
     streams, hidden, threads = plan.streams, plan.hidden, plan.threads
-    columns, load, store, widened = column_macros(hidden, plan.vector)
-    load_one = load_mixes(streams, plan.mix_vector)
-    load_comb = load_mixes(streams * streams, plan.mix_vector)
+    columns, load, store, widened, load_one, load_comb, types = stream_macros(plan)
+    num_tokens, rows, row, mix, comb = types
     read = read_streams(streams, columns)
     write = write_stream(streams, columns)
-    num_tokens, rows, row, mix, comb = stream_types(streams, hidden)
 
     @T.prim_func
     def recompute_tokens(

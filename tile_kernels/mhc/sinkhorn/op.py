@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,12 +30,17 @@ class Arguments(NamedTuple):
         return Out("out", self.x.shape, torch.float32)
 
     def launches(self, out: Spec) -> Launch | None:
-        if out.numel() == 0:
-            return None
-        size = out.shape[-1]
-        x, out = shapes.rows(self.x, size, size), shapes.rows(out, size, size)
-        problem = (size, alignment(x, out), is_near(self.eps))
-        return Launch(_NORMALIZE, problem, (x, out, self.repeat, float(self.eps)))
+        return _launch(_NORMALIZE, self, (self.x, out))
+
+
+def _launch(kernel: Kernel, a: Any, tensors: Sequence[Any]) -> Launch | None:
+    """`tensors` are all that is read or written, in the kernel's order."""
+    if a.x.numel() == 0:
+        return None
+    size = a.x.shape[-1]
+    matrices = [shapes.rows(each, size, size) for each in tensors]
+    problem = (size, alignment(*matrices), is_near(a.eps))
+    return Launch(kernel, problem, (*matrices, a.repeat, float(a.eps)))
 
 
 def check_steps(
@@ -54,6 +60,10 @@ def check(a: Any) -> None:
             f"{tuple(a.x.shape)}"
         )
     check_steps(a.repeat, a.eps)
+
+
+def _gradient(grads: Any, given: Any, steps: Any) -> Tensor:
+    return sinkhorn_normalize_bwd(*grads, *given, *steps)
 
 
 SINKHORN_NORMALIZE = Operator(
@@ -115,12 +125,7 @@ class BackwardArguments(NamedTuple):
         return Out("grad_x", self.x.shape, torch.float32)
 
     def launches(self, grad_x: Spec) -> Launch | None:
-        if grad_x.numel() == 0:
-            return None
-        size = grad_x.shape[-1]
-        x, grad_out, grad_x = (shapes.rows(t, size, size) for t in (self.x, self.grad_out, grad_x))
-        problem = (size, alignment(x, grad_out, grad_x), is_near(self.eps))
-        return Launch(_BACKWARD, problem, (grad_out, x, grad_x, self.repeat, float(self.eps)))
+        return _launch(_BACKWARD, self, (self.grad_out, self.x, grad_x))
 
 
 SINKHORN_NORMALIZE_BWD = Operator(
