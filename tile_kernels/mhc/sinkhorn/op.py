@@ -73,7 +73,7 @@ SINKHORN_NORMALIZE = Operator(
     reference=reference.sinkhorn_normalize,
     cost=bytes_per_element("x", 8),
     dynamic={"x": 2},
-    **differentiated_by(lambda grads, given, steps: sinkhorn_normalize_bwd(*grads, *given, *steps)),
+    **differentiated_by(_gradient),
 )
 
 
