@@ -48,7 +48,7 @@ class Arguments(NamedTuple):
             return [Host(Tensor.fill_, (out, -1))]
         share, shares = _shares(self)
         partial = shares > 1
-        lists = () if partial else (out.view(num_queries, 1, self.topk), None)
+        lists: tuple[Any, ...] = () if partial else (out.view(num_queries, 1, self.topk), None)
         *scratch_of_scores, names, scores = (*scratch, *lists)
         bounds = (_bound(self.start, self.weights, 0), _bound(self.end, self.weights, num_keys))
         block_queries = indexer.queries_per_block(num_queries, shares, self.q.device)
