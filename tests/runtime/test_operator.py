@@ -103,7 +103,7 @@ def test_dynamic_declaration_is_honest(op: Operator, evaluated: list[str]) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Operator, "_key", key)
         patch.setattr(Operator, "_launched", launch_all)
-        patch.setattr(prepared.Call, "run", lambda *_: None)
+        patch.setattr(prepared.Plan, "run", lambda *_: None)
         for sample in op.cases.small:
             # A public function may unpack the result, which is None here.
             with contextlib.suppress(TypeError, AttributeError):
@@ -189,7 +189,7 @@ def test_caches_are_bounded_and_threads_agree(
     evaluated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operator, "MAX_PLANS", 4)
-    monkeypatch.setattr(operator, "MAX_CALLS", 4)
+    monkeypatch.setattr(operator, "MAX_SIZES", 4)
     wrong: list[int] = []
 
     def work(seed: int) -> None:
@@ -206,7 +206,7 @@ def test_caches_are_bounded_and_threads_agree(
     assert not wrong
     plans = registry.get("transpose.transpose")._plans
     assert len(plans) <= 4 + 4  # a thread may be between the bound and its insertion
-    assert all(len(plan.calls) <= 8 for plan in plans.values())
+    assert all(len(plan.sizes) <= 8 for plan in plans.values())
 
 
 @each_operator

@@ -3,7 +3,7 @@
     build the key -> look up the prepared call -> allocate -> launch
 
 The key of a call holds dtypes, devices, alignment, strides, scalars and the sizes that are not
-declared as dynamic. It finds a `Plan`; the dynamic sizes find the `Call` in it. A new token count
+declared as dynamic. It finds a `Plan`; the dynamic sizes find a `Sized` in it. A new token count
 is a hit in the first cache and a miss in the second: `check` and `outputs` are evaluated,
 `launches` is not, and nothing is compiled.
 
@@ -33,7 +33,7 @@ from tile_kernels.runtime.cases import Cases, Cost, tensors_in
 from tile_kernels.runtime.declaration import Host, Launch, Out, Spec
 from tile_kernels.runtime.launch import Request, recorder
 from tile_kernels.runtime.outputs import check_output
-from tile_kernels.runtime.prepared import MAX_CALLS, Call, Plan, remember, sized
+from tile_kernels.runtime.prepared import MAX_SIZES, Plan, Sized, remember, sized
 from tile_kernels.runtime.pytorch import (
     LateAutograd,
     current_device,
@@ -57,6 +57,13 @@ def _method(arguments: type, given: dict[str, Any], name: str, *default: Any) ->
 
 def _no_scratch(arguments: Any) -> tuple[Out, ...]:  # noqa: ARG001
     return ()
+
+
+class _Forgetful(dict[Any, Any]):
+    """A cache that keeps nothing."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
 
 
 class _Dispatched(registry.Registered):
@@ -231,21 +238,22 @@ class Operator(registry.Registered):
         plan = None if key is None else self._plans.get(key)
         if plan is None:
             return self._slow(args, given, values, key, sizes)
-        call = plan.calls.get(tuple(sizes))
-        if call is None:
-            call = self._resized(plan, args, given, values, sizes)
-        if call.device != current_device() or (
-            call.written and call.conflicts(values, self._in_place)
+        sized = plan.sizes.get(tuple(sizes))
+        if sized is None:
+            sized = self._resized(plan, args, given, values, sizes)
+        if plan.device != current_device() or (
+            plan.written and plan.conflicts(values, sized, self._in_place)
         ):
             return self._slow(args, given, values, None, sizes)
-        return call.run(values)
+        return plan.run(values, sized)
 
-    def forget_sizes(self) -> None:
-        """Makes the next call one with new dynamic sizes, for measuring such calls."""
+    def remember_sizes(self, enabled: bool) -> None:
+        """With False, every call is one with new sizes, for measuring such calls."""
+        cache = dict if enabled else _Forgetful
         if not any(dims is not None for dims in self._static_dims):
-            self._plans.clear()
+            self._plans = cache()
         for plan in self._plans.values():
-            plan.calls.clear()
+            plan.sizes = cache()
 
     def _key(
         self, args: tuple[Any, ...], values: list[Any], num_args: int, sizes: list[Any]
@@ -297,16 +305,16 @@ class Operator(registry.Registered):
 
     def _resized(
         self, plan: Plan, args: Any, given: Any, values: list[Any], sizes: list[Any]
-    ) -> Call:
+    ) -> Sized:
         """A call of a known plan with new sizes."""
         record = self.arguments(*args)
         try:
             self.check(record)
-            call = plan.call(record, self._outs(record), given, values)
+            sized = plan.size(record, self._outs(record), given, values)
         except (TypeError, ValueError) as error:
             raise self._named(error) from None
-        remember(plan.calls, tuple(sizes), call, MAX_CALLS)
-        return call
+        remember(plan.sizes, tuple(sizes), sized, MAX_SIZES)
+        return sized
 
     def _slow(
         self, args: Any, given: Any, values: list[Any], key: tuple[Any, ...] | None, sizes: Any
@@ -357,13 +365,13 @@ class Operator(registry.Registered):
                 self.check_values(self.arguments(*args))
             if backend == "torch":
                 return self._refer(device, args, given)
-            call = self._prepare(backend, device, args, given, values, key, sizes)
+            plan, sized = self._prepare(backend, device, args, given, values, key, sizes)
         except (TypeError, ValueError) as error:
             raise self._named(error) from None
         if device.type == "cuda" and device.index != current_device():
             with torch.cuda.device(device):
-                return call.run(values)
-        return call.run(values)
+                return plan.run(values, sized)
+        return plan.run(values, sized)
 
     def _prepare(
         self,
@@ -374,7 +382,7 @@ class Operator(registry.Registered):
         values: list[Any],
         key: tuple[Any, ...] | None,
         sizes: Sequence[Any],
-    ) -> Call:
+    ) -> tuple[Plan, Sized]:
         """Evaluates the declaration for a call that is checked; remembers it under `key`."""
         record = self.arguments(*args)
         outs = self._outs(record)
@@ -389,11 +397,11 @@ class Operator(registry.Registered):
         if backend == "meta" or recorder.requests is not None:
             launches = ()
         plan.finish(launches, functools.partial(_handle, device, backend))
-        call = plan.call(record, outs, given, values)
+        found = plan.size(record, outs, given, values)
         if key is not None and not any(x.is_complex() for x in values if isinstance(x, Tensor)):
             remember(self._plans, key, plan, MAX_PLANS)  # a complex tensor may be conjugated
-            remember(plan.calls, tuple(sizes), call, MAX_CALLS)
-        return call
+            remember(plan.sizes, tuple(sizes), found, MAX_SIZES)
+        return plan, found
 
     def _launched(self, record: Any, specs: Sequence[Spec]) -> tuple[Launch | Host, ...]:
         launches = self._launches(record, *specs) or ()

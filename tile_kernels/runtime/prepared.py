@@ -1,7 +1,7 @@
 """Prepared calls: what a call of an operator allocates and launches, as positions in a list.
 
 A `Plan` holds what follows from the launches of an operator; it serves every call whose arguments
-differ in dynamic sizes alone. A `Call` adds what follows from the sizes and can run.
+differ in dynamic sizes alone. What follows from the sizes is a `Sized`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,68 +29,36 @@ from tile_kernels.runtime.declaration import (
 from tile_kernels.runtime.outputs import check_output
 from tile_kernels.runtime.pytorch import empty_strided_cuda
 
-MAX_CALLS = 512  # sizes that a plan remembers; the oldest is dropped first
+MAX_SIZES = 512  # that a plan remembers; the oldest is dropped first
 
 
-class Call:
-    """A call that is ready to run.
+class Sized(NamedTuple):
+    """What depends on the dynamic sizes of a call."""
 
-    `run` works on a list of values: the tensors and numbers of the call, the caller's buffers, then
-    in this order what it appends: allocations, views, constants, and results of `steps`.
-    """
-
-    __slots__ = (
-        "allocate", "allocations", "constants", "device", "launches", "results", "spans", "steps",
-        "views", "written",
-    )  # fmt: skip
-    allocate: Callable[..., Tensor]
     allocations: tuple[tuple[Any, Any, torch.dtype], ...]
+    views: tuple[tuple[int, Any, Any], ...]  # (position, shape, strides)
     constants: tuple[Any, ...]
-    device: int
-    launches: tuple[tuple[Callable[..., Any], Callable[[list[Any]], Any]], ...]
-    results: Callable[[list[Any]], Any]
-    spans: tuple[tuple[int, int], ...]  # (position, bytes from the first element to the last)
     steps: tuple[tuple[Callable[..., Any], int, tuple[Any, ...]], ...]
-    views: tuple[tuple[int, Any, Any], ...]
-    written: tuple[int, ...]  # positions of buffers and of arguments that change in place
-
-    def run(self, values: list[Any]) -> Any:
-        """Allocates and launches. `values` holds the arguments and buffers, and is extended."""
-        allocate = self.allocate
-        for shape, strides, dtype in self.allocations:
-            values.append(allocate(shape, strides, dtype))
-        for position, shape, strides in self.views:
-            values.append(values[position].as_strided(shape, strides))
-        values += self.constants
-        for function, position, operands in self.steps:
-            values.append(function(values[position], *operands))
-        for handle, arguments in self.launches:
-            handle(*arguments(values))
-        if self.written:
-            # Kernels write without the dispatcher, which would inform autograd.
-            increment_version([values[i] for i in self.written if not values[i].is_inference()])
-        return self.results(values)
-
-    def conflicts(self, values: list[Any], in_place: tuple[int, ...]) -> bool:
-        """Whether a written tensor shares memory with another value, or may not be written.
-
-        It may be the very tensor at one of the positions `in_place`.
-        """
-        spans = [(i, values[i].data_ptr(), size) for i, size in self.spans]
-        for i, start, size in spans:
-            if i not in self.written:
-                continue
-            if values[i].is_inference() and not torch.is_inference_mode_enabled():
-                return True
-            for k, other, other_size in spans:
-                apart = start >= other + other_size or other >= start + size
-                if k != i and not apart and not (k in in_place and values[k] is values[i]):
-                    return True
-        return False
+    launches: tuple[tuple[Callable[..., Any], Callable[[list[Any]], Any]], ...]
+    spans: tuple[tuple[int, int], ...]  # (position, bytes from the first element to the last)
 
 
 class Plan:
-    """The launches of an operator for one cache key, for any dynamic sizes."""
+    """The launches of an operator for one cache key.
+
+    A call works on a list of values: its tensors and numbers, the caller's buffers, then in this
+    order what `run` appends: allocations, views, constants, results of steps.
+
+    Args:
+        outs: The results, then scratch.
+        num_results: How many of `outs` are results.
+        given: The caller's buffers for the results.
+        num_values: How many arguments and buffers there are.
+        mutated: The positions of arguments that are written.
+        device: Where everything is.
+        cached: Whether the plan serves several calls. One that does not allocates through the
+            dispatcher, so that modes see it.
+    """
 
     def __init__(
         self,
@@ -98,111 +66,132 @@ class Plan:
         num_results: int,
         given: Sequence[Spec],
         num_values: int,
-        written: tuple[int, ...],
+        mutated: Sequence[int],
         device: torch.device,
         cached: bool,
     ) -> None:
-        """`outs` are the results, then scratch. `num_values` counts arguments and buffers.
-
-        Calls that are not cached allocate by the dispatcher, which modes can see.
-        """
-        self.device, self.written, self.cached = device, written, cached
-        self._num_results = num_results
-        self.calls: dict[tuple[Any, ...], Call] = {}
-        self._num_given, self._first_out = len(given), num_values - len(given)
-        view_at = self._first_out + len(outs)
+        self.device = device.index or 0
+        self.sizes: dict[tuple[Any, ...], Sized] = {}
+        self._num_given, self._num_results = len(given), num_results
+        self._first_out = num_values - len(given)
+        self.written = (*mutated, *range(self._first_out, num_values))
+        self._mutates = bool(mutated)
+        fast = empty_strided_cuda(device) if cached else None
+        self._allocate = fast or functools.partial(_allocate, device)
+        view_at = first_view = self._first_out + len(outs)
         results: list[int] = []
         self.specs: list[Spec] = []  # what launches get
         for i, out in enumerate(outs):
-            shape, strides, dtype = out.memory
             memory_at = result_at = self._first_out + i  # buffers come before allocations
-            if out.base is not None:
+            if out.base is not None:  # launches get the base, the caller the view
                 if i < len(given):
                     memory_at = view_at
                 else:
                     result_at = view_at
                 view_at += 1
             aligned = given[i].alignment if i < len(given) else ALIGNMENT
+            shape, strides, dtype = out.memory
             self.specs.append(Spec(shape, strides, dtype, device, aligned, memory_at))
             results.append(result_at)
-        self._first_constant = view_at
-        self._has_views = view_at > self._first_out + len(outs)
+        self._first_constant, self._has_views = view_at, view_at > first_view
         self._results = itemgetter(*results[:num_results]) if num_results else _nothing
 
     def finish(
         self, launches: Sequence[Launch | Host], handle: Callable[[Launch, Any], Callable[..., Any]]
     ) -> None:
         """Takes the launches over. `handle(launch, problem)` is what runs one."""
-        self._handle, self._launches = handle, tuple(launches)
-        constants = [x for each in launches for x in each.arguments if not isinstance(x, Spec)]
-        self._constants, next_constant = tuple(constants), self._first_constant
+        constants: list[Any] = []
         steps: list[tuple[Any, int, tuple[Any, ...]]] = []
         positions: dict[int, int] = {}
-        first_step = self._first_constant + len(constants)
+        flat = [x for each in launches for x in each.arguments]
+        first_step = self._first_constant + sum(not isinstance(x, Spec) for x in flat)
 
-        def position(spec: Spec) -> int:
-            if isinstance(spec.source, int):
-                return spec.source
-            if id(spec) not in positions:
-                parent, function, operands = spec.source
+        def position(value: Any) -> int:
+            if not isinstance(value, Spec):
+                constants.append(value)
+                return self._first_constant + len(constants) - 1
+            if isinstance(value.source, int):
+                return value.source
+            if id(value) not in positions:
+                parent, function, operands = value.source
                 at = position(parent)
-                positions[id(spec)] = first_step + len(steps)
+                positions[id(value)] = first_step + len(steps)
                 steps.append((function, at, operands))
-            return positions[id(spec)]
+            return positions[id(value)]
 
-        self._getters = []
-        for each in launches:
-            found = []
-            for argument in each.arguments:
-                if isinstance(argument, Spec):
-                    found.append(position(argument))
-                else:
-                    found.append(next_constant)
-                    next_constant += 1
-            self._getters.append(_getter(found))
-        self._steps = tuple(steps)
-        problems = [each.problem for each in launches if isinstance(each, Launch)]
-        self._sized_problems = any(type(x) is Size for problem in problems for x in problem)
+        getters = [_getter([position(x) for x in each.arguments]) for each in launches]
+
+        def bind(record: Any) -> tuple[Any, ...]:
+            handles = (
+                handle(each, sized(each.problem, record)) if isinstance(each, Launch)
+                else each.function for each in launches
+            )  # fmt: skip
+            return tuple(zip(handles, getters))
+
+        self._constants, self._steps, self._bind = tuple(constants), tuple(steps), bind
+        problems = [x for each in launches if isinstance(each, Launch) for x in each.problem]
+        self._sized_problems = any(type(x) is Size for x in problems)
         self._sized_constants = any(type(x) is Size for x in constants)
-        self._handles: tuple[Any, ...] | None = None
+        self._bound: tuple[Any, ...] | None = None
 
-    def call(
+    def size(
         self, record: Any, outs: Sequence[Out], given: Sequence[Tensor], values: Sequence[Any]
-    ) -> Call:
-        """The call for the sizes of `record`, checked, with the results `outs` and scratch."""
-        call, first = Call(), self._first_out
+    ) -> Sized:
+        """What depends on the sizes of `record`, which is checked; `outs` are its results."""
         for out, buffer in zip(outs, given):
             check_output(out.name, buffer, out.shape, out.dtype, out.strides)
-        call.allocations = tuple([out.memory for out in outs[self._num_given :]])
-        call.views = self._views(outs, given) if self._has_views else ()
-        call.constants, call.results = self._constants, self._results
+        allocations = tuple([out.memory for out in outs[self._num_given :]])
+        views = self._views(outs, given) if self._has_views else ()
+        constants, bound = self._constants, self._bound
         if self._sized_constants:
-            call.constants = sized(self._constants, record)
-        call.steps, call.launches = (), ()
-        if not self._has_no_effect(outs):
-            handles = self._handles
-            if handles is None or self._sized_problems:
-                handles = tuple(
-                    self._handle(each, sized(each.problem, record))
-                    if isinstance(each, Launch) else each.function
-                    for each in self._launches
-                )  # fmt: skip
-                self._handles = handles
-            call.steps, call.launches = self._steps, tuple(zip(handles, self._getters))
-        call.written = (*self.written, *range(first, first + self._num_given))
-        call.spans = ()
-        if call.written:
-            tensors = [(i, x) for i, x in enumerate(values) if isinstance(x, Tensor)]
-            call.spans = tuple((i, _byte_span(x)) for i, x in tensors)
-        call.device = self.device.index or 0
-        fast = empty_strided_cuda(self.device) if self.cached else None
-        call.allocate = fast or functools.partial(_allocate, self.device)
-        return call
-
-    def _has_no_effect(self, outs: Sequence[Out]) -> bool:
-        """Whether all results are empty, as some dynamic sizes make them: a grid would be too."""
+            constants = sized(constants, record)
+        spans = [(i, _byte_span(x)) for i, x in enumerate(values) if isinstance(x, Tensor)] if (
+            self.written) else ()  # fmt: skip
         results = outs[: self._num_results]
-        return bool(results) and not self.written and all(0 in out.shape for out in results)
+        if results and not self._mutates and all(0 in out.shape for out in results):
+            return Sized(allocations, views, constants, (), (), tuple(spans))  # an empty grid
+        if bound is None or self._sized_problems:
+            bound = self._bound = self._bind(record)
+        return Sized(allocations, views, constants, self._steps, bound, tuple(spans))
+
+    def run(self, values: list[Any], sized: Sized) -> Any:
+        """Allocates and launches. `values` holds the arguments and buffers, and is extended."""
+        allocations, views, constants, steps, launches, _ = sized
+        allocate = self._allocate
+        for shape, strides, dtype in allocations:
+            values.append(allocate(shape, strides, dtype))
+        for position, shape, strides in views:
+            values.append(values[position].as_strided(shape, strides))
+        values += constants
+        for function, position, operands in steps:
+            values.append(function(values[position], *operands))
+        for handle, arguments in launches:
+            handle(*arguments(values))
+        if self.written:
+            # Kernels write without the dispatcher, which would inform autograd.
+            increment_version([values[i] for i in self.written if not values[i].is_inference()])
+        return self._results(values)
+
+    def conflicts(self, values: list[Any], sized: Sized, in_place: tuple[int, ...]) -> bool:
+        """Whether a written tensor shares memory with another value, or may not be written.
+
+        It may be the very tensor at one of the positions `in_place`.
+        """
+        written = [values[i] for i in self.written]
+        if not torch.is_inference_mode_enabled() and any(x.is_inference() for x in written):
+            return True
+        same = [i for i in in_place if any(values[i] is x for x in written)]
+        spans = [
+            (values[i].data_ptr(), size, i in self.written)
+            for i, size in sized.spans if i not in same
+        ]  # fmt: skip
+        end = end_written = 0  # of what lies before
+        for start, size, is_written in sorted(spans):
+            if size and start < (end if is_written else end_written):
+                return True
+            end = max(end, start + size)
+            end_written = max(end_written, start + size) if is_written else end_written
+        return False
 
     def _views(
         self, outs: Sequence[Out], given: Sequence[Tensor]
