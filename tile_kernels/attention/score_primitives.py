@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from tilelang import language as T
 
-from tile_kernels.attention.indexer_plan import BF16, E2M1, E4M3, GROUP, KEYS, MARKING, Tile
+from tile_kernels.attention.indexer_plan import BF16, E2M1, E4M3, GROUP, KEYS, Tile
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
@@ -139,7 +139,6 @@ class ScoreMacros(NamedTuple):
     some_marked: Any
     marked: Any
     begin_marks: Any
-    leave_mark: Any
     open_stream: Any
     arrive: Any
     forward: Any
@@ -148,13 +147,9 @@ class ScoreMacros(NamedTuple):
     scaled: Any
 
 
-def score_macros(tile: Tile, role: str) -> ScoreMacros:
-    """For a tile and the role of a launch."""
-    some_marked, marked, begin_marks, leave_mark = marks_of(tile, role)
-    return ScoreMacros(
-        begin_block(tile), some_marked, marked, begin_marks, leave_mark, *stream_keys(tile),
-        *product(tile),
-    )  # fmt: skip
+def score_macros(tile: Tile) -> ScoreMacros:
+    """The steps for a tile."""
+    return ScoreMacros(begin_block(tile), *marks_of(tile), *stream_keys(tile), *product(tile))
 
 
 def begin_block(tile: Tile) -> Any:
@@ -266,11 +261,10 @@ def query_ranges(tile: Tile) -> Any:
     return load, span
 
 
-def marks_of(tile: Tile, role: str) -> Any:
+def marks_of(tile: Tile) -> Any:
     """Macros about what is not done exactly: whether queries of a block are `marked` for its share
     of the keys, and whether `some` of many are, by way of shared `flag`; `begin` a block's own
-    mark, with those that its keys have by tiles of 128, if they were expanded before; `leave` it,
-    if that is the launch's role."""
+    mark, with those that its keys have by tiles of 128, if they were expanded before."""
 
     @T.macro
     def some(marks, first, count, tokens, share, flag):
@@ -301,14 +295,7 @@ def marks_of(tile: Tile, role: str) -> Any:
         elif tile.packed and T.get_thread_binding() == 0:
             wide[0] = 0
 
-    @T.macro
-    def leave(marks, first, tokens, share, wide):
-        if role == MARKING:
-            tx = T.get_thread_binding()
-            if tx < tile.queries and first + tx < tokens:
-                marks[first + tx, share] = wide[0]
-
-    return some, marked, begin, leave
+    return some, marked, begin
 
 
 # ---- packed e2m1 --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 from tilelang import language as T
 
-from tile_kernels.attention.indexer_plan import E2M1, MARKED, with_tile
+from tile_kernels.attention.indexer_plan import E2M1, MARKED, MARKING, with_tile
 from tile_kernels.attention.list_primitives import NO_TYPED_SYNC
 from tile_kernels.attention.logits.plan import Plan
 from tile_kernels.attention.score_primitives import (
@@ -38,7 +38,7 @@ def score_tiles(*static: Any) -> Any:
     """A block has some queries and a share of the keys, `share_keys`, a multiple of 128."""
     tile, out_dtype, role = with_tile(Plan, static)
     keys, queries = tile.keys, tile.queries
-    types, steps = score_types(tile), score_macros(tile, role)
+    types, steps = score_types(tile), score_macros(tile)
     tokens, num_keys = types.tokens, types.num_keys
 
     @T.macro
@@ -62,6 +62,7 @@ def score_tiles(*static: Any) -> Any:
         turns = T.max(block_queries // queries, 1) if role == MARKED else 1
         with types.grid(tile, turns, share_keys) as (block, share):
             T.annotate_min_blocks_per_sm(tile.blocks)
+            tx = T.get_thread_binding()
             held = Held(*shared_memory(tile, 2))
             work = Work(*registers(tile))
             wanted = T.alloc_var(T.bool, init=T.bool(True))
@@ -100,7 +101,9 @@ def score_tiles(*static: Any) -> Any:
                     T.sync_threads()
                     if begin < last:
                         store(out, first, last - 1, held, True)
-                    steps.leave_mark(marks, first, tokens, share, work.wide)
+                    if role == MARKING:
+                        if tx < queries and first + tx < tokens:
+                            marks[first + tx, share] = work.wide[0]
 
     return score_blocks
 

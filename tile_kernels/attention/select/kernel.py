@@ -9,7 +9,7 @@ from typing import Any
 
 from tilelang import language as T
 
-from tile_kernels.attention.indexer_plan import BINS, E2M1, MARKED, with_tile
+from tile_kernels.attention.indexer_plan import BINS, E2M1, MARKED, MARKING, with_tile
 from tile_kernels.attention.list_primitives import FOUND, NO_TYPED_SYNC, keep_best, key_of
 from tile_kernels.attention.score_primitives import (
     Held,
@@ -46,7 +46,7 @@ def best_keys(*static: Any) -> Any:
     warps, lanes = tile.threads // WARP, WARP // queries  # of a query
     per = TOGETHER * queries * keys // tile.threads  # keys of a query that a thread takes at a time
     of_warp, vector = lanes * per, min(4, per)
-    types, steps = score_types(tile), score_macros(tile, role)
+    types, steps = score_types(tile), score_macros(tile)
     tokens, num_keys, shares = types.tokens, types.num_keys, types.shares
     ids_in = "uint16" if short else "int32"
     keep = keep_best(topk, capacity, tile.threads, lambda word: word, ids_in)
@@ -266,6 +266,8 @@ def best_keys(*static: Any) -> Any:
                                     out_keys[first + t, share, position] = T.if_then_else(
                                         present, best[t, position], T.uint32(0)
                                     )
-                    steps.leave_mark(marks, first, tokens, share, work.wide)
+                    if role == MARKING:
+                        if tx < queries and first + tx < tokens:
+                            marks[first + tx, share] = work.wide[0]
 
     return best_of_queries

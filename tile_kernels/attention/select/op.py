@@ -48,15 +48,17 @@ class Arguments(NamedTuple):
             return [Host(Tensor.fill_, (out, -1))]
         share, shares = _shares(self)
         partial = shares > 1
-        lists: tuple[Any, ...] = () if partial else (out.view(num_queries, 1, self.topk), None)
-        *scratch_of_scores, names, scores = (*scratch, *lists)
+        if partial:
+            *buffers, names, scores = scratch
+        else:
+            buffers, names, scores = list(scratch), out.view(num_queries, 1, self.topk), None
         bounds = (_bound(self.start, self.weights, 0), _bound(self.end, self.weights, num_keys))
         block_queries = indexer.queries_per_block(num_queries, shares, self.q.device)
         problem = (self.topk, share <= MAX_SHORT, partial)
         results = (names, scores, share, block_queries)
         operands = (*self[:5], *bounds)
         found: list[Launch | Host] = [
-            *indexer.score(_BEST_KEYS, problem, operands, scratch_of_scores, results)
+            *indexer.score(_BEST_KEYS, problem, operands, buffers, results)
         ]
         if scores is not None:
             rows = (num_queries, shares * self.topk)
