@@ -241,3 +241,10 @@ def test_stack_depth_on_a_hit(evaluated: list[str], monkeypatch: pytest.MonkeyPa
     transpose.transpose(x)
     transpose.transpose(x)
     assert depths[-1] - here - 1 <= 4
+
+
+def test_schemas_are_those_that_pytorch_infers() -> None:
+    for op in registry.operators():
+        implemented = op.custom_op._init_fn
+        inferred = torch.library.infer_schema(implemented, mutates_args=op._schema_mutates)
+        assert str(op.custom_op._opoverload._schema).partition("(")[2] == inferred[1:]
