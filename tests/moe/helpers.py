@@ -13,8 +13,6 @@ from tile_kernels.testing.bench import make_param_id
 from tile_kernels.testing.generator import generate_moe_params, generate_topk_idx
 
 BACKENDS = ["torch", "emulate"]
-
-
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -42,14 +40,10 @@ def reduced_plainly(
 
 
 HIDDEN_SIZES = (576, 2048, 2560, 3072, 4096, 6144, 7168)
-
-
 PARAMS_AND_HIDDEN = [
     {**params, "hidden": hidden}
     for params, hidden in zip(generate_moe_params(), itertools.cycle(HIDDEN_SIZES))
 ]
-
-
 each_grid_point_and_hidden = pytest.mark.parametrize("params", PARAMS_AND_HIDDEN, ids=make_param_id)
 
 
@@ -60,8 +54,6 @@ def mapped(params: dict[str, int], alignment: int) -> tuple[Tensor, Tensor]:
 
 
 PARAMS = list(generate_moe_params())
-
-
 each_grid_point = pytest.mark.parametrize("params", PARAMS, ids=make_param_id)
 
 
