@@ -10,10 +10,11 @@ import pytest
 
 from tile_kernels.runtime import sources
 
+NEEDS_NVCC = "compiles with nvcc, which was not found: install a CUDA toolkit to run it"
+
 # Compiling is optional for users, who may have no CUDA toolkit; CI must never skip it.
 needs_nvcc = pytest.mark.skipif(
-    sources.nvcc() is None and "CI" not in os.environ,
-    reason="compiles with nvcc, which was not found: install a CUDA toolkit to run it",
+    sources.nvcc() is None and "CI" not in os.environ, reason=NEEDS_NVCC
 )
 
 # Where an operator runs: backend and device.

@@ -11,12 +11,13 @@ from collections import Counter
 import pytest
 
 from tests.requirements import needs_nvcc
-from tile_kernels.runtime import registry, sources
+from tests.selection import operators
+from tile_kernels.runtime import sources
 from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.runtime.operator import Operator
 from tile_kernels.runtime.warmup import Call, Compilation, compilations
 
-OPS = registry.all_ops()
+OPS = operators()
 # Without --full: lowered for an architecture with little shared memory and for one after Hopper;
 # compiled for Hopper.
 BY_DEFAULT = {"test_lowers": ["sm_89", "sm_100a"], "test_compiles_well": ["sm_90a"]}

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tile_kernels
 from tests.requirements import GROUNDS
-from tests.selection import emulated_by_default
-from tile_kernels.runtime import emulation, registry
+from tests.selection import emulated_by_default, operators
+from tile_kernels.runtime import emulation
 from tile_kernels.runtime.cases import (
     Arguments,
     Reject,
@@ -27,7 +27,7 @@ from tile_kernels.runtime.cases import (
 from tile_kernels.runtime.operator import Operator
 from tile_kernels.testing.poison import poisoned_empty
 
-OPS = registry.all_ops()
+OPS = operators()
 each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 each_ground = pytest.mark.parametrize("ground", GROUNDS)
 on_gpu = pytest.mark.gpu

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.selection import emulated_by_default, operators
 from tests.test_ops import copies
 from tile_kernels import attention, config, mhc, transpose
 from tile_kernels.runtime import emulation, launch, operator, prepared, registry
@@ -27,7 +28,7 @@ from tile_kernels.torch import mhc as mhc_references
 from tile_kernels.transpose import reference
 
 OPERATORS = registry.operators()
-PUBLIC = registry.all_ops()  # the library's own: other tests declare operators too
+PUBLIC = operators()  # the library's own: other tests declare operators too
 each_operator = pytest.mark.parametrize("op", PUBLIC, ids=lambda each: each.name)
 
 
@@ -36,8 +37,9 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of operators whose `launches` were evaluated; calls on the CPU are cached."""
 
     def handle(self: Any, static: Any, arch: str) -> Any:
-        options = emulation.Options(mode="fast")
-        return self.once(("static", static), lambda: emulation._build(self, static, options))
+        options = emulation.Options()  # those of other tests, whose kernels are compiled already
+        build = lambda: emulation._build(self, static, options)  # noqa: E731
+        return self.once(("emulate", options, static), build)
 
     monkeypatch.setattr(Tensor, "get_device", lambda _: 0)
     monkeypatch.setattr(operator, "current_device", int)
@@ -58,9 +60,11 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def first_samples(op: Operator) -> list[Any]:
     """A few samples: their call runs three times each."""
-    return op.cases.small[:: max(1, len(op.cases.small) // 3)]
+    samples = emulated_by_default(op)
+    return samples[:: max(1, len(samples) // 3)]
 
 
+@pytest.mark.emulated
 @each_operator
 def test_repeated_calls_give_the_reference(op: Operator, evaluated: list[str]) -> None:
     """The arguments of earlier calls are overwritten, so that nothing of them can be kept."""
@@ -215,14 +219,12 @@ def test_warm_up_sees_what_a_call_launches(
 ) -> None:
     sample = op.cases.ordinary()
     asked: list[Any] = []
-    bound = launch.Kernel.bound
-    monkeypatch.setattr(
-        launch.Kernel,
-        "bound",
-        lambda self, problem, index: (
-            asked.append((self.name, problem)) or bound(self, problem, index)
-        ),
-    )
+
+    def bound(self: Any, problem: Any, index: int) -> Any:
+        asked.append((self.name, problem))
+        return lambda *_: None
+
+    monkeypatch.setattr(launch.Kernel, "bound", bound)
     op.function(**sample.build("cpu"))
     monkeypatch.undo()
     with launch.recording() as requests:
