@@ -29,6 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "compiled: compiles kernels with nvcc",
         "multiprocess: starts other processes",
         "slow: takes seconds for another reason",
+        "full: repeats what other tests show, for more cases; runs with --full",
     ):
         config.addinivalue_line("markers", line)
     selection.select(config.getoption("--op"))
@@ -46,6 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for marker in markers_of(item):
             item.add_marker(marker)
+    if not config.getoption("--full"):
+        _keep(config, items, lambda item: item.get_closest_marker("full") is None)
     name = config.getoption("--op")
     if name is not None:
         _keep(config, items, lambda item: selection.tests(item, name))

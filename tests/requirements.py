@@ -18,11 +18,11 @@ needs_nvcc = pytest.mark.skipif(
 )
 
 # Where an operator runs: backend and device.
-GROUNDS = [
-    pytest.param(("torch", "cpu"), id="torch"),
-    pytest.param(("emulate", "cpu"), id="emulate", marks=pytest.mark.emulated),
-    pytest.param(("tilelang", "cuda"), id="cuda", marks=pytest.mark.gpu),
-]
+TORCH = pytest.param(("torch", "cpu"), id="torch")
+EMULATED = pytest.param(("emulate", "cpu"), id="emulate", marks=pytest.mark.emulated)
+EMULATED_IN_FULL = pytest.param(("emulate", "cpu"), id="emulate", marks=pytest.mark.full)
+CUDA = pytest.param(("tilelang", "cuda"), id="cuda", marks=pytest.mark.gpu)
+GROUNDS = [TORCH, EMULATED, CUDA]
 
 
 def run_fresh(code: str, **environment: str) -> str:

@@ -85,18 +85,27 @@ def kernels_of(op: Any, sample: Sample) -> Kernels:
     return frozenset((item.kernel.name, item.static) for item in found)
 
 
+def _kinds(kernels: Kernels) -> set[Any]:
+    """The kernels with each kind of value of each static argument."""
+    return {
+        (name, position, kind_of(value))
+        for name, static in kernels
+        for position, value in enumerate(static)
+    }
+
+
 @functools.cache
 def emulated_by_default(op: Any) -> list[Sample]:
-    """The small samples of an operator that are emulated without `--full`."""
+    """The small samples of an operator that are emulated without `--full`.
+
+    The kernels of the ordinary sample, which many tests use, are always among them.
+    """
     kernels = {sample.label: kernels_of(op, sample) for sample in op.cases.small}
-    chosen: set[tuple[str, tuple[Any, ...]]] = set()
-    seen: set[Any] = set()
+    ordinary = kernels_of(op, op.cases.ordinary())
+    chosen: set[tuple[str, tuple[Any, ...]]] = set(ordinary)
+    seen: set[Any] = _kinds(ordinary)
     for needed in kernels.values():
-        kinds = {
-            (name, position, kind_of(value))
-            for name, static in needed
-            for position, value in enumerate(static)
-        }
+        kinds = _kinds(needed)
         if not kinds <= seen:
             seen |= kinds
             chosen |= needed

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tile_kernels
-from tests.requirements import GROUNDS
+from tests.requirements import CUDA, EMULATED_IN_FULL, GROUNDS, TORCH
 from tests.selection import emulated_by_default, operators
 from tile_kernels.runtime import emulation
 from tile_kernels.runtime.cases import (
@@ -121,9 +121,13 @@ def test_large_sample(op: Operator, sample: Sample) -> None:
     check_unchanged(op, arguments, before)
 
 
-@each_ground
+@pytest.mark.parametrize("ground", [TORCH, EMULATED_IN_FULL, CUDA])
 @each_op
 def test_vectors(op: Operator, ground: tuple[str, str]) -> None:
+    """The reference gives the worked examples; on a GPU and with `--full` so does the kernel.
+
+    Emulated samples are compared with the reference, so that its examples hold for kernels too.
+    """
     backend, device = ground
     assert op.cases.vectors, f"{op.name} has no worked example"
     for vector in op.cases.vectors:
