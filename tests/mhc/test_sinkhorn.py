@@ -49,7 +49,7 @@ def test_gradient_of_sinkhorn(m: int, repeat: int) -> None:
     assert_gradients(
         [oracles.sinkhorn_normalize_bwd(grad, x, repeat)], gradients(normalize, [x], grad)
     )
-    if repeat < 10:
+    if repeat < 10 and m <= 4:  # seconds for larger matrices
         assert torch.autograd.gradcheck(normalize, x.requires_grad_())
 
 
