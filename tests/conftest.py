@@ -26,10 +26,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "emulated: runs kernels on the CPU; seconds each where the cache of compiled ones is cold",
-        "compiled: compiles kernels with nvcc",
+        "compiled: lowers kernels to CUDA, or compiles them with nvcc",
         "multiprocess: starts other processes",
         "slow: takes seconds for another reason",
-        "full: repeats what other tests show, for more cases; runs with --full",
+        "full: repeats what other tests show, for more cases; runs with --full or on a GPU",
     ):
         config.addinivalue_line("markers", line)
     selection.select(config.getoption("--op"))
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker in markers_of(item):
             item.add_marker(marker)
     if not config.getoption("--full"):
-        _keep(config, items, lambda item: item.get_closest_marker("full") is None)
+        _keep(config, items, lambda item: not is_long(item))
     name = config.getoption("--op")
     if name is not None:
         _keep(config, items, lambda item: selection.tests(item, name))
@@ -66,6 +66,12 @@ def _keep(
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if kept(item)]
+
+
+def is_long(item: pytest.Item) -> bool:
+    """Whether a test runs with `--full` alone; on a GPU it always runs."""
+    has = item.get_closest_marker
+    return has("full") is not None and has("gpu") is None
 
 
 # Test files by marker, where all of their tests are of that kind.

@@ -13,7 +13,9 @@ import pytest
 from tests.requirements import needs_nvcc
 from tests.selection import operators
 from tile_kernels.runtime import sources
+from tile_kernels.runtime.cases import moved
 from tile_kernels.runtime.device import DESCRIBED
+from tile_kernels.runtime.launch import recording
 from tile_kernels.runtime.operator import Operator
 from tile_kernels.runtime.warmup import Call, Compilation, compilations
 
@@ -63,11 +65,17 @@ def kind_of(item: Compilation) -> tuple[object, ...]:
 @each_op
 def test_plans(op: Operator) -> None:
     """Every sample has a plan on every architecture."""
-    for arch in DESCRIBED:
+    with recording() as requests:
         for kind in ("benchmarks", "small", "large"):
-            compilations(calls(op, kind), DESCRIBED[arch])
+            for _, arguments in calls(op, kind):
+                op.function(**moved(arguments, "meta"))
+    assert requests
+    for device in DESCRIBED.values():
+        for request in requests:
+            request.kernel.static_arguments(request.problem, device)
 
 
+@pytest.mark.compiled
 @each_op
 def test_lowers(op: Operator, arch: str, full: bool) -> None:
     for item in kernels(op, arch, full):
