@@ -68,6 +68,9 @@ def tests(item: pytest.Item, name: str) -> bool:
     return isinstance(item, pytest.Function) and _names(inspect.getsource(item.function), name)
 
 
+# Labels of samples whose values are out of the ordinary.
+_SPECIAL = re.compile(r"special|nan|-inf|extreme|ties|equal|zero|wild")
+
 Kernels = frozenset[tuple[str, tuple[Any, ...]]]
 
 
@@ -98,15 +101,21 @@ def _kinds(kernels: Kernels) -> set[Any]:
 def emulated_by_default(op: Any) -> list[Sample]:
     """The small samples of an operator that are emulated without `--full`.
 
-    The kernels of the ordinary sample, which many tests use, are always among them.
+    The kernels of the ordinary sample, which many tests use, are always among them. Samples of
+    special values come next, so that most kernels are run with NaN, infinities and ties.
     """
     kernels = {sample.label: kernels_of(op, sample) for sample in op.cases.small}
     ordinary = kernels_of(op, op.cases.ordinary())
     chosen: set[tuple[str, tuple[Any, ...]]] = set(ordinary)
     seen: set[Any] = _kinds(ordinary)
-    for needed in kernels.values():
-        kinds = _kinds(needed)
-        if not kinds <= seen:
-            seen |= kinds
+    special: set[Any] = set()  # the kernels that a sample of special values launches
+    for label in sorted(kernels, key=lambda label: _SPECIAL.search(label) is None):
+        needed = kernels[label]
+        names = frozenset(name for name, _ in needed)
+        is_first = _SPECIAL.search(label) is not None and names not in special
+        if is_first:
+            special.add(names)
+        if is_first or not _kinds(needed) <= seen:
+            seen |= _kinds(needed)
             chosen |= needed
     return [sample for sample in op.cases.small if kernels[sample.label] <= chosen]
