@@ -5,7 +5,7 @@ made alone, in a temporary copy of the repository, and the tests that the entry 
 change that all of them survive is reported as not caught.
 
     python tools/mutation_check.py                # all of them
-    python tools/mutation_check.py topk barrier   # names that contain a word
+    python tools/mutation_check.py topk host:     # those whose kind and name contain a word
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENTRIES = Path(__file__).with_suffix("").with_name("mutations.toml")
 COPIED = ("tile_kernels", "tests", "examples", "benchmarks", "docs", "tools", "pyproject.toml")
 TESTS_FAILED = 1  # pytest's exit code; others mean that it could not run the tests
+TIMED_OUT = -1
 
 
 class BadEntryError(Exception):
@@ -53,6 +54,11 @@ class Mutation:
     old: str
     new: str
     tests: str
+
+    @property
+    def title(self) -> str:
+        """The kind and the name."""
+        return f"{self.kind}: {self.name}"
 
     def changed(self, root: Path) -> str:
         """The text of the file in `root` with the change."""
@@ -102,7 +108,7 @@ def run_tests(folder: Path, selection: str, seconds: float) -> tuple[int, str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return TESTS_FAILED, f"no result after {seconds:.0f} s"
+        return TIMED_OUT, f"no result after {seconds:.0f} s"
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""]
     failed = re.search(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)", done.stdout, re.M)
     return done.returncode, failed[1] if failed else lines[-1]
@@ -128,7 +134,7 @@ def check(folder: Path, mutation: Mutation, seconds: float) -> tuple[bool, str]:
         code, line = run_tests(folder, mutation.tests, seconds)
     finally:
         path.write_text(before, encoding="utf-8")
-    if code not in (0, TESTS_FAILED):
+    if code not in (0, TESTS_FAILED, TIMED_OUT):
         raise BadEntryError(f"{mutation.name}: pytest {mutation.tests} could not run: {line}")
     return code == TESTS_FAILED, line
 
@@ -138,7 +144,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("words", nargs="*", help="check entries whose name contains one of these")
+    parser.add_argument(
+        "words", nargs="*", help="check entries whose `kind: name` contains one of these"
+    )
     parser.add_argument("--seconds", type=float, default=300.0, help="limit of each run of tests")
     parser.add_argument(
         "--no-baseline", action="store_true", help="do not run the tests without a change first"
@@ -147,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     mutations = [
         entry
         for entry in read_entries()
-        if not options.words or any(word in entry.name for word in options.words)
+        if not options.words or any(word in entry.title for word in options.words)
     ]
     try:
         for mutation in mutations:
@@ -175,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
             missed += not caught
             result = "caught" if caught else "NOT CAUGHT"
             seconds = time.monotonic() - started
-            row = f"| {number} | {mutation.kind}: {mutation.name} | {result} | {line}"
+            row = f"| {number} | {mutation.title} | {result} | {line}"
             print(f"{row} ({seconds:.0f} s) |", flush=True)
     print(f"{len(mutations) - missed} of {len(mutations)} caught")
     return int(missed > 0)

@@ -393,6 +393,22 @@ def test_first_compile_happens_once_however_many_threads_ask() -> None:
     assert len(set(handles)) == 1
 
 
+def test_each_architecture_has_a_compile_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = launch.Kernel("no.module", "no_name", tuple)
+    compiled = []
+
+    class Definition:
+        def compile(self, static: Any, arch: str) -> Any:
+            compiled.append((static, arch))
+            return lambda: None
+
+    monkeypatch.setattr(launch.Kernel, "definition", Definition())
+    asked = [((1,), "sm_90a"), ((1,), "sm_100a"), ((2,), "sm_90a")]
+    handles = [kernel.handle(*each) for each in (*asked, *asked)]
+    assert compiled == asked
+    assert len(set(handles)) == 3
+
+
 def test_a_failed_compile_reaches_everyone_and_can_be_tried_again() -> None:
     kernel = launch.Kernel("no.module", "no_name", tuple)
 

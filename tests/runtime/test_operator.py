@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.selection import emulated_by_default, operators
 from tests.test_ops import copies
-from tile_kernels import attention, config, mhc, transpose
+from tile_kernels import attention, config, mhc, moe, transpose
 from tile_kernels.runtime import emulation, launch, operator, prepared, registry
 from tile_kernels.runtime.cases import assert_equal_results, moved, tensors_in
 from tile_kernels.runtime.declaration import Launch, Size, Spec
@@ -173,6 +173,19 @@ def test_misaligned_and_strided_tensors_have_other_plans(evaluated: list[str]) -
         for _ in range(2):
             assert_equal_results(transpose.transpose(x), reference.transpose(x))
     assert len(evaluated) == 3  # the first row is contiguous, like the clone
+
+
+def test_numbers_that_are_equal_but_not_the_same_have_other_plans(
+    evaluated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch.Kernel, "bound", lambda *_: lambda *_: None)
+    logits, chosen = torch.zeros(4, 32), torch.zeros(4, 4, dtype=torch.int64)
+    for factor in (0.0, -0.0, 0.0, -0.0):
+        moe.topk_weights(logits, chosen, "sigmoid", factor)
+    assert len(evaluated) == 2
+    moe.topk_gate(logits, 1)
+    with pytest.raises(TypeError, match=r"^topk_gate: num_topk must be an int, got bool"):
+        moe.topk_gate(logits, True)
 
 
 def test_errors_after_a_hit(evaluated: list[str]) -> None:
