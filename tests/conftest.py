@@ -99,6 +99,8 @@ def markers_of(item: pytest.Item) -> Iterator[str]:
         yield "multiprocess"
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     backend = parameters.get("backend", parameters.get("ground", None))
+    if backend in ("collective", "mmap"):  # engines between processes
+        yield "multiprocess"
     if backend is None:
         emulates = "emulate" in code.co_consts  # `with tile_kernels.backend("emulate")`
     else:

@@ -110,7 +110,7 @@ def run_tests(folder: Path, selection: str, seconds: float) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         return TIMED_OUT, f"no result after {seconds:.0f} s"
     lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""]
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\])?)", done.stdout, re.M)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.M)
     return done.returncode, failed[1] if failed else lines[-1]
 
 
