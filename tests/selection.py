@@ -68,8 +68,8 @@ def tests(item: pytest.Item, name: str) -> bool:
     return isinstance(item, pytest.Function) and _names(inspect.getsource(item.function), name)
 
 
-# Labels of samples whose values are out of the ordinary.
-_SPECIAL = re.compile(r"special|nan|-inf|extreme|ties|equal|zero|wild")
+# Labels of samples whose values, addresses or strides are out of the ordinary.
+_SPECIAL = re.compile(r"special|nan|-inf|extreme|ties|equal|zero|wild|misaligned|strid")
 
 Kernels = frozenset[tuple[str, tuple[Any, ...]]]
 
@@ -102,19 +102,21 @@ def emulated_by_default(op: Any) -> list[Sample]:
     """The small samples of an operator that are emulated without `--full`.
 
     The kernels of the ordinary sample, which many tests use, are always among them. Samples of
-    special values come next, so that most kernels are run with NaN, infinities and ties.
+    special values come next, so that most kernels are run with NaN, infinities and ties, and with
+    addresses and strides that forbid wide accesses.
     """
     kernels = {sample.label: kernels_of(op, sample) for sample in op.cases.small}
     ordinary = kernels_of(op, op.cases.ordinary())
     chosen: set[tuple[str, tuple[Any, ...]]] = set(ordinary)
     seen: set[Any] = _kinds(ordinary)
-    special: set[Any] = set()  # the kernels that a sample of special values launches
+    special: set[Any] = set()  # what is special, and the kernels that such a sample launches
     for label in sorted(kernels, key=lambda label: _SPECIAL.search(label) is None):
         needed = kernels[label]
-        names = frozenset(name for name, _ in needed)
-        is_first = _SPECIAL.search(label) is not None and names not in special
+        found = _SPECIAL.search(label)
+        what = (found[0] if found else "", frozenset(name for name, _ in needed))
+        is_first = found is not None and what not in special
         if is_first:
-            special.add(names)
+            special.add(what)
         if is_first or not _kinds(needed) <= seen:
             seen |= _kinds(needed)
             chosen |= needed
