@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         config.addinivalue_line("markers", line)
     selection.select(config.getoption("--op"))
+    if hasattr(config, "workerinput"):  # of pytest-xdist: workers, not threads, share the cores
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
