@@ -472,3 +472,11 @@ def test_buffers_over_arguments_are_refused(backend: str) -> None:
         with pytest.raises(ValueError, match="grad_x must not share memory with x"):
             tile_kernels.mhc.mhc_pre_apply_mix_bwd(memory[0], memory[:2], mix, memory[:2])
         tile_kernels.mhc.mhc_pre_apply_mix(memory[:2], mix, out=memory[2])  # side by side
+
+
+def test_an_overlap_of_one_element_is_seen() -> None:
+    memory = torch.zeros(9)
+    checks.apart([("out", memory[5:])], [("x", memory[:5])])
+    for out, x in ((memory[4:], memory[:5]), (memory[:5], memory[4:])):
+        with pytest.raises(ValueError, match="out must not share memory with x"):
+            checks.apart([("out", out)], [("x", x)])

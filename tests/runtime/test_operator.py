@@ -211,8 +211,8 @@ def test_caches_are_bounded_and_threads_agree(
     wrong: list[int] = []
 
     def work(seed: int) -> None:
-        for size in range(1, 12):
-            x = torch.randn(size + seed, 4 + size % 6)
+        for size in range(1, 40):  # 13 widths, each with up to 12 numbers of rows
+            x = torch.randn(size + seed, 4 + size % 13)
             if not torch.equal(transpose.transpose(x), x.T):
                 wrong.append(size)
 
