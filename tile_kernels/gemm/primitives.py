@@ -289,22 +289,6 @@ def build_product(*static: Any) -> Any:
     def element(tensor: Any, g: Any, row: Any, column: Any) -> Any:
         return tensor[(g, row, column) if d_has_groups else (row, column)]
 
-    @T.macro
-    def add(addend, totals, g, row, column, first_column):
-        """Adds a tile of `c` to the sums. No store comes between the loads, which run together."""
-        for r, j, e in T.Parallel(totals.shape[0], WIDTH // 2, 2):  # pairs of a thread
-            if row + r < m and column + j * 2 < n:
-                value = element(addend, g, row + r, first_column + j * 2 + e)
-                totals[r, j * 2 + e] += T.cast(value, T.float32)
-
-    @T.macro
-    def store_float32(d, totals, g, row, column, first_column):
-        """Stores the sums from registers."""
-        for r, j, e in T.Parallel(totals.shape[0], WIDTH // 2, 2):
-            if row + r < m and column + j * 2 < n:
-                where = (row + r, first_column + j * 2 + e)
-                d[(g, *where) if d_has_groups else where] = totals[r, j * 2 + e]
-
     def multiplier(number_of_role: int) -> Any:
         """A macro: what the threads of one role do."""
         first_row, rows, first_half, num_halves = roles[number_of_role]
@@ -392,14 +376,20 @@ def build_product(*static: Any) -> Any:
                 for side in sides:
                     here = column + side * WIDTH
                     if has_addend:
-                        add(
-                            c if p.addend == "c" else d, totals[side], g, row, here,
-                            column_of(at, rank, first_half + side),
-                        )  # fmt: skip
+                        # All loads first, into registers that are free now; then the sum.
+                        for r, j, e in T.Parallel(rows, WIDTH // 2, 2):  # pairs of a thread
+                            if row + r < m and here + j * 2 < n:
+                                to = column_of(at, rank, first_half + side) + j * 2 + e
+                                addend = element(c if p.addend == "c" else d, g, row + r, to)
+                                part[r, j * 2 + e] = T.cast(addend, T.float32)
+                        for r, j in T.Parallel(rows, WIDTH):
+                            totals[side][r, j] += part[r, j]
                     if direct:
-                        store_float32(
-                            d, totals[side], g, row, here, column_of(at, rank, first_half + side)
-                        )
+                        for r, j, e in T.Parallel(rows, WIDTH // 2, 2):
+                            if row + r < m and here + j * 2 < n:
+                                to = column_of(at, rank, first_half + side) + j * 2 + e
+                                where = (g, row + r, to) if d_has_groups else (row + r, to)
+                                d[where] = totals[side][r, j * 2 + e]
                     else:
                         T.tma_store_wait()  # the previous tile has left shared memory
                         T.sync_threads(barrier, own_threads)
