@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,13 @@ def by_steps(sf: Tensor, rows: int) -> Tensor:
     return sf if sf.shape[1] == rows and sf.is_contiguous() else sf.T
 
 
+def _starts_and_ends(grouped_layout: Tensor, unit: int) -> list[tuple[int, int]]:
+    """Rows of each group; a size counts in whole steps of `unit` rows."""
+    sizes = [size // unit * unit for size in grouped_layout.clamp(min=0).tolist()]
+    ends = list(itertools.accumulate(sizes))
+    return [(end - size, end) for size, end in zip(sizes, ends)]
+
+
 def k_grouped_fp8_gemm_nt_contiguous(
     a: Operand,
     b: Operand,
@@ -41,11 +49,9 @@ def k_grouped_fp8_gemm_nt_contiguous(
         matrix = joined(data, rows, ks or ()) if data.dim() == 1 else data
         widths.append(widened(matrix, by_steps(sf, rows).mT, 1))
     left, right = widths
-    start = 0
-    for g, size in enumerate(grouped_layout.clamp(min=0).tolist()):
-        part = left[:, start : start + size] @ right[:, start : start + size].mT
+    for g, (start, end) in enumerate(_starts_and_ends(grouped_layout, 128)):
+        part = left[:, start:end] @ right[:, start:end].mT
         d[g] = (part if c is None else c[g].double() + part).to(d.dtype)
-        start += size
     return d
 
 
@@ -75,9 +81,7 @@ def k_grouped_bf16_gemm_tn_contiguous(
     **ignored: Any,  # noqa: ARG001
 ) -> Tensor:
     """See `tile_kernels.gemm.k_grouped_bf16_gemm_tn_contiguous`."""
-    start = 0
-    for g, size in enumerate(grouped_layout.clamp(min=0).tolist()):
-        part = a[start : start + size].double().mT @ b[start : start + size].double()
+    for g, (start, end) in enumerate(_starts_and_ends(grouped_layout, 64)):
+        part = a[start:end].double().mT @ b[start:end].double()
         d[g] = (part if c is None else c[g].double() + part).to(d.dtype)
-        start += size
     return d

@@ -20,6 +20,14 @@ def groups_of_rows(ends: Tensor, num_rows: int) -> Tensor:
     return groups
 
 
+def _groups(layout: Tensor, num_rows: int, use_psum_layout: bool) -> Tensor:
+    """The group of each row. 128 rows have that of the first of them, others count as padding."""
+    if use_psum_layout:
+        return groups_of_rows(layout, num_rows)
+    tiles = layout.view(-1, 128)
+    return torch.where(tiles == tiles[:, :1], tiles, -1).flatten()
+
+
 def m_grouped_fp8_gemm_nt_contiguous(
     a: Operand,
     b: Operand,
@@ -34,7 +42,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     **ignored: Any,  # noqa: ARG001
 ) -> Tensor:
     """See `tile_kernels.gemm.m_grouped_fp8_gemm_nt_contiguous`."""
-    groups = groups_of_rows(grouped_layout, d.shape[0]) if use_psum_layout else grouped_layout
+    groups = _groups(grouped_layout, d.shape[0], use_psum_layout)
     rows = rows_of_b(recipe, recipe_b, 128)
     d.zero_()
     for g in range(b[0].shape[0]):
@@ -53,7 +61,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     **ignored: Any,  # noqa: ARG001
 ) -> Tensor:
     """See `tile_kernels.gemm.m_grouped_bf16_gemm_nt_contiguous`."""
-    groups = groups_of_rows(grouped_layout, d.shape[0]) if use_psum_layout else grouped_layout
+    groups = _groups(grouped_layout, d.shape[0], use_psum_layout)
     d.zero_()
     for g in range(b.shape[0]):
         mine = groups == g
