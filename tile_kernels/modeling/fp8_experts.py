@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from tile_kernels import gemm, moe, quant, transpose
 from tile_kernels.gemm.tiling import BLOCK
-from tile_kernels.moe.mapping.reference import most_expanded_tokens
+from tile_kernels.moe.mapping.reference import max_expanded_tokens
 from tile_kernels.quant.types import QuantTensor
 
 FMT = "e4m3"
@@ -102,7 +102,7 @@ class Rows(NamedTuple):
 
 def map_rows(topk_idx: Tensor, num_experts: int) -> Rows:
     """Lays rows out for the products: groups of 128, as many as can be needed. Nothing waits."""
-    num_rows = most_expanded_tokens(topk_idx.numel(), num_experts, BLOCK)
+    num_rows = max_expanded_tokens(topk_idx.numel(), num_experts, BLOCK)
     expert, token, slot, position, _, _, counts, _ = moe.get_fused_mapping(
         topk_idx, num_experts, num_expanded_tokens=num_rows, alignment=BLOCK
     )

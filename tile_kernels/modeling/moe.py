@@ -15,7 +15,7 @@ from tile_kernels.gemm.tiling import BLOCK
 from tile_kernels.modeling.fp8_experts import WeightCache, fp8_experts
 from tile_kernels.modeling.quant import swiglu_cast
 from tile_kernels.moe.gates import check_groups
-from tile_kernels.moe.mapping.reference import most_expanded_tokens
+from tile_kernels.moe.mapping.reference import max_expanded_tokens
 from tile_kernels.moe.plan import MAX_SLOTS
 from tile_kernels.moe.topk.plan import MAX_EXPERTS
 from tile_kernels.runtime import checks
@@ -287,7 +287,7 @@ class MoELayer(nn.Module):
         else:
             num_rows = 0  # as many as needed: the host waits for their number
             if uses_grouped_mm(tokens, self.engine):
-                num_rows = most_expanded_tokens(topk_idx.numel(), self.num_experts, ROWS)
+                num_rows = max_expanded_tokens(topk_idx.numel(), self.num_experts, ROWS)
             pos_to_expert, _, _, token_topk_to_pos, _, ends, _, counts = moe.get_fused_mapping(
                 topk_idx, self.num_experts, num_expanded_tokens=num_rows, alignment=ROWS
             )
