@@ -133,6 +133,28 @@ def test_weights_are_quantized_once_and_again_after_every_change(
     assert copy.deepcopy(cache)._weights is None
 
 
+def test_shared_experts_are_cached_and_use_main_grad(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(
+        module, "quantize_weights", lambda w: calls.append(w) or quantize_weights(w)
+    )
+    torch.manual_seed(0)
+    layer = MoELayer(128, 128, 4, 2, num_shared_experts=2, precision="fp8", dtype=torch.bfloat16)
+    x = torch.randn(32, 128).bfloat16()
+    layer(x).sum().backward()
+    layer(x)
+    assert len(calls) == 4
+    expected = {name: weight.grad for name, weight in layer.named_parameters()}
+    layer.zero_grad()
+    weights = {name: weight for name, weight in layer.named_parameters() if name != "router"}
+    for weight in weights.values():
+        weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+    layer(x).sum().backward()
+    for name, weight in weights.items():
+        assert weight.grad is None
+        torch.testing.assert_close(weight.main_grad.bfloat16(), expected[name])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_layer_in_fp8_is_near_the_layer_in_bfloat16(device: str) -> None:
     torch.manual_seed(0)

@@ -43,16 +43,17 @@ def quantize_weights(weight: Tensor) -> ExpertWeights:
     A block that is transposed has the same scale, so the transposed copy holds the same numbers.
 
     Args:
-        weight: `[E, out, in]`, bfloat16 or float32; `out` and `in` are multiples of 128.
+        weight: `[E, out, in]`, or `[out, in]` for one expert, bfloat16 or float32; `out` and `in`
+            are multiples of 128.
 
     Returns:
         Codes `[E, out, in]` with scales `[E, out / 128, in / 128]`, and both transposed.
     """
-    experts, rows, channels = weight.shape
-    flat = weight.detach().reshape(experts * rows, channels)
+    rows, channels = weight.shape[-2:]
+    flat = weight.detach().reshape(-1, channels)
     codes, scales = quant.per_block_cast(flat, FMT, (BLOCK, BLOCK))
-    codes = codes.view(experts, rows, channels)
-    scales = scales.view(experts, rows // BLOCK, channels // BLOCK)
+    codes = codes.view(-1, rows, channels)
+    scales = scales.view(-1, rows // BLOCK, channels // BLOCK)
     turned = transpose.batched_transpose(codes)
     return ExpertWeights((codes, scales), (turned, scales.transpose(1, 2)))
 

@@ -92,6 +92,15 @@ def _expert_of_rows(num_rows: int, last: Tensor, ends: Tensor) -> Tensor:
     return torch.where(is_row, expert, -1)[:, None]
 
 
+def _as_one_expert(weight: Tensor) -> Tensor:
+    """`[out, in]` as `[1, out, in]`, and so the buffer of its gradient, if it has one."""
+    view = weight[None]
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None:
+        view.main_grad = main_grad[None]  # type: ignore[attr-defined]
+    return view
+
+
 # ---- the layer ----------------------------------------------------------------------------------
 
 
@@ -302,9 +311,9 @@ class MoELayer(nn.Module):
     ) -> Tensor:
         """All products of the experts with these weights in FP8."""
         w_in, w_out = getattr(self, first), getattr(self, second)
-        if w_in.dim() == 2:  # shared experts are one wide expert
-            w_in, w_out = w_in[None], w_out[None]
         quantized = self._quantized[first](w_in), self._quantized[second](w_out)
+        if w_in.dim() == 2:  # shared experts are one wide expert
+            w_in, w_out = _as_one_expert(w_in), _as_one_expert(w_out)
         rows = tokens.bfloat16()
         return fp8_experts(rows, weights, topk_idx, w_in, w_out, quantized).to(tokens.dtype)
 
