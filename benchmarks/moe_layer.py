@@ -159,7 +159,7 @@ def run(shapes: Sequence[Shape]) -> list[dict[str, Any]]:
                 if cuda and form in ("bf16", "fp8"):
                     calls[f"{form}, CUDA graph"] = graphed(step)
                 for name, call in calls.items():
-                    times = measure(call, *((7, 5) if cuda else (1, 1)))
+                    times = measure(call, *((5, 4) if cuda else (1, 1)))
                     results.append({"shape": str(shape), "form": name, "step": kind, **times})
                     print(results[-1], flush=True)
                 calls.clear()

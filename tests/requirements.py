@@ -10,18 +10,19 @@ import pytest
 
 from tile_kernels.runtime import sources
 
+NEEDS_NVCC = "compiles with nvcc, which was not found: install a CUDA toolkit to run it"
+
 # Compiling is optional for users, who may have no CUDA toolkit; CI must never skip it.
 needs_nvcc = pytest.mark.skipif(
-    sources.nvcc() is None and "CI" not in os.environ,
-    reason="compiles with nvcc, which was not found: install a CUDA toolkit to run it",
+    sources.nvcc() is None and "CI" not in os.environ, reason=NEEDS_NVCC
 )
 
 # Where an operator runs: backend and device.
-GROUNDS = [
-    pytest.param(("torch", "cpu"), id="torch"),
-    pytest.param(("emulate", "cpu"), id="emulate", marks=pytest.mark.emulated),
-    pytest.param(("tilelang", "cuda"), id="cuda", marks=pytest.mark.gpu),
-]
+TORCH = pytest.param(("torch", "cpu"), id="torch")
+EMULATED = pytest.param(("emulate", "cpu"), id="emulate", marks=pytest.mark.emulated)
+EMULATED_IN_FULL = pytest.param(("emulate", "cpu"), id="emulate", marks=pytest.mark.full)
+CUDA = pytest.param(("tilelang", "cuda"), id="cuda", marks=pytest.mark.gpu)
+GROUNDS = [TORCH, EMULATED, CUDA]
 
 
 def run_fresh(code: str, **environment: str) -> str:

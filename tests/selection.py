@@ -1,18 +1,75 @@
-"""Which samples of an operator are emulated by default; `--full` takes them all.
+"""Which tests run: those of one operator with `--op`, and which samples are emulated by default.
 
 Compiling a kernel for the emulator takes seconds, running it milliseconds. So kernels are chosen
 such that every kernel of an operator and every kind of value of every static argument (flags,
-names, 0, 1, larger) occurs; then every sample that these kernels serve is run.
+names, 0, 1, larger) occurs; then every sample that these kernels serve is run. `--full` takes all
+samples.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import re
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tile_kernels.runtime import registry
 from tile_kernels.runtime.cases import Sample
 from tile_kernels.runtime.device import described
 from tile_kernels.runtime.warmup import compilations
+
+_selected: list[str] = []
+
+
+def select(name: str | None) -> None:
+    """Let `operators` return one operator alone (None: all of them)."""
+    _selected[:] = [] if name is None else [registry.get(name).name]
+
+
+def operators() -> list[Any]:
+    """The operators that tests of all operators are for."""
+    return [registry.get(name) for name in _selected] or registry.all_ops()
+
+
+def _folder(name: str) -> Path:
+    """The folder of an operator in the package."""
+    op = registry.get(name)
+    return Path(inspect.getfile(op.function)).parent
+
+
+def _is_own_file(path: Path, name: str) -> bool:
+    """Whether a test file is named like the operator's folder; or a module is in that folder."""
+    folder = _folder(name)
+    family = registry.get(name).family
+    own = path.parent.name == family and re.fullmatch(rf"test_{folder.name}(_\w+)?", path.stem)
+    return bool(own) or path.parent == folder
+
+
+def may_test(path: Path, name: str) -> bool:
+    """Whether a file can have tests of an operator: its own, of all operators, or it names it."""
+    if _is_own_file(path, name):
+        return True
+    text = path.read_text(encoding="utf-8")
+    of_all = "operators()" in text
+    return path.stem.startswith("test_") and (of_all or _names(text, name))
+
+
+def _names(text: str, name: str) -> bool:
+    return re.search(rf"\b{registry.get(name).short_name}\b", text) is not None
+
+
+def tests(item: pytest.Item, name: str) -> bool:
+    """Whether a test is one of the operator: its parameter, in a file of its own, or calling it."""
+    if name in re.split(r"[\[\]-]", item.name) or _is_own_file(item.path, name):
+        return True
+    return isinstance(item, pytest.Function) and _names(inspect.getsource(item.function), name)
+
+
+# Labels of samples whose values, addresses or strides are out of the ordinary.
+_SPECIAL = re.compile(r"special|nan|-inf|extreme|ties|equal|zero|wild|misaligned|strid")
 
 Kernels = frozenset[tuple[str, tuple[Any, ...]]]
 
@@ -31,19 +88,36 @@ def kernels_of(op: Any, sample: Sample) -> Kernels:
     return frozenset((item.kernel.name, item.static) for item in found)
 
 
+def _kinds(kernels: Kernels) -> set[Any]:
+    """The kernels with each kind of value of each static argument."""
+    return {
+        (name, position, kind_of(value))
+        for name, static in kernels
+        for position, value in enumerate(static)
+    }
+
+
 @functools.cache
 def emulated_by_default(op: Any) -> list[Sample]:
-    """The small samples of an operator that are emulated without `--full`."""
+    """The small samples of an operator that are emulated without `--full`.
+
+    The kernels of the ordinary sample, which many tests use, are always among them. Samples of
+    special values come next, so that most kernels are run with NaN, infinities and ties, and with
+    addresses and strides that forbid wide accesses.
+    """
     kernels = {sample.label: kernels_of(op, sample) for sample in op.cases.small}
-    chosen: set[tuple[str, tuple[Any, ...]]] = set()
-    seen: set[Any] = set()
-    for needed in kernels.values():
-        kinds = {
-            (name, position, kind_of(value))
-            for name, static in needed
-            for position, value in enumerate(static)
-        }
-        if not kinds <= seen:
-            seen |= kinds
+    ordinary = kernels_of(op, op.cases.ordinary())
+    chosen: set[tuple[str, tuple[Any, ...]]] = set(ordinary)
+    seen: set[Any] = _kinds(ordinary)
+    special: set[Any] = set()  # what is special, and the kernels that such a sample launches
+    for label in sorted(kernels, key=lambda label: _SPECIAL.search(label) is None):
+        needed = kernels[label]
+        found = _SPECIAL.search(label)
+        what = (found[0] if found else "", frozenset(name for name, _ in needed))
+        is_first = found is not None and what not in special
+        if is_first:
+            special.add(what)
+        if is_first or not _kinds(needed) <= seen:
+            seen |= _kinds(needed)
             chosen |= needed
     return [sample for sample in op.cases.small if kernels[sample.label] <= chosen]

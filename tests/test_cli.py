@@ -154,12 +154,14 @@ def sleep_or_die(item: str) -> str | None:
     return None if item == "good" else item
 
 
+@pytest.mark.multiprocess
 def test_a_worker_that_dies_is_one_failure() -> None:
     found = sorted(pool.each(sleep_or_die, ["good", "die", "bad", "good"], 2), key=str)
     died = "the process that ran it died with exit code -9"
     assert found == [("bad", "bad"), ("die", died), ("good", None), ("good", None)]
 
 
+@pytest.mark.multiprocess
 def test_ctrl_c_ends_the_workers() -> None:
     results = pool.each(sleep_or_die, ["good", "good", "sleep", "sleep"], 2)
     assert next(results) == ("good", None)

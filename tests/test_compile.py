@@ -11,12 +11,15 @@ from collections import Counter
 import pytest
 
 from tests.requirements import needs_nvcc
-from tile_kernels.runtime import registry, sources
+from tests.selection import operators
+from tile_kernels.runtime import sources
+from tile_kernels.runtime.cases import moved
 from tile_kernels.runtime.device import DESCRIBED
+from tile_kernels.runtime.launch import recording
 from tile_kernels.runtime.operator import Operator
 from tile_kernels.runtime.warmup import Call, Compilation, compilations
 
-OPS = registry.all_ops()
+OPS = operators()
 # Without --full: lowered for an architecture with little shared memory and for one after Hopper;
 # compiled for Hopper.
 BY_DEFAULT = {"test_lowers": ["sm_89", "sm_100a"], "test_compiles_well": ["sm_90a"]}
@@ -64,15 +67,21 @@ def kind_of(item: Compilation) -> tuple[object, ...]:
 @each_op
 def test_plans(op: Operator) -> None:
     """Every sample has a plan on every architecture of the operator; others are refused."""
-    for arch in DESCRIBED:
+    with recording() as requests:
         for kind in ("benchmarks", "small", "large"):
+            for _, arguments in calls(op, kind):
+                op.function(**moved(arguments, "meta"))
+    assert requests
+    for arch, device in DESCRIBED.items():
+        for request in requests:
             if arch in op.archs:
-                compilations(calls(op, kind), DESCRIBED[arch])
+                request.kernel.static_arguments(request.problem, device)
             else:
                 with pytest.raises(ValueError, match=rf"no kernel for .* \({arch}\)"):
-                    compilations(calls(op, kind), DESCRIBED[arch])
+                    request.kernel.static_arguments(request.problem, device)
 
 
+@pytest.mark.compiled
 @each_op
 def test_lowers(op: Operator, arch: str, full: bool) -> None:
     for item in kernels(op, arch, full):

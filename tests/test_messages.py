@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import tile_kernels
+from tests.selection import operators
 from tile_kernels.runtime import checks, emulation
 from tile_kernels.runtime.cases import tensors_in
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.runtime.registry import all_ops
 
-OPS = all_ops()
+OPS = operators()
 WRONG: dict[type, tuple[Any, ...]] = {
     int: (
         "3",

@@ -74,6 +74,20 @@ def test_backward(backend: str, device: str, shape: tuple[int, int, int]) -> Non
         assert calc_diff(one, other) < 1e-8
 
 
+@pytest.mark.parametrize("backend", ["torch", "emulate"])
+def test_a_dot_product_of_zero_has_no_slope_without_a_clamp(backend: str) -> None:
+    """The slope of the square root is infinite there; with a clamp it does not matter."""
+    x, k, v, *weights = inputs((3, 2, 64), "cpu")
+    k[0] = 0
+    with tile_kernels.backend(backend):
+        weight = engram.fused_weight(*weights)
+        _, *saved = engram.engram_gate_fwd(x, k, v, weight, 1e-6, 0.0)
+        grads = engram.engram_gate_bwd(torch.ones_like(x), x, k, v, weight, *saved, 0.0)
+    assert torch.equal(saved[1][0], torch.full((2,), 0.5))  # the gate
+    assert torch.equal(grads[0][0], torch.ones_like(x[0]))  # the residual's alone
+    assert all(grad.isfinite().all() for grad in grads)
+
+
 def test_parts_do_not_depend_on_the_budget() -> None:
     device = torch.device("cpu")
     before = count_parts(4096, 4, 7168, device)

@@ -2,8 +2,9 @@
 
 144 of them: a handle that copies or not, alignment 128 or 1, FP8 or not, no, one or two biases, and
 six ways to use events and streams. Each is dispatched in both layouts, again along the handles, and
-combined from both. One and two ranks go through all of them, four through a part in which every
-option still meets every other, eight through one in which every option occurs.
+combined from both. Two ranks go through a part in which every option meets every other, two nodes
+through one in which every option occurs. With `--full` one and two ranks go through all of them,
+and four and eight ranks through such parts.
 """
 
 from __future__ import annotations
@@ -162,21 +163,27 @@ def walk(group: dist.ProcessGroup, engine: str, nodes: int, step: int) -> None:
         check_options(buffer, options)
 
 
+WALKS = [("collective", 1, 2, 5), ("mmap", 1, 2, 7), ("collective", 2, 2, 11)]
+# What more ranks add is in other tests too: four as processes in `test_processes.py`, up to six as
+# threads in `test_local.py`.
+LONG_WALKS = [
+    ("collective", 1, 1, 1),
+    ("collective", 1, 2, 1),
+    ("mmap", 1, 2, 5),
+    ("collective", 1, 4, 5),
+    ("mmap", 1, 4, 5),
+    ("collective", 2, 2, 5),
+    ("mmap", 2, 2, 7),
+    ("collective", 1, 8, 11),
+    ("mmap", 1, 8, 11),
+    ("collective", 2, 4, 11),
+    ("collective", 4, 2, 11),
+]
+
+
 @pytest.mark.parametrize(
     ("engine", "nodes", "per_node", "step"),
-    [
-        ("collective", 1, 1, 1),
-        ("collective", 1, 2, 1),
-        ("mmap", 1, 2, 5),
-        ("collective", 1, 4, 5),
-        ("mmap", 1, 4, 5),
-        ("collective", 2, 2, 5),
-        ("mmap", 2, 2, 7),
-        ("collective", 1, 8, 11),
-        ("mmap", 1, 8, 11),
-        ("collective", 2, 4, 11),
-        ("collective", 4, 2, 11),
-    ],
+    [*WALKS, *(pytest.param(*walk, marks=pytest.mark.full) for walk in LONG_WALKS)],
     ids=str,
 )
 def test_grid(engine: str, nodes: int, per_node: int, step: int) -> None:

@@ -226,6 +226,7 @@ def test_fp8_is_near() -> None:
         assert 0 < error < 0.08
 
 
+@pytest.mark.slow
 def test_trains() -> None:
     """It learns a function that no single expert of this size can."""
     layer = layer_of(num_shared_experts=1)

@@ -60,3 +60,10 @@ def nearest_codes(x: torch.Tensor, fmt: formats.Format) -> list[int]:
     even = torch.arange(len(magnitudes)) % 2 == 0
     code = (nearest.int() + (nearest & even).int()).argmax(dim=1)
     return (code + torch.signbit(x) * (values.numel() // 2)).tolist()
+
+
+FORMATS = {"e4m3": E4M3, "e2m1": E2M1}
+
+
+def e4m3(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.uint8).view(torch.float8_e4m3fn)

@@ -18,11 +18,33 @@ from tests.quant.helpers import (
     float32,
     float32_of_bits,
     nearest_codes,
+    random_float32,
     values_of_codes,
 )
 from tile_kernels.quant import formats
 from tile_kernels.quant.formats import E2M1, E4M3, E5M6, scale_from_amax
 from tile_kernels.testing.numeric import assert_equal
+
+
+@pytest.mark.gpu
+def test_formats_on_cuda_give_the_same_bytes() -> None:
+    x = random_float32((1 << 20,))
+    assert_equal(formats.e5m6_codes(x.cuda()).cpu(), formats.e5m6_codes(x))
+    assert_equal(formats.e2m1_codes(x.cuda()).cpu(), formats.e2m1_codes(x))
+    assert_equal(formats.encode_e4m3(x.cuda()).cpu(), formats.encode_e4m3(x))
+    small = torch.randn(1 << 20) * 4
+    assert_equal(formats.encode_e4m3(small.cuda()).cpu(), formats.encode_e4m3(small))
+    codes = torch.arange(4096)
+    packed = formats.pack_e5m6(codes)
+    assert_equal(formats.pack_e5m6(codes.cuda()).cpu(), packed)
+    assert_equal(formats.unpack_e5m6(packed.cuda()).cpu(), codes.int())
+    amax = x.abs()
+    for fmt in (E4M3, E2M1, formats.E5M6):
+        for round_sf in (False, True):
+            expected = formats.scale_from_amax(amax, fmt, round_sf)
+            for tensor, kept in zip(formats.scale_from_amax(amax.cuda(), fmt, round_sf), expected):
+                assert_equal(tensor.cpu(), kept)
+
 
 FORMATS = [E4M3, E2M1, E5M6]
 any_float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -322,6 +344,7 @@ def test_widths_that_cannot_be_packed_are_named() -> None:
 
 
 # ---- scales ------------------------------------------------------------------------------------
+
 
 amaxes = st.floats(0, FLOAT32_MAX, width=32)
 

@@ -393,6 +393,22 @@ def test_first_compile_happens_once_however_many_threads_ask() -> None:
     assert len(set(handles)) == 1
 
 
+def test_each_architecture_has_a_compile_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = launch.Kernel("no.module", "no_name", tuple)
+    compiled = []
+
+    class Definition:
+        def compile(self, static: Any, arch: str) -> Any:
+            compiled.append((static, arch))
+            return lambda: None
+
+    monkeypatch.setattr(launch.Kernel, "definition", Definition())
+    asked = [((1,), "sm_90a"), ((1,), "sm_100a"), ((2,), "sm_90a")]
+    handles = [kernel.handle(*each) for each in (*asked, *asked)]
+    assert compiled == asked
+    assert len(set(handles)) == 3
+
+
 def test_a_failed_compile_reaches_everyone_and_can_be_tried_again() -> None:
     kernel = launch.Kernel("no.module", "no_name", tuple)
 
@@ -456,3 +472,11 @@ def test_buffers_over_arguments_are_refused(backend: str) -> None:
         with pytest.raises(ValueError, match="grad_x must not share memory with x"):
             tile_kernels.mhc.mhc_pre_apply_mix_bwd(memory[0], memory[:2], mix, memory[:2])
         tile_kernels.mhc.mhc_pre_apply_mix(memory[:2], mix, out=memory[2])  # side by side
+
+
+def test_an_overlap_of_one_element_is_seen() -> None:
+    memory = torch.zeros(9)
+    checks.apart([("out", memory[5:])], [("x", memory[:5])])
+    for out, x in ((memory[4:], memory[:5]), (memory[:5], memory[4:])):
+        with pytest.raises(ValueError, match="out must not share memory with x"):
+            checks.apart([("out", out)], [("x", x)])

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.selection import emulated_by_default, operators
 from tests.test_ops import copies
-from tile_kernels import attention, config, mhc, transpose
+from tile_kernels import attention, config, mhc, moe, transpose
 from tile_kernels.runtime import emulation, launch, operator, prepared, registry
 from tile_kernels.runtime.cases import assert_equal_results, moved, tensors_in
 from tile_kernels.runtime.declaration import Launch, Size, Spec
@@ -27,7 +28,7 @@ from tile_kernels.torch import mhc as mhc_references
 from tile_kernels.transpose import reference
 
 OPERATORS = registry.operators()
-PUBLIC = registry.all_ops()  # the library's own: other tests declare operators too
+PUBLIC = operators()  # the library's own: other tests declare operators too
 each_operator = pytest.mark.parametrize("op", PUBLIC, ids=lambda each: each.name)
 
 
@@ -36,8 +37,9 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of operators whose `launches` were evaluated; calls on the CPU are cached."""
 
     def handle(self: Any, static: Any, arch: str) -> Any:
-        options = emulation.Options(mode="fast")
-        return self.once(("static", static), lambda: emulation._build(self, static, options))
+        options = emulation.Options()  # those of other tests, whose kernels are compiled already
+        build = lambda: emulation._build(self, static, options)  # noqa: E731
+        return self.once(("emulate", options, static), build)
 
     monkeypatch.setattr(Tensor, "get_device", lambda _: 0)
     monkeypatch.setattr(operator, "current_device", int)
@@ -58,9 +60,11 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def first_samples(op: Operator) -> list[Any]:
     """A few samples: their call runs three times each."""
-    return op.cases.small[:: max(1, len(op.cases.small) // 3)]
+    samples = emulated_by_default(op)
+    return samples[:: max(1, len(samples) // 3)]
 
 
+@pytest.mark.emulated
 @each_operator
 def test_repeated_calls_give_the_reference(op: Operator, evaluated: list[str]) -> None:
     """The arguments of earlier calls are overwritten, so that nothing of them can be kept."""
@@ -103,6 +107,7 @@ def test_dynamic_declaration_is_honest(op: Operator, evaluated: list[str]) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Operator, "_key", key)
         patch.setattr(Operator, "_launched", launch_all)
+        patch.setattr(launch.Kernel, "bound", lambda *_: None)  # nothing is compiled or launched
         patch.setattr(prepared.Plan, "run", lambda *_: None)
         for sample in op.cases.small:
             # A public function may unpack the result, which is None here.
@@ -170,6 +175,19 @@ def test_misaligned_and_strided_tensors_have_other_plans(evaluated: list[str]) -
     assert len(evaluated) == 3  # the first row is contiguous, like the clone
 
 
+def test_numbers_that_are_equal_but_not_the_same_have_other_plans(
+    evaluated: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch.Kernel, "bound", lambda *_: lambda *_: None)
+    logits, chosen = torch.zeros(4, 32), torch.zeros(4, 4, dtype=torch.int64)
+    for factor in (0.0, -0.0, 0.0, -0.0):
+        moe.topk_weights(logits, chosen, "sigmoid", factor)
+    assert len(evaluated) == 2
+    moe.topk_gate(logits, 1)
+    with pytest.raises(TypeError, match=r"^topk_gate: num_topk must be an int, got bool"):
+        moe.topk_gate(logits, True)
+
+
 def test_errors_after_a_hit(evaluated: list[str]) -> None:
     transpose.transpose(torch.ones(4, 4))
     with pytest.raises(ValueError, match=r"^transpose: x must have 2 dimensions"):
@@ -193,8 +211,8 @@ def test_caches_are_bounded_and_threads_agree(
     wrong: list[int] = []
 
     def work(seed: int) -> None:
-        for size in range(1, 12):
-            x = torch.randn(size + seed, 4 + size % 6)
+        for size in range(1, 40):  # 13 widths, each with up to 12 numbers of rows
+            x = torch.randn(size + seed, 4 + size % 13)
             if not torch.equal(transpose.transpose(x), x.T):
                 wrong.append(size)
 
@@ -215,14 +233,12 @@ def test_warm_up_sees_what_a_call_launches(
 ) -> None:
     sample = op.cases.ordinary()
     asked: list[Any] = []
-    bound = launch.Kernel.bound
-    monkeypatch.setattr(
-        launch.Kernel,
-        "bound",
-        lambda self, problem, index: (
-            asked.append((self.name, problem)) or bound(self, problem, index)
-        ),
-    )
+
+    def bound(self: Any, problem: Any, index: int) -> Any:
+        asked.append((self.name, problem))
+        return lambda *_: None
+
+    monkeypatch.setattr(launch.Kernel, "bound", bound)
     op.function(**sample.build("cpu"))
     monkeypatch.undo()
     with launch.recording() as requests:
@@ -241,3 +257,10 @@ def test_stack_depth_on_a_hit(evaluated: list[str], monkeypatch: pytest.MonkeyPa
     transpose.transpose(x)
     transpose.transpose(x)
     assert depths[-1] - here - 1 <= 4
+
+
+def test_schemas_are_those_that_pytorch_infers() -> None:
+    for op in registry.operators():
+        implemented = op.custom_op._init_fn
+        inferred = torch.library.infer_schema(implemented, mutates_args=op._schema_mutates)
+        assert str(op.custom_op._opoverload._schema).partition("(")[2] == inferred[1:]

@@ -36,10 +36,18 @@ def sample(dtype, device):
     return torch.zeros(3, 4 * dtype.itemsize, dtype=torch.uint8, device=device).view(dtype)
 
 
+# Every allocator, and every dtype with one of them.
+CASES = [
+    *((name, torch.float32) for name in ALLOCATORS),
+    *((name, torch.float4_e2m1fn_x2) for name in ALLOCATORS),
+    *(("empty", dtype) for dtype in DTYPES),
+]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("allocate", ALLOCATORS.values(), ids=ALLOCATORS)
-def test_every_byte_is_poisoned(allocate, dtype, device):
+@pytest.mark.parametrize(("name", "dtype"), dict.fromkeys(CASES), ids=str)
+def test_every_byte_is_poisoned(name, dtype, device):
+    allocate = ALLOCATORS[name]
     source = sample(dtype, device)
     with poisoned_empty():
         x = allocate(source)

@@ -24,7 +24,13 @@ def test_speed(benchmark_record, hidden):
 """
 
 
-XDIST = pytest.mark.parametrize("xdist", [False, True], ids=["one process", "xdist"])
+XDIST = pytest.mark.parametrize(
+    "xdist",
+    [
+        pytest.param(False, id="one process"),
+        pytest.param(True, id="xdist", marks=pytest.mark.multiprocess),
+    ],
+)
 
 
 @pytest.fixture

@@ -115,6 +115,7 @@ def test_casts_in_chunks(fmt: str, shape: tuple[int, int], monkeypatch: pytest.M
                 assert_equal(one, other)
 
 
+@pytest.mark.slow
 def test_scales_alone_and_sums_without_weights_are_cheaper() -> None:
     """By a wide margin, so that no other load on the machine matters."""
     x = torch.randn(1024, 2048)

@@ -42,6 +42,17 @@ BEST_OF_ROWS = Kernel("tile_kernels.attention.topk.kernel", "best_of_rows", plan
 # ---- arguments ----------------------------------------------------------------------------------
 
 
+def by_field(formula: Callable[..., Tensor], *names: str) -> Callable[..., Tensor]:
+    """A reference that takes operands in two fields each; the last ones go to it by `names`."""
+
+    def call(q: Tensor, q_sf: Any, k: Tensor, k_sf: Any, *rest: Any) -> Tensor:
+        count = len(rest) - len(names)
+        by_name = dict(zip(names, rest[count:]))
+        return formula(joined(q, q_sf), joined(k, k_sf), *rest[:count], **by_name)
+
+    return call
+
+
 def pair(value: Any) -> tuple[Any, Any]:
     """The data and the scales of an operand, or a plain one and None; `check_operands` raises."""
     if isinstance(value, tuple) and len(value) == 2 and value[1] is not None:
@@ -194,33 +205,32 @@ def score_scratch(q: Any, k: Any, shares: int) -> tuple[Out, ...]:
 
 def score(
     kernel: Kernel,
-    problem: Callable[[str, str], tuple[Any, ...]],
+    problem: tuple[Any, ...],
     operands: Sequence[Any],
     scratch: Sequence[Spec],
     results: Sequence[Any],
 ) -> list[Launch]:
     """Launches `kernel`; for e2m1 in e4m3, and in bfloat16 for what e4m3 cannot compute exactly.
 
-    `problem(format, role)` is that for keys in a format and a role of the launch. `operands` are
-    q, q_sf, k, k_sf, weights, start and end; `scratch` is that of `score_scratch`; `results` are
-    the other arguments of the kernel.
+    `problem` is the part of the kernel's problem between formats and sizes of the operands, and the
+    role of the launch. `operands` are q, q_sf, k, k_sf, weights, start and end; `scratch` is that
+    of `score_scratch`; `results` are the other arguments of the kernel.
     """
     q, q_sf, k, k_sf, *rest = operands
-    source = SOURCES[q.dtype]
+    source, heads, depth = SOURCES[q.dtype], q.shape[1], num_channels(q)
     scales = aligned(k_sf) if source == E4M3 else k_sf
     keys = (aligned(k), scales, None)
     marks, *expanded = scratch or (None,)
 
     def launch(key_format: str, role: str, keys: tuple[Any, ...]) -> Launch:
         arguments = (aligned(q), q_sf, *keys, *rest, marks, *results)
-        return Launch(kernel, problem(key_format, role), arguments)
+        return Launch(kernel, (source, key_format, heads, depth, *problem, role), arguments)
 
     if source != E2M1:
         return [launch(source, ALL, keys)]
     exact = launch(source, MARKED, keys)
     if not expanded:
         return [launch(source, MARKING, keys), exact]
-    depth = num_channels(q)
     data, factors, key_marks = expanded
     expand = Launch(_EXPAND_KEYS, (depth,), (aligned(k), k_sf, data, factors, key_marks))
     e4m3_keys = (data.view(-1, depth), factors.view(-1), key_marks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tile_kernels.runtime.device import Device
 
@@ -19,6 +19,8 @@ SIZE = {BF16: 2, E4M3: 1}
 # Which blocks a launch computes: all, exactly; all, with marks on those that are not exact; those
 # that are marked.
 ALL, MARKING, MARKED = "all", "marking", "marked"
+
+P = TypeVar("P")
 
 
 class Tile(NamedTuple):
@@ -115,6 +117,17 @@ class Tile(NamedTuple):
         scales = self.columns + self.factor_slots * self.keys + 2 * self.queries * self.keys
         landing = 1024 if self.bulk else 0  # barriers, aligned
         return rows * self.depth * SIZE[self.unit] + raw + 4 * scales + landing
+
+
+def flat(tile: Tile, *others: Any) -> tuple[Any, ...]:
+    """The static arguments of a kernel whose plan has a tile, then `others`."""
+    return (*tile, *others)
+
+
+def with_tile(plan: Callable[..., P], static: tuple[Any, ...]) -> P:
+    """The plan of the static arguments that `flat` gave."""
+    size = len(Tile._fields)
+    return plan(Tile(*static[:size]), *static[size:])
 
 
 def tile_plan(

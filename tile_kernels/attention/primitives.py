@@ -1,6 +1,6 @@
 """Device macros of the compression: a window's softmax, over the threads that share it."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilelang import language as T
 
@@ -46,6 +46,48 @@ def assume_multiples(unit: int, strides: tuple[Any, ...]) -> None:
         T.evaluate(T.assume(stride % unit == 0))
 
 
+class SeriesTypes(NamedTuple):
+    """Types of the parameters that hold values, scores and biases of both series.
+
+    Rows are those of `kv_a`, `z_a`, `kv_b` and `z_b`; `strides` and `bias_strides` are how far
+    apart they are, and those of the biases.
+    """
+
+    plan: Any
+    tokens: Any
+    strides: tuple[Any, ...]
+    bias_strides: tuple[Any, ...]
+
+    def rows(self, i: int) -> Any:
+        """Values or scores, one of four."""
+        shape = (self.tokens, self.plan.channels)
+        return T.StridedTensor[shape, (self.strides[i], 1), self.plan.dtype]
+
+    def biases(self, i: int) -> Any:
+        """Of series a or b."""
+        shape = (self.plan.window, self.plan.channels)
+        return T.StridedTensor[shape, (self.bias_strides[i], 1), T.float32]
+
+    def assume_rows(self) -> None:
+        """In a kernel: a promise that accesses to rows are aligned."""
+        assume_multiples(self.plan.vector, self.strides[: 2 * self.plan.series])
+
+    def assume_biases(self) -> None:
+        """In a kernel: a promise that accesses to biases are aligned."""
+        assume_multiples(min(self.plan.vector, 4), self.bias_strides[: self.plan.series])
+
+
+def series_types(plan: Any, tokens: Any, prefix: str = "") -> SeriesTypes:
+    """For a plan with channels, a window, series, a dtype and a vector."""
+
+    def strides(*names: str) -> tuple[Any, ...]:
+        return T.dynamic(" ".join(f"{prefix}{name}_row" for name in names), "int64")
+
+    return SeriesTypes(
+        plan, tokens, strides("kv_a", "z_a", "kv_b", "z_b"), strides("bias_a", "bias_b")
+    )
+
+
 def window_rows(geo: Geometry, ragged: bool) -> Any:
     """A macro: the first row of a window and of the one before it, -1 where there is none."""
 
@@ -62,6 +104,22 @@ def window_rows(geo: Geometry, ragged: bool) -> Any:
                 first[1] = (window - 1) * geo.window  # negative before the first window
 
     return found
+
+
+def each_row(geo: Geometry, move: Any) -> Any:
+    """A macro: `move` for each of a thread's rows of one tensor, from `item` on.
+
+    `move` gets the tensor, the row and the channel there, and the row's number in `held`.
+    """
+
+    @T.macro
+    def moved(tensor, first, item, channel, at, held):
+        if first >= 0:
+            for r in T.unroll(geo.items):
+                if geo.exact or item + r < geo.window:
+                    move(tensor, first + item + r, channel, at + r, held)
+
+    return moved
 
 
 def each_series(geo: Geometry, move: Any) -> Any:
@@ -84,20 +142,21 @@ def row_loader(geo: Geometry, dtype: str, ahead: bool = False) -> Any:
     """
 
     @T.macro
+    def load_row(source, row, channel, at, held):
+        for v in T.vectorized(geo.vector):
+            if ahead:
+                held[at * geo.vector + v] = source[at, T.get_thread_binding(), v]
+            else:
+                held[at * geo.vector + v] = source[row, channel + v]
+
+    load_rows = each_row(geo, load_row)
+
+    @T.macro
     def load(source, first, item, channel, at, held):
         if first < 0 or not geo.exact:
             for v in T.unroll(geo.items * geo.vector):
                 held[at * geo.vector + v] = T.cast(T.float32(0), dtype)
-        if first >= 0:
-            for r in T.unroll(geo.items):
-                if geo.exact or item + r < geo.window:
-                    for v in T.vectorized(geo.vector):
-                        if ahead:
-                            held[(at + r) * geo.vector + v] = source[
-                                at + r, T.get_thread_binding(), v
-                            ]
-                        else:
-                            held[(at + r) * geo.vector + v] = source[first + item + r, channel + v]
+        load_rows(source, first, item, channel, at, held)
 
     return each_series(geo, load)
 
@@ -106,17 +165,10 @@ def row_stager(geo: Geometry) -> Any:
     """A macro: start copies of a thread's rows to its places in shared memory, as `each_series`."""
 
     @T.macro
-    def start(source, first, item, channel, at, places):
-        if first >= 0:
-            for r in T.unroll(geo.items):
-                if geo.exact or item + r < geo.window:
-                    stage(
-                        places[at + r, T.get_thread_binding(), 0],
-                        source[first + item + r, channel],
-                        geo.vector,
-                    )
+    def start(source, row, channel, at, places):
+        stage(places[at, T.get_thread_binding(), 0], source[row, channel], geo.vector)
 
-    return each_series(geo, start)
+    return each_series(geo, each_row(geo, start))
 
 
 def rows_ahead(geo: Geometry, dtype: str, ragged: bool) -> Any:

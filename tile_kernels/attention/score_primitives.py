@@ -14,7 +14,7 @@ do exactly, and a second one in bfloat16 does those alone. For many queries keys
 e4m3 in memory first (see `expand_keys`), once instead of for each block.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilelang import language as T
 
@@ -27,26 +27,147 @@ LOW, LOW_STEP, HIGH, HIGH_STEP = 0x3C383000, 0x08080800, 0x4C484440, 0x08080808
 UP, DOWN = 6, -5  # 6 * 2**6 is not above e4m3's largest number, 0.5 * 2**-5 is a normal one
 
 
-def shared_memory(tile: Tile, slots: int = 2) -> tuple[Any, ...]:
-    """In a kernel: what a block holds of queries and keys, and the scores of some tiles.
+# ---- kernels that score -------------------------------------------------------------------------
 
-    Factors of queries are where scores will be: they are done with before."""
+
+class ScoreTypes(NamedTuple):
+    """Types of the parameters of kernels that score, and the sizes that a launch has."""
+
+    tokens: Any
+    num_keys: Any
+    shares: Any
+    q: Any
+    q_sf: Any
+    k: Any
+    k_sf: Any
+    k_marks: Any
+    weights: Any
+    start: Any
+    end: Any
+    marks: Any
+
+    def grid(self, tile: Tile, turns: Any, share_keys: Any) -> Any:
+        """The blocks of a launch: by `turns` times the queries of a tile, and by share of keys."""
+        return T.Kernel(
+            T.ceildiv(self.tokens, turns * tile.queries),
+            T.ceildiv(self.num_keys, share_keys),
+            threads=tile.threads,
+        )
+
+
+def score_types(tile: Tile) -> ScoreTypes:
+    """The types for queries and keys in the formats of a tile."""
+    tokens, num_keys, shares, marked_tiles = T.dynamic("tokens num_keys shares marked_tiles")
+    (width, element), (k_width, k_element) = tile.row(tile.source), tile.row(tile.of_keys)
+    k_scales = (num_keys, tile.groups) if tile.packed else (num_keys,)
+    return ScoreTypes(
+        tokens, num_keys, shares,
+        q=T.Tensor[(tokens, tile.heads, width), element],
+        q_sf=T.Tensor[(tokens, tile.heads, tile.groups), T.uint8],
+        k=T.Tensor[(num_keys, k_width), k_element],
+        k_sf=T.Tensor[k_scales, T.uint8 if tile.packed else T.float32],
+        k_marks=T.Tensor[(marked_tiles, 1), T.int32],
+        weights=T.Tensor[(tokens, tile.heads), T.float32],
+        start=T.Tensor[(tokens,), T.int32],
+        end=T.Tensor[(tokens,), T.int32],
+        marks=T.Tensor[(tokens, shares), T.int32],
+    )  # fmt: skip
+
+
+class Held(NamedTuple):
+    """What a block holds of queries and keys in shared memory, and the scores of some tiles.
+
+    Factors of queries are where scores will be: they are done with before. `landing` is a barrier
+    for each tile of keys that is under way, if they are copied whole.
+    """
+
+    queries: Any
+    keys: Any
+    raw: Any  # keys before they are expanded
+    q_factors: Any
+    weights: Any
+    k_factors: Any
+    bounds: Any  # ranges
+    scores: Any
+    landing: Any
+
+
+@T.macro
+def shared_memory(tile, slots):
+    """A `Held`, with room for the scores of `slots` tiles."""
     of_scores = T.alloc_shared((slots, tile.queries, tile.keys), T.float32)
-    return (
-        T.alloc_shared((1, tile.columns, tile.depth), tile.unit),  # queries
-        T.alloc_shared((tile.slots, tile.keys, tile.depth), tile.unit),  # keys
-        T.alloc_shared(tile.raw, tile.row(tile.of_keys)[1]),  # keys before they are expanded
-        T.view(of_scores, (1, slots * tile.queries * tile.keys)),  # factors of queries
-        T.alloc_shared((tile.columns,), T.float32),  # weights
-        T.alloc_shared((tile.factor_slots, tile.keys), T.float32),  # factors of keys
-        T.alloc_shared((2, tile.queries), T.int32),  # ranges
-        of_scores,
-    )
+    of_queries = T.alloc_shared((1, tile.columns, tile.depth), tile.unit)
+    of_keys = T.alloc_shared((tile.slots, tile.keys, tile.depth), tile.unit)
+    raw = T.alloc_shared(tile.raw, tile.row(tile.of_keys)[1])
+    q_factors = T.view(of_scores, (1, slots * tile.queries * tile.keys))
+    of_weights = T.alloc_shared((tile.columns,), T.float32)
+    k_factors = T.alloc_shared((tile.factor_slots, tile.keys), T.float32)
+    bounds = T.alloc_shared((2, tile.queries), T.int32)
+    landing = T.alloc_barrier([1] * tile.stages) if tile.bulk else None
+    return of_queries, of_keys, raw, q_factors, of_weights, k_factors, bounds, of_scores, landing
 
 
-def landing_places(tile: Tile) -> Any:
-    """In a kernel: a barrier for each tile of keys that is under way, if they are copied whole."""
-    return T.alloc_barrier([1] * tile.stages) if tile.bulk else None
+class Work(NamedTuple):
+    """What threads compute with: `wide` is a flag in shared memory, the rest is in registers."""
+
+    wide: Any
+    products: Any
+    by_head: Any  # the same, by query and head
+    sums: Any
+    words: Any
+    exponents: Any
+    between: Any  # the first tile, and the one after the last
+
+
+@T.macro
+def registers(tile):
+    """A `Work`."""
+    wide = T.alloc_shared((1,), T.int32)
+    products = T.alloc_fragment((tile.keys, tile.columns), T.float32)
+    by_head = T.reshape(products, (tile.keys, tile.queries, tile.padded))
+    sums = T.alloc_fragment((tile.keys, tile.queries), T.float32)
+    words = T.alloc_local((4 * tile.rounds,), T.uint32)
+    exponents = T.alloc_local((tile.rounds,), T.int32)
+    between = T.alloc_local((2,), T.int32)
+    return wide, products, by_head, sums, words, exponents, between
+
+
+class ScoreMacros(NamedTuple):
+    """The steps of a block; see the functions that make them."""
+
+    begin: Any
+    some_marked: Any
+    marked: Any
+    begin_marks: Any
+    open_stream: Any
+    arrive: Any
+    forward: Any
+    start_product: Any
+    finish_product: Any
+    scaled: Any
+
+
+def score_macros(tile: Tile) -> ScoreMacros:
+    """The steps for a tile."""
+    return ScoreMacros(begin_block(tile), *marks_of(tile), *stream_keys(tile), *product(tile))
+
+
+def begin_block(tile: Tile) -> Any:
+    """A macro: queries and their ranges to shared memory; which tiles of the share have keys."""
+    load = load_queries(tile)
+    load_ranges, span = query_ranges(tile)
+
+    @T.macro
+    def begin(q, q_sf, weights, start, end, first, tokens, num_keys, share, share_keys, held, work):
+        load_ranges(start, end, first, tokens, num_keys, held.bounds)
+        T.sync_threads()
+        load(q, q_sf, weights, first, tokens, held.queries, held.q_factors, held.weights, work.wide)
+        span(held.bounds, num_keys, share, share_keys // tile.keys, work.between)
+
+    return begin
+
+
+# ---- products -----------------------------------------------------------------------------------
 
 
 def published(tile: Tile) -> Any:
@@ -62,26 +183,27 @@ def published(tile: Tile) -> Any:
 
 
 def product(tile: Tile) -> Any:
-    """Macros: `start` multiplies a slot's keys with all columns; `finish` weights and adds heads.
+    """Macros: `start` multiplies the keys of a slot with all columns; `finish` weights and adds
+    heads; `scaled` writes the sums of a tile, with the factor of each key, to a slot of the scores.
 
     With e4m3 the weights are half of what they are (see `load_queries`).
     On Hopper the matrix units are at work from one to the other; elsewhere `start` waits for them.
     """
-    registers = tile.keys * tile.columns // tile.threads
+    num_products = tile.keys * tile.columns // tile.threads  # of a thread
     gemm = T.wgmma_gemm if tile.fenced else T.gemm
 
     @T.macro
-    def start(of_keys, slot, of_queries, products):
+    def start(slot, held, work):
         gemm(
-            of_keys[slot, :, :], of_queries[0, :, :], products, transpose_B=True, clear_accum=True,
-            policy=T.GemmWarpPolicy.FullRow,
+            held.keys[slot, :, :], held.queries[0, :, :], work.products,
+            transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow,
         )  # fmt: skip
 
     @T.macro
-    def finish(products, by_head, weights, sums):
+    def weigh(products, weights):
         if tile.fenced:
             T.wait_wgmma(0)
-            T.warpgroup_fence_operand(products, num_regs=registers)
+            T.warpgroup_fence_operand(products, num_regs=num_products)
         for i, j in T.Parallel(tile.keys, tile.columns):
             if tile.unit == E4M3:
                 # Twice relu, by a unit that has nothing else to do; finite here, and NaN stays.
@@ -90,24 +212,22 @@ def product(tile: Tile) -> Any:
                 # relu as the larger of two integers: NaN, which is positive here, stays.
                 positive = T.max(T.reinterpret(products[i, j], T.int32), 0)
                 products[i, j] = T.reinterpret(positive, T.float32) * weights[j]
-        T.reduce_sum(by_head, sums, dim=2, batch=2 * tile.queries)
-
-    return start, finish
-
-
-def scores_of(tile: Tile) -> Any:
-    """A macro: sums over heads, with the factor of each key, to shared memory by query."""
 
     @T.macro
-    def scaled(sums, factors, number, of_scores, slot):
+    def finish(held, work):
+        weigh(work.products, held.weights)
+        T.reduce_sum(work.by_head, work.sums, dim=2, batch=2 * tile.queries)
+
+    @T.macro
+    def scaled(number, held, work, slot):
         of_tile = number % tile.factor_slots
         for i, t in T.Parallel(tile.keys, tile.queries):
             if tile.of_keys == BF16:
-                of_scores[slot, t, i] = sums[i, t]
+                held.scores[slot, t, i] = work.sums[i, t]
             else:
-                of_scores[slot, t, i] = sums[i, t] * factors[of_tile, i]
+                held.scores[slot, t, i] = work.sums[i, t] * held.k_factors[of_tile, i]
 
-    return scaled
+    return start, finish, scaled
 
 
 # ---- ranges -------------------------------------------------------------------------------------
@@ -382,29 +502,29 @@ def stream_keys(tile: Tile) -> Any:
                 T.barrier_arrive(landing[slot])
 
     @T.macro
-    def fetch(k, k_sf, num_keys, number, last, of_keys, raw, factors, landing, words, exponents):
+    def fetch(k, k_sf, num_keys, number, last, held, work):
         if tile.packed:
-            fetch_packed(k, k_sf, num_keys, number, last, words, exponents)
+            fetch_packed(k, k_sf, num_keys, number, last, work.words, work.exponents)
         elif tile.bulk:
-            fetch_whole(k, k_sf, number, last, of_keys, factors, landing)
+            fetch_whole(k, k_sf, number, last, held.keys, held.k_factors, held.landing)
         else:
-            fetch_copies(k, k_sf, number, last, of_keys, raw, factors)
+            fetch_copies(k, k_sf, number, last, held.keys, held.raw, held.k_factors)
 
     @T.macro
-    def expand_tile(number, last, of_keys, raw, factors, words, exponents, wide):
+    def expand_tile(number, last, held, work):
         if number < last:
             if tile.packed:
                 for c in T.unroll(tile.rounds):
                     row = (c * threads + T.get_thread_binding()) // groups
                     group = T.get_thread_binding() % groups
                     expand(
-                        words, c * 4, exponents[c], of_keys, number % tile.slots, row, tile.keys,
-                        group, factors, number % tile.factor_slots, wide,
+                        work.words, c * 4, work.exponents[c], held.keys, number % tile.slots, row,
+                        tile.keys, group, held.k_factors, number % tile.factor_slots, work.wide,
                     )  # fmt: skip
             else:
                 for i, j in T.Parallel(tile.keys, tile.depth):
-                    of_keys[number % tile.slots, i, j] = T.cast(
-                        raw[number % tile.stages, i, j], tile.unit
+                    held.keys[number % tile.slots, i, j] = T.cast(
+                        held.raw[number % tile.stages, i, j], tile.unit
                     )
 
     @T.macro
@@ -420,33 +540,26 @@ def stream_keys(tile: Tile) -> Any:
             publish()
 
     @T.macro
-    def open_stream(
-        k, k_sf, num_keys, begin, last, of_keys, raw, factors, landing, words, exponents, wide
-    ):
+    def open_stream(k, k_sf, num_keys, begin, last, held, work):
         for i in T.unroll(reach - 1):
-            number = begin + i
-            fetch(k, k_sf, num_keys, number, last, of_keys, raw, factors, landing, words, exponents)
+            fetch(k, k_sf, num_keys, begin + i, last, held, work)
         if tile.ahead:
-            landed(begin, begin, landing)
-            expand_tile(begin, last, of_keys, raw, factors, words, exponents, wide)
-            number = begin + reach - 1
-            fetch(k, k_sf, num_keys, number, last, of_keys, raw, factors, landing, words, exponents)
+            landed(begin, begin, held.landing)
+            expand_tile(begin, last, held, work)
+            fetch(k, k_sf, num_keys, begin + reach - 1, last, held, work)
 
     @T.macro
-    def arrive(number, begin, last, of_keys, raw, factors, landing, words, exponents, wide):
-        landed(number, begin, landing)
+    def arrive(number, begin, last, held, work):
+        landed(number, begin, held.landing)
         if tile.expanded and not tile.ahead:
-            expand_tile(number, last, of_keys, raw, factors, words, exponents, wide)
+            expand_tile(number, last, held, work)
             publish()
 
     @T.macro
-    def forward(
-        k, k_sf, num_keys, number, last, of_keys, raw, factors, landing, words, exponents, wide
-    ):
+    def forward(k, k_sf, num_keys, number, last, held, work):
         if tile.ahead:
-            expand_tile(number + 1, last, of_keys, raw, factors, words, exponents, wide)
-        following = number + reach - 1 + tile.ahead
-        fetch(k, k_sf, num_keys, following, last, of_keys, raw, factors, landing, words, exponents)
+            expand_tile(number + 1, last, held, work)
+        fetch(k, k_sf, num_keys, number + reach - 1 + tile.ahead, last, held, work)
 
     return open_stream, arrive, forward
 

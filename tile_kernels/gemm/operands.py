@@ -6,7 +6,7 @@ copy engine fetches the scales of a tile for one step as one run of memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -60,29 +60,50 @@ def check_recipe(
     recipe: Any, recipe_a: Any, recipe_b: Any, allowed: Sequence[Recipe] = (BY_BLOCK, BY_ROW)
 ) -> None:
     """The recipe, whole or by operand, is one that a kernel has."""
-    if recipe is not None and tuple(recipe) not in allowed:
+    if recipe is not None and not _is_one_of(recipe, allowed):
         listed = " or ".join(map(str, allowed))
         raise ValueError(f"recipe must be {listed}, got {checks.shown(recipe)}")
-    if recipe_a is not None and tuple(recipe_a) != (1, BLOCK):
+    if recipe_a is not None and not _is_one_of(recipe_a, [(1, BLOCK)]):
         raise ValueError(f"recipe_a must be (1, {BLOCK}), got {checks.shown(recipe_a)}")
     rows = {(chosen[1], BLOCK) for chosen in allowed}
-    if recipe_b is not None and tuple(recipe_b) not in rows:
+    if recipe_b is not None and not _is_one_of(recipe_b, rows):
         listed = " or ".join(map(str, sorted(rows)))
         raise ValueError(f"recipe_b must be {listed}, got {checks.shown(recipe_b)}")
 
 
-def check_operands(a: Any, b: Any, recipe: Any, recipe_a: Any, recipe_b: Any) -> None:
-    """Both operands are pairs, and the recipe is known."""
+def _is_one_of(sizes: Any, allowed: Collection[tuple[int, ...]]) -> bool:
+    """Whether `sizes` are ints, and one of these; 128.0 and True are not ints."""
+    sizes = checks.plain(sizes)
+    return (
+        isinstance(sizes, (tuple, list))
+        and all(type(size) is int for size in sizes)
+        and tuple(sizes) in allowed
+    )
+
+
+def check_operands(
+    a: Any,
+    b: Any,
+    recipe: Any,
+    recipe_a: Any,
+    recipe_b: Any,
+    disable_ue8m0_cast: Any = False,
+    expected_m_for_psum_layout: Any = None,
+) -> None:
+    """Both operands are pairs, the recipe is known, and what is ignored has the right type."""
     check_pair("a", a)
     check_pair("b", b)
     check_recipe(recipe, recipe_a, recipe_b)
+    checks.boolean("disable_ue8m0_cast", disable_ue8m0_cast)
+    if expected_m_for_psum_layout is not None:
+        checks.integer("expected_m_for_psum_layout", expected_m_for_psum_layout, 0)
 
 
 def rows_per_scale(recipe: Any, recipe_b: Any) -> int:
     """The rows of `b` that share a scale."""
     if recipe is not None:
-        return recipe[1]
-    return BLOCK if recipe_b is None else recipe_b[0]
+        return int(recipe[1])
+    return BLOCK if recipe_b is None else int(recipe_b[0])
 
 
 # ---- checks of operators ------------------------------------------------------------------------

@@ -22,8 +22,8 @@ compare = close_results(rtol=1e-3, atol=1.5e-2, rtol_bfloat16=2**-7)
 
 def compare_written(result: Any, expected: Any) -> None:
     """Where the reference has written; it leaves NaN in rows that nobody may read."""
-    parts = [torch.where(e.isnan(), e, r) for r, e in zip(result, expected)]
-    compare(tuple(parts), tuple(expected))
+    pairs = [(r, e) for r, e in zip(result, expected) if e is not None]
+    compare(tuple(torch.where(e.isnan(), e, r) for r, e in pairs), tuple(e for _, e in pairs))
 
 
 def mn_major(sf: Tensor) -> Tensor:

@@ -1,36 +1,5 @@
 """Manifold-constrained hyper-connections (mHC): a residual of several streams, mixed per token."""
 
-from tile_kernels.mhc.apply.op import mhc_pre_apply_mix, mhc_pre_apply_mix_bwd
-from tile_kernels.mhc.expand.op import expand_to_mhc, expand_to_mhc_bwd
-from tile_kernels.mhc.mix.op import (
-    mhc_head_compute_mix,
-    mhc_head_compute_mix_bwd,
-    mhc_pre_split_mixes,
-    mhc_pre_split_mixes_bwd,
-)
-from tile_kernels.mhc.norm_fn.op import mhc_norm_fn_bwd, mhc_norm_fn_fwd
-from tile_kernels.mhc.post.op import mhc_post, mhc_post_bwd, mhc_post_fwd
-from tile_kernels.mhc.pre.op import mhc_pre_big_fuse, mhc_pre_fwd
-from tile_kernels.mhc.recompute.op import mhc_multilayer_recompute
-from tile_kernels.mhc.sinkhorn.op import sinkhorn_normalize, sinkhorn_normalize_bwd
+from tile_kernels.runtime.lazy import exports
 
-__all__ = [
-    "expand_to_mhc",
-    "expand_to_mhc_bwd",
-    "mhc_head_compute_mix",
-    "mhc_head_compute_mix_bwd",
-    "mhc_multilayer_recompute",
-    "mhc_norm_fn_bwd",
-    "mhc_norm_fn_fwd",
-    "mhc_post",
-    "mhc_post_bwd",
-    "mhc_post_fwd",
-    "mhc_pre_apply_mix",
-    "mhc_pre_apply_mix_bwd",
-    "mhc_pre_big_fuse",
-    "mhc_pre_fwd",
-    "mhc_pre_split_mixes",
-    "mhc_pre_split_mixes_bwd",
-    "sinkhorn_normalize",
-    "sinkhorn_normalize_bwd",
-]
+__getattr__, __dir__, __all__ = exports(__name__)

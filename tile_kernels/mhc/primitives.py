@@ -5,13 +5,64 @@ bfloat16 in registers, mixes and sums are float32. Each term of a sum is one fus
 streams in order, so that every kernel which mixes gives the same bits.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from tilelang import language as T
 
+from tile_kernels.mhc.tiling import GradientPlan, MixPlan, columns_of
 from tile_kernels.runtime.device import WARP
 
+# ---- parameters of kernels ----------------------------------------------------------------------
+
+
+class StreamTypes(NamedTuple):
+    """The types of a kernel's parameters, by token: all streams, one row, a mix, a matrix of mixes.
+
+    Each is made anew for each parameter, which would otherwise be one buffer.
+    """
+
+    num_tokens: Any
+    streams: Callable[[], Any]
+    row: Callable[[], Any]
+    mix: Callable[[], Any]
+    matrix: Callable[[], Any]
+
+
+def stream_types(streams: int, hidden: int) -> StreamTypes:
+    """The types for tokens of `streams` streams of `hidden` columns."""
+    num_tokens = T.dynamic("num_tokens")
+
+    def tensor(dtype: Any, *shape: int) -> Callable[[], Any]:
+        return lambda: T.Tensor[(num_tokens, *shape), dtype]
+
+    return StreamTypes(
+        num_tokens,
+        tensor(T.bfloat16, streams, hidden),
+        tensor(T.bfloat16, 1, hidden),
+        tensor(T.float32, streams),
+        tensor(T.float32, streams * streams),
+    )
+
+
 # ---- columns of a token -------------------------------------------------------------------------
+
+
+class ColumnMacros(NamedTuple):
+    """The number of columns of a thread, and macros on them."""
+
+    columns: int
+    load: Any  # as `load_columns`
+    store: Any  # as `store_columns`
+    widened: Any  # as `widen`
+
+
+def column_macros(hidden: int, vector: int) -> ColumnMacros:
+    """For rows of `hidden` columns, `vector` of them per access."""
+    columns = columns_of(hidden)
+    return ColumnMacros(
+        columns, load_columns(columns, vector), store_columns(columns, vector), widen(columns)
+    )
 
 
 def load_columns(columns: int, vector: int) -> Any:
@@ -24,6 +75,27 @@ def load_columns(columns: int, vector: int) -> Any:
                 raw[at, c * vector + v] = x[token, stream, first + c * vector + v]
 
     return load
+
+
+class StreamMacros(NamedTuple):
+    """What kernels on streams and their mixes are built from."""
+
+    columns: int
+    load: Any
+    store: Any
+    widened: Any
+    load_mix: Any  # as `load_mixes`: one for each stream
+    load_matrix: Any
+    types: StreamTypes
+
+
+def stream_macros(plan: MixPlan | GradientPlan) -> StreamMacros:
+    """`column_macros`, loads of mixes, and the types of parameters."""
+    streams, vector = plan.streams, plan.mix_vector
+    return StreamMacros(
+        *column_macros(plan.hidden, plan.vector), load_mixes(streams, vector),
+        load_mixes(streams * streams, vector), stream_types(streams, plan.hidden),
+    )  # fmt: skip
 
 
 def store_columns(columns: int, vector: int) -> Any:

@@ -8,16 +8,18 @@ from typing import Any
 
 import torch
 
-from tile_kernels.runtime.cases import (
-    Cases,
-    Sample,
+from tile_kernels.runtime.cases import Benchmark, Build, Cases, Reject, Sample
+from tile_kernels.runtime.sampling import (
+    FP32,
+    INF,
+    NAN,
     assert_equal_results,
     close_results,
+    edited,
     misaligned,
+    with_some,
 )
 
-BF16, FP32 = torch.bfloat16, torch.float32
-_NAN, _INF = float("nan"), float("inf")
 # Operators take any number of leading dimensions.
 LEADING = (2, 2, 3, 2)
 # Tokens, streams, columns: every number of streams, columns that fill accesses and that do not.
@@ -59,9 +61,7 @@ def numbers(
     """Normal numbers; special ones among them (NaN, infinities, zeros, large and tiny)."""
     x = torch.randn(shape, device=device)
     if special:
-        values = torch.tensor([_NAN, _INF, -_INF, 0.0, -0.0, largest, 1e-40], device=device)
-        picks = torch.randint(len(values), shape, device=device)
-        x = torch.where(torch.rand(shape, device=device) < 0.1, values[picks], x)
+        x = with_some(x, (NAN, INF, -INF, 0.0, -0.0, largest, 1e-40))
     x = x.to(dtype)
     return misaligned(x) if shift else x
 
@@ -74,6 +74,103 @@ def spread(x: torch.Tensor) -> torch.Tensor:
 def constant(x: torch.Tensor) -> torch.Tensor:
     """One number, in the shape of `x`, with strides 0."""
     return x.new_full((), 0.75).expand(x.shape)
+
+
+# ---- lists of samples ---------------------------------------------------------------------------
+
+
+def edge_samples(build: Callable[..., Build]) -> list[Sample]:
+    """No token, one, no leading dimensions, each of `SHAPES`, and misaligned tensors.
+
+    `build` takes the leading dimensions, `m` streams and `h` columns.
+    """
+    return [
+        Sample("0", build(0)),
+        Sample("1", build(1, h=8)),
+        Sample("no leading", build(m=3, h=16)),
+        *(Sample(f"{n}x{m}x{h}", build(n, m=m, h=h)) for n, m, h in SHAPES),
+        Sample("misaligned", build(4, shift=True)),
+    ]
+
+
+def row_samples(build: Callable[..., Build]) -> list[Sample]:
+    """`edge_samples`, rows in parts, many tokens, and special numbers: for sums over streams."""
+    return [
+        *edge_samples(build),
+        Sample("2 parts", build(2, m=2, h=1096)),
+        Sample("many", build(265, m=2, h=1048)),
+        Sample("special", build(9, h=64, special=True)),
+    ]
+
+
+def large_samples(build: Callable[..., Build]) -> list[Sample]:
+    """The sizes of models, and more than 2^31 elements."""
+    return [
+        *(
+            Sample(f"{n}x{m}x{h}", build(*n, m=m, h=h))
+            for n in ((1024,), (2, 4096))
+            for m in (2, 4, 8)
+            for h in (1280, 7168)
+        ),
+        Sample("over 2^31", build(80_001, h=7168)),
+    ]
+
+
+def row_benchmarks(build: Callable[..., Build], goal_us: float) -> list[Benchmark]:
+    """Many tokens, which have a goal, and few."""
+    return [
+        Benchmark("4096x4x7168", build(4096, h=7168), goal_us=goal_us),
+        Benchmark("64x4x7168", build(64, h=7168)),
+    ]
+
+
+def mix_samples(build: Callable[..., Build], num_tokens: int) -> list[Sample]:
+    """No token, one, no leading dimensions, each number of streams, and misaligned tensors.
+
+    `build` takes the leading dimensions and `m` streams.
+    """
+    return [
+        Sample("0", build(0)),
+        Sample("1", build(1)),
+        Sample("no leading", build()),
+        *(Sample(f"{num_tokens}x{m}", build(num_tokens, m=m)) for m in range(1, 9)),
+        Sample("misaligned", build(5, shift=True)),
+    ]
+
+
+def large_mix_samples(build: Callable[..., Build], *leading: tuple[int, ...]) -> list[Sample]:
+    """Many tokens, in the `leading` dimensions."""
+    return [Sample(f"{n}x{m}", build(*n, m=m)) for n in leading for m in (3, 4, 8)]
+
+
+def stream_rejects(name: str) -> list[Reject]:
+    """Wrong bfloat16 `[..., m, h]`, where the good one has at least three streams."""
+    return [
+        Reject(name, "float32", edited(name, lambda x: x.float())),
+        Reject(name, "9 streams", edited(name, lambda x: x.repeat_interleave(3, -2))),
+        Reject(name, "no streams", edited(name, lambda x: x[..., :0, :])),
+        Reject(name, "no columns", edited(name, lambda x: x[..., :0])),
+        Reject(name, "one dimension", edited(name, lambda x: x.flatten())),
+    ]
+
+
+def grad_rejects(name: str) -> list[Reject]:
+    """Wrong float32 gradients of mixes."""
+    return [
+        Reject(name, "double", edited(name, lambda g: g.double())),
+        Reject(name, "fewer tokens", edited(name, lambda g: g[1:])),
+    ]
+
+
+def renamed(kind: str, samples: list[Sample]) -> list[Sample]:
+    """The same samples with `kind` behind their labels."""
+    return [Sample(f"{sample.label}.{kind}", sample.make) for sample in samples]
+
+
+# ---- comparisons --------------------------------------------------------------------------------
+
+# A step of bfloat16, and in float32 what the order of a sum makes.
+compare_sums = close_results(rtol=1e-4, atol=1e-4, rtol_bfloat16=2**-7)
 
 
 def streams_exact(rtol: float, atol: float) -> Callable[[Any, Any], None]:

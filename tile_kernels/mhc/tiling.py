@@ -80,6 +80,12 @@ class MixPlan(NamedTuple):
     threads: int
     parts: int
 
+    @staticmethod
+    def access_bits(*static: int) -> tuple[tuple[int, ...], int]:
+        """The widths of loads and stores."""
+        plan = MixPlan(*static)
+        return tuple(sorted({16 * plan.vector, 32 * plan.mix_vector})), 16 * plan.vector
+
 
 def plan_mix(
     streams: int,
@@ -88,17 +94,16 @@ def plan_mix(
     alignment: int,
     mix_alignment: int,
     device: Device,
+    threads_above_4: int = MAX_THREADS,
 ) -> MixPlan:
-    """Alignments are what divides all addresses, in bytes: of the streams, and of the mixes."""
+    """Alignments are what divides all addresses, in bytes: of the streams, and of the mixes.
+
+    A block of more than 4 streams has at most `threads_above_4` threads.
+    """
     vector = access(columns_of(hidden), 2, alignment)
     mix_vector = access(streams, 4, mix_alignment)
-    return MixPlan(streams, hidden, vector, mix_vector, *cut_row(hidden, num_tokens, device))
-
-
-def mix_access_bits(*static: int) -> tuple[tuple[int, ...], int]:
-    """The widths of loads and stores of a kernel that mixes."""
-    plan = MixPlan(*static)
-    return tuple(sorted({16 * plan.vector, 32 * plan.mix_vector})), 16 * plan.vector
+    cut = cut_row(hidden, num_tokens, device, MAX_THREADS if streams <= 4 else threads_above_4)
+    return MixPlan(streams, hidden, vector, mix_vector, *cut)
 
 
 class GradientPlan(NamedTuple):
@@ -115,6 +120,13 @@ class GradientPlan(NamedTuple):
     threads: int
     steps: int
 
+    @staticmethod
+    def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The widths of loads and stores."""
+        plan = GradientPlan(*static)
+        loads = {16 * plan.vector, 32 * plan.mix_vector}
+        return tuple(sorted(loads)), tuple(sorted({16 * plan.vector, 32}))
+
 
 def plan_gradient(
     streams: int,
@@ -128,10 +140,3 @@ def plan_gradient(
     vector = access(columns_of(hidden), 2, alignment)
     mix_vector = access(streams, 4, mix_alignment)
     return GradientPlan(streams, hidden, added, vector, mix_vector, *whole_row(hidden))
-
-
-def gradient_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The widths of loads and stores of a kernel with sums over columns."""
-    plan = GradientPlan(*static)
-    loads = {16 * plan.vector, 32 * plan.mix_vector}
-    return tuple(sorted(loads)), tuple(sorted({16 * plan.vector, 32}))

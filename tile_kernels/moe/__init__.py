@@ -1,29 +1,5 @@
 """Expert gating and token routing."""
 
-from tile_kernels.moe.count.op import group_count
-from tile_kernels.moe.expand.op import expand_to_fused, expand_to_fused_with_sf
-from tile_kernels.moe.fi.op import aux_fi
-from tile_kernels.moe.hash.op import hash_gate
-from tile_kernels.moe.indices.op import inplace_unique_group_indices, mask_indices_by_tp
-from tile_kernels.moe.mapping.op import get_fused_mapping
-from tile_kernels.moe.reduce.op import reduce_fused
-from tile_kernels.moe.top2_sum.op import top2_sum_gate
-from tile_kernels.moe.topk.op import topk_gate, topk_sum_and_topk_group_idx
-from tile_kernels.moe.weight.op import normalize_weight, topk_weights
+from tile_kernels.runtime.lazy import exports
 
-__all__ = [
-    "aux_fi",
-    "expand_to_fused",
-    "expand_to_fused_with_sf",
-    "get_fused_mapping",
-    "group_count",
-    "hash_gate",
-    "inplace_unique_group_indices",
-    "mask_indices_by_tp",
-    "normalize_weight",
-    "reduce_fused",
-    "top2_sum_gate",
-    "topk_gate",
-    "topk_sum_and_topk_group_idx",
-    "topk_weights",
-]
+__getattr__, __dir__, __all__ = exports(__name__)

@@ -1,46 +1,5 @@
 """Quantization: FP8, FP4 and E5M6 with block scales, alone and fused with SwiGLU."""
 
-from tile_kernels.quant.back.op import cast_back, per_token_cast_back
-from tile_kernels.quant.common import unpack_from_e2m1fn_x2
-from tile_kernels.quant.fake.op import fake_cast
-from tile_kernels.quant.lossless.op import per_block_cast_lossless
-from tile_kernels.quant.per_block.op import (
-    per_block_cast,
-    per_block_cast_with_precomputed_sf,
-    per_block_cast_with_sf_only,
-)
-from tile_kernels.quant.per_channel.op import (
-    per_channel_cast,
-    per_channel_cast_and_transpose,
-    per_channel_cast_fused,
-    swiglu_forward_and_per_channel_cast_and_transpose,
-)
-from tile_kernels.quant.per_token.op import (
-    per_token_cast,
-    per_token_cast_with_precomputed_sf,
-    per_token_cast_with_sf_only,
-)
-from tile_kernels.quant.swiglu.op import (
-    swiglu_backward_and_per_token_cast,
-    swiglu_forward_and_per_token_cast,
-)
+from tile_kernels.runtime.lazy import exports
 
-__all__ = [
-    "cast_back",
-    "fake_cast",
-    "per_block_cast",
-    "per_block_cast_lossless",
-    "per_block_cast_with_precomputed_sf",
-    "per_block_cast_with_sf_only",
-    "per_channel_cast",
-    "per_channel_cast_and_transpose",
-    "per_channel_cast_fused",
-    "per_token_cast",
-    "per_token_cast_back",
-    "per_token_cast_with_precomputed_sf",
-    "per_token_cast_with_sf_only",
-    "swiglu_backward_and_per_token_cast",
-    "swiglu_forward_and_per_channel_cast_and_transpose",
-    "swiglu_forward_and_per_token_cast",
-    "unpack_from_e2m1fn_x2",
-]
+__getattr__, __dir__, __all__ = exports(__name__)

@@ -80,6 +80,28 @@ class LateAutograd(CustomOpDef):
         self._lib.impl(self._name, autograd, "Autograd", with_keyset=True)
 
 
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor", list[Tensor]: "Tensor[]", int: "SymInt", list[int]: "SymInt[]",
+    float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType",
+}  # fmt: skip
+_TYPES |= {kind | None: f"{name}?" for kind, name in _TYPES.items()}
+
+
+def _schema(signature: inspect.Signature, mutates: tuple[str, ...]) -> str:
+    """As `torch.library.infer_schema`, which takes a quarter of the time to import the library."""
+    arguments = []
+    for i, (name, parameter) in enumerate(signature.parameters.items()):
+        kind = _TYPES[parameter.annotation]
+        if name in mutates:
+            kind = kind.replace("Tensor", f"Tensor(a{i}!)")
+        arguments.append(f"{kind} {name}")
+    returned = signature.return_annotation
+    results = returned.__args__ if hasattr(returned, "__args__") else (returned,)
+    names = [_TYPES[each] for each in results if each is not None]
+    result = names[0] if names and returned is Tensor else f"({', '.join(names)})"
+    return f"({', '.join(arguments)}) -> {result}"
+
+
 def define(
     name: str,
     signature: inspect.Signature,
@@ -100,7 +122,7 @@ def define(
         return implemented
 
     implemented = positional(implementation)
-    schema = torch.library.infer_schema(implemented, mutates_args=mutates)
+    schema = _schema(signature, mutates)
     defined = LateAutograd("tile_kernels", name, schema, implemented)
     defined.no_gradient = no_gradient
     defined.register_kernel(None)(implemented)

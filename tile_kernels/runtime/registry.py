@@ -120,8 +120,10 @@ def operators() -> list[Any]:
 
 
 def load_all() -> None:
-    """Imports every family, so that the registry is complete."""
+    """Imports every operator, so that the registry is complete."""
     import tile_kernels
 
     for family in tile_kernels.FAMILIES:
-        getattr(tile_kernels, family)
+        package = getattr(tile_kernels, family)
+        for name in package.__all__:
+            getattr(package, name)

@@ -1,5 +1,5 @@
 """Transposes of matrices and of batches of matrices."""
 
-from tile_kernels.transpose.op import batched_transpose, transpose
+from tile_kernels.runtime.lazy import exports
 
-__all__ = ["batched_transpose", "transpose"]
+__getattr__, __dir__, __all__ = exports(__name__)

@@ -7,32 +7,24 @@ from typing import Any
 
 import torch
 
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
+from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import (
+    BF16,
+    FP32,
+    INF,
+    NAN,
+    builder,
     changed,
     close_results,
     edited,
     misaligned,
+    normal,
 )
 
-_NAN, _INF = float("nan"), float("inf")
-BF16, FP32 = torch.bfloat16, torch.float32
 
-
-def rows(
-    num_tokens: int, channels: int, dtype: torch.dtype, pad: int, device: torch.device
-) -> torch.Tensor:
-    """Normal numbers, in rows that are `pad` elements further apart than they are long."""
-    return torch.randn(num_tokens, channels + pad, device=device).to(dtype)[:, :channels]
-
-
+@builder
 def series(
+    device: torch.device,
     num_tokens: int,
     channels: int,
     window: int,
@@ -44,31 +36,29 @@ def series(
     out_dtype: torch.dtype | None = None,
     pad: int = 0,
     special: bool = False,
-) -> Build:
+) -> Arguments:
     """`lengths` of sequences make `cu_seqlens`; `special` puts -inf and NaN among the numbers."""
-
-    def make(device: torch.device) -> Arguments:
-        arguments: Arguments = {}
-        for name in ("a", "b")[: 1 + overlap]:
-            kv = rows(num_tokens, channels, dtype, pad, device)
-            z = 3 * rows(num_tokens, channels, dtype, pad, device)
-            if special and device.type != "meta":
-                z[: 2 * window] = -_INF  # the first windows have no score at all
-                z[2 * window :: 3, ::2] = -_INF
-                z[3 * window, 1] = _NAN
-                kv[4 * window, 2] = _NAN
-                z[5 * window, 3] = _INF
-            bias = torch.randn(window, channels, device=device)
-            arguments |= {f"kv_{name}": kv, f"z_{name}": z, f"bias_{name}": bias}
-        if lengths is not None:
-            arguments["cu_seqlens"] = bounds(lengths, device)
-        if num_windows is not None:
-            arguments["num_windows"] = num_windows
-        if out_dtype is not None:
-            arguments["out_dtype"] = out_dtype
-        return arguments
-
-    return make
+    arguments: Arguments = {}
+    for name in ("a", "b")[: 1 + overlap]:
+        kv, scores = (
+            normal(num_tokens, channels, device=device, dtype=dtype, extra=pad) for _ in range(2)
+        )
+        z = 3 * scores
+        if special and device.type != "meta":
+            z[: 2 * window] = -INF  # the first windows have no score at all
+            z[2 * window :: 3, ::2] = -INF
+            z[3 * window, 1] = NAN
+            kv[4 * window, 2] = NAN
+            z[5 * window, 3] = INF
+        bias = torch.randn(window, channels, device=device)
+        arguments |= {f"kv_{name}": kv, f"z_{name}": z, f"bias_{name}": bias}
+    if lengths is not None:
+        arguments["cu_seqlens"] = bounds(lengths, device)
+    if num_windows is not None:
+        arguments["num_windows"] = num_windows
+    if out_dtype is not None:
+        arguments["out_dtype"] = out_dtype
+    return arguments
 
 
 def bounds(lengths: Sequence[int], device: torch.device | str) -> torch.Tensor:
@@ -165,7 +155,7 @@ VECTORS = [
     ),
     Vector(
         "no scores",
-        lambda: {"kv_a": column(1, 3), "z_a": column(-_INF, -_INF), "bias_a": column(0, 0)},
+        lambda: {"kv_a": column(1, 3), "z_a": column(-INF, -INF), "bias_a": column(0, 0)},
         lambda: column(0),
     ),
 ]
@@ -236,19 +226,16 @@ KV_COMPRESS = Cases(
 # ---- both series in one tensor ------------------------------------------------------------------
 
 
-def packed(make: Build) -> Build:
+@builder
+def packed(device: torch.device, make: Build) -> Arguments:
     """The same, with both series side by side: b, then a."""
-
-    def both(device: torch.device) -> Arguments:
-        given = make(device)
-        names = {"kv": "kv", "z": "gate", "bias": "ape"}
-        joined = {
-            name: torch.cat((given.pop(f"{short}_b"), given.pop(f"{short}_a")), 1)
-            for short, name in names.items()
-        }
-        return {**joined, **given}
-
-    return both
+    given = make(device)
+    names = {"kv": "kv", "z": "gate", "bias": "ape"}
+    joined = {
+        name: torch.cat((given.pop(f"{short}_b"), given.pop(f"{short}_a")), 1)
+        for short, name in names.items()
+    }
+    return {**joined, **given}
 
 
 def _wide(device: torch.device) -> Arguments:
@@ -303,18 +290,17 @@ KV_COMPRESS_PACKED = Cases(
 # ---- gradients ----------------------------------------------------------------------------------
 
 
-def _with_grad(make: Build, values: str = "kv_a", biases: str = "bias_a") -> Build:
+@builder
+def _with_grad(
+    device: torch.device, make: Build, values: str = "kv_a", biases: str = "bias_a"
+) -> Arguments:
     """The same with the gradient of the result, of its dtype."""
-
-    def build(device: torch.device) -> Arguments:
-        given = make(device)
-        entries = given[values].shape[0] // given[biases].shape[0]
-        entries = given.pop("num_windows", entries)
-        channels = given[values].shape[1] // (2 if values == "kv" else 1)
-        dtype = given.pop("out_dtype", given[values].dtype)
-        return {"grad_out": torch.randn(entries, channels, device=device).to(dtype), **given}
-
-    return build
+    given = make(device)
+    entries = given[values].shape[0] // given[biases].shape[0]
+    entries = given.pop("num_windows", entries)
+    channels = given[values].shape[1] // (2 if values == "kv" else 1)
+    dtype = given.pop("out_dtype", given[values].dtype)
+    return {"grad_out": torch.randn(entries, channels, device=device).to(dtype), **given}
 
 
 def _with_packed_grad(make: Build) -> Build:

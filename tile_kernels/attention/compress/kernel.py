@@ -10,9 +10,9 @@ from tile_kernels.attention.primitives import (
     PASS_CONFIGS,
     PRELUDE,
     above,
-    assume_multiples,
     bias_stage,
     clear_sums,
+    each_row,
     each_series,
     exp2_flushed,
     over_groups,
@@ -23,6 +23,7 @@ from tile_kernels.attention.primitives import (
     registers,
     row_loader,
     rows_ahead,
+    series_types,
     shared_memory,
     thread_place,
     thread_sums,
@@ -45,7 +46,7 @@ def compress_access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
 def compress(*static: Any) -> Any:
     """The entries of windows, rounded to the dtype of the result."""
     p = WindowPlan(*static)
-    geo, dtype = p.geometry, p.dtype
+    geo = p.geometry
 
     @T.macro
     def stored(window, num_windows, slot, group, lane, channel, entry, places, out):
@@ -58,21 +59,15 @@ def compress(*static: Any) -> Any:
 
     walked = window_walk(p, stored)
     tokens, num_windows = T.dynamic("tokens num_windows")
-    rows = T.dynamic("kv_a_row z_a_row kv_b_row z_b_row", "int64")
-    bias_rows = T.dynamic("bias_a_row bias_b_row", "int64")
-    shape, biases_shape = (tokens, p.channels), (p.window, p.channels)
+    given = series_types(p, tokens)
 
     @T.prim_func
     def compress_windows(
-        kv_a: T.StridedTensor[shape, (rows[0], 1), dtype],
-        z_a: T.StridedTensor[shape, (rows[1], 1), dtype],
-        bias_a: T.StridedTensor[biases_shape, (bias_rows[0], 1), T.float32],
-        kv_b: T.StridedTensor[shape, (rows[2], 1), dtype],
-        z_b: T.StridedTensor[shape, (rows[3], 1), dtype],
-        bias_b: T.StridedTensor[biases_shape, (bias_rows[1], 1), T.float32],
+        kv_a: given.rows(0), z_a: given.rows(1), bias_a: given.biases(0),
+        kv_b: given.rows(2), z_b: given.rows(3), bias_b: given.biases(1),
         places: T.Tensor[(num_windows, 3), T.int32],
         out: T.Tensor[(num_windows, p.channels), p.out_dtype],
-    ):
+    ):  # fmt: skip
         with T.Kernel(
             T.min(T.ceildiv(num_windows, geo.slots), p.workers),
             geo.blocks_across,
@@ -80,8 +75,8 @@ def compress(*static: Any) -> Any:
             prelude=PRELUDE,
         ) as (block, across):
             T.annotate_min_blocks_per_sm(blocks_per_sm(geo))
-            assume_multiples(p.vector, rows[: 2 * p.series])
-            assume_multiples(geo.part, bias_rows[: p.series])
+            given.assume_rows()
+            given.assume_biases()
             walked(block, across, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, places, out)
 
     return compress_windows
@@ -228,14 +223,11 @@ def row_storer(geo: Geometry) -> Any:
     """A macro: a thread's rows to tensors, as `each_series` does, where there are any."""
 
     @T.macro
-    def store(target, first, item, channel, at, held):
-        if first >= 0:
-            for r in T.unroll(geo.items):
-                if geo.exact or item + r < geo.window:
-                    for v in T.vectorized(geo.vector):
-                        target[first + item + r, channel + v] = held[(at + r) * geo.vector + v]
+    def store(target, row, channel, at, held):
+        for v in T.vectorized(geo.vector):
+            target[row, channel + v] = held[at * geo.vector + v]
 
-    return each_series(geo, store)
+    return each_series(geo, each_row(geo, store))
 
 
 def zero_rows(p: WindowPlan) -> Any:
@@ -338,11 +330,7 @@ def gradients(*static: Any) -> Any:
     tokens, num_windows, num_bounds, num_parts = T.dynamic(
         "tokens num_windows num_bounds num_parts"
     )
-    rows = T.dynamic("kv_a_row z_a_row kv_b_row z_b_row", "int64")
-    bias_rows = T.dynamic("bias_a_row bias_b_row", "int64")
-    of_rows = T.dynamic("of_kv_a_row of_z_a_row of_kv_b_row of_z_b_row", "int64")
-    of_bias_rows = T.dynamic("of_bias_a_row of_bias_b_row", "int64")
-    shape, biases_shape = (tokens, p.channels), (p.window, p.channels)
+    given, results = series_types(p, tokens), series_types(p, tokens, "of_")
 
     @T.macro
     def read_gradient(grad_out, window, num_windows, channel, read):
@@ -417,30 +405,24 @@ def gradients(*static: Any) -> Any:
     @T.prim_func
     def gradients_of_windows(
         grad_out: T.Tensor[(num_windows, p.channels), p.out_dtype],
-        kv_a: T.StridedTensor[shape, (rows[0], 1), dtype],
-        z_a: T.StridedTensor[shape, (rows[1], 1), dtype],
-        bias_a: T.StridedTensor[biases_shape, (bias_rows[0], 1), T.float32],
-        kv_b: T.StridedTensor[shape, (rows[2], 1), dtype],
-        z_b: T.StridedTensor[shape, (rows[3], 1), dtype],
-        bias_b: T.StridedTensor[biases_shape, (bias_rows[1], 1), T.float32],
+        kv_a: given.rows(0), z_a: given.rows(1), bias_a: given.biases(0),
+        kv_b: given.rows(2), z_b: given.rows(3), bias_b: given.biases(1),
         bounds: T.Tensor[(num_bounds,), T.int32],
         counted: T.Tensor[(num_bounds,), T.int32],
         places: T.Tensor[(num_windows, 3), T.int32],
-        grad_kv_a: T.StridedTensor[shape, (of_rows[0], 1), dtype],
-        grad_z_a: T.StridedTensor[shape, (of_rows[1], 1), dtype],
-        grad_kv_b: T.StridedTensor[shape, (of_rows[2], 1), dtype],
-        grad_z_b: T.StridedTensor[shape, (of_rows[3], 1), dtype],
-        grad_bias_a: T.StridedTensor[biases_shape, (of_bias_rows[0], 1), T.float32],
-        grad_bias_b: T.StridedTensor[biases_shape, (of_bias_rows[1], 1), T.float32],
+        grad_kv_a: results.rows(0), grad_z_a: results.rows(1),
+        grad_kv_b: results.rows(2), grad_z_b: results.rows(3),
+        grad_bias_a: results.biases(0), grad_bias_b: results.biases(1),
         partial: T.Tensor[(num_parts, series, p.window, p.channels), T.float32],
-    ):
+    ):  # fmt: skip
         with T.Kernel(num_parts, geo.blocks_across, threads=geo.threads, prelude=PRELUDE) as (
             block,
             across,
         ):
             T.annotate_min_blocks_per_sm(blocks_per_sm(geo, gradient=True))
-            assume_multiples(p.vector, rows[: 2 * series] + of_rows[: 2 * series])
-            assume_multiples(geo.part, bias_rows[:series])
+            given.assume_rows()
+            results.assume_rows()
+            given.assume_biases()
             tx = T.get_thread_binding()
             lane, group, slot, channel = thread_place(geo, across)
             biases, of_groups, of_window = shared_memory(geo)
@@ -510,8 +492,8 @@ def gradients(*static: Any) -> Any:
         with T.Kernel(
             adding + (num_bounds if p.ragged else 1), SPLITS, threads=FINISHING_THREADS
         ) as (block, split):
-            assume_multiples(p.vector, of_rows[: 2 * series])
-            assume_multiples(geo.part, of_bias_rows[:series])
+            results.assume_rows()
+            results.assume_biases()
             if block < adding:
                 added(block * SPLITS + split, partial, num_parts, grad_bias_a, grad_bias_b)
             else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,11 +44,120 @@ _DYNAMIC = {
 }  # fmt: skip
 
 
-def _check_result(
-    cu_seqlens: Tensor | None, num_windows: int | None, out_dtype: torch.dtype | None
-) -> None:
-    check_windows(cu_seqlens, num_windows)
-    check_dtype("out_dtype", out_dtype)
+# ---- forward ------------------------------------------------------------------------------------
+
+
+class Arguments(NamedTuple):
+    kv_a: Tensor
+    z_a: Tensor
+    bias_a: Tensor
+    kv_b: Tensor | None
+    z_b: Tensor | None
+    bias_b: Tensor | None
+    cu_seqlens: Tensor | None
+    num_windows: int | None
+    out_dtype: torch.dtype | None
+
+    def check(self) -> None:
+        check_series(*self[:6])
+        _check_result(self)
+
+    def outputs(self) -> Out:
+        return _result(self, self.kv_a.shape[1])
+
+    def launches(self, out: Spec, *places: Spec) -> list[Launch]:
+        return _launches(self, Series.of(*self[:6]), out, places)
+
+
+class PackedArguments(NamedTuple):
+    """Both series in one tensor."""
+
+    kv: Tensor
+    gate: Tensor
+    ape: Tensor
+    cu_seqlens: Tensor | None
+    num_windows: int | None
+    out_dtype: torch.dtype | None
+
+    def check(self) -> None:
+        check_packed(*self[:3])
+        _check_result(self)
+
+    def outputs(self) -> Out:
+        return _result(self, self.kv.shape[1] // 2)
+
+    def launches(self, out: Spec, *places: Spec) -> list[Launch]:
+        return _launches(self, Series.of(*_unpacked(*self[:3])), out, places)
+
+
+AnyArguments = Arguments | PackedArguments  # the first field has the values, the third the biases
+
+
+def _check_result(a: AnyArguments) -> None:
+    check_windows(a.cu_seqlens, a.num_windows)
+    check_dtype("out_dtype", a.out_dtype)
+
+
+def _num_windows(a: AnyArguments) -> int:
+    return count_windows(a[0].shape[0], a[2].shape[0], a.num_windows)
+
+
+def _result(a: AnyArguments, channels: int) -> Out:
+    return Out("out", (_num_windows(a), channels), a.out_dtype or a[0].dtype)
+
+
+def _launches(a: AnyArguments, series: Series, out: Spec, places: Sequence[Spec]) -> list[Launch]:
+    placed = place_windows(a.cu_seqlens, series.window, Size(lambda a: a[0].shape[0]), places)
+    return [*placed, compress_windows(series, places[-1] if places else None, out)]
+
+
+def scratch(a: AnyArguments) -> tuple[Out, ...]:
+    return places_scratch(a.cu_seqlens, _num_windows(a))
+
+
+def check_values(a: AnyArguments) -> None:
+    check_sequences(a.cu_seqlens, a[0], a[2], a.num_windows)
+
+
+def _columns(x: Spec, first: int, count: int) -> Spec:
+    aligned = math.gcd(x.alignment, first * x.element_size())
+    like = Spec((x.shape[0], count), x.stride(), x.dtype, x.device, aligned)
+    return x.apply(Tensor.narrow, 1, first, count, like=like)
+
+
+def _unpacked(*tensors: Any) -> list[Spec]:
+    """Values, scores and biases of series a, the high halves, then those of series b."""
+    width = tensors[0].shape[1] // 2
+    return [_columns(x, first, width) for first in (width, 0) for x in tensors]
+
+
+def cost(
+    kv_a: Tensor,
+    bias_a: Tensor,
+    kv_b: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    **_: Any,
+) -> Cost:
+    series = 1 if kv_b is None else 2
+    (num_tokens, channels), window = kv_a.shape, bias_a.shape[0]
+    read = 2 * series * num_tokens * kv_a.element_size() + 4 * series * window
+    written = num_tokens // window * (out_dtype or kv_a.dtype).itemsize
+    return Cost((read + written) * channels, 8 * series * kv_a.numel())
+
+
+def packed_cost(kv: Tensor, ape: Tensor, out_dtype: torch.dtype | None = None, **_: Any) -> Cost:
+    half, _other = halves(kv)
+    return cost(half, halves(ape)[0], half, out_dtype)
+
+
+def _by_field(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A reference that takes the fields of a record by position."""
+
+    def call(*fields: Any) -> Tensor:
+        *given, cu_seqlens, num_windows, out_dtype = fields
+        return formula(*given, cu_seqlens=cu_seqlens, num_windows=num_windows, out_dtype=out_dtype)
+
+    return call
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
@@ -66,75 +176,30 @@ def _gradients(
     return *last_gradients(message, grads, inputs), None, None, None
 
 
-# ---- kv_compress --------------------------------------------------------------------------------
-
-
-class Arguments(NamedTuple):
-    kv_a: Tensor
-    z_a: Tensor
-    bias_a: Tensor
-    kv_b: Tensor | None
-    z_b: Tensor | None
-    bias_b: Tensor | None
-    cu_seqlens: Tensor | None
-    num_windows: int | None
-    out_dtype: torch.dtype | None
-
-    def check(self) -> None:
-        check_series(*self[:6])
-        _check_result(self.cu_seqlens, self.num_windows, self.out_dtype)
-
-    def outputs(self) -> Out:
-        num_tokens, channels = self.kv_a.shape
-        count = count_windows(num_tokens, self.bias_a.shape[0], self.num_windows)
-        return Out("out", (count, channels), self.out_dtype or self.kv_a.dtype)
-
-    def launches(self, out: Spec, *places: Spec) -> list[Launch]:
-        series, num_tokens = Series.of(*self[:6]), Size(lambda a: a.kv_a.shape[0])
-        placed = place_windows(self.cu_seqlens, series.window, num_tokens, places)
-        return [*placed, compress_windows(series, places[-1] if places else None, out)]
-
-    def scratch(self) -> tuple[Out, ...]:
-        count = count_windows(self.kv_a.shape[0], self.bias_a.shape[0], self.num_windows)
-        return places_scratch(self.cu_seqlens, count)
-
-    def check_values(self) -> None:
-        check_sequences(self.cu_seqlens, self.kv_a, self.bias_a, self.num_windows)
-
-
-def cost(
-    kv_a: Tensor,
-    bias_a: Tensor,
-    kv_b: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    **_: Any,
-) -> Cost:
-    series = 1 if kv_b is None else 2
-    (num_tokens, channels), window = kv_a.shape, bias_a.shape[0]
-    read = 2 * series * num_tokens * kv_a.element_size() + 4 * series * window
-    written = num_tokens // window * (out_dtype or kv_a.dtype).itemsize
-    return Cost((read + written) * channels, 8 * series * kv_a.numel())
-
-
-def _reference(*fields: Any) -> Tensor:
-    *series, cu_seqlens, num_windows, out_dtype = fields
-    return reference.kv_compress(
-        *series, cu_seqlens=cu_seqlens, num_windows=num_windows, out_dtype=out_dtype
-    )
-
-
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
     return _gradients("kv_compress", kv_compress_bwd, ctx, grad_out)
 
 
-KV_COMPRESS = Operator(
+def _packed_backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
+    return _gradients("kv_compress_packed", kv_compress_packed_bwd, ctx, grad_out)
+
+
+_declare = functools.partial(
+    Operator, scratch=scratch, check_values=check_values, dynamic=_DYNAMIC, setup_context=_save
+)
+KV_COMPRESS = _declare(
     "attention.kv_compress",
     Arguments,
-    reference=_reference,
+    reference=_by_field(reference.kv_compress),
     cost=cost,
-    dynamic=_DYNAMIC,
     backward=_backward,
-    setup_context=_save,
+)
+KV_COMPRESS_PACKED = _declare(
+    "attention.kv_compress_packed",
+    PackedArguments,
+    reference=_by_field(reference.kv_compress_packed),
+    cost=packed_cost,
+    backward=_packed_backward,
 )
 
 
@@ -203,78 +268,6 @@ def kv_compress(
     return KV_COMPRESS(kv_a, z_a, bias_a, kv_b, z_b, bias_b, cu_seqlens, num_windows, out_dtype)
 
 
-# ---- kv_compress_packed: both series in one tensor ----------------------------------------------
-
-
-class PackedArguments(NamedTuple):
-    kv: Tensor
-    gate: Tensor
-    ape: Tensor
-    cu_seqlens: Tensor | None
-    num_windows: int | None
-    out_dtype: torch.dtype | None
-
-    def check(self) -> None:
-        check_packed(self.kv, self.gate, self.ape)
-        _check_result(self.cu_seqlens, self.num_windows, self.out_dtype)
-
-    def outputs(self) -> Out:
-        num_tokens, channels = self.kv.shape
-        count = count_windows(num_tokens, self.ape.shape[0], self.num_windows)
-        return Out("out", (count, channels // 2), self.out_dtype or self.kv.dtype)
-
-    def launches(self, out: Spec, *places: Spec) -> list[Launch]:
-        series, num_tokens = Series.of(*_unpacked(*self[:3])), Size(lambda a: a.kv.shape[0])
-        placed = place_windows(self.cu_seqlens, series.window, num_tokens, places)
-        return [*placed, compress_windows(series, places[-1] if places else None, out)]
-
-    def scratch(self) -> tuple[Out, ...]:
-        count = count_windows(self.kv.shape[0], self.ape.shape[0], self.num_windows)
-        return places_scratch(self.cu_seqlens, count)
-
-    def check_values(self) -> None:
-        check_sequences(self.cu_seqlens, self.kv, self.ape, self.num_windows)
-
-
-def _columns(x: Spec, first: int, count: int) -> Spec:
-    aligned = math.gcd(x.alignment, first * x.element_size())
-    like = Spec((x.shape[0], count), x.stride(), x.dtype, x.device, aligned)
-    return x.apply(Tensor.narrow, 1, first, count, like=like)
-
-
-def _unpacked(*tensors: Any) -> list[Spec]:
-    """Values, scores and biases of series a, the high halves, then those of series b."""
-    width = tensors[0].shape[1] // 2
-    return [_columns(x, first, width) for first in (width, 0) for x in tensors]
-
-
-def packed_cost(kv: Tensor, ape: Tensor, out_dtype: torch.dtype | None = None, **_: Any) -> Cost:
-    half, _other = halves(kv)
-    return cost(half, halves(ape)[0], half, out_dtype)
-
-
-def _packed_reference(*fields: Any) -> Tensor:
-    *packed, cu_seqlens, num_windows, out_dtype = fields
-    return reference.kv_compress_packed(
-        *packed, cu_seqlens=cu_seqlens, num_windows=num_windows, out_dtype=out_dtype
-    )
-
-
-def _packed_backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
-    return _gradients("kv_compress_packed", kv_compress_packed_bwd, ctx, grad_out)
-
-
-KV_COMPRESS_PACKED = Operator(
-    "attention.kv_compress_packed",
-    PackedArguments,
-    reference=_packed_reference,
-    cost=packed_cost,
-    dynamic=_DYNAMIC,
-    backward=_packed_backward,
-    setup_context=_save,
-)
-
-
 @KV_COMPRESS_PACKED.public(reference=reference.kv_compress_packed)
 def kv_compress_packed(
     kv: Tensor,
@@ -318,7 +311,7 @@ def kv_compress_packed(
     return KV_COMPRESS_PACKED(kv, gate, ape, cu_seqlens, num_windows, out_dtype)
 
 
-# ---- kv_compress_bwd ----------------------------------------------------------------------------
+# ---- gradients ----------------------------------------------------------------------------------
 
 
 class BackwardArguments(NamedTuple):
@@ -332,15 +325,7 @@ class BackwardArguments(NamedTuple):
     cu_seqlens: Tensor | None
 
     def outputs(self) -> tuple[Out, Out, Out, Out, Out, Out]:
-        return *_outputs("_a", self.kv_a, self.z_a, self.bias_a), *_outputs(
-            "_b", self.kv_b, self.z_b, self.bias_b
-        )
-
-    def launches(self, *outs: Spec) -> list[Launch | Host]:
-        series, num_tokens = Series.of(*self[1:-1]), Size(lambda a: a.kv_a.shape[0])
-        return _bwd_launches(
-            self.grad_out, series, Series(*outs[:6]), self.cu_seqlens, num_tokens, outs[6:]
-        )
+        return *_outputs("_a", *self[1:4]), *_outputs("_b", *self[4:7])
 
 
 class OneSeriesBackwardArguments(NamedTuple):
@@ -351,35 +336,22 @@ class OneSeriesBackwardArguments(NamedTuple):
     cu_seqlens: Tensor | None
 
     def outputs(self) -> tuple[Out, Out, Out]:
-        return _outputs("_a", self.kv_a, self.z_a, self.bias_a)
+        return _outputs("_a", *self[1:4])
 
-    def launches(self, *outs: Spec) -> list[Launch | Host]:
-        series, num_tokens = Series.of(*self[1:-1]), Size(lambda a: a.kv_a.shape[0])
-        return _bwd_launches(
-            self.grad_out, series, Series(*outs[:3]), self.cu_seqlens, num_tokens, outs[3:]
-        )
+
+class PackedBackwardArguments(NamedTuple):
+    grad_out: Tensor
+    kv: Tensor
+    gate: Tensor
+    ape: Tensor
+    cu_seqlens: Tensor | None
+
+    def outputs(self) -> tuple[Out, Out, Out]:
+        return _outputs("", *self[1:4])
 
 
 OneOrTwo = BackwardArguments | OneSeriesBackwardArguments
-
-
-def _check_grad(
-    grad_out: Tensor, kv: Tensor, bias: Tensor, channels: int, cu_seqlens: Tensor | None
-) -> None:
-    check_windows(cu_seqlens, None)
-    entries = kv.shape[0] // bias.shape[0] if cu_seqlens is None else None
-    checks.tensor(
-        "grad_out", grad_out, ("num_windows", "channels"), DTYPES, shape=(entries, channels)
-    )
-
-
-def check_bwd(a: OneOrTwo) -> None:
-    check_series(*a[1:-1])
-    _check_grad(a.grad_out, a.kv_a, a.bias_a, a.kv_a.shape[1], a.cu_seqlens)
-
-
-def check_bwd_values(a: OneOrTwo) -> None:
-    check_sequences(a.cu_seqlens, a.kv_a, a.bias_a, a.grad_out.shape[0], "grad_out")
+AnyBackwardArguments = OneOrTwo | PackedBackwardArguments
 
 
 def _outputs(name: str, kv: Tensor, z: Tensor, bias: Tensor) -> tuple[Out, Out, Out]:
@@ -390,43 +362,62 @@ def _outputs(name: str, kv: Tensor, z: Tensor, bias: Tensor) -> tuple[Out, Out, 
     )
 
 
-def _bwd_scratch(grad_out: Tensor, series: Series, cu_seqlens: Tensor | None) -> tuple[Out, ...]:
+def _check_grad(a: AnyBackwardArguments, channels: int) -> None:
+    check_windows(a.cu_seqlens, None)
+    entries = a[1].shape[0] // a[3].shape[0] if a.cu_seqlens is None else None
+    checks.tensor(
+        "grad_out", a.grad_out, ("num_windows", "channels"), DTYPES, shape=(entries, channels)
+    )
+
+
+def check_bwd(a: OneOrTwo) -> None:
+    check_series(*a[1:-1])
+    _check_grad(a, a.kv_a.shape[1])
+
+
+def check_packed_bwd(a: PackedBackwardArguments) -> None:
+    check_packed(*a[1:-1])
+    _check_grad(a, a.kv.shape[1] // 2)
+
+
+def check_bwd_values(a: AnyBackwardArguments) -> None:
+    check_sequences(a.cu_seqlens, a[1], a[3], a.grad_out.shape[0], "grad_out")
+
+
+def _series(a: AnyBackwardArguments, tensors: Sequence[Any]) -> Series:
+    """Those of `tensors`, which are packed if the arguments are."""
+    return Series(*(_unpacked(*tensors) if isinstance(a, PackedBackwardArguments) else tensors))
+
+
+def scratch_bwd(a: AnyBackwardArguments) -> tuple[Out, ...]:
     """The sums of bias gradients of each block, and where windows lie."""
-    if grad_out.numel() == 0:
+    if a.grad_out.numel() == 0:
         return ()
+    series = Series.of(*_series(a, as_specs(a)[1:-1]))
     number, window, channels = series.number, series.window, series.channels
-    num_windows = grad_out.shape[0]
+    num_windows = a.grad_out.shape[0]
     problem = (channels, window, number, series.vector)
-    parts = count_parts(num_windows, problem, grad_out.device)
+    parts = count_parts(num_windows, problem, a.grad_out.device)
     partial = Out("partial", (parts, number, window, channels), torch.float32)
-    return partial, *places_scratch(cu_seqlens, num_windows)
+    return partial, *places_scratch(a.cu_seqlens, num_windows)
 
 
-def scratch_bwd(a: OneOrTwo) -> tuple[Out, ...]:
-    return _bwd_scratch(a.grad_out, Series.of(*as_specs(a)[1:-1]), a.cu_seqlens)
-
-
-def _bwd_launches(
-    grad_out: Any,
-    series: Series,
-    grads: Series,
-    cu_seqlens: Any,
-    num_tokens: Size,
-    scratch: tuple[Spec, ...],
-) -> list[Launch | Host]:
-    """Fills the tensors of `grads`, the gradients of those of `series`."""
+def launches_bwd(a: AnyBackwardArguments, *outs: Spec) -> list[Launch | Host]:
+    num_results = len(a) - 2
+    series, grads = Series.of(*_series(a, a[1:-1])), _series(a, outs[:num_results])
+    grad_out: Any = a.grad_out
     if grad_out.numel() == 0:
         return [Host(Tensor.zero_, (x,)) for x in (*grads.rows, *grads.biases)]
-    partial, *places = scratch
+    partial, *places = outs[num_results:]
     problem = (
-        series.channels, series.window, series.number, cu_seqlens is not None,
+        series.channels, series.window, series.number, a.cu_seqlens is not None,
         dtype_name(series.kv_a), dtype_name(grad_out), series.vector,
     )  # fmt: skip
     arguments = (
         accessible(grad_out), *series, *(places or (None, None, None)),
         grads.kv_a, grads.z_a, grads.kv_b, grads.z_b, grads.bias_a, grads.bias_b, partial,
     )  # fmt: skip
-    placed = place_windows(cu_seqlens, series.window, num_tokens, places)
+    placed = place_windows(a.cu_seqlens, series.window, Size(lambda a: a[1].shape[0]), places)
     return [*placed, Launch(_GRADIENTS, problem, arguments)]
 
 
@@ -441,32 +432,48 @@ def cost_bwd(
     )
 
 
+def packed_cost_bwd(grad_out: Tensor, kv: Tensor, ape: Tensor, **_: Any) -> Cost:
+    return cost_bwd(grad_out, halves(kv)[0], halves(ape)[0], halves(kv)[1])
+
+
 def _reference_bwd(*fields: Any) -> tuple[Tensor, ...]:
     *given, cu_seqlens = fields
     grads = reference.kv_compress_bwd(*given, cu_seqlens=cu_seqlens)
     return tuple(grad for grad in grads if grad is not None)
 
 
-KV_COMPRESS_BWD = Operator(
+def _packed_reference_bwd(*fields: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *given, cu_seqlens = fields
+    return reference.kv_compress_packed_bwd(*given, cu_seqlens=cu_seqlens)
+
+
+_declare_bwd = functools.partial(
+    Operator,
+    launches=launches_bwd,
+    scratch=scratch_bwd,
+    check_values=check_bwd_values,
+    dynamic=_DYNAMIC,
+)
+KV_COMPRESS_BWD = _declare_bwd(
     "attention.kv_compress_bwd",
     BackwardArguments,
     check=check_bwd,
-    scratch=scratch_bwd,
     reference=_reference_bwd,
     cost=cost_bwd,
-    dynamic=_DYNAMIC,
-    check_values=check_bwd_values,
 )
-
-KV_COMPRESS_BWD_ONE_SERIES = Operator(
+KV_COMPRESS_BWD_ONE_SERIES = _declare_bwd(
     "attention._kv_compress_bwd_one_series",
     OneSeriesBackwardArguments,
     check=check_bwd,
-    scratch=scratch_bwd,
     reference=_reference_bwd,
-    dynamic=_DYNAMIC,
-    check_values=check_bwd_values,
     serves="kv_compress_bwd",
+)
+KV_COMPRESS_PACKED_BWD = _declare_bwd(
+    "attention.kv_compress_packed_bwd",
+    PackedBackwardArguments,
+    check=check_packed_bwd,
+    reference=_packed_reference_bwd,
+    cost=packed_cost_bwd,
 )
 
 
@@ -521,54 +528,6 @@ def kv_compress_bwd(
         grads = KV_COMPRESS_BWD_ONE_SERIES(grad_out, kv_a, z_a, bias_a, cu_seqlens)
         return *grads, None, None, None
     return KV_COMPRESS_BWD(grad_out, kv_a, z_a, bias_a, kv_b, z_b, bias_b, cu_seqlens)
-
-
-# ---- kv_compress_packed_bwd ---------------------------------------------------------------------
-
-
-class PackedBackwardArguments(NamedTuple):
-    grad_out: Tensor
-    kv: Tensor
-    gate: Tensor
-    ape: Tensor
-    cu_seqlens: Tensor | None
-
-    def check(self) -> None:
-        check_packed(self.kv, self.gate, self.ape)
-        _check_grad(self.grad_out, self.kv, self.ape, self.kv.shape[1] // 2, self.cu_seqlens)
-
-    def outputs(self) -> tuple[Out, Out, Out]:
-        return _outputs("", self.kv, self.gate, self.ape)
-
-    def launches(self, *outs: Spec) -> list[Launch | Host]:
-        series, num_tokens = Series.of(*_unpacked(*self[1:-1])), Size(lambda a: a.kv.shape[0])
-        grads = Series(*_unpacked(*outs[:3]))
-        return _bwd_launches(self.grad_out, series, grads, self.cu_seqlens, num_tokens, outs[3:])
-
-    def scratch(self) -> tuple[Out, ...]:
-        series = Series.of(*_unpacked(*as_specs(self)[1:-1]))
-        return _bwd_scratch(self.grad_out, series, self.cu_seqlens)
-
-    def check_values(self) -> None:
-        check_sequences(self.cu_seqlens, self.kv, self.ape, self.grad_out.shape[0], "grad_out")
-
-
-def packed_cost_bwd(grad_out: Tensor, kv: Tensor, ape: Tensor, **_: Any) -> Cost:
-    return cost_bwd(grad_out, halves(kv)[0], halves(ape)[0], halves(kv)[1])
-
-
-def _packed_reference_bwd(*fields: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *given, cu_seqlens = fields
-    return reference.kv_compress_packed_bwd(*given, cu_seqlens=cu_seqlens)
-
-
-KV_COMPRESS_PACKED_BWD = Operator(
-    "attention.kv_compress_packed_bwd",
-    PackedBackwardArguments,
-    reference=_packed_reference_bwd,
-    cost=packed_cost_bwd,
-    dynamic=_DYNAMIC,
-)
 
 
 @KV_COMPRESS_PACKED_BWD.public(reference=reference.kv_compress_packed_bwd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from tile_kernels.attention.geometry import (
@@ -22,12 +23,22 @@ def plan_compress(
     out_dtype: str,
     vector: int,
     device: Device,
+    gradient: bool = False,
 ) -> WindowPlan:
-    """As many blocks as can run at a time: each walks over windows and loads its biases once."""
+    """As many blocks as can run at a time: each walks over windows and loads its biases once.
+
+    Of the `gradient` each thread has its sums of bias gradients in shared memory too, and the
+    launch chooses the number of blocks.
+    """
     geo = geometry(channels, window, series, vector)
-    workers = max(1, blocks_per_sm(geo) * device.num_sms // geo.blocks_across)
-    ahead = can_copy_ahead(geo, dtype, blocks_per_sm(geo), device)
+    blocks = blocks_per_sm(geo, gradient)
+    sums = 4 * geo.rows * geo.vector * geo.threads if gradient else 0
+    workers = 0 if gradient else max(1, blocks * device.num_sms // geo.blocks_across)
+    ahead = can_copy_ahead(geo, dtype, blocks, device, sums)
     return WindowPlan(channels, window, series, ragged, dtype, out_dtype, vector, ahead, workers)
+
+
+plan_gradients = functools.partial(plan_compress, gradient=True)
 
 
 class PlacesPlan(NamedTuple):
@@ -36,20 +47,3 @@ class PlacesPlan(NamedTuple):
 
 def plan_places(window: int, device: Device) -> PlacesPlan:
     return PlacesPlan(window)
-
-
-def plan_gradients(
-    channels: int,
-    window: int,
-    series: int,
-    ragged: bool,
-    dtype: str,
-    out_dtype: str,
-    vector: int,
-    device: Device,
-) -> WindowPlan:
-    """As the forward pass; each thread has its sums of bias gradients in shared memory too."""
-    geo = geometry(channels, window, series, vector)
-    sums = 4 * geo.rows * geo.vector * geo.threads
-    ahead = can_copy_ahead(geo, dtype, blocks_per_sm(geo, gradient=True), device, sums)
-    return WindowPlan(channels, window, series, ragged, dtype, out_dtype, vector, ahead)

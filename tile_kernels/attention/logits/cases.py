@@ -7,14 +7,9 @@ from typing import Any
 import torch
 
 from tile_kernels.quant import formats
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
+from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import (
+    builder,
     changed,
     close_results,
     edited,
@@ -63,7 +58,9 @@ def _ranges(kind: str, tokens: int, keys: int, device: torch.device) -> tuple[to
     return tuple(bound.int() for bound in found)
 
 
+@builder
 def arguments(
+    device: torch.device,
     tokens: int,
     keys: int,
     heads: int = 4,
@@ -75,32 +72,28 @@ def arguments(
     nan: bool = False,
     shift: bool = False,
     **more: Any,
-) -> Build:
+) -> Arguments:
     """`exact`: logits that float32 holds exactly in any order of sums; `nan`: some rows are NaN."""
-
-    def make(device: torch.device) -> Arguments:
-        q = torch.randn(tokens, heads, depth, device=device)
-        k = torch.randn(keys, depth, device=device)
-        weights = torch.randn(tokens, heads, device=device)
-        scales = 0.5 + torch.rand(keys, device=device)
-        if exact:
-            weights = (4 * weights).round() / 4
-            scales = torch.randint(0, 2, (keys,), device=device).float() + 1
-        if nan:
-            q[1, 0, 3] = k[2, 5] = weights[3, 0] = float("nan")
-        of_q = operand(q, source, "near" if exact else exponents, exact)
-        of_k = operand(k, source, exponents, exact)
-        if shift:
-            of_q, of_k = ((misaligned(x[0]), x[1]) if source == E2M1 else misaligned(x)
-                          for x in (of_q, of_k))  # fmt: skip
-            scales = misaligned(scales)
-        start, end = _ranges(ranges, tokens, keys, device)
-        return {
-            "q": of_q, "k": (of_k, scales) if source == E4M3 else of_k,
-            "weights": weights, "start": start, "end": end, **more,
-        }  # fmt: skip
-
-    return make
+    q = torch.randn(tokens, heads, depth, device=device)
+    k = torch.randn(keys, depth, device=device)
+    weights = torch.randn(tokens, heads, device=device)
+    scales = 0.5 + torch.rand(keys, device=device)
+    if exact:
+        weights = (4 * weights).round() / 4
+        scales = torch.randint(0, 2, (keys,), device=device).float() + 1
+    if nan:
+        q[1, 0, 3] = k[2, 5] = weights[3, 0] = float("nan")
+    of_q = operand(q, source, "near" if exact else exponents, exact)
+    of_k = operand(k, source, exponents, exact)
+    if shift:
+        of_q, of_k = ((misaligned(x[0]), x[1]) if source == E2M1 else misaligned(x)
+                      for x in (of_q, of_k))  # fmt: skip
+        scales = misaligned(scales)
+    start, end = _ranges(ranges, tokens, keys, device)
+    return {
+        "q": of_q, "k": (of_k, scales) if source == E4M3 else of_k,
+        "weights": weights, "start": start, "end": end, **more,
+    }  # fmt: skip
 
 
 def worked(source: str, **more: Any) -> Any:

@@ -8,21 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels.attention.indexer import (
-    SOURCES,
-    aligned,
-    check_bound,
-    check_operands,
-    joined,
-    num_channels,
-    operand_bytes,
-    pair,
-    queries_per_block,
-    score,
-    score_flops,
-    score_scratch,
-    share_of_keys,
-)
+from tile_kernels.attention import indexer
 from tile_kernels.attention.indexer_reference import Operand, in_range
 from tile_kernels.attention.logits import reference
 from tile_kernels.attention.logits.plan import padded_heads, plan, plan_gradients
@@ -54,26 +40,21 @@ class Arguments(NamedTuple):
     out_dtype: torch.dtype
 
     def check(self) -> None:
-        check_operands(self.q, self.q_sf, self.k, self.k_sf, self.weights)
-        check_bound("start", self.start, self.q.shape[0])
-        check_bound("end", self.end, self.q.shape[0])
+        indexer.check_operands(self.q, self.q_sf, self.k, self.k_sf, self.weights)
+        indexer.check_bound("start", self.start, self.q.shape[0])
+        indexer.check_bound("end", self.end, self.q.shape[0])
         checks.one_of("out_dtype", self.out_dtype, OUT_DTYPES)
 
     def outputs(self) -> Out:
         return Out("out", (self.q.shape[0], self.k.shape[0]), self.out_dtype)
 
     def launches(self, out: Spec, *scratch: Spec) -> list[Launch]:
-        source, heads, depth = SOURCES[self.q.dtype], self.q.shape[1], num_channels(self.q)
-
-        def problem(key_format: str, role: str) -> tuple[Any, ...]:
-            return source, key_format, heads, depth, dtype_name(out), role
-
         results = (out, Size(_share), Size(_queries_per_block))
-        return score(_SCORES, problem, self[:7], scratch, results)
+        return indexer.score(_SCORES, (dtype_name(out),), self[:7], scratch, results)
 
 
 def _share(a: Arguments) -> int:
-    return share_of_keys(a.q.shape[0], a.k.shape[0], a.q.device)
+    return indexer.share_of_keys(a.q.shape[0], a.k.shape[0], a.q.device)
 
 
 def _num_shares(a: Arguments) -> int:
@@ -81,31 +62,23 @@ def _num_shares(a: Arguments) -> int:
 
 
 def _queries_per_block(a: Arguments) -> int:
-    return queries_per_block(a.q.shape[0], _num_shares(a), a.q.device)
+    return indexer.queries_per_block(a.q.shape[0], _num_shares(a), a.q.device)
 
 
 def scratch(a: Arguments) -> tuple[Out, ...]:
-    return score_scratch(a.q, a.k, _num_shares(a))
+    return indexer.score_scratch(a.q, a.k, _num_shares(a))
 
 
-def cost(
-    q: Operand,
-    k: Operand,
-    weights: Tensor,
-    start: Tensor,
-    end: Tensor,
-    out_dtype: torch.dtype = torch.float32,
-) -> Cost:
-    queries, num_keys = pair(q)[0], pair(k)[0].shape[0]
+def cost(q: Operand, k: Operand, out_dtype: torch.dtype = torch.float32, **others: Any) -> Cost:
+    queries, num_keys = indexer.pair(q)[0], indexer.pair(k)[0].shape[0]
     written = queries.shape[0] * num_keys * out_dtype.itemsize
-    return Cost(operand_bytes(q, k, weights, start, end) + written, score_flops(queries, num_keys))
+    return Cost(
+        indexer.operand_bytes(q, k, *others.values()) + written,
+        indexer.score_flops(queries, num_keys),
+    )
 
 
-def _reference(
-    q: Tensor, q_sf: Tensor | None, k: Tensor, k_sf: Tensor | None, *rest: Any
-) -> Tensor:
-    *given, out_dtype = rest
-    return reference.indexer_logits(joined(q, q_sf), joined(k, k_sf), *given, out_dtype=out_dtype)
+_REFERENCE = indexer.by_field(reference.indexer_logits, "out_dtype")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
@@ -122,7 +95,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     keys = torch.arange(k.shape[0], device=q.device, dtype=torch.int32)
     indices = torch.where(inside, keys, -1)
     grad_q, grad_k, grad_weights = indexer_logits_bwd(
-        q, joined(k, k_sf), weights, indices, grad.float().contiguous()
+        q, indexer.joined(k, k_sf), weights, indices, grad.float().contiguous()
     )
     return grad_q.to(q.dtype), None, grad_k.to(k.dtype), None, grad_weights, None, None, None
 
@@ -131,7 +104,7 @@ INDEXER_LOGITS = Operator(
     "attention.indexer_logits",
     Arguments,
     scratch=scratch,
-    reference=_reference,
+    reference=_REFERENCE,
     cost=cost,
     dynamic={"q": 2, "k": 1, "k_sf": 0, "weights": 1, "start": 0, "end": 0},
     backward=_backward,
@@ -143,7 +116,7 @@ INDEXER_LOGITS_PACKED = Operator(
     "attention._indexer_logits_packed",
     Arguments,
     scratch=scratch,
-    reference=_reference,
+    reference=_REFERENCE,
     dynamic={"k": 1, "k_sf": 1},
     backward=_backward,
     setup_context=_save,
@@ -198,7 +171,7 @@ def indexer_logits(
         >>> indexer_logits(q, k, weights, ends[:1], ends[1:]).tolist()
         [[0.5, 4.0, -inf]]
     """
-    (queries, q_sf), (keys, k_sf) = pair(q), pair(k)
+    (queries, q_sf), (keys, k_sf) = indexer.pair(q), indexer.pair(k)
     operator = INDEXER_LOGITS if q_sf is None else INDEXER_LOGITS_PACKED
     return operator(queries, q_sf, keys, k_sf, weights, start, end, out_dtype)
 
@@ -216,7 +189,7 @@ class BackwardArguments(NamedTuple):
 
     def check(self) -> None:
         checks.tensor("q", self.q, ("T", "h", "D"), (torch.bfloat16, torch.float8_e4m3fn))
-        check_operands(self.q, None, self.k, self.k_sf, self.weights)
+        indexer.check_operands(self.q, None, self.k, self.k_sf, self.weights)
         tokens, heads, depth = self.q.shape
         if padded_heads(heads) * depth > MAX_GRADIENT_ROW:
             raise ValueError(f"q must have up to 64 heads with {depth} channels, got {heads}")
@@ -249,10 +222,10 @@ class BackwardArguments(NamedTuple):
     ) -> list[Launch | Host]:
         if 0 in (self.q.numel(), self.indices.numel(), self.k.numel()):
             return [Host(Tensor.zero_, (x,)) for x in (grad_q, grad_k, grad_weights)]
-        problem = (SOURCES[self.q.dtype], self.q.shape[1], self.q.shape[2])
+        problem = (indexer.SOURCES[self.q.dtype], self.q.shape[1], self.q.shape[2])
         arguments = (
-            aligned(self.q), aligned(self.k), self.k_sf, self.weights, self.indices, self.grad,
-            scale, grad_q, counted, grad_weights,
+            indexer.aligned(self.q), indexer.aligned(self.k), self.k_sf, self.weights,
+            self.indices, self.grad, scale, grad_q, counted, grad_weights,
         )  # fmt: skip
         return [
             Host(Tensor.zero_, (counted,)),
@@ -292,7 +265,7 @@ def _divide(grad_k: Tensor, counted: Tensor, scale: Tensor) -> None:
 
 def cost_bwd(q: Tensor, k: Operand, indices: Tensor, **_: Any) -> Cost:
     rows = indices.numel() * q.shape[2]
-    keys = pair(k)[0]
+    keys = indexer.pair(k)[0]
     return Cost(
         rows * (q.element_size() + 8) + q.numel() * (q.element_size() + 4) + 4 * keys.numel(),
         6 * rows * q.shape[1],
@@ -302,7 +275,7 @@ def cost_bwd(q: Tensor, k: Operand, indices: Tensor, **_: Any) -> Cost:
 def _reference_bwd(
     q: Tensor, k: Tensor, k_sf: Tensor | None, weights: Tensor, indices: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.indexer_logits_bwd(q, joined(k, k_sf), weights, indices, grad)
+    return reference.indexer_logits_bwd(q, indexer.joined(k, k_sf), weights, indices, grad)
 
 
 INDEXER_LOGITS_BWD = Operator(
@@ -355,5 +328,5 @@ def indexer_logits_bwd(
         >>> grads[0][0, 0, 0].item(), grads[1][:, 0].tolist(), grads[2].item()
         (1.5, [1.0, 0.0], 6.0)
     """
-    keys, k_sf = pair(k)
+    keys, k_sf = indexer.pair(k)
     return INDEXER_LOGITS_BWD(q, keys, k_sf, weights, indices, grad)

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tile_kernels.attention.indexer_plan import MARKED, tile_plan
+from tile_kernels.attention.indexer_plan import MARKED, Tile, flat, tile_plan
 from tile_kernels.runtime.device import Device
 
 MAX_QUERIES = 16  # of a block
 
 
 class Plan(NamedTuple):
-    """The fields of a `Tile`, then the dtype of logits, and which blocks a launch computes."""
+    """A tile, the dtype of logits, and which blocks a launch computes."""
 
-    source: str
-    of_keys: str
-    unit: str
-    heads: int
-    padded: int
-    depth: int
-    keys: int
-    queries: int
-    stages: int
-    fenced: bool
+    tile: Tile
     out_dtype: str
     role: str
 
 
 def plan(
     source: str, of_keys: str, heads: int, depth: int, out_dtype: str, role: str, device: Device
-) -> Plan:
+) -> tuple[Any, ...]:
+    """The fields of a `Plan`, those of its tile one by one."""
     tile, _ = tile_plan(source, of_keys, role == MARKED, heads, depth, MAX_QUERIES, device)
-    return Plan(*tile, out_dtype, role)
+    return flat(*Plan(tile, out_dtype, role))
 
 
 # ---- gradients ----------------------------------------------------------------------------------

@@ -8,36 +8,29 @@ import torch
 
 from tile_kernels.attention.compress.cases import (
     BAD_SEQUENCES,
-    FP32,
     RAGGED,
     SERIES_REJECTS,
     many,
     series,
 )
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
+from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import (
+    FP32,
     assert_equal_results,
+    builder,
     changed,
     edited,
     misaligned,
 )
 
 
-def _tail(make: Build, rotated: int, positions: int) -> Build:
-    def build(device: torch.device) -> Arguments:
-        given = make(device)
-        angle = torch.rand(positions, rotated // 2, device=device) * 6
-        channels = given["kv_a"].shape[1]
-        extra = {"weight": 1 + torch.randn(channels, device=device) / 4, "eps": 1e-5}
-        return {**given, **extra, "cos": angle.cos(), "sin": angle.sin()}
-
-    return build
+@builder
+def _tail(device: torch.device, make: Build, rotated: int, positions: int) -> Arguments:
+    given = make(device)
+    angle = torch.rand(positions, rotated // 2, device=device) * 6
+    channels = given["kv_a"].shape[1]
+    extra = {"weight": 1 + torch.randn(channels, device=device) / 4, "eps": 1e-5}
+    return {**given, **extra, "cos": angle.cos(), "sin": angle.sin()}
 
 
 def compare(result: Any, expected: Any) -> None:

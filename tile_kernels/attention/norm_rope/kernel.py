@@ -1,17 +1,12 @@
 """What follows the compression in inference: norm, rotation, and the cast to e4m3."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilelang import language as T
 
 from tile_kernels.attention.geometry import bits_of, blocks_per_sm
 from tile_kernels.attention.norm_rope.plan import GROUP, FusedPlan, RowsPlan
-from tile_kernels.attention.primitives import (
-    PASS_CONFIGS,
-    PRELUDE,
-    assume_multiples,
-    window_walk,
-)
+from tile_kernels.attention.primitives import PASS_CONFIGS, PRELUDE, series_types, window_walk
 from tile_kernels.quant.primitives import CLAMP_MIN, encode_and_store, group_amax, scale_of
 from tile_kernels.runtime.kernels.common import WARP
 from tile_kernels.runtime.launch import kernel
@@ -19,15 +14,40 @@ from tile_kernels.runtime.launch import kernel
 THREADS = 256
 
 
-def row_tail(
-    channels: int, rotated: int, window: int, ragged: bool, vector: int, lanes: int
-) -> Any:
-    """A macro: a row of `channels`, `vector` in each of `lanes` threads, to its results.
+class TailTypes(NamedTuple):
+    """Types of the parameters of both kernels, beside what they read."""
+
+    places: Any
+    weight: Any
+    cos: Any
+    sin: Any
+    data: Any
+    sf: Any
+    turned: Any
+
+
+def tail_types(p: FusedPlan | RowsPlan, num_windows: Any, positions: Any) -> TailTypes:
+    """The types for `num_windows` rows, and for tables of `positions`."""
+    plain = p.channels - p.rotated
+    return TailTypes(
+        T.Tensor[(num_windows, 3), T.int32],
+        T.Tensor[(p.channels,), T.float32],
+        T.Tensor[(positions, p.rotated // 2), T.float32],
+        T.Tensor[(positions, p.rotated // 2), T.float32],
+        T.Tensor[(num_windows, plain), T.float8_e4m3fn],
+        T.Tensor[(num_windows, plain // GROUP), T.float32],
+        T.Tensor[(num_windows, p.rotated), T.bfloat16],
+    )
+
+
+def row_tail(p: FusedPlan | RowsPlan, lanes: int) -> Any:
+    """A macro: a row of all channels, some in each of `lanes` threads, to its results.
 
     `lanes` is a power of two; all threads of a block call it, it is a barrier for rows of more than
     a warp. `of_warps` is shared memory, `(slots, warps)`.
     """
-    plain = channels - rotated
+    channels, vector = p.channels, p.vector
+    plain = channels - p.rotated
     warps = max(1, lanes // WARP)
     amax_of, scaled = group_amax(vector, GROUP), scale_of("e4m3", True)
     encode = encode_and_store("e4m3", plain, vector, vector)
@@ -90,8 +110,8 @@ def row_tail(
                     sf[at, channel // GROUP] = scale[0]
                 encode(values, 0, inverse, vector, data, at, channel)
             elif channel < channels:
-                position = at * window
-                if ragged:
+                position = at * p.window
+                if p.ragged:
                     position = T.max(places[at, 2], 0)
                 position = T.min(position, cos.shape[0] - 1)
                 rotate(values, position, (channel - plain) // 2, cos, sin)
@@ -116,13 +136,10 @@ def fused_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def compress_tail(*static: Any) -> Any:
     """For windows that one thread holds, of rows that one block holds."""
     p = FusedPlan(*static)
-    geo, dtype = p.compress.geometry, p.dtype
-    tail = row_tail(p.channels, p.rotated, p.window, p.ragged, p.vector, geo.lanes)
-    plain = p.channels - p.rotated
+    geo = p.compress.geometry
+    tail = row_tail(p, geo.lanes)
     tokens, num_windows, positions = T.dynamic("tokens num_windows positions")
-    rows = T.dynamic("kv_a_row z_a_row kv_b_row z_b_row", "int64")
-    bias_rows = T.dynamic("bias_a_row bias_b_row", "int64")
-    shape, biases_shape = (tokens, p.channels), (p.window, p.channels)
+    given, types = series_types(p, tokens), tail_types(p, num_windows, positions)
 
     @T.macro
     def finish(at, num_windows, slot, group, lane, channel, entry, places, results):
@@ -132,29 +149,19 @@ def compress_tail(*static: Any) -> Any:
 
     @T.prim_func
     def compress_norm_rope_cast(
-        kv_a: T.StridedTensor[shape, (rows[0], 1), dtype],
-        z_a: T.StridedTensor[shape, (rows[1], 1), dtype],
-        bias_a: T.StridedTensor[biases_shape, (bias_rows[0], 1), T.float32],
-        kv_b: T.StridedTensor[shape, (rows[2], 1), dtype],
-        z_b: T.StridedTensor[shape, (rows[3], 1), dtype],
-        bias_b: T.StridedTensor[biases_shape, (bias_rows[1], 1), T.float32],
-        places: T.Tensor[(num_windows, 3), T.int32],
-        weight: T.Tensor[(p.channels,), T.float32],
-        cos: T.Tensor[(positions, p.rotated // 2), T.float32],
-        sin: T.Tensor[(positions, p.rotated // 2), T.float32],
-        data: T.Tensor[(num_windows, plain), T.float8_e4m3fn],
-        sf: T.Tensor[(num_windows, plain // GROUP), T.float32],
-        turned: T.Tensor[(num_windows, p.rotated), T.bfloat16],
-        eps: T.float32,
-    ):
+        kv_a: given.rows(0), z_a: given.rows(1), bias_a: given.biases(0),
+        kv_b: given.rows(2), z_b: given.rows(3), bias_b: given.biases(1),
+        places: types.places, weight: types.weight, cos: types.cos, sin: types.sin,
+        data: types.data, sf: types.sf, turned: types.turned, eps: T.float32,
+    ):  # fmt: skip
         with T.Kernel(
             T.min(T.ceildiv(num_windows, geo.slots), p.workers),
             threads=geo.threads,
             prelude=PRELUDE,
         ) as block:
             T.annotate_min_blocks_per_sm(blocks_per_sm(geo))
-            assume_multiples(p.vector, rows[: 2 * p.series])
-            assume_multiples(geo.part, bias_rows[: p.series])
+            given.assume_rows()
+            given.assume_biases()
             of_warps = T.alloc_shared((geo.slots, max(1, geo.lanes // WARP)), T.float32)
             walked(
                 block, 0, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, places,
@@ -177,23 +184,18 @@ def rows_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def norm_rope_cast(*static: Any) -> Any:
     """A row of `lanes` threads."""
     p = RowsPlan(*static)
-    lanes, plain = p.lanes, p.channels - p.rotated
+    lanes = p.lanes
     slots = max(1, THREADS // lanes)
-    tail = row_tail(p.channels, p.rotated, p.window, p.ragged, p.vector, lanes)
+    tail = row_tail(p, lanes)
     num_windows, positions = T.dynamic("num_windows positions")
+    types = tail_types(p, num_windows, positions)
 
     @T.prim_func
     def norm_rope_cast_rows(
         entries: T.Tensor[(num_windows, p.channels), T.float32],
-        places: T.Tensor[(num_windows, 3), T.int32],
-        weight: T.Tensor[(p.channels,), T.float32],
-        cos: T.Tensor[(positions, p.rotated // 2), T.float32],
-        sin: T.Tensor[(positions, p.rotated // 2), T.float32],
-        data: T.Tensor[(num_windows, plain), T.float8_e4m3fn],
-        sf: T.Tensor[(num_windows, plain // GROUP), T.float32],
-        turned: T.Tensor[(num_windows, p.rotated), T.bfloat16],
-        eps: T.float32,
-    ):
+        places: types.places, weight: types.weight, cos: types.cos, sin: types.sin,
+        data: types.data, sf: types.sf, turned: types.turned, eps: T.float32,
+    ):  # fmt: skip
         with T.Kernel(T.ceildiv(num_windows, slots), threads=slots * lanes) as block:
             lane = T.get_thread_binding() % lanes
             slot = T.get_thread_binding() // lanes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 
@@ -15,48 +15,38 @@ from tile_kernels.attention.logits.cases import (
     each_format,
     worked,
 )
-from tile_kernels.runtime.cases import Benchmark, Build, Cases, Reject, Sample, Vector, changed
+from tile_kernels.runtime.cases import Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import changed
 
-
-def _selection(
-    tokens: int,
-    keys: int,
-    topk: int,
-    heads: int = 4,
-    depth: int = 32,
-    source: str = E4M3,
-    ranges: str = "all",
-    **how: Any,
-) -> Build:
-    return arguments(tokens, keys, heads, depth, source, ranges, exact=True, topk=topk, **how)
+_selection = functools.partial(arguments, exact=True)
 
 
 INDEXER_SELECT = Cases(
     small=[
-        Sample("5x300.20", _selection(5, 300, 20)),
-        Sample("no queries", _selection(0, 130, 20)),
-        Sample("no keys", _selection(5, 0, 20)),
-        Sample("one of one", _selection(1, 1, 20)),
+        Sample("5x300.20", _selection(5, 300, topk=20)),
+        Sample("no queries", _selection(0, 130, topk=20)),
+        Sample("no keys", _selection(5, 0, topk=20)),
+        Sample("one of one", _selection(1, 1, topk=20)),
         *each_format("3x150.20.64x128", 3, 150, 64, 128, topk=20),
-        Sample("long.2x3000.20", _selection(2, 3000, 20)),
-        Sample("long.2x3000.900", _selection(2, 3000, 900)),
-        Sample("bf16.1x200.4096", _selection(1, 200, 4096, 64, 128, BF16)),  # small tiles
-        Sample("causal.19x400.20", _selection(19, 400, 20, ranges="causal")),
-        Sample("window.9x700.20", _selection(9, 700, 20, ranges="window")),
-        Sample("wild.e2m1.20x140.20", _selection(20, 140, 20, 4, 32, E2M1, "wild")),
-        Sample("nan.5x70.20", _selection(5, 70, 20, nan=True)),
-        Sample("far.3x1100.20", _selection(3, 1100, 20, 4, 128, E2M1, exponents="far")),
-        Sample("shifted.3x40.20", _selection(3, 40, 20, shift=True)),
-        Sample("many.66x300.20", _selection(66, 300, 20, 4, 128, E2M1, "causal")),
-        Sample("many.far.66x200.20", _selection(66, 200, 20, 4, 32, E2M1, exponents="far")),
+        Sample("long.2x3000.20", _selection(2, 3000, topk=20)),
+        Sample("long.2x3000.900", _selection(2, 3000, topk=900)),
+        Sample("bf16.1x200.4096", _selection(1, 200, 64, 128, BF16, topk=4096)),  # small tiles
+        Sample("causal.19x400.20", _selection(19, 400, ranges="causal", topk=20)),
+        Sample("window.9x700.20", _selection(9, 700, ranges="window", topk=20)),
+        Sample("wild.e2m1.20x140.20", _selection(20, 140, 4, 32, E2M1, "wild", topk=20)),
+        Sample("nan.5x70.20", _selection(5, 70, nan=True, topk=20)),
+        Sample("far.3x1100.20", _selection(3, 1100, 4, 128, E2M1, exponents="far", topk=20)),
+        Sample("shifted.3x40.20", _selection(3, 40, shift=True, topk=20)),
+        Sample("many.66x300.20", _selection(66, 300, 4, 128, E2M1, "causal", topk=20)),
+        Sample("many.far.66x200.20", _selection(66, 200, 4, 32, E2M1, exponents="far", topk=20)),
     ],
     large=[
         *each_format("500x5000.512", 500, 5000, 64, 128, ranges="causal", topk=512),
         *each_format("100x30000.2048", 100, 30000, 64, 128, topk=2048),
-        Sample("301x9001.1000.33x256", _selection(301, 9001, 1000, 33, 256, E2M1, "window")),
-        Sample("7x250000.4096.128x64", _selection(7, 250000, 4096, 128, 64)),
-        Sample("one block.600x70000.64", _selection(600, 70000, 64)),
-        Sample("far.300x3000.100", _selection(300, 3000, 100, 4, 128, E2M1, exponents="far")),
+        Sample("301x9001.1000.33x256", _selection(301, 9001, 33, 256, E2M1, "window", topk=1000)),
+        Sample("7x250000.4096.128x64", _selection(7, 250000, 128, 64, topk=4096)),
+        Sample("one block.600x70000.64", _selection(600, 70000, topk=64)),
+        Sample("far.300x3000.100", _selection(300, 3000, 4, 128, E2M1, exponents="far", topk=100)),
     ],
     benchmarks=[
         Benchmark(

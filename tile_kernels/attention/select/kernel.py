@@ -9,17 +9,15 @@ from typing import Any
 
 from tilelang import language as T
 
-from tile_kernels.attention.indexer_plan import BINS, E2M1, MARKED, MARKING, Tile
+from tile_kernels.attention.indexer_plan import BINS, E2M1, MARKED, MARKING, with_tile
 from tile_kernels.attention.list_primitives import FOUND, NO_TYPED_SYNC, keep_best, key_of
 from tile_kernels.attention.score_primitives import (
-    landing_places,
-    load_queries,
-    marks_of,
-    product,
-    query_ranges,
-    scores_of,
+    Held,
+    Work,
+    registers,
+    score_macros,
+    score_types,
     shared_memory,
-    stream_keys,
 )
 from tile_kernels.attention.select.plan import SLOTS, SPARE, TOGETHER, Plan
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
@@ -34,7 +32,7 @@ def sum_of_bytes(word: Any, factors: Any, start: Any) -> Any:
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
-    return (8, 32, 128) if Plan(*static).source == E2M1 else (32, 128), 32
+    return (8, 32, 128) if with_tile(Plan, static).tile.source == E2M1 else (32, 128), 32
 
 
 @kernel(access_bits=access_bits, pass_configs={**NO_TYPED_SYNC, **EXPLICIT_GUARDS})
@@ -43,24 +41,14 @@ def best_keys(*static: Any) -> Any:
 
     The last queries come first: with causal ranges they take longest.
     """
-    made = Plan(*static)
-    tile, role = Tile(*static[: len(Tile._fields)]), made.role
-    heads, keys, queries = tile.heads, tile.keys, tile.queries
-    topk, capacity = made.topk, made.capacity
+    tile, topk, capacity, short, partial, role = with_tile(Plan, static)
+    keys, queries = tile.keys, tile.queries
     warps, lanes = tile.threads // WARP, WARP // queries  # of a query
     per = TOGETHER * queries * keys // tile.threads  # keys of a query that a thread takes at a time
     of_warp, vector = lanes * per, min(4, per)
-    (width, element), (k_width, k_element) = tile.row(tile.source), tile.row(tile.of_keys)
-    tokens, num_keys, shares, marked_tiles = T.dynamic("tokens num_keys shares marked_tiles")
-    q_scales = (tokens, heads, tile.groups)
-    k_scales = (num_keys, tile.groups) if tile.packed else (num_keys,)
-    load = load_queries(tile)
-    load_ranges, span = query_ranges(tile)
-    some_marked, marked, begin_marks = marks_of(tile)
-    open_stream, arrive, forward = stream_keys(tile)
-    start_product, finish_product = product(tile)
-    scaled = scores_of(tile)
-    ids_in = "uint16" if made.short else "int32"
+    types, steps = score_types(tile), score_macros(tile)
+    tokens, num_keys, shares = types.tokens, types.num_keys, types.shares
+    ids_in = "uint16" if short else "int32"
     keep = keep_best(topk, capacity, tile.threads, lambda word: word, ids_in)
 
     @T.macro
@@ -165,32 +153,18 @@ def best_keys(*static: Any) -> Any:
 
     @T.prim_func
     def best_of_queries(
-        q: T.Tensor[(tokens, heads, width), element],
-        q_sf: T.Tensor[q_scales, T.uint8],
-        k: T.Tensor[(num_keys, k_width), k_element],
-        k_sf: T.Tensor[k_scales, T.uint8 if tile.packed else T.float32],
-        k_marks: T.Tensor[(marked_tiles, 1), T.int32],
-        weights: T.Tensor[(tokens, heads), T.float32],
-        start: T.Tensor[(tokens,), T.int32],
-        end: T.Tensor[(tokens,), T.int32],
-        marks: T.Tensor[(tokens, shares), T.int32],
+        q: types.q, q_sf: types.q_sf, k: types.k, k_sf: types.k_sf, k_marks: types.k_marks,
+        weights: types.weights, start: types.start, end: types.end, marks: types.marks,
         out: T.Tensor[(tokens, shares, topk), T.int32],
         out_keys: T.Tensor[(tokens, shares, topk), T.uint32],
         share_keys: T.int32,
         block_queries: T.int32,
-    ):
+    ):  # fmt: skip
         turns = T.max(block_queries // queries, 1) if role == MARKED else 1
-        with T.Kernel(
-            T.ceildiv(tokens, turns * queries),
-            T.ceildiv(num_keys, share_keys),
-            threads=tile.threads,
-        ) as (block, share):
+        with types.grid(tile, turns, share_keys) as (block, share):
             T.annotate_min_blocks_per_sm(tile.blocks)
             tx = T.get_thread_binding()
-            of_queries, of_keys, raw, q_factors, of_weights, k_factors, bounds, of_scores = (
-                shared_memory(tile, SLOTS)
-            )
-            landing = landing_places(tile)
+            held = Held(*shared_memory(tile, SLOTS))
             best = T.alloc_shared((queries, capacity), T.uint32)
             ids = T.alloc_shared((queries, capacity), ids_in)
             counts = T.alloc_shared((2, queries), T.int32)
@@ -201,19 +175,13 @@ def best_keys(*static: Any) -> Any:
             bins = T.alloc_shared((BINS,), T.int32)
             found = T.alloc_shared((FOUND,), T.int32)
             of_warps = T.alloc_shared((tile.threads // WARP,), T.int32)
-            wide = T.alloc_shared((1,), T.int32)
-            products = T.alloc_fragment((keys, tile.columns), T.float32)
-            by_head = T.reshape(products, (keys, queries, tile.padded))
-            sums = T.alloc_fragment((keys, queries), T.float32)
-            words = T.alloc_local((4 * tile.rounds,), T.uint32)
-            exponents = T.alloc_local((tile.rounds,), T.int32)
-            between = T.alloc_local((2,), T.int32)
+            work = Work(*registers(tile))
             wanted = T.alloc_var(T.bool, init=T.bool(True))
             first = T.alloc_var(T.int32)
             some = T.alloc_var(T.int32, init=turns)
             if role == MARKED:
-                if not some_marked(
-                    marks, block * turns * queries, turns * queries, tokens, share, wide
+                if not steps.some_marked(
+                    marks, block * turns * queries, turns * queries, tokens, share, work.wide
                 ):
                     some = 0
             for turn in T.serial(some if role == MARKED else 1):
@@ -222,9 +190,9 @@ def best_keys(*static: Any) -> Any:
                     first = (T.ceildiv(tokens, queries) - 1 - block) * queries
                 if role == MARKED:
                     T.sync_threads()
-                    wanted = marked(marks, first, tokens, share)
+                    wanted = steps.marked(marks, first, tokens, share)
                 if wanted:
-                    begin_marks(k_marks, num_keys, share, share_keys, wide)
+                    steps.begin_marks(k_marks, num_keys, share, share_keys, work.wide)
                     if tx < queries:
                         counts[0, tx] = 0
                         counts[1, tx] = 0
@@ -234,48 +202,40 @@ def best_keys(*static: Any) -> Any:
                     for c in T.unroll(per):
                         offered[c] = T.uint32(0)
                     place[0] = 0
-                    load_ranges(start, end, first, tokens, num_keys, bounds)
-                    T.sync_threads()
-                    load(q, q_sf, weights, first, tokens, of_queries, q_factors, of_weights, wide)
-                    span(bounds, num_keys, share, share_keys // keys, between)
-                    begin = T.alloc_var(T.int32, init=between[0])
-                    last = T.alloc_var(T.int32, init=between[1])
-                    open_stream(
-                        k, k_sf, num_keys, begin, last, of_keys, raw, k_factors, landing, words,
-                        exponents, wide,
+                    steps.begin(
+                        q, q_sf, weights, start, end, first, tokens, num_keys, share, share_keys,
+                        held, work,
                     )  # fmt: skip
-                    low = T.alloc_var(T.int32, init=bounds[0, 0])  # keys in range of all queries
-                    high = T.alloc_var(T.int32, init=T.min(bounds[1, 0], last * keys))
+                    begin = T.alloc_var(T.int32, init=work.between[0])
+                    last = T.alloc_var(T.int32, init=work.between[1])
+                    steps.open_stream(k, k_sf, num_keys, begin, last, held, work)
+                    # Keys in range of all queries.
+                    low = T.alloc_var(T.int32, init=held.bounds[0, 0])
+                    high = T.alloc_var(T.int32, init=T.min(held.bounds[1, 0], last * keys))
                     for t in T.unroll(queries - 1):
-                        low = T.max(low, bounds[0, t + 1])
-                        high = T.min(high, bounds[1, t + 1])
+                        low = T.max(low, held.bounds[0, t + 1])
+                        high = T.min(high, held.bounds[1, t + 1])
                     for i in T.serial(last - begin):
                         number = T.alloc_var(T.int32, init=begin + i)
-                        arrive(
-                            number, begin, last, of_keys, raw, k_factors, landing, words, exponents,
-                            wide,
-                        )  # fmt: skip
+                        steps.arrive(number, begin, last, held, work)
                         now = i // TOGETHER % 2
                         if i % TOGETHER == 1:
                             make_room(
                                 capacity - TOGETHER * keys, now, SPARE, best, ids, counts, floors,
                                 bins, found, of_warps,
                             )  # fmt: skip
-                        start_product(of_keys, number % tile.slots, of_queries, products)
-                        forward(
-                            k, k_sf, num_keys, number, last, of_keys, raw, k_factors, landing,
-                            words, exponents, wide,
-                        )  # fmt: skip
+                        steps.start_product(number % tile.slots, held, work)
+                        steps.forward(k, k_sf, num_keys, number, last, held, work)
                         if i >= TOGETHER and i % TOGETHER == 0:
                             offer(
-                                of_scores, i - TOGETHER, number - TOGETHER, last, bounds,
+                                held.scores, i - TOGETHER, number - TOGETHER, last, held.bounds,
                                 (number - TOGETHER) * keys >= low and number * keys <= high,
                                 floors, offered, place, passed,
                             )  # fmt: skip
                         elif i > TOGETHER and i % TOGETHER == 1:
                             enter(i - 1 - TOGETHER, now, offered, place, passed, best, ids, counts)
-                        finish_product(products, by_head, of_weights, sums)
-                        scaled(sums, k_factors, number, of_scores, slot_of(i))
+                        steps.finish_product(held, work)
+                        steps.scaled(number, held, work, slot_of(i))
                     tiles = T.alloc_var(T.int32, init=T.max(last - begin, 0))
                     whole = T.alloc_var(T.int32, init=T.ceildiv(tiles, TOGETHER) * TOGETHER)
                     ending = T.alloc_var(T.int32, init=(whole // TOGETHER + 1) % 2)
@@ -289,8 +249,8 @@ def best_keys(*static: Any) -> Any:
                             )  # fmt: skip
                         if i >= TOGETHER and i % TOGETHER == 0:
                             offer(
-                                of_scores, i - TOGETHER, begin + i - TOGETHER, last, bounds, False,
-                                floors, offered, place, passed,
+                                held.scores, i - TOGETHER, begin + i - TOGETHER, last, held.bounds,
+                                False, floors, offered, place, passed,
                             )  # fmt: skip
                         elif i > TOGETHER and i % TOGETHER == 1:
                             enter(i - 1 - TOGETHER, now, offered, place, passed, best, ids, counts)
@@ -302,12 +262,12 @@ def best_keys(*static: Any) -> Any:
                                 out[first + t, share, position] = T.if_then_else(
                                     present, begin * keys + T.cast(ids[t, position], T.int32), -1
                                 )
-                                if made.partial:
+                                if partial:
                                     out_keys[first + t, share, position] = T.if_then_else(
                                         present, best[t, position], T.uint32(0)
                                     )
                     if role == MARKING:
                         if tx < queries and first + tx < tokens:
-                            marks[first + tx, share] = wide[0]
+                            marks[first + tx, share] = work.wide[0]
 
     return best_of_queries

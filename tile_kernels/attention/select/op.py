@@ -7,22 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels.attention.indexer import (
-    MAX_TOPK,
-    SOURCES,
-    check_bound,
-    check_operands,
-    joined,
-    merge,
-    num_channels,
-    operand_bytes,
-    pair,
-    queries_per_block,
-    score,
-    score_flops,
-    score_scratch,
-    shares_to_select,
-)
+from tile_kernels.attention import indexer
 from tile_kernels.attention.indexer_reference import Operand
 from tile_kernels.attention.select import reference
 from tile_kernels.attention.select.plan import plan
@@ -48,11 +33,11 @@ class Arguments(NamedTuple):
     topk: int
 
     def check(self) -> None:
-        check_operands(self.q, self.q_sf, self.k, self.k_sf, self.weights)
+        indexer.check_operands(self.q, self.q_sf, self.k, self.k_sf, self.weights)
         for name, bound in (("start", self.start), ("end", self.end)):
             if bound is not None:
-                check_bound(name, bound, self.q.shape[0])
-        checks.integer("topk", self.topk, 1, MAX_TOPK)
+                indexer.check_bound(name, bound, self.q.shape[0])
+        checks.integer("topk", self.topk, 1, indexer.MAX_TOPK)
 
     def outputs(self) -> Out:
         return Out("out", (self.q.shape[0], self.topk), torch.int32)
@@ -61,35 +46,28 @@ class Arguments(NamedTuple):
         num_queries, num_keys = self.q.shape[0], self.k.shape[0]
         if num_keys == 0:
             return [Host(Tensor.fill_, (out, -1))]
-        source, heads, depth = SOURCES[self.q.dtype], self.q.shape[1], num_channels(self.q)
         share, shares = _shares(self)
         partial = shares > 1
         if partial:
-            *scratch_of_scores, names, scores = scratch
+            *buffers, names, scores = scratch
         else:
-            scratch_of_scores, names, scores = (
-                list(scratch),
-                out.view(num_queries, 1, self.topk),
-                None,
-            )
-
-        def problem(key_format: str, role: str) -> tuple[Any, ...]:
-            return source, key_format, heads, depth, self.topk, share <= MAX_SHORT, partial, role
-
+            buffers, names, scores = list(scratch), out.view(num_queries, 1, self.topk), None
         bounds = (_bound(self.start, self.weights, 0), _bound(self.end, self.weights, num_keys))
-        results = (names, scores, share, queries_per_block(num_queries, shares, self.q.device))
+        block_queries = indexer.queries_per_block(num_queries, shares, self.q.device)
+        problem = (self.topk, share <= MAX_SHORT, partial)
+        results = (names, scores, share, block_queries)
         operands = (*self[:5], *bounds)
         found: list[Launch | Host] = [
-            *score(_BEST_KEYS, problem, operands, scratch_of_scores, results)
+            *indexer.score(_BEST_KEYS, problem, operands, buffers, results)
         ]
         if scores is not None:
             rows = (num_queries, shares * self.topk)
-            found.append(merge(scores.view(*rows), names.view(*rows), out))
+            found.append(indexer.merge(scores.view(*rows), names.view(*rows), out))
         return found
 
 
 def _shares(a: Arguments) -> tuple[int, int]:
-    return shares_to_select(a.q.shape[0], a.k.shape[0], a.q.device)
+    return indexer.shares_to_select(a.q.shape[0], a.k.shape[0], a.q.device)
 
 
 def scratch(a: Arguments) -> tuple[Out, ...]:
@@ -99,7 +77,7 @@ def scratch(a: Arguments) -> tuple[Out, ...]:
     if shares > 1:
         shape = (a.q.shape[0], shares, a.topk)
         lists = (Out("names", shape, torch.int32), Out("scores", shape, torch.uint32))
-    return score_scratch(a.q, a.k, shares) + lists
+    return indexer.score_scratch(a.q, a.k, shares) + lists
 
 
 def _filled(weights: Tensor, value: int) -> Tensor:
@@ -115,17 +93,11 @@ def _bound(given: Any, weights: Any, default: int) -> Spec:
 
 
 def cost(q: Operand, k: Operand, weights: Tensor, topk: int, **_: Any) -> Cost:
-    queries, num_keys = pair(q)[0], pair(k)[0].shape[0]
+    queries, num_keys = indexer.pair(q)[0], indexer.pair(k)[0].shape[0]
     return Cost(
-        operand_bytes(q, k, weights) + 4 * queries.shape[0] * (topk + 2),
-        score_flops(queries, num_keys),
+        indexer.operand_bytes(q, k, weights) + 4 * queries.shape[0] * (topk + 2),
+        indexer.score_flops(queries, num_keys),
     )
-
-
-def _reference(
-    q: Tensor, q_sf: Tensor | None, k: Tensor, k_sf: Tensor | None, *rest: Any
-) -> Tensor:
-    return reference.indexer_select(joined(q, q_sf), joined(k, k_sf), *rest)
 
 
 # Nothing is dynamic: the numbers of queries and of keys decide how many blocks share the keys of a
@@ -134,7 +106,7 @@ INDEXER_SELECT = Operator(
     "attention.indexer_select",
     Arguments,
     scratch=scratch,
-    reference=_reference,
+    reference=indexer.by_field(reference.indexer_select),
     cost=cost,
     differentiable=False,
 )
@@ -182,5 +154,5 @@ def indexer_select(
         >>> indexer_select(q, k, weights, topk=1).tolist()
         [[1]]
     """
-    (queries, q_sf), (keys, k_sf) = pair(q), pair(k)
+    (queries, q_sf), (keys, k_sf) = indexer.pair(q), indexer.pair(k)
     return INDEXER_SELECT(queries, q_sf, keys, k_sf, weights, start, end, topk)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tile_kernels.attention.indexer_plan import (
     BINS,
     MARKED,
     STAGES,
     Tile,
+    flat,
     list_entries,
     tile_plan,
 )
@@ -23,22 +24,13 @@ MAX_OWN = 18  # entries of a list for each thread, if there is more room
 
 
 class Plan(NamedTuple):
-    """The fields of a `Tile`, then what lists need.
+    """A tile, and what lists need.
 
     `capacity`: entries of a list. `short`: it has keys in 16 bits, counted from the block's first.
     `partial`: it is one of several lists of a query. `role`: which blocks a launch computes.
     """
 
-    source: str
-    of_keys: str
-    unit: str
-    heads: int
-    padded: int
-    depth: int
-    keys: int
-    queries: int
-    stages: int
-    fenced: bool
+    tile: Tile
     topk: int
     capacity: int
     short: bool
@@ -56,7 +48,9 @@ def plan(
     partial: bool,
     role: str,
     device: Device,
-) -> Plan:
+) -> tuple[Any, ...]:
+    """The fields of a `Plan`, those of its tile one by one."""
+
     def least(keys: int) -> int:
         """Entries of a list for each thread: for the best, what comes at a time, and some more."""
         return list_entries(topk + (TOGETHER + SPARE_TILES) * keys, 2 * keys)
@@ -83,4 +77,4 @@ def plan(
         if stages < tile.stages and entries * tile.threads < 2 * (topk + tile.keys):
             left += tile.bytes() - fewer.bytes()
             tile, entries = fewer, grown(entries, fewer, left)
-    return Plan(*tile, topk, entries * tile.threads, short, partial, role)
+    return flat(*Plan(tile, topk, entries * tile.threads, short, partial, role))

@@ -8,59 +8,38 @@ from typing import Any
 import torch
 
 from tile_kernels.attention.compress.cases import (
-    BF16,
-    FP32,
     KV_COMPRESS,
     SERIES_REJECTS,
     column,
-    rows,
+    series,
 )
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-)
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import BF16, FP32, builder, changed
 
 CPU = torch.device("cpu")
 
 
+@builder
 def _step(
+    device: torch.device,
     num_tokens: int,
     channels: int,
     window: int,
     *,
-    overlap: bool = True,
-    dtype: torch.dtype = BF16,
     lengths: Sequence[int] | None = None,
     slots: Sequence[int] | None = None,
     num_sequences: int | None = None,
-    out_dtype: torch.dtype | None = None,
-    pad: int = 0,
-) -> Build:
+    **how: Any,
+) -> Arguments:
     """Sequences that have tokens already, of these `lengths` (default: 0, 1, 2 and so on)."""
-
-    def make(device: torch.device) -> Arguments:
-        count = num_tokens if num_sequences is None else num_sequences
-        series = 2 if overlap else 1
-        kept = torch.randn(count, series * window, 2 * series, channels, device=device).to(dtype)
-        before = torch.tensor([*(lengths or range(count))], dtype=torch.int32, device=device)
-        arguments: Arguments = {"state": (kept, before)}
-        for name in ("a", "b")[:series]:
-            arguments[f"kv_{name}"] = rows(num_tokens, channels, dtype, pad, device)
-            arguments[f"z_{name}"] = rows(num_tokens, channels, dtype, pad, device)
-            arguments[f"bias_{name}"] = torch.randn(window, channels, device=device)
-        if slots is not None:
-            arguments["slots"] = torch.tensor(slots, dtype=torch.int32, device=device)
-        if out_dtype is not None:
-            arguments["out_dtype"] = out_dtype
-        return arguments
-
-    return make
+    given = series(num_tokens, channels, window, **how)(device)
+    count = num_tokens if num_sequences is None else num_sequences
+    number = 2 if "kv_b" in given else 1
+    kept = torch.randn(count, number * window, 2 * number, channels, device=device)
+    before = torch.tensor([*(lengths or range(count))], dtype=torch.int32, device=device)
+    if slots is not None:
+        given["slots"] = torch.tensor(slots, dtype=torch.int32, device=device)
+    return {"state": (kept.to(given["kv_a"].dtype), before), **given}
 
 
 def _example(**changes: Any) -> Arguments:

@@ -5,7 +5,7 @@ from typing import Any
 from tilelang import language as T
 
 from tile_kernels.attention.geometry import bits_of, power_of_two
-from tile_kernels.attention.primitives import PASS_CONFIGS, assume_multiples
+from tile_kernels.attention.primitives import PASS_CONFIGS, series_types
 from tile_kernels.attention.step.plan import MAX_THREADS, Plan
 from tile_kernels.runtime.launch import kernel
 
@@ -27,8 +27,7 @@ def append(*static: Any) -> Any:
     vectors, ring = 2 * p.series, p.series * p.window
     threads = max(32, min(MAX_THREADS, power_of_two(-(-p.channels // p.vector))))
     tokens, num_sequences = T.dynamic("tokens num_sequences")
-    rows = T.dynamic("kv_a_row z_a_row kv_b_row z_b_row", "int64")
-    shape = (tokens, p.channels)
+    given = series_types(p, tokens)
 
     @T.macro
     def copied(source, token, kept, slot, place, which):
@@ -46,15 +45,15 @@ def append(*static: Any) -> Any:
         kept: T.Tensor[(num_sequences, ring, vectors, p.channels), p.dtype],
         lengths: T.Tensor[(num_sequences,), T.int32],
         slots: T.Tensor[(tokens,), T.int32],
-        kv_a: T.StridedTensor[shape, (rows[0], 1), p.dtype],
-        z_a: T.StridedTensor[shape, (rows[1], 1), p.dtype],
-        kv_b: T.StridedTensor[shape, (rows[2], 1), p.dtype],
-        z_b: T.StridedTensor[shape, (rows[3], 1), p.dtype],
+        kv_a: given.rows(0),
+        z_a: given.rows(1),
+        kv_b: given.rows(2),
+        z_b: given.rows(3),
         places: T.Tensor[(tokens, 3), T.int32],
         completed: T.Tensor[(tokens,), T.bool],
     ):
         with T.Kernel(tokens, threads=threads) as token:
-            assume_multiples(p.vector, rows[:vectors])
+            given.assume_rows()
             slot = T.alloc_var(T.int32, init=token)
             length = T.alloc_var(T.int32, init=0)
             first = T.alloc_local((3,), T.int32)

@@ -6,19 +6,8 @@ from typing import Any
 
 import torch
 
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-    edited,
-)
-
-_NAN, _INF = float("nan"), float("inf")
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import INF, NAN, builder, changed, edited
 
 
 def _values(kind: str, rows: int, columns: int, device: torch.device) -> torch.Tensor:
@@ -38,17 +27,19 @@ def _values(kind: str, rows: int, columns: int, device: torch.device) -> torch.T
         large = torch.arange(columns, device=device) % max(columns // 256, 1) < 16
         return x + 10 * large
     if kind == "special":
-        values = torch.tensor([_NAN, -_NAN, _INF, -_INF, 0.0, -0.0, 1e-40, 3e38], device=device)
+        values = torch.tensor([NAN, -NAN, INF, -INF, 0.0, -0.0, 1e-40, 3e38], device=device)
         return values[torch.randint(len(values), x.shape, device=device)]
     if kind == "mostly -inf":  # or NaN, which is the same
-        least = torch.where(torch.rand_like(x) < 0.5, -_INF, _NAN)
+        least = torch.where(torch.rand_like(x) < 0.5, -INF, NAN)
         return torch.where(torch.rand_like(x) < 0.01, x, least)
     if kind == "all NaN":
-        return torch.full_like(x, _NAN)
+        return torch.full_like(x, NAN)
     return x
 
 
+@builder
 def _rows(
+    device: torch.device,
     rows: int,
     columns: int,
     k: int,
@@ -59,31 +50,27 @@ def _rows(
     by_value: bool = False,
     stride: int | None = None,
     shift: int = 0,
-) -> Build:
+) -> Arguments:
     """`end` and `start`: how the ranges lie; `stride` and `shift` of rows in their storage."""
-
-    def make(device: torch.device) -> Arguments:
-        x = _values(kind, rows, columns, device).to(dtype)
-        if stride is not None:
-            storage = torch.zeros(rows * stride + shift, dtype=dtype, device=device)
-            x = storage[shift:].view(rows, stride)[:, :columns].copy_(x)
-        place = torch.arange(rows, device=device)
-        ends = {
-            "all": torch.full((rows,), columns, device=device),
-            "causal": place * columns // max(rows - 1, 1),
-            "wild": torch.where(place % 2 == 0, columns + 7 * place, -place),
-            "wildest": torch.where(place % 2 == 0, 2**31 - 1, -(2**31)),
-        }[end]
-        arguments: Arguments = {"logits": x, "k": k, "end": ends.int(), "sorted": by_value}
-        starts = {
-            "some": ends // 3, "above": ends + 2, "negative": -place,
-            "wildest": torch.where(place % 3 == 0, -(2**31), 2**31 - 1),
-        }  # fmt: skip
-        if start:
-            arguments["start"] = starts[start].int()
-        return arguments
-
-    return make
+    x = _values(kind, rows, columns, device).to(dtype)
+    if stride is not None:
+        storage = torch.zeros(rows * stride + shift, dtype=dtype, device=device)
+        x = storage[shift:].view(rows, stride)[:, :columns].copy_(x)
+    place = torch.arange(rows, device=device)
+    ends = {
+        "all": torch.full((rows,), columns, device=device),
+        "causal": place * columns // max(rows - 1, 1),
+        "wild": torch.where(place % 2 == 0, columns + 7 * place, -place),
+        "wildest": torch.where(place % 2 == 0, 2**31 - 1, -(2**31)),
+    }[end]
+    arguments: Arguments = {"logits": x, "k": k, "end": ends.int(), "sorted": by_value}
+    starts = {
+        "some": ends // 3, "above": ends + 2, "negative": -place,
+        "wildest": torch.where(place % 3 == 0, -(2**31), 2**31 - 1),
+    }  # fmt: skip
+    if start:
+        arguments["start"] = starts[start].int()
+    return arguments
 
 
 KINDS = (

@@ -100,7 +100,7 @@ def fp8_gemm_nt(
     recipe_a: tuple[int, int] | None = None,
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,  # noqa: ARG001
-    disable_ue8m0_cast: bool = False,  # noqa: ARG001
+    disable_ue8m0_cast: bool = False,
 ) -> Tensor:
     """Multiplies two e4m3 matrices with scales: `d = c + a @ b.T`.
 
@@ -140,7 +140,9 @@ def fp8_gemm_nt(
         >>> fp8_gemm_nt((ones, torch.ones(2, 1)), weights, torch.empty(2, 8))[0, 0].item()
         64.0
     """
-    FP8_GEMM_NT.require(operands.check_operands, a, b, recipe, recipe_a, recipe_b)
+    FP8_GEMM_NT.require(
+        operands.check_operands, a, b, recipe, recipe_a, recipe_b, disable_ue8m0_cast
+    )
     rows = operands.rows_per_scale(recipe, recipe_b)
     accumulate = c is not None and c is d
     FP8_GEMM_NT(*a, *b, d, None if accumulate else c, accumulate, rows)

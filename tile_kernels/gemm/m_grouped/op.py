@@ -139,12 +139,12 @@ def m_grouped_fp8_gemm_nt_contiguous(
     grouped_layout: Tensor,
     recipe: Recipe | None = None,
     use_psum_layout: bool = False,
-    expected_m_for_psum_layout: int | None = None,  # noqa: ARG001
+    expected_m_for_psum_layout: int | None = None,
     *,
     recipe_a: tuple[int, int] | None = None,
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,  # noqa: ARG001
-    disable_ue8m0_cast: bool = False,  # noqa: ARG001
+    disable_ue8m0_cast: bool = False,
 ) -> Tensor:
     """Multiplies each row by the matrix of its group: `d[i] = a[i] @ b[grouped_layout[i]].T`.
 
@@ -187,8 +187,9 @@ def m_grouped_fp8_gemm_nt_contiguous(
         [128.0, 128.0, 0.0, 0.0]
     """
     M_GROUPED_FP8_GEMM_NT_CONTIGUOUS.require(
-        operands.check_operands, a, b, recipe, recipe_a, recipe_b
-    )
+        operands.check_operands, a, b, recipe, recipe_a, recipe_b, disable_ue8m0_cast,
+        expected_m_for_psum_layout,
+    )  # fmt: skip
     rows = operands.rows_per_scale(recipe, recipe_b)
     M_GROUPED_FP8_GEMM_NT_CONTIGUOUS(*a, *b, d, grouped_layout, use_psum_layout, rows)
     return d

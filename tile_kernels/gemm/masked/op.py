@@ -115,7 +115,7 @@ def m_grouped_fp8_gemm_nt_masked(
     recipe_a: tuple[int, int] | None = None,
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,  # noqa: ARG001
-    disable_ue8m0_cast: bool = False,  # noqa: ARG001
+    disable_ue8m0_cast: bool = False,
 ) -> Tensor:
     """Multiplies the first rows of each group: `d[g, :m] = a[g, :m] @ b[g].T`, `m = masked_m[g]`.
 
@@ -153,7 +153,9 @@ def m_grouped_fp8_gemm_nt_masked(
         >>> m_grouped_fp8_gemm_nt_masked(ones, weights, d, sizes, 4)[0, :3, 0].tolist()
         [128.0, 128.0, 128.0]
     """
-    M_GROUPED_FP8_GEMM_NT_MASKED.require(operands.check_operands, a, b, recipe, recipe_a, recipe_b)
+    M_GROUPED_FP8_GEMM_NT_MASKED.require(
+        operands.check_operands, a, b, recipe, recipe_a, recipe_b, disable_ue8m0_cast
+    )
     rows = operands.rows_per_scale(recipe, recipe_b)
     M_GROUPED_FP8_GEMM_NT_MASKED(*a, *b, d, masked_m, expected_m, rows)
     return d

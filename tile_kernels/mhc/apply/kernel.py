@@ -6,46 +6,28 @@ from tilelang import language as T
 
 from tile_kernels.mhc.primitives import (
     add_products,
-    load_columns,
-    load_mixes,
     read_streams,
-    store_columns,
+    stream_macros,
     sum_of_warps,
     sum_to_shared,
-    widen,
 )
-from tile_kernels.mhc.tiling import (
-    GradientPlan,
-    MixPlan,
-    columns_of,
-    gradient_access_bits,
-    mix_access_bits,
-    resident,
-)
+from tile_kernels.mhc.tiling import GradientPlan, MixPlan, resident
 from tile_kernels.runtime.device import WARP
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 
-@kernel(access_bits=mix_access_bits, pass_configs=EXPLICIT_GUARDS)
+@kernel(access_bits=MixPlan.access_bits, pass_configs=EXPLICIT_GUARDS)
 def apply_mix(*static: int) -> Any:
     """`out = sum_i mix[i] * x[i]`."""
     plan = MixPlan(*static)
     streams, hidden, threads, parts = plan.streams, plan.hidden, plan.threads, plan.parts
-    columns = columns_of(hidden)
-    load = load_columns(columns, plan.vector)
-    store = store_columns(columns, plan.vector)
-    load_mix = load_mixes(streams, plan.mix_vector)
+    columns, load, store, _, load_mix, _, types = stream_macros(plan)
     read = read_streams(streams, columns)
-    num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
-    def applied(
-        x: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
-        mix: T.Tensor[(num_tokens, streams), T.float32],
-        out: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
-    ):
-        with T.Kernel(num_tokens * parts, threads=threads) as block:
+    def applied(x: types.streams(), mix: types.mix(), out: types.row()):
+        with T.Kernel(types.num_tokens * parts, threads=threads) as block:
             token = block // parts
             raw = T.alloc_local((streams, columns), T.bfloat16)
             weights = T.alloc_local((streams,), T.float32)
@@ -61,29 +43,24 @@ def apply_mix(*static: int) -> Any:
     return applied
 
 
-@kernel(access_bits=gradient_access_bits, pass_configs=EXPLICIT_GUARDS)
+@kernel(access_bits=GradientPlan.access_bits, pass_configs=EXPLICIT_GUARDS)
 def apply_mix_backward(*static: Any) -> Any:
     """`grad_x[i] (+)= mix[i] * grad` and `grad_mix[i] = sum over columns of grad * x[i]`."""
     plan = GradientPlan(*static)
     streams, hidden, threads = plan.streams, plan.hidden, plan.threads
-    columns = columns_of(hidden)
+    columns, load, store, widened, load_mix, _, types = stream_macros(plan)
     warps = threads // WARP
-    load = load_columns(columns, plan.vector)
-    store = store_columns(columns, plan.vector)
-    load_mix = load_mixes(streams, plan.mix_vector)
-    widened = widen(columns)
     summed = sum_to_shared(streams, threads)
-    num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
     def gradients(
-        grad: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
-        x: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
-        mix: T.Tensor[(num_tokens, streams), T.float32],
-        grad_x: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
-        grad_mix: T.Tensor[(num_tokens, streams), T.float32],
+        grad: types.row(),
+        x: types.streams(),
+        mix: types.mix(),
+        grad_x: types.streams(),
+        grad_mix: types.mix(),
     ):
-        with T.Kernel(num_tokens, threads=threads) as token:
+        with T.Kernel(types.num_tokens, threads=threads) as token:
             T.annotate_min_blocks_per_sm(resident(threads, streams, 72, 128))
             tx = T.get_thread_binding()
             raw_grad = T.alloc_local((1, columns), T.bfloat16)

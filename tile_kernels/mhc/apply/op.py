@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tile_kernels.mhc import shapes
 from tile_kernels.mhc.apply import reference
+from tile_kernels.mhc.gradients import check_like, differentiated_by
 from tile_kernels.mhc.tiling import plan_gradient, plan_mix
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, alignment
@@ -48,12 +49,8 @@ def cost(x: Tensor, mix: Tensor) -> Cost:
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return mhc_pre_apply_mix_bwd(grad, *ctx.saved_tensors)
+def _gradients(grads: Any, given: Any, _: Any) -> tuple[Tensor, Tensor]:
+    return mhc_pre_apply_mix_bwd(*grads, *given)
 
 
 MHC_PRE_APPLY_MIX = Operator(
@@ -64,8 +61,7 @@ MHC_PRE_APPLY_MIX = Operator(
     cost=cost,
     dynamic={"x": 2, "mix": 2},
     out=("out",),
-    backward=_backward,
-    setup_context=_save,
+    **differentiated_by(_gradients),
 )
 
 
@@ -101,56 +97,39 @@ def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tens
 
 
 class BackwardArguments(NamedTuple):
+    """With `grad_x` the gradient of the streams is added to it and is no result."""
+
     grad_out: Tensor
     x: Tensor
     mix: Tensor
+    grad_x: Tensor | None
+
+    def check(self) -> None:
+        check(self)
+        shapes.tensor(
+            "grad_out", self.grad_out, ("hidden",), torch.bfloat16,
+            like=("x", self.x.shape[:-2]), sizes=(self.x.shape[-1],), contiguous=False,
+        )  # fmt: skip
+        if self.grad_x is not None:
+            check_like("grad_x", self.grad_x, ("x", self.x), contiguous=True)
 
     def outputs(self) -> tuple[Out, Out]:
         return Out("grad_x", self.x.shape, torch.bfloat16), outputs_in_place(self)
 
-    def launches(self, grad_x: Spec, grad_mix: Spec) -> Launch | None:
-        return _launches_backward(self, grad_x, grad_mix, False)
+    def launches(self, *results: Spec) -> Launch | None:
+        if self.x.numel() == 0:
+            return None
+        m, h = self.x.shape[-2:]
+        added, written = self.grad_x is not None, (self.grad_x, *results)[-2]
+        grad_out, x = shapes.rows(self.grad_out, 1, h), shapes.rows(self.x, m, h)
+        grad_x, grad_mix = shapes.rows(written, m, h), shapes.rows(results[-1], m)
+        mix = shapes.rows(self.mix, m)
+        problem = (m, h, added, alignment(grad_out, x, grad_x), alignment(mix))
+        return Launch(_BACKWARD, problem, (grad_out, x, mix, grad_x, grad_mix))
 
 
-class InPlaceArguments(NamedTuple):
-    grad_out: Tensor
-    x: Tensor
-    mix: Tensor
-    grad_x: Tensor
-
-    def check(self) -> None:
-        check_backward(self)
-        shapes.tensor(
-            "grad_x", self.grad_x, shapes.STREAMS, torch.bfloat16, like=("x", self.x.shape[:-2]),
-            sizes=tuple(self.x.shape[-2:]),
-        )  # fmt: skip
-
-    def launches(self, grad_mix: Spec) -> Launch | None:
-        return _launches_backward(self, self.grad_x, grad_mix, True)
-
-
-def check_backward(a: Any) -> None:
-    check(a)
-    shapes.tensor(
-        "grad_out", a.grad_out, ("hidden",), torch.bfloat16, like=("x", a.x.shape[:-2]),
-        sizes=(a.x.shape[-1],), contiguous=False,
-    )  # fmt: skip
-
-
-def outputs_in_place(a: Any) -> Out:
+def outputs_in_place(a: BackwardArguments) -> Out:
     return Out("grad_mix", a.mix.shape, torch.float32)
-
-
-def _launches_backward(a: Any, grad_x: Any, grad_mix: Spec, added: bool) -> Launch | None:
-    if a.x.numel() == 0:
-        return None
-    m, h = a.x.shape[-2:]
-    grad_out, x, grad_x = (
-        shapes.rows(a.grad_out, 1, h), shapes.rows(a.x, m, h), shapes.rows(grad_x, m, h),
-    )  # fmt: skip
-    mix, grad_mix = shapes.rows(a.mix, m), shapes.rows(grad_mix, m)
-    problem = (m, h, added, alignment(grad_out, x, grad_x), alignment(mix))
-    return Launch(_BACKWARD, problem, (grad_out, x, mix, grad_x, grad_mix))
 
 
 def cost_backward(grad_out: Tensor, x: Tensor, mix: Tensor, grad_x: Tensor | None = None) -> Cost:
@@ -165,7 +144,6 @@ def _reference_in_place(*arguments: Any) -> Tensor:
 MHC_PRE_APPLY_MIX_BWD = Operator(
     "mhc.mhc_pre_apply_mix_bwd",
     BackwardArguments,
-    check=check_backward,
     reference=reference.mhc_pre_apply_mix_bwd,
     cost=cost_backward,
     dynamic={"grad_out": 1, "x": 2, "mix": 2},
@@ -173,7 +151,7 @@ MHC_PRE_APPLY_MIX_BWD = Operator(
 
 _IN_PLACE = Operator(
     "mhc._mhc_pre_apply_mix_bwd_in_place",
-    InPlaceArguments,
+    BackwardArguments,
     outputs=outputs_in_place,
     reference=_reference_in_place,
     dynamic={"grad_out": 1, "x": 2, "mix": 2, "grad_x": 2},
@@ -215,5 +193,5 @@ def mhc_pre_apply_mix_bwd(
         ([[1.25, 1.25], [1.5, 1.5]], [[3.0], [7.0]])
     """
     if grad_x is None:
-        return MHC_PRE_APPLY_MIX_BWD(grad_out, x, mix)
+        return MHC_PRE_APPLY_MIX_BWD(grad_out, x, mix, None)
     return grad_x, _IN_PLACE(grad_out, x, mix, grad_x)

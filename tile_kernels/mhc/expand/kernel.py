@@ -5,8 +5,7 @@ from typing import Any
 from tilelang import language as T
 
 from tile_kernels.mhc.expand.plan import Plan
-from tile_kernels.mhc.primitives import load_columns, store_columns, widen
-from tile_kernels.mhc.tiling import columns_of
+from tile_kernels.mhc.primitives import column_macros, stream_types
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
@@ -19,16 +18,12 @@ def access_bits(*static: int) -> tuple[int, int]:
 @kernel(access_bits=access_bits, pass_configs=EXPLICIT_GUARDS)
 def expand(streams: int, hidden: int, vector: int, threads: int, parts: int) -> Any:
     """Every stream of `out` is the one of `x`."""
-    columns = columns_of(hidden)
-    load = load_columns(columns, vector)
-    num_tokens = T.dynamic("num_tokens")
+    columns, load, _, _ = column_macros(hidden, vector)
+    types = stream_types(streams, hidden)
 
     @T.prim_func
-    def expanded(
-        x: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
-        out: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
-    ):
-        with T.Kernel(num_tokens * parts, threads=threads) as block:
+    def expanded(x: types.row(), out: types.streams()):
+        with T.Kernel(types.num_tokens * parts, threads=threads) as block:
             token = block // parts
             raw = T.alloc_local((1, columns), T.bfloat16)
             first = (block % parts * threads + T.get_thread_binding()) * columns
@@ -45,18 +40,12 @@ def expand(streams: int, hidden: int, vector: int, threads: int, parts: int) -> 
 @kernel(access_bits=access_bits, pass_configs=EXPLICIT_GUARDS)
 def expand_backward(streams: int, hidden: int, vector: int, threads: int, parts: int) -> Any:
     """The sum of the streams of `grad`, in order."""
-    columns = columns_of(hidden)
-    load = load_columns(columns, vector)
-    store = store_columns(columns, vector)
-    widened = widen(columns)
-    num_tokens = T.dynamic("num_tokens")
+    columns, load, store, widened = column_macros(hidden, vector)
+    types = stream_types(streams, hidden)
 
     @T.prim_func
-    def summed(
-        grad: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
-        out: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
-    ):
-        with T.Kernel(num_tokens * parts, threads=threads) as block:
+    def summed(grad: types.streams(), out: types.row()):
+        with T.Kernel(types.num_tokens * parts, threads=threads) as block:
             token = block // parts
             raw = T.alloc_local((streams, columns), T.bfloat16)
             wide = T.alloc_local((columns,), T.float32)

@@ -6,28 +6,10 @@ from typing import Any
 
 import torch
 
-from tile_kernels.mhc.samples import (
-    FP32,
-    LEADING,
-    Edit,
-    StreamCases,
-    constant,
-    numbers,
-    same,
-    spread,
-)
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-    close_results,
-    edited,
-)
+from tile_kernels.mhc import samples
+from tile_kernels.mhc.samples import LEADING, Edit, StreamCases, constant, numbers, same, spread
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import FP32, builder, changed, close_results, edited
 
 
 def _parameters(count: int, kinds: int, device: torch.device, shift: bool) -> Arguments:
@@ -47,26 +29,25 @@ _PARAMETER_REJECTS = [
 # ---- pre, post and comb -------------------------------------------------------------------------
 
 
+@builder
 def _split(
+    device: torch.device,
     *leading: int,
     m: int = 4,
     post_mult: float = 2.0,
     factor: float = 1.0,
     special: bool = False,
     shift: bool = False,
-) -> Build:
-    def make(device: torch.device) -> Arguments:
-        count = m * (m + 2)
-        mixes = numbers((*leading, count), FP32, device, special=special, shift=shift)
-        return {
-            "input_mixes": mixes.mul_(factor),
-            **_parameters(count, 3, device, shift),
-            "mhc_mult": m,
-            "mhc_post_mult_value": post_mult,
-            "mhc_pre_eps": 0.01,
-        }
-
-    return make
+) -> Arguments:
+    count = m * (m + 2)
+    mixes = numbers((*leading, count), FP32, device, special=special, shift=shift)
+    return {
+        "input_mixes": mixes.mul_(factor),
+        **_parameters(count, 3, device, shift),
+        "mhc_mult": m,
+        "mhc_post_mult_value": post_mult,
+        "mhc_pre_eps": 0.01,
+    }
 
 
 def _split_vector() -> Arguments:
@@ -81,16 +62,12 @@ _MHC_PRE_SPLIT_MIXES = Cases(
     any_rank=True,
     small=[
         Sample("leading", _split(*LEADING)),
-        Sample("0", _split(0)),
-        Sample("1", _split(1)),
-        Sample("no leading", _split()),
-        *(Sample(f"45x{m}", _split(45, m=m)) for m in range(1, 9)),
+        *samples.mix_samples(_split, 45),
         Sample("0 mult", _split(5, post_mult=0.0)),
         Sample("far", _split(30, factor=100.0)),
         Sample("special", _split(30, special=True)),
-        Sample("misaligned", _split(5, shift=True)),
     ],
-    large=[Sample(f"{n}x{m}", _split(*n, m=m)) for n in ((2, 4096), (50_001,)) for m in (3, 4, 8)],
+    large=samples.large_mix_samples(_split, (2, 4096), (50_001,)),
     benchmarks=[Benchmark("4096x4", _split(4096), goal_us=2.2)],
     vectors=[
         Vector(
@@ -118,41 +95,30 @@ _MHC_PRE_SPLIT_MIXES = Cases(
 )  # fmt: skip
 
 
-def _split_backward(*leading: int, m: int = 4, grad: Edit = same, **more: Any) -> Build:
-    def make(device: torch.device) -> Arguments:
-        given = _split(*leading, m=m, **more)(device)
-        del given["mhc_mult"], given["mhc_pre_eps"]
-        sizes = {"grad_pre": 1, "grad_post": 1, "grad_comb": m}
-        return {
-            **{
-                name: grad(numbers((*leading, m, last), FP32, device))
-                for name, last in sizes.items()
-            },
-            **given,
-        }
-
-    return make
+@builder
+def _split_backward(
+    device: torch.device, *leading: int, m: int = 4, grad: Edit = same, **more: Any
+) -> Arguments:
+    given = _split(*leading, m=m, **more)(device)
+    del given["mhc_mult"], given["mhc_pre_eps"]
+    sizes = {"grad_pre": 1, "grad_post": 1, "grad_comb": m}
+    return {
+        **{name: grad(numbers((*leading, m, last), FP32, device)) for name, last in sizes.items()},
+        **given,
+    }
 
 
 _MHC_PRE_SPLIT_MIXES_BWD = StreamCases(
     small=[
         Sample("3x5", _split_backward(3, 5)),
-        Sample("0", _split_backward(0)),
-        Sample("1", _split_backward(1)),
-        Sample("no leading", _split_backward()),
-        *(Sample(f"45x{m}", _split_backward(45, m=m)) for m in range(1, 9)),
+        *samples.mix_samples(_split_backward, 45),
         Sample("blocks", _split_backward(700)),
         Sample("0 mult", _split_backward(5, post_mult=0.0)),
         Sample("far", _split_backward(30, factor=100.0)),
-        Sample("misaligned", _split_backward(5, shift=True)),
         Sample("constant", _split_backward(5, grad=constant)),
         Sample("spread", _split_backward(5, grad=spread)),
     ],
-    large=[
-        Sample(f"{n}x{m}", _split_backward(*n, m=m))
-        for n in ((2, 4096), (100_001,))
-        for m in (3, 4, 8)
-    ],
+    large=samples.large_mix_samples(_split_backward, (2, 4096), (100_001,)),
     benchmarks=[Benchmark("4096x4", _split_backward(4096))],
     vectors=[
         Vector(
@@ -184,18 +150,16 @@ _MHC_PRE_SPLIT_MIXES_BWD = StreamCases(
 # ---- the head -----------------------------------------------------------------------------------
 
 
+@builder
 def _head(
-    *leading: int, m: int = 4, factor: float = 1.0, special: bool = False, shift: bool = False
-) -> Build:
-    def make(device: torch.device) -> Arguments:
-        mix = numbers((*leading, m), FP32, device, special=special, shift=shift)
-        return {
-            "input_mix": mix.mul_(factor),
-            **_parameters(m, 1, device, shift),
-            "mhc_pre_eps": 0.01,
-        }
-
-    return make
+    device: torch.device, *leading: int, m: int = 4, factor: float = 1.0, **kinds: bool
+) -> Arguments:
+    mix = numbers((*leading, m), FP32, device, **kinds)
+    return {
+        "input_mix": mix.mul_(factor),
+        **_parameters(m, 1, device, kinds.get("shift", False)),
+        "mhc_pre_eps": 0.01,
+    }
 
 
 def _head_vector() -> Arguments:
@@ -209,15 +173,11 @@ def _head_vector() -> Arguments:
 _MHC_HEAD_COMPUTE_MIX = StreamCases(
     small=[
         Sample("leading", _head(*LEADING)),
-        Sample("0", _head(0)),
-        Sample("1", _head(1)),
-        Sample("no leading", _head()),
-        *(Sample(f"300x{m}", _head(300, m=m)) for m in range(1, 9)),
+        *samples.mix_samples(_head, 300),
         Sample("far", _head(30, factor=100.0)),
         Sample("special", _head(30, special=True)),
-        Sample("misaligned", _head(5, shift=True)),
     ],
-    large=[Sample(f"{n}x{m}", _head(*n, m=m)) for n in ((2, 4096), (50_001,)) for m in (3, 4, 8)],
+    large=samples.large_mix_samples(_head, (2, 4096), (50_001,)),
     benchmarks=[Benchmark("4096x4", _head(4096))],
     vectors=[
         Vector(
@@ -237,33 +197,25 @@ _MHC_HEAD_COMPUTE_MIX = StreamCases(
 )
 
 
-def _head_backward(*leading: int, m: int = 4, grad: Edit = same, **more: Any) -> Build:
-    def make(device: torch.device) -> Arguments:
-        given = _head(*leading, m=m, **more)(device)
-        del given["mhc_pre_eps"]
-        return {"grad_mix": grad(numbers((*leading, m), FP32, device)), **given}
-
-    return make
+@builder
+def _head_backward(
+    device: torch.device, *leading: int, m: int = 4, grad: Edit = same, **more: Any
+) -> Arguments:
+    given = _head(*leading, m=m, **more)(device)
+    del given["mhc_pre_eps"]
+    return {"grad_mix": grad(numbers((*leading, m), FP32, device)), **given}
 
 
 _MHC_HEAD_COMPUTE_MIX_BWD = StreamCases(
     small=[
         Sample("3x5", _head_backward(3, 5)),
-        Sample("0", _head_backward(0)),
-        Sample("1", _head_backward(1)),
-        Sample("no leading", _head_backward()),
-        *(Sample(f"300x{m}", _head_backward(300, m=m)) for m in range(1, 9)),
+        *samples.mix_samples(_head_backward, 300),
         Sample("blocks", _head_backward(1500)),
         Sample("far", _head_backward(30, factor=100.0)),
-        Sample("misaligned", _head_backward(5, shift=True)),
         Sample("constant", _head_backward(5, grad=constant)),
         Sample("spread", _head_backward(5, grad=spread)),
     ],
-    large=[
-        Sample(f"{n}x{m}", _head_backward(*n, m=m))
-        for n in ((2, 4096), (100_001,))
-        for m in (3, 4, 8)
-    ],
+    large=samples.large_mix_samples(_head_backward, (2, 4096), (100_001,)),
     benchmarks=[Benchmark("4096x4", _head_backward(4096))],
     vectors=[
         Vector(
@@ -277,8 +229,7 @@ _MHC_HEAD_COMPUTE_MIX_BWD = StreamCases(
         )
     ],
     rejects=[
-        Reject("grad_mix", "double", edited("grad_mix", lambda g: g.double())),
-        Reject("grad_mix", "fewer tokens", edited("grad_mix", lambda g: g[1:])),
+        *samples.grad_rejects("grad_mix"),
         *_PARAMETER_REJECTS,
     ],
     compare=close_results(rtol=2e-5, atol=1e-4),

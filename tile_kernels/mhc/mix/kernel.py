@@ -4,7 +4,8 @@ The mixes of a token are `pre`, `post` and `comb`, or `pre` alone (`head`). A th
 neighbouring mixes of one kind; a block has `slots` tokens at a time.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from tilelang import language as T
 
@@ -31,6 +32,30 @@ def num_kinds(head: bool) -> int:
     return 1 if head else 3
 
 
+class MixTypes(NamedTuple):
+    """Types of parameters, each made anew: all mixes, scales, the base, `pre` or `post`, `comb`."""
+
+    num_tokens: Any
+    mixes: Callable[[], Any]
+    scale: Callable[[], Any]
+    base: Callable[[], Any]
+    kind: Callable[[], Any]
+    comb: Callable[[], Any]
+
+
+def mix_types(streams: int, head: bool) -> MixTypes:
+    """The types for `streams` streams."""
+    count, num_tokens = num_mixes(streams, head), T.dynamic("num_tokens")
+
+    def tensor(*shape: Any) -> Callable[[], Any]:
+        return lambda: T.Tensor[shape, T.float32]
+
+    return MixTypes(
+        num_tokens, tensor(num_tokens, count), tensor(num_kinds(head)), tensor(count),
+        tensor(num_tokens, streams), tensor(num_tokens, streams * streams),
+    )  # fmt: skip
+
+
 def kind_of(streams: int, head: bool) -> Any:
     """A macro: 0, 1 or 2 for a mix of `pre`, `post` or `comb`."""
 
@@ -50,19 +75,15 @@ def compute_mixes(streams: int, head: bool, vector: int) -> Any:
     lanes = count // vector
     slots = THREADS // lanes
     kind = kind_of(streams, head)
-    num_tokens = T.dynamic("num_tokens")
+    types = mix_types(streams, head)
+    num_tokens = types.num_tokens
 
     @T.prim_func
     def computed(
-        mixes: T.Tensor[(num_tokens, count), T.float32],
-        scale: T.Tensor[(num_kinds(head),), T.float32],
-        base: T.Tensor[(count,), T.float32],
-        pre: T.Tensor[(num_tokens, streams), T.float32],
-        post: T.Tensor[(num_tokens, streams), T.float32],
-        comb: T.Tensor[(num_tokens, streams * streams), T.float32],
-        post_mult: T.float32,
-        pre_eps: T.float32,
-    ):
+        mixes: types.mixes(), scale: types.scale(), base: types.base(),
+        pre: types.kind(), post: types.kind(), comb: types.comb(),
+        post_mult: T.float32, pre_eps: T.float32,
+    ):  # fmt: skip
         with T.Kernel(T.ceildiv(num_tokens, slots), threads=THREADS) as block:
             tx = T.get_thread_binding()
             token = block * slots + tx // lanes
@@ -161,7 +182,8 @@ def mixes_backward(streams: int, head: bool, vector: int) -> Any:
     kinds = [(0, 0, streams)]  # each with its first mix and how many there are
     if not head:
         kinds += [(1, streams, streams), (2, 2 * streams, streams * streams)]
-    num_tokens, num_tickets = T.dynamic("num_tokens num_tickets")
+    types, num_tickets = mix_types(streams, head), T.dynamic("num_tickets")
+    num_tokens = types.num_tokens
 
     @T.macro
     def load_grad(grad_pre, grad_post, grad_comb, token, first, grad):
@@ -177,20 +199,12 @@ def mixes_backward(streams: int, head: bool, vector: int) -> Any:
 
     @T.prim_func
     def gradients(
-        mixes: T.Tensor[(num_tokens, count), T.float32],
-        scale: T.Tensor[(num_kinds(head),), T.float32],
-        base: T.Tensor[(count,), T.float32],
-        grad_pre: T.Tensor[(num_tokens, streams), T.float32],
-        grad_post: T.Tensor[(num_tokens, streams), T.float32],
-        grad_comb: T.Tensor[(num_tokens, streams * streams), T.float32],
-        d_mixes: T.Tensor[(num_tokens, count), T.float32],
-        d_scale: T.Tensor[(num_kinds(head),), T.float32],
-        d_base: T.Tensor[(count,), T.float32],
+        mixes: types.mixes(), scale: types.scale(), base: types.base(),
+        grad_pre: types.kind(), grad_post: types.kind(), grad_comb: types.comb(),
+        d_mixes: types.mixes(), d_scale: types.scale(), d_base: types.base(),
         partials: T.Tensor[(MAX_CHUNKS, 2 * count), T.float32],
-        tickets: T.Tensor[(num_tickets,), T.int32],
-        ticket: T.int32,
-        post_mult: T.float32,
-    ):
+        tickets: T.Tensor[(num_tickets,), T.int32], ticket: T.int32, post_mult: T.float32,
+    ):  # fmt: skip
         with T.Kernel(
             T.min(T.ceildiv(num_tokens, slots * TURNS), MAX_CHUNKS), threads=BACKWARD_THREADS
         ) as block:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from tile_kernels.mhc import shapes
+from tile_kernels.mhc.gradients import bytes_per_element, differentiated_by
 from tile_kernels.mhc.mix import reference
 from tile_kernels.mhc.mix.plan import MAX_CHUNKS, plan
 from tile_kernels.runtime import checks, tickets
-from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, Out, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
@@ -132,28 +132,19 @@ def _check_mixes(a: Any, m: int, like: shapes.Leading | None = None) -> None:
     shapes.parameter("mhc_base", a.mhc_base, count)
 
 
-def cost_split(input_mixes: Tensor, **_: Any) -> Cost:
-    return Cost(bytes=8 * input_mixes.numel())
-
-
-def _save_split(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs[:3])
-    ctx.post_mult = inputs[4]
-
-
-def _backward_split(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    arguments: list[Any] = [*grads, *ctx.saved_tensors, ctx.post_mult]
-    return *mhc_pre_split_mixes_bwd(*arguments), None, None, None
+def _split_gradients(grads: Any, given: Any, numbers: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, post_mult, _ = numbers
+    arguments: list[Any] = [*grads, *given, post_mult]
+    return mhc_pre_split_mixes_bwd(*arguments)
 
 
 MHC_PRE_SPLIT_MIXES = Operator(
     "mhc.mhc_pre_split_mixes",
     SplitArguments,
     reference=reference.mhc_pre_split_mixes,
-    cost=cost_split,
+    cost=bytes_per_element("input_mixes", 8),
     dynamic={"input_mixes": 1},
-    backward=_backward_split,
-    setup_context=_save_split,
+    **differentiated_by(_split_gradients),
 )
 
 
@@ -236,16 +227,12 @@ class SplitBackwardArguments(NamedTuple):
         )  # fmt: skip
 
 
-def cost_split_backward(input_mixes: Tensor, **_: Any) -> Cost:
-    return Cost(bytes=12 * input_mixes.numel())
-
-
 MHC_PRE_SPLIT_MIXES_BWD = Operator(
     "mhc.mhc_pre_split_mixes_bwd",
     SplitBackwardArguments,
     scratch=scratch_backward,
     reference=reference.mhc_pre_split_mixes_bwd,
-    cost=cost_split_backward,
+    cost=bytes_per_element("input_mixes", 12),
     dynamic={"grad_pre": 2, "grad_post": 2, "grad_comb": 2, "input_mixes": 1},
 )
 
@@ -325,26 +312,17 @@ def _check_head_mix(a: Any) -> None:
     shapes.parameter("mhc_base", a.mhc_base, m)
 
 
-def cost_head(input_mix: Tensor, **_: Any) -> Cost:
-    return Cost(bytes=8 * input_mix.numel())
-
-
-def _save_head(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs[:3])
-
-
-def _backward_head(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return *mhc_head_compute_mix_bwd(grad, *ctx.saved_tensors), None
+def _head_gradients(grads: Any, given: Any, _: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return mhc_head_compute_mix_bwd(*grads, *given)
 
 
 MHC_HEAD_COMPUTE_MIX = Operator(
     "mhc.mhc_head_compute_mix",
     HeadArguments,
     reference=reference.mhc_head_compute_mix,
-    cost=cost_head,
+    cost=bytes_per_element("input_mix", 8),
     dynamic={"input_mix": 1},
-    backward=_backward_head,
-    setup_context=_save_head,
+    **differentiated_by(_head_gradients),
 )
 
 
@@ -402,16 +380,12 @@ class HeadBackwardArguments(NamedTuple):
         )
 
 
-def cost_head_backward(input_mix: Tensor, **_: Any) -> Cost:
-    return Cost(bytes=12 * input_mix.numel())
-
-
 MHC_HEAD_COMPUTE_MIX_BWD = Operator(
     "mhc.mhc_head_compute_mix_bwd",
     HeadBackwardArguments,
     scratch=scratch_backward,
     reference=reference.mhc_head_compute_mix_bwd,
-    cost=cost_head_backward,
+    cost=bytes_per_element("input_mix", 12),
     dynamic={"grad_mix": 1, "input_mix": 1},
 )
 

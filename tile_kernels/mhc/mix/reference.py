@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,12 +27,8 @@ def mhc_pre_split_mixes_ref(
     """
     sizes = (mhc_mult, mhc_mult, mhc_mult * mhc_mult)
     scale = mhc_scale.repeat_interleave(torch.tensor(sizes, device=mhc_scale.device))
-    pre, post, comb = (input_mixes * scale + mhc_base).split(sizes, dim=-1)
-    return (
-        (torch.sigmoid(pre) + mhc_pre_eps).unsqueeze(-1),
-        (torch.sigmoid(post) * mhc_post_mult_value).unsqueeze(-1),
-        comb.unflatten(-1, (mhc_mult, mhc_mult)),
-    )
+    shifted = (input_mixes * scale + mhc_base).split(sizes, dim=-1)
+    return _mixes(shifted, torch.sigmoid, mhc_post_mult_value, mhc_pre_eps)
 
 
 def mhc_head_compute_mix_ref(
@@ -60,15 +58,11 @@ def mhc_pre_split_mixes(
     1.0
     """
     sizes = (mhc_mult, mhc_mult, mhc_mult * mhc_mult)
-    pre, post, comb = (
+    shifted = [
         fma(x, scale, base)
         for x, scale, base in zip(input_mixes.split(sizes, -1), mhc_scale, mhc_base.split(sizes))
-    )
-    return (
-        (_sigmoid(pre) + mhc_pre_eps).unsqueeze(-1),
-        (_sigmoid(post) * mhc_post_mult_value).unsqueeze(-1),
-        comb.unflatten(-1, (mhc_mult, mhc_mult)),
-    )
+    ]
+    return _mixes(shifted, _sigmoid, mhc_post_mult_value, mhc_pre_eps)
 
 
 def mhc_pre_split_mixes_bwd(
@@ -128,6 +122,19 @@ def mhc_head_compute_mix_bwd(
     dz = _slope(input_mix, mhc_scale, mhc_base) * grad_mix
     grad_scale, grad_base = _sums(dz, input_mix)
     return dz * mhc_scale, grad_scale.unsqueeze(0), grad_base
+
+
+def _mixes(
+    shifted: Sequence[Tensor], sigmoid: Callable[[Tensor], Tensor], post_mult: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`pre`, `post` and `comb` of projections that are scaled and shifted."""
+    pre, post, comb = shifted
+    m = pre.shape[-1]
+    return (
+        (sigmoid(pre) + eps).unsqueeze(-1),
+        (sigmoid(post) * post_mult).unsqueeze(-1),
+        comb.unflatten(-1, (m, m)),
+    )
 
 
 def _sigmoid(z: Tensor) -> Tensor:

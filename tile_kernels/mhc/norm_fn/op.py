@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.mhc import shapes
+from tile_kernels.mhc.gradients import check_like
 from tile_kernels.mhc.norm_fn import reference
 from tile_kernels.mhc.norm_fn.plan import (
     MAX_MIXES,
@@ -191,51 +192,47 @@ def mhc_norm_fn_fwd(residual: Tensor, fn: Tensor, eps: float) -> tuple[Tensor, T
 
 
 class BackwardArguments(NamedTuple):
+    """With `grad_residual` the gradient of the streams is added to it and is no result."""
+
     grad_mixes: Tensor
     residual: Tensor
     fn: Tensor
     mul: Tensor
     s: Tensor
     eps: float
+    grad_residual: Tensor | None
+
+    def check(self) -> None:
+        tokens = check_inputs(self.residual, self.fn, self.eps)
+        fp32, mixes = torch.float32, (self.fn.shape[0],)
+        shapes.tensor(
+            "grad_mixes", self.grad_mixes, ("J",), fp32, like=tokens, sizes=mixes, contiguous=False
+        )
+        shapes.tensor("mul", self.mul, ("J",), fp32, like=tokens, sizes=mixes)
+        shapes.tensor("s", self.s, (), fp32, like=tokens, sizes=())
+        if self.grad_residual is not None:
+            residual = ("residual", self.residual)
+            check_like("grad_residual", self.grad_residual, residual, contiguous=True)
 
     def outputs(self) -> tuple[Out, Out]:
         return Out("grad_residual", self.residual.shape, torch.bfloat16), outputs_in_place(self)
 
     def launches(self, *outs: Spec) -> list[Launch | Host]:
-        return _launches_backward(self, False, *outs)
-
-
-class InPlaceArguments(NamedTuple):
-    grad_mixes: Tensor
-    residual: Tensor
-    fn: Tensor
-    mul: Tensor
-    s: Tensor
-    eps: float
-    grad_residual: Tensor
-
-    def check(self) -> None:
-        check_backward(self)
-        shapes.tensor(
-            "grad_residual", self.grad_residual, shapes.STREAMS, torch.bfloat16,
-            like=("residual", self.residual.shape[:-2]), sizes=tuple(self.residual.shape[-2:]),
-        )  # fmt: skip
-
-    def launches(self, *outs: Spec) -> list[Launch | Host]:
+        if self.grad_residual is None:
+            return _launches_backward(self, False, *outs)
         return _launches_backward(self, True, self.grad_residual, *outs)
 
+    def scratch(self) -> tuple[Out, ...]:
+        """The gradient of the products in two parts, that of the squares, and partial sums."""
+        tokens, shares = _count_tokens(self), _shares(self)[0]
+        return (
+            Out("parts", (2, tokens, padded(self.fn.shape[0])), torch.bfloat16),
+            Out("of_squares", (tokens,), torch.float32),
+            *([Out("partials", (shares, *self.fn.shape), torch.float32)] if shares > 1 else []),
+        )
 
-def check_backward(a: Any) -> None:
-    tokens = check_inputs(a.residual, a.fn, a.eps)
-    fp32, mixes = torch.float32, (a.fn.shape[0],)
-    shapes.tensor(
-        "grad_mixes", a.grad_mixes, ("J",), fp32, like=tokens, sizes=mixes, contiguous=False
-    )
-    shapes.tensor("mul", a.mul, ("J",), fp32, like=tokens, sizes=mixes)
-    shapes.tensor("s", a.s, (), fp32, like=tokens, sizes=())
 
-
-def outputs_in_place(a: Any) -> Out:
+def outputs_in_place(a: BackwardArguments) -> Out:
     return Out("grad_fn", a.fn.shape, torch.float32)
 
 
@@ -243,16 +240,6 @@ def _shares(a: Any) -> tuple[int, int]:
     """Blocks that share the rows, each with partial sums for `grad_fn`, and tiles of each."""
     columns = gradient_columns(padded(a.fn.shape[0]))
     return count_shares(_count_tokens(a), a.fn.shape[1], columns, a.residual.device)
-
-
-def scratch_backward(a: Any) -> tuple[Out, ...]:
-    """The gradient of the products in two parts, that of the squares, and partial sums if any."""
-    tokens, shares = _count_tokens(a), _shares(a)[0]
-    return (
-        Out("parts", (2, tokens, padded(a.fn.shape[0])), torch.bfloat16),
-        Out("of_squares", (tokens,), torch.float32),
-        *([Out("partials", (shares, *a.fn.shape), torch.float32)] if shares > 1 else []),
-    )
 
 
 def _sum_shares(partials: Tensor, out: Tensor) -> None:
@@ -305,17 +292,14 @@ def _reference_in_place(*arguments: Any) -> Tensor:
 MHC_NORM_FN_BWD = Operator(
     "mhc.mhc_norm_fn_bwd",
     BackwardArguments,
-    check=check_backward,
-    scratch=scratch_backward,
     reference=reference.mhc_norm_fn_bwd,
     cost=cost_backward,
 )
 
 _IN_PLACE = Operator(
     "mhc._mhc_norm_fn_bwd_in_place",
-    InPlaceArguments,
+    BackwardArguments,
     outputs=outputs_in_place,
-    scratch=scratch_backward,
     reference=_reference_in_place,
     mutates=("grad_residual",),
     serves="mhc_norm_fn_bwd",
@@ -367,5 +351,5 @@ def mhc_norm_fn_bwd(
         (0.0, 1.0)
     """
     if grad_residual is None:
-        return MHC_NORM_FN_BWD(grad_mixes, residual, fn, mul, s, eps)
+        return MHC_NORM_FN_BWD(grad_mixes, residual, fn, mul, s, eps, None)
     return grad_residual, _IN_PLACE(grad_mixes, residual, fn, mul, s, eps, grad_residual)

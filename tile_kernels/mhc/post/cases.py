@@ -6,32 +6,27 @@ from typing import Any
 
 import torch
 
-from tile_kernels.mhc.samples import (
-    BF16,
-    FP32,
-    SHAPES,
-    SPECIAL,
-    Edit,
-    StreamCases,
-    constant,
-    numbers,
-    same,
-    spread,
-    streams_exact,
-)
-from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Reject, Sample, Vector, edited
+from tile_kernels.mhc import samples
+from tile_kernels.mhc.samples import SPECIAL, Edit, constant, numbers, same, spread
+from tile_kernels.runtime.cases import Arguments, Benchmark, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import BF16, FP32, builder, edited
 
 
-def _forward(*leading: int, m: int = 4, h: int = 32, residual: Edit = same, **kinds: Any) -> Build:
-    def make(device: torch.device) -> Arguments:
-        return {
-            "x": numbers((*leading, h), BF16, device, **kinds),
-            "residual": residual(numbers((*leading, m, h), BF16, device, **kinds)),
-            "post_layer_mix": numbers((*leading, m, 1), FP32, device, **kinds),
-            "comb_res_mix": numbers((*leading, m, m), FP32, device, **kinds),
-        }
-
-    return make
+@builder
+def _forward(
+    device: torch.device,
+    *leading: int,
+    m: int = 4,
+    h: int = 32,
+    residual: Edit = same,
+    **kinds: Any,
+) -> Arguments:
+    return {
+        "x": numbers((*leading, h), BF16, device, **kinds),
+        "residual": residual(numbers((*leading, m, h), BF16, device, **kinds)),
+        "post_layer_mix": numbers((*leading, m, 1), FP32, device, **kinds),
+        "comb_res_mix": numbers((*leading, m, m), FP32, device, **kinds),
+    }
 
 
 def _vector() -> Arguments:
@@ -44,10 +39,7 @@ def _vector() -> Arguments:
 
 
 _REJECTS = [
-    Reject("residual", "float32", edited("residual", lambda r: r.float())),
-    Reject("residual", "9 streams", edited("residual", lambda r: r.repeat_interleave(3, -2))),
-    Reject("residual", "no columns", edited("residual", lambda r: r[..., :0])),
-    Reject("residual", "one dimension", edited("residual", lambda r: r.flatten())),
+    *samples.stream_rejects("residual"),
     Reject("x", "fewer columns", edited("x", lambda x: x[..., 1:].clone())),
     Reject("x", "strided", edited("x", spread)),
     Reject(
@@ -59,32 +51,15 @@ _REJECTS = [
     Reject("comb_res_mix", "transposed", edited("comb_res_mix", lambda c: c.mT)),
 ]
 
-_MHC_POST = StreamCases(
+_MHC_POST = samples.StreamCases(
     small=[
-        Sample("no leading", _forward()),
-        Sample("0", _forward(0)),
-        Sample("1", _forward(1, h=8)),
+        Sample("4x32", _forward()),
         Sample("2x3x4x32", _forward(2, 3)),
-        *(Sample(f"{n}x{m}x{h}", _forward(n, m=m, h=h)) for n, m, h in SHAPES),
-        Sample("2 parts", _forward(2, m=2, h=1096)),
-        Sample("many", _forward(265, m=2, h=1048)),
-        Sample("special", _forward(9, h=64, special=True)),
-        Sample("misaligned", _forward(4, shift=True)),
+        *samples.row_samples(_forward),
         Sample("spread", _forward(4, residual=spread)),
     ],
-    large=[
-        *(
-            Sample(f"{n}x{m}x{h}", _forward(*n, m=m, h=h))
-            for n in ((1024,), (2, 4096))
-            for m in (2, 4, 8)
-            for h in (1280, 7168)
-        ),
-        Sample("over 2^31", _forward(80_001, h=7168)),
-    ],
-    benchmarks=[
-        Benchmark("4096x4x7168", _forward(4096, h=7168), goal_us=128.8),
-        Benchmark("64x4x7168", _forward(64, h=7168)),
-    ],
+    large=samples.large_samples(_forward),
+    benchmarks=samples.row_benchmarks(_forward, goal_us=128.8),
     vectors=[
         Vector(
             "2x2", _vector, lambda: torch.tensor([[12.25, 23.5], [6.75, 12.5]]).bfloat16()
@@ -94,45 +69,32 @@ _MHC_POST = StreamCases(
 )  # fmt: skip
 
 
+@builder
 def _backward(
+    device: torch.device,
     *leading: int,
     m: int = 4,
     h: int = 32,
     residual: Edit = same,
     grad: Edit = same,
     **kinds: Any,
-) -> Build:
-    def make(device: torch.device) -> Arguments:
-        return {
-            **_forward(*leading, m=m, h=h, residual=residual, **kinds)(device),
-            "d_o": grad(numbers((*leading, m, h), BF16, device, **kinds)),
-        }
-
-    return make
+) -> Arguments:
+    return {
+        **_forward(*leading, m=m, h=h, residual=residual, **kinds)(device),
+        "d_o": grad(numbers((*leading, m, h), BF16, device, **kinds)),
+    }
 
 
-_MHC_POST_BWD = StreamCases(
+_MHC_POST_BWD = samples.StreamCases(
     small=[
         Sample("2x3x4x32", _backward(2, 3)),
-        Sample("0", _backward(0)),
-        Sample("1", _backward(1, h=8)),
-        Sample("no leading", _backward(m=3, h=16)),
-        *(Sample(f"{n}x{m}x{h}", _backward(n, m=m, h=h)) for n, m, h in SHAPES),
+        *samples.edge_samples(_backward),
         Sample("2x4x2112", _backward(2, h=2112)),
         Sample("special", _backward(9, h=64, **SPECIAL)),
-        Sample("misaligned", _backward(4, shift=True)),
         Sample("constant", _backward(3, 2, grad=constant)),
         Sample("spread", _backward(3, residual=spread, grad=spread)),
     ],
-    large=[
-        *(
-            Sample(f"{n}x{m}x{h}", _backward(*n, m=m, h=h))
-            for n in ((1024,), (2, 4096))
-            for m in (2, 4, 8)
-            for h in (1280, 7168)
-        ),
-        Sample("over 2^31", _backward(80_001, h=7168)),
-    ],
+    large=samples.large_samples(_backward),
     benchmarks=[Benchmark("4096x4x7168", _backward(4096, h=7168), goal_us=215.0)],
     vectors=[
         Vector(
@@ -151,7 +113,7 @@ _MHC_POST_BWD = StreamCases(
         Reject("d_o", "float32", edited("d_o", lambda g: g.float())),
         *_REJECTS,
     ],
-    compare=streams_exact(rtol=1e-5, atol=1e-4),
+    compare=samples.streams_exact(rtol=1e-5, atol=1e-4),
 )  # fmt: skip
 
 CASES = {"mhc_post": _MHC_POST, "mhc_post_fwd": _MHC_POST, "mhc_post_bwd": _MHC_POST_BWD}

@@ -7,50 +7,31 @@ from tilelang import language as T
 from tile_kernels.mhc.primitives import (
     add_products,
     add_weighted,
-    load_columns,
-    load_mixes,
-    store_columns,
+    stream_macros,
     sum_of_warps,
     sum_to_shared,
-    widen,
     write_stream,
 )
-from tile_kernels.mhc.tiling import (
-    GradientPlan,
-    MixPlan,
-    columns_of,
-    gradient_access_bits,
-    mix_access_bits,
-    resident,
-)
+from tile_kernels.mhc.tiling import GradientPlan, MixPlan, resident
 from tile_kernels.runtime.device import WARP
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 
-@kernel(access_bits=mix_access_bits, pass_configs=EXPLICIT_GUARDS)
+@kernel(access_bits=MixPlan.access_bits, pass_configs=EXPLICIT_GUARDS)
 def post(*static: int) -> Any:
     """`out[j] = post[j] * x + sum_i comb[i, j] * residual[i]`."""
     plan = MixPlan(*static)
     streams, hidden, threads, parts = plan.streams, plan.hidden, plan.threads, plan.parts
-    columns = columns_of(hidden)
-    load = load_columns(columns, plan.vector)
-    store = store_columns(columns, plan.vector)
-    load_post = load_mixes(streams, plan.mix_vector)
-    load_comb = load_mixes(streams * streams, plan.mix_vector)
-    widened = widen(columns)
+    columns, load, store, widened, load_post, load_comb, types = stream_macros(plan)
     write = write_stream(streams, columns)
-    num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
     def written(
-        x: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
-        residual: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
-        post_mix: T.Tensor[(num_tokens, streams), T.float32],
-        comb_mix: T.Tensor[(num_tokens, streams * streams), T.float32],
-        out: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
-    ):
-        with T.Kernel(num_tokens * parts, threads=threads) as block:
+        x: types.row(), residual: types.streams(), post_mix: types.mix(), comb_mix: types.matrix(),
+        out: types.streams(),
+    ):  # fmt: skip
+        with T.Kernel(types.num_tokens * parts, threads=threads) as block:
             T.annotate_min_blocks_per_sm(resident(threads, streams, 72, 128))
             token = block // parts
             raw_x = T.alloc_local((1, columns), T.bfloat16)
@@ -74,37 +55,25 @@ def post(*static: int) -> Any:
     return written
 
 
-@kernel(access_bits=gradient_access_bits, pass_configs=EXPLICIT_GUARDS)
+@kernel(access_bits=GradientPlan.access_bits, pass_configs=EXPLICIT_GUARDS)
 def post_backward(*static: Any) -> Any:
     """With `g` the gradient: `d_x = sum_j post[j] * g[j]`, `d_residual[i] = sum_j comb[i, j] *
     g[j]`, and over the columns `d_post[j] = sum x * g[j]`, `d_comb[i, j] = sum residual[i] * g[j]`.
     """
     plan = GradientPlan(*static)
     streams, hidden, threads = plan.streams, plan.hidden, plan.threads
-    columns = columns_of(hidden)
+    columns, load, store, widened, load_post, load_comb, types = stream_macros(plan)
     warps = threads // WARP
     count = streams * (streams + 1)  # sums of a token: those of `post`, then those of `comb`
-    load = load_columns(columns, plan.vector)
-    store = store_columns(columns, plan.vector)
-    load_post = load_mixes(streams, plan.mix_vector)
-    load_comb = load_mixes(streams * streams, plan.mix_vector)
-    widened = widen(columns)
     summed = sum_to_shared(count, threads)
-    num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
     def gradients(
-        x: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
-        residual: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
-        post_mix: T.Tensor[(num_tokens, streams), T.float32],
-        comb_mix: T.Tensor[(num_tokens, streams * streams), T.float32],
-        grad: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
-        d_x: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
-        d_residual: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
-        d_post: T.Tensor[(num_tokens, streams), T.float32],
-        d_comb: T.Tensor[(num_tokens, streams * streams), T.float32],
-    ):
-        with T.Kernel(num_tokens, threads=threads) as token:
+        x: types.row(), residual: types.streams(), post_mix: types.mix(), comb_mix: types.matrix(),
+        grad: types.streams(), d_x: types.row(), d_residual: types.streams(), d_post: types.mix(),
+        d_comb: types.matrix(),
+    ):  # fmt: skip
+        with T.Kernel(types.num_tokens, threads=threads) as token:
             T.annotate_min_blocks_per_sm(resident(threads, streams, 96, 255))
             tx = T.get_thread_binding()
             raw_x = T.alloc_local((1, columns), T.bfloat16)

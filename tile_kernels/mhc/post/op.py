@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.mhc import shapes
+from tile_kernels.mhc.gradients import check_like, differentiated_by
 from tile_kernels.mhc.post import reference
 from tile_kernels.mhc.tiling import plan_gradient, plan_mix
 from tile_kernels.runtime.cases import Cost
@@ -64,13 +65,8 @@ def cost(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tens
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, residual, post_layer_mix, comb_res_mix = ctx.saved_tensors
-    return mhc_post_bwd(x, residual, post_layer_mix, comb_res_mix, grad)
+def _gradients(grads: Any, given: Any, _: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return mhc_post_bwd(*given, *grads)
 
 
 _declare = functools.partial(
@@ -85,7 +81,7 @@ _declare = functools.partial(
     out=("out",),
     in_place=("residual",),
 )
-MHC_POST = _declare("mhc.mhc_post", backward=_backward, setup_context=_save)
+MHC_POST = _declare("mhc.mhc_post", **differentiated_by(_gradients))
 MHC_POST_FWD = _declare("mhc.mhc_post_fwd", instead="tile_kernels.mhc.mhc_post")
 
 
@@ -154,10 +150,9 @@ def mhc_post_fwd(
         ValueError: If a shape or layout differs.
 
     Example:
-        >>> x, residual = torch.tensor([10.0, 20.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-        >>> post, comb = torch.tensor([[1.0], [0.5]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]])
-        >>> mhc_post_fwd(x.bfloat16(), residual.bfloat16(), post, comb).tolist()
-        [[12.25, 23.5], [6.75, 12.5]]
+        >>> x, one = torch.tensor([10.0, 20.0]).bfloat16(), torch.ones(1, 1)
+        >>> mhc_post_fwd(x, x[None], one, one / 2).tolist()
+        [[15.0, 30.0]]
     """
     return MHC_POST_FWD(x, residual, post_layer_mix, comb_res_mix, out=out)
 
@@ -174,10 +169,7 @@ class BackwardArguments(NamedTuple):
 
     def check(self) -> None:
         check(self)
-        shapes.tensor(
-            "d_o", self.d_o, shapes.STREAMS, torch.bfloat16, like=("residual",
-            self.residual.shape[:-2]), sizes=tuple(self.residual.shape[-2:]), contiguous=False,
-        )  # fmt: skip
+        check_like("d_o", self.d_o, ("residual", self.residual))
 
     def outputs(self) -> tuple[Out, Out, Out, Out]:
         return (
@@ -250,12 +242,9 @@ def mhc_post_bwd(
         ValueError: If a shape or layout differs.
 
     Example:
-        >>> x, residual = torch.tensor([10.0, 20.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-        >>> post, comb = torch.tensor([[1.0], [0.5]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]])
-        >>> d_x, d_residual, d_post, d_comb = mhc_post_bwd(
-        ...     x.bfloat16(), residual.bfloat16(), post, comb, torch.eye(2).bfloat16()
-        ... )
-        >>> d_x.tolist(), d_post.tolist(), d_comb.tolist()
-        ([1.0, 0.5], [[10.0], [20.0]], [[1.0, 2.0], [3.0, 4.0]])
+        >>> x, one = torch.tensor([10.0, 20.0]).bfloat16(), torch.ones(1, 1)
+        >>> d_x, d_residual, d_post, d_comb = mhc_post_bwd(x, x[None], one, one / 2, x[None])
+        >>> d_x.tolist(), d_residual.tolist(), d_post.item(), d_comb.item()
+        ([10.0, 20.0], [[5.0, 10.0]], 500.0, 500.0)
     """
     return MHC_POST_BWD(x, residual, post_layer_mix, comb_res_mix, d_o)

@@ -4,46 +4,34 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.mhc.samples import BF16, LEADING, StreamCases
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-    close_results,
-    edited,
-    misaligned,
-)
+from tile_kernels.mhc.samples import LEADING, StreamCases, compare_sums
+from tile_kernels.runtime.cases import Arguments, Benchmark, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import BF16, builder, changed, edited, misaligned
 
 
+@builder
 def _big_fuse(
-    *shape: int, scale: float = 1e-2, eps: float = 1e-6, repeat: int = 10, shift: bool = False
-) -> Build:
+    device: torch.device,
+    *shape: int,
+    scale: float = 1e-2,
+    eps: float = 1e-6,
+    repeat: int = 10,
+    shift: bool = False,
+) -> Arguments:
     m, h = shape[-2:]
     count = m * (m + 2)
-
-    def make(device: torch.device) -> Arguments:
-        residual = torch.randn(shape, device=device).to(BF16)
-        return {
-            "residual": misaligned(residual) if shift else residual,
-            "fn": scale * torch.randn(count, m * h, device=device),
-            "mhc_scale": torch.randn(3, device=device),
-            "mhc_base": torch.randn(count, device=device),
-            "rms_eps": 1e-6,
-            "mhc_pre_eps": 1e-2,
-            "mhc_sinkhorn_eps": eps,
-            "mhc_post_mult_value": 2.0,
-            "sinkhorn_repeat": repeat,
-        }
-
-    return make
-
-
-# A step of bfloat16, and in float32 what the order of a sum makes.
-_compare = close_results(rtol=1e-4, atol=1e-4, rtol_bfloat16=2**-7)
+    residual = torch.randn(shape, device=device).to(BF16)
+    return {
+        "residual": misaligned(residual) if shift else residual,
+        "fn": scale * torch.randn(count, m * h, device=device),
+        "mhc_scale": torch.randn(3, device=device),
+        "mhc_base": torch.randn(count, device=device),
+        "rms_eps": 1e-6,
+        "mhc_pre_eps": 1e-2,
+        "mhc_sinkhorn_eps": eps,
+        "mhc_post_mult_value": 2.0,
+        "sinkhorn_repeat": repeat,
+    }
 
 
 _MHC_PRE_BIG_FUSE = StreamCases(
@@ -101,7 +89,7 @@ _MHC_PRE_BIG_FUSE = StreamCases(
         Reject("sinkhorn_repeat", "none", changed(sinkhorn_repeat=0)),
         Reject("n_splits", "none", changed(n_splits=0)),
     ],
-    compare=_compare,
+    compare=compare_sums,
 )
 
 
@@ -129,7 +117,7 @@ _MHC_PRE_FWD = StreamCases(
         )
     ],
     rejects=[reject for reject in _MHC_PRE_BIG_FUSE.rejects if reject.argument != "n_splits"],
-    compare=_compare,
+    compare=compare_sums,
 )
 
 

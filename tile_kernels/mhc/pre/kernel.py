@@ -11,14 +11,14 @@ from tile_kernels.mhc.mix.kernel import kind_of
 from tile_kernels.mhc.norm_fn.kernel import sum_of_products
 from tile_kernels.mhc.pre.plan import ReadPlan
 from tile_kernels.mhc.primitives import (
-    load_columns,
+    column_macros,
     read_streams,
     scaled_mix,
     sigmoid,
-    store_columns,
+    stream_types,
 )
 from tile_kernels.mhc.sinkhorn.kernel import lanes_of, sinkhorn
-from tile_kernels.mhc.tiling import columns_of, resident
+from tile_kernels.mhc.tiling import resident
 from tile_kernels.runtime.device import WARP
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
@@ -79,15 +79,14 @@ def read_from_products(*static: Any) -> Any:
     plan = ReadPlan(*static)
     streams, hidden, threads = plan.streams, plan.hidden, plan.threads
     size, count = streams * hidden, streams * (streams + 2)
-    columns = columns_of(hidden)
+    columns, load, store, _ = column_macros(hidden, plan.vector)
     lanes = lanes_of(streams)
     summed = sum_of_products(plan.splits, size)
-    load = load_columns(columns, plan.vector)
-    store = store_columns(columns, plan.vector)
     read = read_streams(streams, columns)
     normalized = sinkhorn(streams, plan.near)
     placed = place_mix(streams, plan.saving)
-    num_tokens = T.dynamic("num_tokens")
+    types = stream_types(streams, hidden)
+    num_tokens = types.num_tokens
 
     @T.macro
     def load_streams(residual, token, first, raw):
@@ -97,18 +96,18 @@ def read_from_products(*static: Any) -> Any:
 
     @T.prim_func
     def read_tokens(
-        residual: T.Tensor[(num_tokens, streams, hidden), T.bfloat16],
+        residual: types.streams(),
         mul: T.Tensor[(plan.splits, num_tokens, plan.padded), T.float32],
         squares: T.Tensor[(plan.splits, num_tokens), T.float32],
         scale: T.Tensor[(3,), T.float32],
         base: T.Tensor[(count,), T.float32],
-        post: T.Tensor[(num_tokens, streams), T.float32],
+        post: types.mix(),
         comb: T.Tensor[(num_tokens, streams, streams), T.float32],
-        out: T.Tensor[(num_tokens, 1, hidden), T.bfloat16],
+        out: types.row(),
         saved_mixes: T.Tensor[(num_tokens, count), T.float32],
         saved_mul: T.Tensor[(num_tokens, count), T.float32],
         saved_squares: T.Tensor[(num_tokens,), T.float32],
-        saved_pre: T.Tensor[(num_tokens, streams), T.float32],
+        saved_pre: types.mix(),
         saved_logits: T.Tensor[(num_tokens, streams, streams), T.float32],
         rms_eps: T.float32,
         pre_eps: T.float32,

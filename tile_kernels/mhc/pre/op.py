@@ -41,20 +41,52 @@ _READ = Kernel("tile_kernels.mhc.pre.kernel", "read_from_products", plan_read)
 # ---- both ---------------------------------------------------------------------------------------
 
 
-def check(a: Any) -> None:
-    check_inputs(a.residual, a.fn, a.rms_eps, name="rms_eps")
-    m = a.residual.shape[-2]
-    count = m * (m + 2)
-    if a.fn.shape[0] != count:
-        raise ValueError(f"fn must have {count} rows for {m} streams, got {a.fn.shape[0]}")
-    shapes.parameter("mhc_scale", a.mhc_scale, 3)
-    shapes.parameter("mhc_base", a.mhc_base, count)
-    checks.epsilon("mhc_pre_eps", a.mhc_pre_eps)
-    checks.number("mhc_post_mult_value", a.mhc_post_mult_value)
-    check_steps(a.sinkhorn_repeat, a.mhc_sinkhorn_eps, "sinkhorn_repeat", "mhc_sinkhorn_eps")
+class Arguments(NamedTuple):
+    residual: Tensor
+    fn: Tensor
+    mhc_scale: Tensor
+    mhc_base: Tensor
+    rms_eps: float
+    mhc_pre_eps: float
+    mhc_sinkhorn_eps: float
+    mhc_post_mult_value: float
+    sinkhorn_repeat: int
+
+    def check(self) -> None:
+        check_inputs(self.residual, self.fn, self.rms_eps, name="rms_eps")
+        m = self.residual.shape[-2]
+        count = m * (m + 2)
+        if self.fn.shape[0] != count:
+            raise ValueError(f"fn must have {count} rows for {m} streams, got {self.fn.shape[0]}")
+        shapes.parameter("mhc_scale", self.mhc_scale, 3)
+        shapes.parameter("mhc_base", self.mhc_base, count)
+        checks.epsilon("mhc_pre_eps", self.mhc_pre_eps)
+        checks.number("mhc_post_mult_value", self.mhc_post_mult_value)
+        check_steps(
+            self.sinkhorn_repeat, self.mhc_sinkhorn_eps, "sinkhorn_repeat", "mhc_sinkhorn_eps"
+        )
+
+    def outputs(self) -> tuple[Out, Out, Out, Out, Out, Out, Out, Out]:
+        """With what gradients need."""
+        *leading, m, _ = self.residual.shape
+        return (
+            *_results(self),
+            Out("pre_mix", (*leading, m, 1), torch.float32),
+            Out("mixes", (*leading, m * (m + 2)), torch.float32),
+            Out("mul", (*leading, m * (m + 2)), torch.float32),
+            Out("s", leading, torch.float32),
+            Out("logits", (*leading, m, m), torch.float32),
+        )
+
+    def launches(self, *outs: Spec) -> list[Launch]:
+        *results, pre, mixes, mul, s, logits, split_mul, split_squares = outs
+        return _launches(self, results, (mixes, mul, s, pre, logits), split_mul, split_squares)
+
+    def scratch(self) -> tuple[Out, ...]:
+        return product_scratch(self)
 
 
-def _results(a: Any) -> tuple[Out, Out, Out]:
+def _results(a: Arguments) -> tuple[Out, Out, Out]:
     """Layer input, `post` and `comb`."""
     *leading, m, h = a.residual.shape
     return (
@@ -65,7 +97,7 @@ def _results(a: Any) -> tuple[Out, Out, Out]:
 
 
 def _launches(
-    a: Any, results: Sequence[Spec], saved: Sequence[Spec], mul: Spec, squares: Spec
+    a: Arguments, results: Sequence[Spec], saved: Sequence[Spec], mul: Spec, squares: Spec
 ) -> list[Launch]:
     """`saved`: mixes, `mul`, `s`, `pre` and logits for the gradients, or nothing."""
     if a.residual.numel() == 0:
@@ -93,30 +125,15 @@ def _launches(
 # ---- without gradients --------------------------------------------------------------------------
 
 
-class BigFuseArguments(NamedTuple):
-    residual: Tensor
-    fn: Tensor
-    mhc_scale: Tensor
-    mhc_base: Tensor
-    rms_eps: float
-    mhc_pre_eps: float
-    mhc_sinkhorn_eps: float
-    mhc_post_mult_value: float
-    sinkhorn_repeat: int
-    n_splits: int
+def outputs_big_fuse(a: Arguments) -> tuple[Out, Out, Out]:
+    layer_input, post, comb = _results(a)
+    return post, comb, layer_input
 
-    def check(self) -> None:
-        check(self)
-        checks.integer("n_splits", self.n_splits, 1)
 
-    def outputs(self) -> tuple[Out, Out, Out]:
-        layer_input, post, comb = _results(self)
-        return post, comb, layer_input
-
-    def launches(
-        self, post: Spec, comb: Spec, layer_input: Spec, mul: Spec, squares: Spec
-    ) -> list[Launch]:
-        return _launches(self, (layer_input, post, comb), (), mul, squares)
+def launches_big_fuse(
+    a: Arguments, post: Spec, comb: Spec, layer_input: Spec, mul: Spec, squares: Spec
+) -> list[Launch]:
+    return _launches(a, (layer_input, post, comb), (), mul, squares)
 
 
 def cost_big_fuse(residual: Tensor, fn: Tensor, **_: Any) -> Cost:
@@ -133,8 +150,9 @@ def cost_big_fuse(residual: Tensor, fn: Tensor, **_: Any) -> Cost:
 
 MHC_PRE_BIG_FUSE = Operator(
     "mhc.mhc_pre_big_fuse",
-    BigFuseArguments,
-    scratch=product_scratch,
+    Arguments,
+    outputs=outputs_big_fuse,
+    launches=launches_big_fuse,
     reference=reference.mhc_pre_big_fuse,
     cost=cost_big_fuse,
     dynamic={"residual": 2},
@@ -142,7 +160,7 @@ MHC_PRE_BIG_FUSE = Operator(
 )
 
 
-@MHC_PRE_BIG_FUSE.public()
+@MHC_PRE_BIG_FUSE.public(reference=reference.mhc_pre_big_fuse)
 def mhc_pre_big_fuse(
     residual: Tensor,
     fn: Tensor,
@@ -190,40 +208,17 @@ def mhc_pre_big_fuse(
         >>> post.item(), round(comb.item(), 4), layer_input[0, 0].item()
         (1.0, 1.0, 0.5)
     """
+    try:
+        checks.integer("n_splits", n_splits, 1)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"mhc_pre_big_fuse: {error}") from None
     return MHC_PRE_BIG_FUSE(
         residual, fn, mhc_scale, mhc_base, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps,
-        mhc_post_mult_value, sinkhorn_repeat, n_splits,
+        mhc_post_mult_value, sinkhorn_repeat,
     )  # fmt: skip
 
 
 # ---- with gradients -----------------------------------------------------------------------------
-
-
-class Arguments(NamedTuple):
-    residual: Tensor
-    fn: Tensor
-    mhc_scale: Tensor
-    mhc_base: Tensor
-    rms_eps: float
-    mhc_pre_eps: float
-    mhc_sinkhorn_eps: float
-    mhc_post_mult_value: float
-    sinkhorn_repeat: int
-
-    def outputs(self) -> tuple[Out, Out, Out, Out, Out, Out, Out, Out]:
-        *leading, m, _ = self.residual.shape
-        return (
-            *_results(self),
-            Out("pre_mix", (*leading, m, 1), torch.float32),
-            Out("mixes", (*leading, m * (m + 2)), torch.float32),
-            Out("mul", (*leading, m * (m + 2)), torch.float32),
-            Out("s", leading, torch.float32),
-            Out("logits", (*leading, m, m), torch.float32),
-        )
-
-    def launches(self, *outs: Spec) -> list[Launch]:
-        *results, pre, mixes, mul, s, logits, split_mul, split_squares = outs
-        return _launches(self, results, (mixes, mul, s, pre, logits), split_mul, split_squares)
 
 
 def cost(residual: Tensor, fn: Tensor, **_: Any) -> Cost:
@@ -272,8 +267,6 @@ def _backward(
 MHC_PRE_FWD = Operator(
     "mhc.mhc_pre_fwd",
     Arguments,
-    check=check,
-    scratch=product_scratch,
     reference=reference.mhc_pre_fwd,
     cost=cost,
     dynamic={"residual": 2},

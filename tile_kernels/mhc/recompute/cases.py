@@ -6,40 +6,31 @@ from typing import Any
 
 import torch
 
-from tile_kernels.mhc.samples import BF16, LEADING, StreamCases
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-    edited,
-    misaligned,
-)
+from tile_kernels.mhc.samples import LEADING, StreamCases
+from tile_kernels.runtime.cases import Arguments, Benchmark, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import BF16, FP32, builder, changed, edited, misaligned
 
 
-def _recompute(reads: int, writes: int, *shape: int, shift: bool = False) -> Build:
+@builder
+def _recompute(
+    device: torch.device, reads: int, writes: int, *shape: int, shift: bool = False
+) -> Arguments:
     """`shape` is the residual's."""
     *lead, m, h = shape
 
-    def make(device: torch.device) -> Arguments:
-        def normal(count: int, *last: int, dtype: torch.dtype = torch.float32) -> Any:
-            made = (torch.randn(*lead, *last, device=device).to(dtype) for _ in range(count))
-            return [misaligned(x) if shift else x for x in made]
+    def normal(count: int, *last: int, dtype: torch.dtype = FP32) -> Any:
+        made = (torch.randn(*lead, *last, device=device).to(dtype) for _ in range(count))
+        return [misaligned(x) if shift else x for x in made]
 
-        return {
-            "initial_residual": normal(1, m, h, dtype=BF16)[0],
-            "pre_mix_list": normal(reads, m, 1),
-            "layer_output_list": normal(writes, h, dtype=BF16),
-            "post_mix_list": normal(writes, m, 1),
-            "comb_mix_list": normal(writes, m, m),
-            "layer_input_list": normal(reads, h, dtype=BF16),
-            "residual_list": normal(writes, m, h, dtype=BF16),
-        }
-
-    return make
+    return {
+        "initial_residual": normal(1, m, h, dtype=BF16)[0],
+        "pre_mix_list": normal(reads, m, 1),
+        "layer_output_list": normal(writes, h, dtype=BF16),
+        "post_mix_list": normal(writes, m, 1),
+        "comb_mix_list": normal(writes, m, m),
+        "layer_input_list": normal(reads, h, dtype=BF16),
+        "residual_list": normal(writes, m, h, dtype=BF16),
+    }
 
 
 def _without(name: str) -> Any:

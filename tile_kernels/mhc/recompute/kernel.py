@@ -8,22 +8,19 @@ from typing import Any
 from tilelang import language as T
 
 from tile_kernels.mhc.primitives import (
-    load_columns,
-    load_mixes,
     read_streams,
-    store_columns,
-    widen,
+    stream_macros,
     write_stream,
 )
 from tile_kernels.mhc.recompute.plan import LAYERS
-from tile_kernels.mhc.tiling import MixPlan, columns_of, mix_access_bits, resident
+from tile_kernels.mhc.tiling import MixPlan, resident
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 SLOTS = tuple(range(LAYERS))
 
 
-@kernel(access_bits=mix_access_bits, pass_configs=EXPLICIT_GUARDS)
+@kernel(access_bits=MixPlan.access_bits, pass_configs=EXPLICIT_GUARDS)
 def recompute(*static: int) -> Any:
     """Up to `LAYERS` layers of a token: what each reads, and the residual after it.
 
@@ -33,28 +30,10 @@ def recompute(*static: int) -> Any:
     """
     plan = MixPlan(*static)
     streams, hidden, threads = plan.streams, plan.hidden, plan.threads
-    columns = columns_of(hidden)
-    load = load_columns(columns, plan.vector)
-    store = store_columns(columns, plan.vector)
-    load_one = load_mixes(streams, plan.mix_vector)
-    load_comb = load_mixes(streams * streams, plan.mix_vector)
-    widened = widen(columns)
+    columns, load, store, widened, load_one, load_comb, types = stream_macros(plan)
+    num_tokens, rows, row, mix, comb = types
     read = read_streams(streams, columns)
     write = write_stream(streams, columns)
-    num_tokens = T.dynamic("num_tokens")
-
-    # Made anew for each parameter, which would otherwise be one buffer.
-    def rows() -> Any:
-        return T.Tensor[(num_tokens, streams, hidden), T.bfloat16]
-
-    def row() -> Any:
-        return T.Tensor[(num_tokens, 1, hidden), T.bfloat16]
-
-    def mix() -> Any:
-        return T.Tensor[(num_tokens, streams), T.float32]
-
-    def comb() -> Any:
-        return T.Tensor[(num_tokens, streams * streams), T.float32]
 
     @T.prim_func
     def recompute_tokens(

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from tile_kernels.mhc.tiling import MAX_THREADS, MixPlan, cut_row, plan_mix
-from tile_kernels.runtime.device import Device
+import functools
+
+from tile_kernels.mhc.tiling import MAX_THREADS, plan_mix
 
 LAYERS = 10  # of a launch
 
-
-def plan_recompute(
-    streams: int,
-    hidden: int,
-    num_tokens: int,
-    alignment: int,
-    mix_alignment: int,
-    device: Device,
-) -> MixPlan:
-    """As `plan_mix`, with smaller blocks above 4 streams, which take many registers."""
-    plan = plan_mix(streams, hidden, num_tokens, alignment, mix_alignment, device)
-    if streams <= 4:
-        return plan
-    threads, parts = cut_row(hidden, num_tokens, device, MAX_THREADS // 2)
-    return plan._replace(threads=threads, parts=parts)
+# Smaller blocks above 4 streams, which take many registers.
+plan_recompute = functools.partial(plan_mix, threads_above_4=MAX_THREADS // 2)

@@ -7,35 +7,25 @@ from typing import Any
 
 import torch
 
-from tile_kernels.mhc.samples import FP32, LEADING, Edit, constant, numbers, same, spread
-from tile_kernels.runtime.cases import (
-    Arguments,
-    Benchmark,
-    Build,
-    Cases,
-    Reject,
-    Sample,
-    Vector,
-    changed,
-    close_results,
-    edited,
-)
+from tile_kernels.mhc import samples
+from tile_kernels.mhc.samples import LEADING, Edit, constant, numbers, same, spread
+from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
+from tile_kernels.runtime.sampling import FP32, INF, NAN, builder, changed, close_results, edited
 
 
+@builder
 def _forward(
+    device: torch.device,
     *leading: int,
-    size: int = 4,
+    m: int = 4,
     repeat: int = 10,
     eps: float = 1e-6,
     factor: float = 1.0,
     layout: Edit = same,
     **kinds: Any,
-) -> Build:
-    def make(device: torch.device) -> Arguments:
-        x = numbers((*leading, size, size), FP32, device, **kinds)
-        return {"x": layout(x.mul_(factor)), "repeat": repeat, "eps": eps}
-
-    return make
+) -> Arguments:
+    x = numbers((*leading, m, m), FP32, device, **kinds)
+    return {"x": layout(x.mul_(factor)), "repeat": repeat, "eps": eps}
 
 
 def _logits() -> torch.Tensor:
@@ -54,8 +44,8 @@ _REJECTS = [
     Reject("repeat", "zero", changed(repeat=0)),
     Reject("repeat", "huge", changed(repeat=2**31)),
     Reject("eps", "negative", changed(eps=-1e-6)),
-    Reject("eps", "NaN", changed(eps=float("nan"))),
-    Reject("eps", "infinite", changed(eps=float("inf"))),
+    Reject("eps", "NaN", changed(eps=NAN)),
+    Reject("eps", "infinite", changed(eps=INF)),
     Reject("eps", "text", changed(eps="1e-6")),
     Reject("x", "double", edited("x", lambda x: x.double())),
     Reject("x", "not square", edited("x", lambda x: x[..., 1:])),
@@ -68,27 +58,19 @@ _SINKHORN_NORMALIZE = Cases(
     any_rank=True,
     small=[
         Sample("leading", _forward(*LEADING)),
-        Sample("0", _forward(0)),
-        Sample("1", _forward(1)),
-        Sample("no leading", _forward()),
-        *(Sample(f"33x{m}", _forward(33, size=m)) for m in range(1, 9)),
-        *(Sample(f"5.repeat {r}", _forward(5, size=3, repeat=r)) for r in (1, 2, 45)),
-        Sample("no eps", _forward(9, size=5, repeat=3, eps=0.0)),
+        *samples.mix_samples(_forward, 33),
+        *(Sample(f"5.repeat {r}", _forward(5, m=3, repeat=r)) for r in (1, 2, 45)),
+        Sample("no eps", _forward(9, m=5, repeat=3, eps=0.0)),
         Sample("large eps", _forward(9, repeat=3, eps=2.0)),
         Sample("far", _forward(40, factor=40.0)),
-        Sample("far.no eps", _forward(40, size=6, repeat=3, factor=20.0, eps=0.0)),
+        Sample("far.no eps", _forward(40, m=6, repeat=3, factor=20.0, eps=0.0)),
         Sample("special", _forward(9, special=True)),
-        Sample("misaligned", _forward(5, shift=True)),
         Sample("transposed", _forward(5, layout=lambda x: x.mT)),
         Sample("spread", _forward(5, layout=spread)),
     ],
     large=[
-        *(
-            Sample(f"{n}x{m}", _forward(*n, size=m))
-            for n in ((1, 1), (2, 4096), (100_003,))
-            for m in (3, 4, 8)
-        ),
-        Sample("over 2^31", _forward(33_600_001, size=8, repeat=1)),
+        *samples.large_mix_samples(_forward, (1, 1), (2, 4096), (100_003,)),
+        Sample("over 2^31", _forward(33_600_001, m=8, repeat=1)),
     ],
     benchmarks=[
         Benchmark("4096x4", _forward(4096), goal_us=4.5),
@@ -104,41 +86,33 @@ _SINKHORN_NORMALIZE = Cases(
 )
 
 
-def _backward(*leading: int, size: int = 4, grad: Edit = same, **more: Any) -> Build:
-    def make(device: torch.device) -> Arguments:
-        forward = _forward(*leading, size=size, **more)(device)
-        return {"grad_out": grad(numbers((*leading, size, size), FP32, device)), **forward}
-
-    return make
+@builder
+def _backward(
+    device: torch.device, *leading: int, m: int = 4, grad: Edit = same, **more: Any
+) -> Arguments:
+    forward = _forward(*leading, m=m, **more)(device)
+    return {"grad_out": grad(numbers((*leading, m, m), FP32, device)), **forward}
 
 
 _SINKHORN_NORMALIZE_BWD = Cases(
     any_rank=True,
     small=[
         Sample("2x3", _backward(2, 3)),
-        Sample("0", _backward(0)),
-        Sample("1", _backward(1)),
-        Sample("no leading", _backward()),
-        *(Sample(f"33x{m}", _backward(33, size=m)) for m in range(1, 9)),
+        *samples.mix_samples(_backward, 33),
         *(
-            Sample(f"5.repeat {r}", _backward(5, size=3, repeat=r))
+            Sample(f"5.repeat {r}", _backward(5, m=3, repeat=r))
             for r in (1, 2, 20, 21, 22, 45)  # up to three times what is kept
         ),
-        Sample("no eps", _backward(9, size=5, repeat=3, eps=0.0)),
+        Sample("no eps", _backward(9, m=5, repeat=3, eps=0.0)),
         Sample("large eps", _backward(9, repeat=3, eps=2.0)),
-        Sample("misaligned", _backward(5, shift=True)),
         Sample("constant", _backward(5, grad=constant)),
         Sample("transposed", _backward(5, grad=lambda g: g.mT, layout=lambda x: x.mT)),
         Sample("spread", _backward(5, grad=spread, layout=spread)),
     ],
     large=[
-        *(
-            Sample(f"{n}x{m}", _backward(*n, size=m))
-            for n in ((1, 1), (2, 4096), (100_003,))
-            for m in (3, 4, 8)
-        ),
+        *samples.large_mix_samples(_backward, (1, 1), (2, 4096), (100_003,)),
         Sample("100003x4.45", _backward(100_003, repeat=45)),
-        Sample("over 2^31", _backward(33_600_001, size=8, repeat=1)),
+        Sample("over 2^31", _backward(33_600_001, m=8, repeat=1)),
     ],
     benchmarks=[
         Benchmark("4096x4", _backward(4096), goal_us=6.0),
@@ -156,8 +130,7 @@ _SINKHORN_NORMALIZE_BWD = Cases(
     ],
     rejects=[
         *_REJECTS,
-        Reject("grad_out", "double", edited("grad_out", lambda g: g.double())),
-        Reject("grad_out", "fewer matrices", edited("grad_out", lambda g: g[1:])),
+        *samples.grad_rejects("grad_out"),
     ],
     compare=close_results(rtol=1e-5, atol=1e-5),
 )  # fmt: skip

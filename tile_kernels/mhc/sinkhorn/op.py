@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tile_kernels.mhc import shapes
+from tile_kernels.mhc.gradients import bytes_per_element, check_like, differentiated_by
 from tile_kernels.mhc.sinkhorn import reference
 from tile_kernels.mhc.sinkhorn.plan import MAX_REPEAT, is_near, plan
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
@@ -29,12 +30,17 @@ class Arguments(NamedTuple):
         return Out("out", self.x.shape, torch.float32)
 
     def launches(self, out: Spec) -> Launch | None:
-        if out.numel() == 0:
-            return None
-        size = out.shape[-1]
-        x, out = shapes.rows(self.x, size, size), shapes.rows(out, size, size)
-        problem = (size, alignment(x, out), is_near(self.eps))
-        return Launch(_NORMALIZE, problem, (x, out, self.repeat, float(self.eps)))
+        return _launch(_NORMALIZE, self, (self.x, out))
+
+
+def _launch(kernel: Kernel, a: Any, tensors: Sequence[Any]) -> Launch | None:
+    """`tensors` are all that is read or written, in the kernel's order."""
+    if a.x.numel() == 0:
+        return None
+    size = a.x.shape[-1]
+    matrices = [shapes.rows(each, size, size) for each in tensors]
+    problem = (size, alignment(*matrices), is_near(a.eps))
+    return Launch(kernel, problem, (*matrices, a.repeat, float(a.eps)))
 
 
 def check_steps(
@@ -56,18 +62,8 @@ def check(a: Any) -> None:
     check_steps(a.repeat, a.eps)
 
 
-def cost(x: Tensor, **_: Any) -> Cost:
-    return Cost(bytes=8 * x.numel())
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(inputs[0])
-    ctx.steps = inputs[1:]
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    (x,) = ctx.saved_tensors
-    return sinkhorn_normalize_bwd(grad, x, *ctx.steps), None, None
+def _gradient(grads: Any, given: Any, steps: Any) -> Tensor:
+    return sinkhorn_normalize_bwd(*grads, *given, *steps)
 
 
 SINKHORN_NORMALIZE = Operator(
@@ -75,10 +71,9 @@ SINKHORN_NORMALIZE = Operator(
     Arguments,
     check=check,
     reference=reference.sinkhorn_normalize,
-    cost=cost,
+    cost=bytes_per_element("x", 8),
     dynamic={"x": 2},
-    backward=_backward,
-    setup_context=_save,
+    **differentiated_by(_gradient),
 )
 
 
@@ -124,32 +119,20 @@ class BackwardArguments(NamedTuple):
 
     def check(self) -> None:
         check(self)
-        shapes.tensor(
-            "grad_out", self.grad_out, ("M", "M"), torch.float32, like=("x", self.x.shape[:-2]),
-            sizes=tuple(self.x.shape[-2:]), contiguous=False,
-        )  # fmt: skip
+        check_like("grad_out", self.grad_out, ("x", self.x), dims=("M", "M"))
 
     def outputs(self) -> Out:
         return Out("grad_x", self.x.shape, torch.float32)
 
     def launches(self, grad_x: Spec) -> Launch | None:
-        if grad_x.numel() == 0:
-            return None
-        size = grad_x.shape[-1]
-        x, grad_out, grad_x = (shapes.rows(t, size, size) for t in (self.x, self.grad_out, grad_x))
-        problem = (size, alignment(x, grad_out, grad_x), is_near(self.eps))
-        return Launch(_BACKWARD, problem, (grad_out, x, grad_x, self.repeat, float(self.eps)))
-
-
-def cost_backward(x: Tensor, **_: Any) -> Cost:
-    return Cost(bytes=12 * x.numel())
+        return _launch(_BACKWARD, self, (self.grad_out, self.x, grad_x))
 
 
 SINKHORN_NORMALIZE_BWD = Operator(
     "mhc.sinkhorn_normalize_bwd",
     BackwardArguments,
     reference=reference.sinkhorn_normalize_bwd,
-    cost=cost_backward,
+    cost=bytes_per_element("x", 12),
     dynamic={"grad_out": 2, "x": 2},
 )
 

@@ -1,38 +1,26 @@
-"""The mHC operators in training: gradients through autograd, buffers, extremes, invariance."""
+"""The mHC operators in training: gradients through autograd, buffers, limits, invariance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import tile_kernels
-from tests.requirements import GROUNDS
+from tests.mhc.helpers import each_ground, each_kernel, leaf
 from tile_kernels import mhc
 from tile_kernels import torch as references
 from tile_kernels.mhc import shapes
 from tile_kernels.runtime.cases import assert_equal_results
-from tile_kernels.torch import mhc as oracles
 
-each_ground = pytest.mark.parametrize("ground", GROUNDS)
 BF16 = torch.bfloat16
 
 
-@pytest.fixture
-def device(ground: tuple[str, str]) -> Iterator[str]:
-    torch.manual_seed(0)
-    with tile_kernels.backend(ground[0]):
-        yield ground[1]
-
-
-def leaf(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype).requires_grad_()
-
-
-def gradients(function: Callable[..., Any], inputs: list[Tensor], grads: list[Tensor]) -> Any:
+def autograd_gradients(
+    function: Callable[..., Any], inputs: list[Tensor], grads: list[Tensor]
+) -> Any:
     results = function(*inputs)
     results = results if isinstance(results, tuple) else (results,)
     return torch.autograd.grad(results, inputs, grads)
@@ -48,7 +36,7 @@ def assert_near(found: Any, expected: Any) -> None:
 # ---- gradients ----------------------------------------------------------------------------------
 
 
-def sublayer(ops: Any, hidden: Tensor, mixes: Tensor, scale: Tensor, base: Tensor) -> Tensor:
+def sine_sublayer(ops: Any, hidden: Tensor, mixes: Tensor, scale: Tensor, base: Tensor) -> Tensor:
     """From the hidden state to the next residual, the sublayer being a sine."""
     m = 4
     residual = ops["expand"](hidden, m)
@@ -84,8 +72,8 @@ def test_a_sublayer_trains_as_the_references_do(device: str) -> None:
         leaf(24, device=device),
     ]
     grad = torch.randn(2, 3, 4, 24, device=device).bfloat16()
-    found = gradients(lambda *a: sublayer(OPERATORS, *a), inputs, [grad])
-    expected = gradients(lambda *a: sublayer(REFERENCES, *a), inputs, [grad])
+    found = autograd_gradients(lambda *a: sine_sublayer(OPERATORS, *a), inputs, [grad])
+    expected = autograd_gradients(lambda *a: sine_sublayer(REFERENCES, *a), inputs, [grad])
     for one, other in zip(found, expected):
         error = (one.float() - other.float()).norm() / other.float().norm()
         assert error < 1e-2  # gradients pass through bfloat16 on the way
@@ -97,10 +85,10 @@ def test_a_sublayer_compiles_with_its_gradient() -> None:
     grad = torch.randn(2, 3, 4, 24).bfloat16()
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda *a: sublayer(OPERATORS, *a), fullgraph=True, backend="aot_eager"
+        lambda *a: sine_sublayer(OPERATORS, *a), fullgraph=True, backend="aot_eager"
     )
-    found = gradients(compiled, inputs, [grad])
-    expected = gradients(lambda *a: sublayer(OPERATORS, *a), inputs, [grad])
+    found = autograd_gradients(compiled, inputs, [grad])
+    expected = autograd_gradients(lambda *a: sine_sublayer(OPERATORS, *a), inputs, [grad])
     assert_near(found, expected)
 
 
@@ -124,8 +112,8 @@ def test_each_operator_has_the_gradient_of_its_reference(device: str, m: int) ->
          [torch.randn(2, 3, m, device=device)]),
     ]  # fmt: skip
     for function, reference, inputs, grads in pairs:
-        expected = gradients(reference, inputs, grads)
-        assert_near(gradients(function, inputs, grads), expected)
+        expected = autograd_gradients(reference, inputs, grads)
+        assert_near(autograd_gradients(function, inputs, grads), expected)
 
 
 @each_ground
@@ -147,29 +135,6 @@ def test_gradients_of_any_strides(device: str) -> None:
         function(x).sum().backward()
         assert x.grad is not None
         assert x.grad.isfinite().all()
-
-
-@each_ground
-def test_gradients_that_are_missing_are_zero(device: str) -> None:
-    mixes, scale, base = leaf(5, 8, device=device), leaf(3, device=device), leaf(8, device=device)
-    pre, _, _ = mhc.mhc_pre_split_mixes(mixes, scale, base, 2, 2.0, 0.0)
-    pre.sum().backward()
-    assert mixes.grad is not None
-    assert scale.grad is not None
-    assert mixes.grad[:, 2:].count_nonzero() == 0
-    assert scale.grad[1:].count_nonzero() == 0
-    assert mixes.grad[:, :2].count_nonzero() == 10
-
-
-@each_ground
-def test_a_multiplier_of_zero_has_finite_gradients(device: str) -> None:
-    mixes, scale, base = leaf(5, 8, device=device), leaf(3, device=device), leaf(8, device=device)
-    _, post, _ = mhc.mhc_pre_split_mixes(mixes, scale, base, 2, 0.0, 0.0)
-    assert post.count_nonzero() == 0
-    post.sum().backward()
-    for x in (mixes, scale, base):
-        assert x.grad is not None
-        assert x.grad.count_nonzero() == 0
 
 
 @each_ground
@@ -229,12 +194,6 @@ def test_limits_are_said_in_words() -> None:
         )
 
 
-# ---- kernels ------------------------------------------------------------------------------------
-
-KERNELS = GROUNDS[1:]
-each_kernel = pytest.mark.parametrize("ground", KERNELS)
-
-
 @each_kernel
 def test_tokens_do_not_depend_on_their_batch(device: str) -> None:
     """A row is cut differently where there are few tokens; the bits are the same."""
@@ -253,61 +212,3 @@ def test_tokens_do_not_depend_on_their_batch(device: str) -> None:
     # All in one pass, and as a sublayer that reads what another one wrote.
     again = mhc.mhc_pre_apply_mix(all_written[few], post[few])
     assert_equal_results(again, mhc.mhc_pre_apply_mix(all_written, post)[few])
-
-
-@each_kernel
-@pytest.mark.parametrize("size", [2, 4, 7])
-def test_far_logits_are_as_exact_as_near_ones(device: str, size: int) -> None:
-    x = (torch.rand(40, size, size) * 160 - 80).to(device)
-    x[3, 0, 1] = float("nan")
-    found = mhc.sinkhorn_normalize(x)
-    expected = oracles.sinkhorn_normalize(x.double())
-    finite = expected.isfinite()
-    assert_equal_results(found.isfinite(), finite)
-    assert finite.flatten(1).all(1).sum() == 39  # NaN stays in its matrix
-    torch.testing.assert_close(found[finite].double(), expected[finite], rtol=1e-4, atol=1e-9)
-
-
-@each_kernel
-@pytest.mark.parametrize("repeat", [21, 22, 60])
-def test_gradient_of_many_steps(device: str, repeat: int) -> None:
-    """More than are kept at a time."""
-    x, grad = torch.randn(2, 9, 4, 4, device=device)
-    found = mhc.sinkhorn_normalize_bwd(grad, x, repeat)
-    expected = oracles.sinkhorn_normalize_bwd(grad.double(), x.double(), repeat)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-6)
-
-
-@each_kernel
-def test_sums_over_tokens_are_accurate(device: str) -> None:
-    """A running sum of float32 would be off by a thousand times more."""
-    n = 20_000
-    mix, grad = torch.rand(n, 4, device=device) + 1, torch.rand(n, 4, device=device)
-    scale, base = torch.ones(1, device=device), torch.zeros(4, device=device)
-    _, d_scale, d_base = mhc.mhc_head_compute_mix_bwd(grad, mix, scale, base)
-    wide = [t.double() for t in (grad, mix, scale, base)]
-    _, expected_scale, expected_base = oracles.mhc_head_compute_mix_bwd(*wide)
-    torch.testing.assert_close(d_scale.double(), expected_scale, rtol=3e-7, atol=0)
-    torch.testing.assert_close(d_base.double(), expected_base, rtol=3e-7, atol=0)
-
-
-@pytest.mark.gpu
-def test_mixes_beyond_32_bits() -> None:
-    """The last tokens as if they were alone; the oracle would not fit into memory."""
-    torch.manual_seed(0)
-    n, m = 27_000_001, 8  # 80 mixes each
-    count = m * (m + 2)
-    mixes = torch.randn(n, count, device="cuda")
-    scale, base = torch.randn(3, device="cuda"), torch.randn(count, device="cuda")
-    last = slice(n - 1000, n)
-    found = mhc.mhc_pre_split_mixes(mixes, scale, base, m, 2.0, 0.01)
-    expected = mhc.mhc_pre_split_mixes(mixes[last], scale, base, m, 2.0, 0.01)
-    for one, other in zip(found, expected):
-        assert_equal_results(one[last], other)
-    d_mixes, d_scale, d_base = mhc.mhc_pre_split_mixes_bwd(*found, mixes, scale, base, 2.0)
-    grads = [grad[last] for grad in found]
-    expected, _, _ = mhc.mhc_pre_split_mixes_bwd(*grads, mixes[last], scale, base, 2.0)
-    assert_equal_results(d_mixes[last], expected)
-    of_comb = found[2].view(n, m * m).sum(0, dtype=torch.float64)
-    torch.testing.assert_close(d_base[2 * m :].double(), of_comb, rtol=1e-4, atol=1.0)
-    assert d_scale.isfinite().all()

@@ -1,4 +1,4 @@
-"""`normalize_weight` and `mask_indices_by_tp` on the reference grid, and their properties."""
+"""`mask_indices_by_tp` on the reference grid, and its properties."""
 
 from __future__ import annotations
 
@@ -10,30 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tile_kernels
-from tile_kernels.testing.bench import make_param_id
-from tile_kernels.testing.generator import generate_moe_params, generate_topk_idx
+from tests.moe.helpers import each_grid_point, labels_of
+from tile_kernels.testing.generator import generate_topk_idx
 from tile_kernels.testing.numeric import assert_equal
-
-PARAMS = list(generate_moe_params())
-each_grid_point = pytest.mark.parametrize("params", PARAMS, ids=make_param_id)
-
-
-def labels_of(params: dict[str, int], x: torch.Tensor) -> dict[str, int]:
-    kept = {name: value for name, value in params.items() if name != "num_send_tokens"}
-    return {**kept, "num_tokens": x.shape[0]}
-
-
-def weights_of(params: dict[str, int]) -> torch.Tensor:
-    return torch.rand(generate_topk_idx(params, device="cuda").shape, device="cuda")
-
-
-@pytest.mark.gpu
-@each_grid_point
-def test_normalize_weight(params: dict[str, int]) -> None:
-    weights = weights_of(params)
-    expected = tile_kernels.torch.normalize_weight(weights)
-    for result, reference in zip(tile_kernels.moe.normalize_weight(weights), expected):
-        assert_equal(result, reference)
 
 
 @pytest.mark.gpu
@@ -50,36 +29,11 @@ def test_mask_indices_by_tp(params: dict[str, int], num_tp_ranks: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.benchmark
 @each_grid_point
-def test_normalize_weight_benchmark(params: dict[str, int], record_time: Any) -> None:
-    weights = weights_of(params)
-    record_time(tile_kernels.moe.normalize_weight, labels_of(params, weights), weights)
-
-
-@pytest.mark.gpu
-@pytest.mark.benchmark
-@each_grid_point
 def test_mask_indices_by_tp_benchmark(params: dict[str, int], record_time: Any) -> None:
     ranks, indices = params["num_ep_ranks"], generate_topk_idx(params, device="cuda")
     arguments = (params["num_experts"] * ranks, ranks, 0, 2)
     op = tile_kernels.moe.mask_indices_by_tp
     record_time(op, labels_of(params, indices), indices, *arguments)
-
-
-# ---- properties ---------------------------------------------------------------------------------
-
-
-def test_gradient_is_that_of_the_oracle() -> None:
-    weights = torch.rand(7, 5) + 0.1
-    upstream = torch.rand(7), torch.rand(7, 5)
-    grads = []
-    for function in (tile_kernels.moe.normalize_weight, tile_kernels.torch.normalize_weight):
-        x = weights.clone().requires_grad_()
-        torch.autograd.backward(function(x), upstream)
-        grads.append(x.grad)
-    torch.testing.assert_close(*grads)
-    x = weights.clone().requires_grad_()
-    tile_kernels.moe.normalize_weight(x)[1][:, 0].sum().backward()  # one result alone
-    assert x.grad is not None
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,4 +1,4 @@
-"""The casts along channels beyond the op suite: worked examples, tiles, properties."""
+"""Casts along channels beyond the op suite: worked examples, tiles, properties."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import pytest
 import torch
 
 import tile_kernels
+from tests.quant.helpers import (
+    float32,
+    hex_rows,
+)
+from tile_kernels import torch as references
 from tile_kernels.quant import (
     per_channel_cast,
     per_channel_cast_and_transpose,
@@ -15,11 +20,79 @@ from tile_kernels.quant import (
     swiglu_forward_and_per_channel_cast_and_transpose,
 )
 from tile_kernels.quant.per_channel import reference
+from tile_kernels.quant.per_channel import reference as channel_references
 from tile_kernels.quant.per_channel.cases import worked_codes, worked_example
 from tile_kernels.quant.per_channel.kernel import access_bits
 from tile_kernels.quant.per_channel.plan import plan
 from tile_kernels.runtime.cases import assert_equal_results
 from tile_kernels.runtime.device import Device
+from tile_kernels.testing.numeric import assert_equal
+from tile_kernels.torch import (
+    cast,
+)
+
+
+def test_gathered_channels() -> None:
+    x = torch.tensor([[1.0, 2], [3, -4], [5, 6]])
+    pos = torch.tensor([2, -1, 0, 1], dtype=torch.int32)
+    data, sf = references.per_channel_cast_fused(x, 2, None, False, pos)
+    assert hex_rows(data) == "7E 7E / 00 00 / 71 76 / 7E FE"
+    expected = [[0.0111607146, 0.0133928573], [0.0066964286, 0.0089285718]]
+    assert_equal(sf, torch.tensor(expected))
+
+    with_scales = x.to(torch.float8_e4m3fn), float32(0.5, 1, 3)[:, None]
+    for found in (
+        references.per_channel_cast_fused(with_scales, 2, 2, True, pos),
+        channel_references.per_channel_cast_fused(with_scales, "e4m3", 2, True, 2, pos),
+    ):
+        assert hex_rows(found[0]) == "77 79 / 00 00 / 68 68 / 7C F8"
+        assert found[1].tolist() == [[2**-4, 2**-4], [2**-7, 2**-6]]
+
+
+def test_no_tokens_along_channels() -> None:
+    x = torch.zeros(0, 64)
+    shapes = lambda found: [tuple(tensor.shape) for tensor in found]  # noqa: E731
+    assert shapes(references.per_channel_cast(x, "e4m3", 128)) == [(0, 64), (0, 64)]
+    assert shapes(references.per_channel_cast_and_transpose(x, "e4m3", 128)) == [(64, 0), (0, 64)]
+    assert shapes(references.per_channel_cast_fused(x, 128, None, True, None)) == [(0, 64), (0, 64)]
+    padding = torch.full((5,), -1)
+    data, sf = references.per_channel_cast_fused(x, 128, None, True, padding)
+    assert shapes((data, sf)) == [(5, 64), (1, 64)]
+    assert not data.view(torch.uint8).any()
+
+
+def test_channels() -> None:
+    x = torch.randn(6, 10).bfloat16()
+    for round_sf in (False, True):
+        data, sf = cast(x, "e4m3", (4, 1), round_sf=round_sf)
+        assert sf.shape == (2, 10)
+        found = references.per_channel_cast(x, "e4m3", 4, round_sf)
+        assert_equal(found[0], data)
+        assert_equal(found[1], sf)
+        found = references.per_channel_cast_and_transpose(x, "e4m3", 4, round_sf)
+        assert_equal(found[0], data.T.contiguous())
+        assert_equal(found[1], sf)
+        for num_per_channels in (None, 128):
+            found = references.per_channel_cast_fused(x, 4, num_per_channels, round_sf, None)
+            assert_equal(found[0], data)
+            assert_equal(found[1], sf)
+
+
+@pytest.mark.parametrize("with_sf", [False, True])
+def test_gather_is_a_gather(with_sf: bool) -> None:
+    """Rows past the end do not exist for the scale, padding rows count as zeros."""
+    x: Any = torch.randn(9, 16)
+    pos = torch.tensor([3, -1, 8, 8, 0, -7, 2], dtype=torch.int32)
+    if with_sf:
+        x = cast(x, "e4m3", (1, 8))
+        rows = torch.cat((references.cast_back(x, "fp32", (1, 8)), torch.zeros(1, 16)))
+    else:
+        rows = torch.cat((x, torch.zeros(1, 16)))
+    expected = cast(rows[pos.clamp(min=-1).long()], "e4m3", (4, 1), round_sf=True)
+    data, sf = references.per_channel_cast_fused(x, 4, 8, True, pos)
+    assert_equal(data, expected[0])
+    assert_equal(sf, expected[1])
+
 
 BACKENDS = pytest.mark.parametrize("backend", ["torch", "emulate"])
 
@@ -116,6 +189,7 @@ def test_transposed_data_is_that_of_the_straight_cast() -> None:
 
 
 # ---- plans --------------------------------------------------------------------------------------
+
 
 H200 = Device("NVIDIA H200", "sm_90a", 132, 227 * 1024, 228 * 1024)
 

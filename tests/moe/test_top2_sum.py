@@ -1,4 +1,4 @@
-"""The scored gates: gradients, stability, replicas; and the enumeration of scoring functions."""
+"""The scored gate: gradients, ties, NaN, replicas, masked tokens; the scoring functions."""
 
 from __future__ import annotations
 
@@ -25,59 +25,6 @@ def test_scoring_functions() -> None:
     assert ScoringFunc.from_str("SoftMax") is ScoringFunc.SOFTMAX
     with pytest.raises(ValueError, match="relu is not a valid ScoringFunc"):
         ScoringFunc.from_str("relu")
-
-
-# ---- gradients ----------------------------------------------------------------------------------
-
-
-@each_scoring
-def test_gradcheck_of_the_oracle(scoring: str) -> None:
-    torch.manual_seed(1)
-    logits = torch.randn(5, 9, dtype=torch.float64, requires_grad=True)
-    chosen = torch.randint(-1, 9, (5, 4))
-
-    def weights(logits: torch.Tensor) -> torch.Tensor:
-        return oracles.topk_weights(logits, chosen, scoring, 2.5)
-
-    assert torch.autograd.gradcheck(weights, (logits,))
-
-
-@each_scoring
-def test_backward_formula_is_the_oracles_gradient(scoring: str) -> None:
-    torch.manual_seed(2)
-    logits = (4 * torch.randn(6, 11, dtype=torch.float64)).requires_grad_()
-    chosen = torch.randint(-2, 13, (6, 5))
-    grad_weights = torch.randn(6, 5, dtype=torch.float64)
-    weights = oracles.topk_weights(logits, chosen, scoring, 1.5)
-    (expected,) = torch.autograd.grad(weights, logits, grad_weights)
-    result = oracles.topk_weights_backward(grad_weights, logits.detach(), chosen, scoring, 1.5)
-    torch.testing.assert_close(result, expected)
-
-
-def test_worked_gradient() -> None:
-    logits = torch.tensor([[0, 1, 2, -1, 0.5, -0.5], [3, -2, 0, 1, -1, 2], [1.0, 1, 1, 1, 1, 1]])
-    logits.requires_grad_()
-    chosen = torch.tensor([[2, 5], [4, 1], [1, 1]])
-    weights = tile_kernels.moe.topk_weights(logits, chosen, "sqrtsoftplus", 1.5)
-    weights.backward(torch.tensor([[1.0, 0.0], [0.5, -1.0], [1.0, 2.0]]))
-    expected = torch.zeros(3, 6)
-    expected[0, 2], expected[0, 5] = 0.0676626, -0.1301189
-    expected[1, 1], expected[1, 4] = -0.2511044, 0.2295489
-    torch.testing.assert_close(logits.grad, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_sqrtsoftplus_far_below_zero_has_its_limit() -> None:
-    logits = torch.tensor([[-90.0, -95.0, 0.0]], requires_grad=True)
-    chosen = torch.tensor([[0, 1]])
-    weights = tile_kernels.moe.topk_weights(logits, chosen, "sqrtsoftplus")
-    weights.backward(torch.tensor([[1.0, 0.0]]))
-    assert logits.grad is not None
-    assert logits.grad.isfinite().all()
-    # Scores are exp(x / 2): d/dx0 of s0 / (1e-20 + s0 + s1).
-    s0, s1 = (torch.exp(logits.detach()[0, :2].double() / 2)).unbind()
-    total = 1e-20 + s0 + s1
-    expected = ((total - s0) / total**2 * s0 / 2).float()
-    torch.testing.assert_close(logits.grad[0, 0], expected, rtol=1e-3, atol=0.0)
 
 
 @each_ground
@@ -174,17 +121,6 @@ def test_forward_mode_is_refused_in_words() -> None:
             tile_kernels.moe.top2_sum_gate(dual, bias, 2, 0, 0, *PLAIN, "sigmoid")
 
 
-@each_ground
-def test_no_expert_weighs_nothing_even_beside_nan(ground: tuple[str, str]) -> None:
-    backend, device = ground
-    logits = torch.tensor([[float("nan"), 0.0]], device=device)
-    chosen = torch.tensor([[0, -1]], device=device)
-    with tile_kernels.backend(backend):
-        weights = tile_kernels.moe.topk_weights(logits, chosen)
-    assert weights[0, 0].isnan()
-    assert weights[0, 1] == 0
-
-
 def test_checked_mode_ignores_what_is_not_read() -> None:
     """Masked tokens' choices and places beyond an expert's replicas."""
     logits, bias = torch.zeros(2, 2), torch.zeros(2)
@@ -201,28 +137,6 @@ def test_checked_mode_ignores_what_is_not_read() -> None:
             tile_kernels.moe.top2_sum_gate(logits, bias, 1, 0, 0, *PLAIN, "sigmoid", **arguments)
 
 
-def test_checked_mode_finds_dropped_and_doubled_rows() -> None:
-    moe = tile_kernels.moe
-    chosen = torch.tensor([[0, 1], [0, 1]])
-    twice = torch.tensor([[1], [1]], dtype=torch.int32)
-    with tile_kernels.checked():
-        moe.get_fused_mapping(chosen, 2, 4, 1)
-        with pytest.raises(ValueError, match=r"get_fused_mapping: num_exp.* 2 choices"):
-            moe.get_fused_mapping(chosen, 2, 2, 1)
-        with pytest.raises(ValueError, match=r"expand_to_fused: token_topk_to_pos .* but 1 comes"):
-            moe.expand_to_fused(torch.ones(2, 4), twice, torch.zeros(3, dtype=torch.int32))
-
-
-def test_flat_kernels_count_in_32_bits() -> None:
-    indices = torch.empty(2**28, 8, dtype=torch.int64, device="meta")
-    for call in (
-        lambda: tile_kernels.moe.group_count(indices, 4),
-        lambda: tile_kernels.moe.mask_indices_by_tp(indices, 8, 1, 0, 1),
-    ):
-        with pytest.raises(ValueError, match="elements"):
-            call()
-
-
 @pytest.mark.parametrize("scoring_func", ["sigmoid", "sqrtsoftplus", "softmax"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_tokens_without_experts_have_no_gradient(value: float, scoring_func: str) -> None:
@@ -236,12 +150,3 @@ def test_tokens_without_experts_have_no_gradient(value: float, scoring_func: str
     assert logits.grad is not None
     assert logits.grad[0].any()
     assert torch.equal(logits.grad[1], torch.zeros(4))
-
-
-def test_load_does_not_depend_on_the_default_dtype() -> None:
-    idx = torch.zeros(257, 1, dtype=torch.int64)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert tile_kernels.moe.aux_fi(idx, 2, 1).tolist() == [2.0, 0.0]
-    finally:
-        torch.set_default_dtype(torch.float32)

@@ -1,31 +1,76 @@
-"""Casts in blocks and back: worked examples in e4m3, padding, the way threads lie over blocks."""
+"""Casts back: worked examples, strides, several rows per thread, refused arguments."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 import tile_kernels
+from tests.quant.helpers import (
+    e4m3,
+    float32,
+    float32_of_bits,
+)
+from tile_kernels import torch as references
 from tile_kernels.quant import (
     cast_back,
-    per_block_cast,
-    per_block_cast_lossless,
-    per_block_cast_with_sf_only,
+    formats,
     per_token_cast_back,
     unpack_from_e2m1fn_x2,
 )
 from tile_kernels.quant.back import plan as back_plan
+from tile_kernels.quant.back import reference as back_references
 from tile_kernels.quant.cast_back_e5m6_kernel import cast_back_e5m6
-from tile_kernels.quant.per_block.plan import THREADS, tile_of
-from tile_kernels.quant.sample_flags import PACKED
 from tile_kernels.quant.samples import codes, hexed, words
-from tile_kernels.testing.poison import poisoned_empty
+from tile_kernels.testing.numeric import assert_equal
+from tile_kernels.torch import (
+    cast,
+    cast_to_e5m6,
+)
+
+
+def test_back_from_e4m3() -> None:
+    x = e4m3([0x6E, 0xF6, 0x7A, 0x7E]), float32_of_bits(0x3C124925)[None]
+    assert_equal(references.cast_back(x, "fp32", (1, 4)), float32(1, -2, 2.8571429253, 4)[None])
+    rounded = references.cast_back(x, "bf16", (1, 4))
+    assert rounded.dtype == torch.bfloat16
+    assert rounded.tolist() == [[1.0, -2.0, 2.859375, 4.0]]
+
+
+def test_strided_quantised_input() -> None:
+    data, sf = cast(torch.randn(6, 32), "e4m3", (2, 8), round_sf=True)
+    wide = torch.zeros(6, 64, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    wide[:, 5:37] = data
+    strided = wide[:, 5:37], sf.T.contiguous().T
+    assert_equal(
+        references.cast_back(strided, "bf16", (2, 8)),
+        references.cast_back((data, sf), "bf16", (2, 8)),
+    )
+
+
+def test_back_by_the_operators_names() -> None:
+    x = torch.randn(4, 32)
+    quantised = cast(x, "e2m1", (1, 8))
+    expected = references.cast_back(quantised, "bf16", (1, 8))
+    assert_equal(references.per_token_cast_back(quantised, "bf16", 8), expected)
+    assert_equal(back_references.cast_back(quantised, "bf16", (1, 8)), expected)
+    assert_equal(
+        references.unpack_from_e2m1fn_x2(quantised[0], torch.bfloat16),
+        formats.decode_e2m1(quantised[0]).bfloat16(),
+    )
+    with pytest.raises(ValueError, match="e4m3x"):
+        back_references.cast_back(quantised, "bf16", (1, 8), "e4m3x")
+    with pytest.raises(TypeError, match="uint8"):
+        back_references.cast_back(cast_to_e5m6(x, 8), "bf16", (1, 8))
+    with pytest.raises(ValueError, match="fp16"):
+        references.cast_back(quantised, "fp16", (1, 8))
+    with pytest.raises(TypeError, match="float32"):
+        references.unpack_from_e2m1fn_x2(x)
+    with pytest.raises(ValueError, match="dimension"):
+        references.unpack_from_e2m1fn_x2(torch.tensor(1, dtype=torch.int8))
+
 
 BACKENDS = ["torch", "emulate"]
-COLUMNS = {"use_tma_aligned_col_major_sf": True}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -62,45 +107,6 @@ def test_e5m6_back() -> None:
     expected = cast_back(x, "bf16", (1, 8), "e5m6")
     assert expected.equal(cast_back_e5m6(x, "bf16", (1, 8)))
     assert expected[0, :4].tolist() == [0.5, -1.0, 0.25, 2.0]
-
-
-def lossless(x: torch.Tensor, flags: dict[str, bool]) -> torch.Tensor:
-    data = torch.full((x.shape[0], x.shape[1] // 2), 0x22, dtype=torch.int8)
-    scales = torch.ones(x.shape[0], x.shape[1] // 32)
-    return per_block_cast_lossless((data, scales), "e4m3", (1, 32), (32, 32), **flags)[1]
-
-
-@pytest.mark.parametrize("flags", [COLUMNS, PACKED], ids=["column", "packed"])
-@pytest.mark.parametrize(
-    "scales_of",
-    [
-        lambda x, flags: per_block_cast(x, "e4m3", (32, 32), **flags)[1],
-        lambda x, flags: per_block_cast_with_sf_only(x, "e2m1", (32, 32), **flags),
-        lossless,
-    ],
-    ids=["cast", "scales", "lossless"],
-)
-def test_padding_is_zero(scales_of: Callable[..., Any], flags: dict[str, bool]) -> None:
-    """Rows up to a multiple of 4, and the bytes of groups that do not exist."""
-    with tile_kernels.backend("emulate"), poisoned_empty(0xA5):
-        sf = scales_of(torch.ones(40, 160), flags)  # 2 x 5 blocks
-    buffer = sf.as_strided((sf.shape[1], 4), (4, 1))
-    assert buffer[:, 2:].eq(0).all()
-    assert buffer[:, :2].ne(0).all()
-    if sf.dtype == torch.int32:
-        assert (buffer[1] >> 8).eq(0).all()
-
-
-@pytest.mark.parametrize("rows", [1, 3, 16, 32, 64, 128, 300, 5000])
-@pytest.mark.parametrize("channels", [16, 32, 128, 4096])
-@pytest.mark.parametrize("steps", [4, 8])
-def test_tiles_cover_their_blocks(rows: int, channels: int, steps: int) -> None:
-    tile = tile_of(rows, channels, 16, steps)
-    assert THREADS % tile.team == 0
-    assert tile.team % 32 == 0
-    assert tile.team % tile.lanes == 0
-    assert tile.width % channels == 0
-    assert tile.steps * tile.at_a_time >= rows
 
 
 def test_unpacking_takes_signed_and_unsigned_bytes() -> None:

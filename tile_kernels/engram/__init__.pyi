@@ -1,0 +1,9 @@
+from tile_kernels.engram.gate.op import (
+    engram_gate as engram_gate,
+    engram_gate_bwd as engram_gate_bwd,
+    engram_gate_fwd as engram_gate_fwd,
+)
+from tile_kernels.engram.grad_w.op import grad_w_reduce as grad_w_reduce
+from tile_kernels.engram.hash.op import engram_hash as engram_hash
+from tile_kernels.engram.ngram.op import ngram_windows as ngram_windows
+from tile_kernels.engram.weight.op import fused_weight as fused_weight

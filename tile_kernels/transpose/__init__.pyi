@@ -1,0 +1,1 @@
+from tile_kernels.transpose.op import batched_transpose as batched_transpose, transpose as transpose
