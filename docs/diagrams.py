@@ -1,6 +1,6 @@
-"""The two drawings of docs/architecture.md: the path of a call, and the layout of the package.
+"""Drawings: the path of a call, the layout of the package, the data flow of the FP8 experts.
 
-python docs/diagrams.py        writes docs/call_path.svg and docs/layout.svg
+python docs/diagrams.py        writes docs/call_path.svg, docs/layout.svg and docs/fp8_flow.svg
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ BLUE, GREEN, GREY, ORANGE = "#dbe9f6", "#dff0d8", "#eeeeee", "#fde5cd"
 
 
 def box(
-    ax: Axes, x: float, y: float, w: float, h: float, title: str, text: str, colour: str
+    ax: Axes,
+    x: float,
+    y: float,
+    w: float,
+    h: float,
+    title: str,
+    text: str,
+    colour: str,
+    title_size: float = 9,
 ) -> None:
     """A box with a bold title and lines of text below it."""
     shape = FancyBboxPatch(
@@ -32,7 +40,7 @@ def box(
         edgecolor="#555555",
     )
     ax.add_patch(shape)
-    ax.text(x + 1.4, y + h - 1.6, title, fontsize=9, fontweight="bold", va="top")
+    ax.text(x + 1.4, y + h - 1.6, title, fontsize=title_size, fontweight="bold", va="top")
     ax.text(x + 1.4, y + h - 5.2, text, fontsize=7.6, va="top", linespacing=1.45)
 
 
@@ -239,6 +247,129 @@ def layout() -> None:
     save("layout.svg")
 
 
+def step(ax: Axes, x: float, top: float, text: str, colour: str, width: float = 48) -> None:
+    """An operator of the data flow: its name, then what it does."""
+    title, _, rest = text.partition("\n")
+    box(ax, x, top - FLOW_HEIGHT, width, FLOW_HEIGHT, title, rest, colour, title_size=8)
+
+
+def flow(ax: Axes, x: float, top: float, label: str) -> None:
+    """A tensor that goes from one operator down to the next, named beside the arrow."""
+    ax.annotate(
+        "", (x, top - FLOW_GAP), (x, top), arrowprops={"arrowstyle": "-|>", "color": "#333333"}
+    )
+    ax.text(x + 1.2, top - FLOW_GAP / 2, label, fontsize=7.4, va="center", linespacing=1.35)
+
+
+FLOW_HEIGHT, FLOW_GAP = 10.5, 9.0
+E4M3, BF16 = "e4m3, 1 byte", "bfloat16, 2 bytes"
+
+
+def chain(ax: Axes, x: float, top: float, parts: list[tuple[str, str]]) -> None:
+    """Operators and tensors in turn, downwards; a tensor has the colour ""."""
+    for text, colour in parts:
+        if colour:
+            step(ax, x, top, text, colour)
+            top -= FLOW_HEIGHT
+        else:
+            flow(ax, x + 6, top, text)
+            top -= FLOW_GAP
+
+
+def fp8_flow() -> None:
+    """The FP8 experts: which operator makes which operand, forward and backward."""
+    ax = canvas(190, 152)
+    for x, title in ((2, "forward"), (57, "input gradients"), (112, "weight gradients")):
+        ax.text(x, 149, title, fontsize=11, fontweight="bold", va="top")
+    forward = [
+        (f"x [T, H]   {BF16}", ""),
+        ("quant.per_token_cast\ncodes and scales are kept for backward", BLUE),
+        (f"[T, H]   {E4M3}\nscales 1x128 along H", ""),
+        ("moe.expand_to_fused_with_sf\ncopies tokens to the rows of their experts", BLUE),
+        (f"[R, H]   {E4M3}\nscales 1x128 along H", ""),
+        ("gemm.m_grouped_fp8_gemm_nt_contiguous\n1   times w_in [E, 2I, H], scales 128x128", GREEN),
+        (f"h [R, 2I]   {BF16};\nkept as e4m3 (quant.per_token_cast)", ""),
+        (
+            "quant.swiglu_forward_and_per_token_cast\nsilu(gate) * value * weight of the choice",
+            BLUE,
+        ),
+        (f"z [R, I]   {E4M3}\nscales 1x128 along I", ""),
+        ("gemm.m_grouped_fp8_gemm_nt_contiguous\n2   times w_out [E, H, I], scales 128x128", GREEN),
+        (f"[R, H]   {BF16}", ""),
+        ("moe.reduce_fused\nadds the rows of a token in order", BLUE),
+        (f"y [T, H]   {BF16}", ""),
+    ]
+    chain(ax, 2, 145, forward)
+    backward = [
+        (f"dy [T, H]   {BF16}", ""),
+        ("quant.per_token_cast\nthen moe.expand_to_fused_with_sf", BLUE),
+        (f"[R, H]   {E4M3}\nscales 1x128 along H", ""),
+        (
+            "gemm.m_grouped_fp8_gemm_nt_contiguous\n3   times w_out transposed [E, I, H], 128x128",
+            GREEN,
+        ),
+        (f"dz [R, I]   {BF16}", ""),
+        (
+            "quant.swiglu_backward_and_per_token_cast\n"
+            "also z, dh in bfloat16, gradients of weights",
+            BLUE,
+        ),
+        (f"dh [R, 2I]   {E4M3}\nscales 1x128 along 2I", ""),
+        (
+            "gemm.m_grouped_fp8_gemm_nt_contiguous\n4   times w_in transposed [E, H, 2I], 128x128",
+            GREEN,
+        ),
+        (f"[R, H]   {BF16}", ""),
+        ("moe.reduce_fused\nadds the rows of a token in order", BLUE),
+        (f"dx [T, H]   {BF16}", ""),
+    ]
+    chain(ax, 57, 145, backward)
+    gathered = "quant.per_channel_cast_fused\ngathers rows, then transpose.transpose"
+    turned = "per_channel_cast_and_transpose\nof quant: both in one pass"
+    by_rows = f"{E4M3}\nscales 1x128 along R"
+    weight_gradient(
+        ax, 145, (f"dy [T, H]   {BF16}", gathered, f"[H, R]   {by_rows}"),
+        (f"z [R, I]   {BF16}", turned, f"[I, R]   {by_rows}"),
+        "5", "dw_out [E, H, I]   dtype of the weight,\nor added to main_grad, float32, 4 bytes",
+    )  # fmt: skip
+    weight_gradient(
+        ax, 93, (f"dh [R, 2I]   {BF16}", turned, f"[2I, R]   {by_rows}"),
+        ("x [T, H]   e4m3, as kept", gathered, f"[H, R]   {by_rows}"),
+        "6", "dw_in [E, 2I, H]   dtype of the weight,\nor added to main_grad, float32, 4 bytes",
+    )  # fmt: skip
+    box(
+        ax, 57, 11, 131, 22,
+        "weights [E, out, in], once per optimizer step",
+        "quant.per_block_cast: e4m3, 1 byte, one scale for 128x128, for products 1 and 2;\n"
+        "transpose.batched_transpose of the codes: the same numbers, for products 3 and 4\n\n"
+        "T tokens, H hidden, I intermediate, E experts; R rows of experts, each padded to\n"
+        "a multiple of 128. A scale is a float32 for 128 values: 0.03 bytes per element.\n"
+        "Scales always run along the dimension that the product sums.",
+        ORANGE,
+    )  # fmt: skip
+    save("fp8_flow.svg")
+
+
+def weight_gradient(
+    ax: Axes,
+    top: float,
+    first: tuple[str, str, str],
+    second: tuple[str, str, str],
+    number: str,
+    result: str,
+) -> None:
+    """Two operands made of activations, then their product."""
+    for x, (source, operator, operand) in ((112, first), (151, second)):
+        flow(ax, x + 6, top, source)
+        step(ax, x, top - FLOW_GAP, operator, BLUE, width=37)
+        flow(ax, x + 6, top - FLOW_GAP - FLOW_HEIGHT, operand)
+    below = top - 2 * FLOW_GAP - FLOW_HEIGHT
+    text = f"gemm.k_grouped_fp8_gemm_nt_contiguous\n{number}   sums over the rows of each expert"
+    step(ax, 112, below, text, GREEN, width=76)
+    flow(ax, 118, below - FLOW_HEIGHT, result)
+
+
 if __name__ == "__main__":
     call_path()
     layout()
+    fp8_flow()

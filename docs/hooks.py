@@ -21,7 +21,10 @@ DOCS = "docs/"
 # Pages of the reference: a title, and the modules whose public names it has.
 REFERENCE = {
     "package": ("The package", ["tile_kernels", "tile_kernels.config", "tile_kernels.utils"]),
-    "moe": ("Routing", ["tile_kernels.moe", "tile_kernels.modeling.moe"]),
+    "moe": (
+        "Routing",
+        ["tile_kernels.moe", "tile_kernels.modeling.moe", "tile_kernels.modeling.fp8_experts"],
+    ),
     "quant": (
         "Quantisation",
         [
@@ -53,6 +56,7 @@ REFERENCE = {
 # Pages of families, and where the reference has their functions.
 FAMILIES = {f"{name}.md": name for name in REFERENCE if name not in ("package", "oracles")}
 FAMILIES["indexer.md"] = "attention"
+FAMILIES["fp8-layer.md"] = "moe"
 WIDTH = 88  # of code
 
 _FRAME = re.compile(r"^(`{3,}).*?^\1`*$", flags=re.S | re.M)

@@ -1,5 +1,6 @@
 """Draw what the results files hold, for the documents: `python docs/pictures.py`."""
 
+import json
 from pathlib import Path
 
 from matplotlib import pyplot
@@ -8,6 +9,7 @@ from tables import RESULTS, compared  # beside this file
 from tile_kernels.testing import benchmark
 
 FOLDER = Path(__file__).parent / "measured"
+ROUNDING = 0.037  # relative error of a product of normal values that are rounded to e4m3
 
 
 def draw_comparison(path: Path) -> None:
@@ -34,10 +36,32 @@ def draw_comparison(path: Path) -> None:
     pyplot.close(figure)
 
 
+def draw_accumulation(numbers: Path, path: Path) -> None:
+    """The error of FP8 products by the length of the sum, from `examples/accumulation_error.py`."""
+    found = json.loads(numbers.read_text())
+    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    colors = {"normal": "#2c5f8a", "positive": "#b55d4c"}
+    for kind, by_level in found["errors"].items():
+        for (name, values), style in zip(by_level.items(), ("o--", "o-")):
+            label = f"{kind} values, {name}"
+            axes.plot(found["sizes"], values, style, color=colors[kind], label=label, markersize=4)
+    axes.axhline(ROUNDING, color="0.5", linewidth=1, linestyle=":")
+    axes.text(found["sizes"][0], 1.1 * ROUNDING, "rounding of normal values to e4m3", fontsize=7)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(found["sizes"], [str(size) for size in found["sizes"]])
+    axes.set(xlabel="channels that are summed, K", ylabel="|found - float64| / |float64|")
+    axes.grid(True, linewidth=0.3, alpha=0.5)
+    axes.legend(fontsize=7, handlelength=3.5, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
 def main() -> None:
-    """Write all pictures of measured times."""
+    """Write all pictures of measured times and errors."""
     benchmark.plot_families(benchmark.load_all(RESULTS), FOLDER, ["svg"])
     draw_comparison(FOLDER / f"{RESULTS.name}.tilekernels.svg")
+    draw_accumulation(FOLDER / "accumulation_error.json", FOLDER / "accumulation_error.svg")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 # Options that a step depends on. `steps`, by which the learning rate falls, is not among them: a
 # run may be made longer than planned.
 FIXED = (
-    "seed", "rows", "length", "hidden", "layers", "learning_rate", "no_engram", "no_mhc", "dense",
-    "fp8",
+    "seed", "rows", "length", "hidden", "intermediate", "layers", "learning_rate", "no_engram",
+    "no_mhc", "dense", "fp8", "precision",
 )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ class Config:
     engram: bool = True
     moe: bool = True
     fp8: bool = True
+    precision: str = "bf16"
 
 
 class Attention(nn.Module):
@@ -78,7 +79,7 @@ class FeedForward(nn.Module):
         if config.moe:
             self.experts = MoELayer(
                 config.hidden, config.intermediate, config.experts, config.topk,
-                num_shared_experts=1, fp8=config.fp8,
+                num_shared_experts=1, precision=config.precision, fp8=config.fp8,
             )  # fmt: skip
         else:
             width = (config.topk + 1) * config.intermediate

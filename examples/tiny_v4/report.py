@@ -40,6 +40,7 @@ def write_report(result: dict[str, Any], path: Path) -> Path:
             (config.moe, f"{config.topk} of {config.experts} experts"),
             (not config.moe, "dense"),
             (config.moe and config.fp8, "activations in e4m3"),
+            (config.moe and config.precision == "fp8", "products of experts in FP8"),
         )
         if there
     )

@@ -28,6 +28,8 @@ from examples.tiny_v4.checkpoint import History, ResumeError, restore, save
 from examples.tiny_v4.model import Config, TinyV4
 from examples.tiny_v4.report import write_report
 from examples.tiny_v4.text import Text
+from tile_kernels.gemm.tiling import BLOCK
+from tile_kernels.modeling.moe import PRECISIONS
 from tile_kernels.testing.benchmark import machine
 
 LETTERS_SHOWN = 64  # of the text under the gates: more would not be legible
@@ -48,6 +50,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=positive, default=8, help="texts of a step")
     parser.add_argument("--length", type=positive, default=64, help="letters of a text")
     parser.add_argument("--hidden", type=positive, default=64)
+    parser.add_argument("--intermediate", type=positive, default=64, help="channels of an expert")
     parser.add_argument("--layers", type=positive, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=5e-3)
@@ -57,9 +60,20 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-engram", action="store_true", help="without the n-gram memory")
     parser.add_argument("--no-mhc", action="store_true", help="one plain residual stream")
     parser.add_argument("--dense", action="store_true", help="no experts")
-    parser.add_argument("--fp8", choices=("on", "off"), default="on")
+    parser.add_argument(
+        "--fp8", choices=("on", "off"), default="on", help="activations of experts in e4m3"
+    )
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="bf16",
+        help="fp8: all products of the experts in FP8, forward and backward",
+    )  # fmt: skip
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(given)
+    options = parser.parse_args(given)
+    if options.precision == "fp8":
+        for name in ("hidden", "intermediate"):
+            if getattr(options, name) % BLOCK:
+                parser.error(f"--precision fp8 needs --{name} to be a multiple of {BLOCK}")
+    return options
 
 
 @contextmanager
@@ -89,9 +103,10 @@ def loss_of(model: nn.Module, token_ids: Tensor) -> Tensor:
 def config_of(options: argparse.Namespace, vocab: int) -> Config:
     """The model that the command line asks for."""
     return Config(
-        vocab, hidden=options.hidden, layers=options.layers,
+        vocab, hidden=options.hidden, intermediate=options.intermediate, layers=options.layers,
         engram_layers=(options.layers - 1,), mhc=not options.no_mhc,
-        engram=not options.no_engram, moe=not options.dense, fp8=options.fp8 == "on",
+        engram=not options.no_engram, moe=not options.dense, precision=options.precision,
+        fp8=options.fp8 == "on" and options.precision == "bf16",
     )  # fmt: skip
 
 

@@ -70,6 +70,7 @@ def test_time_is_that_of_all_steps(interrupted: Path) -> None:
     [
         (["--seed", "1"], "--seed was 0, now it is 1"),
         (["--fp8", "off"], "--fp8 was on, now it is off"),
+        (["--intermediate", "32"], "--intermediate was 64, now it is 32"),
         (["--dense"], "--dense was not given, now it is given"),
         (["--no-engram"], "--no-engram was not given, now it is given"),
         (["--no-mhc"], "--no-mhc was not given, now it is given"),

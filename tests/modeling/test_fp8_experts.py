@@ -10,8 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import tile_kernels
 from tile_kernels.modeling import fp8_experts as module
-from tile_kernels.modeling.fp8_experts import WeightCache, fp8_experts, quantize_weights
+from tile_kernels.modeling import moe as layer_module
+from tile_kernels.modeling.fp8_experts import (
+    WeightCache,
+    fp8_experts,
+    fp8_experts_masked,
+    map_masked_rows,
+    quantize_weights,
+)
 from tile_kernels.modeling.moe import MoELayer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -133,6 +141,28 @@ def test_weights_are_quantized_once_and_again_after_every_change(
     assert copy.deepcopy(cache)._weights is None
 
 
+def test_shared_experts_are_cached_and_use_main_grad(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(
+        module, "quantize_weights", lambda w: calls.append(w) or quantize_weights(w)
+    )
+    torch.manual_seed(0)
+    layer = MoELayer(128, 128, 4, 2, num_shared_experts=2, precision="fp8", dtype=torch.bfloat16)
+    x = torch.randn(32, 128).bfloat16()
+    layer(x).sum().backward()
+    layer(x)
+    assert len(calls) == 4
+    expected = {name: weight.grad for name, weight in layer.named_parameters()}
+    layer.zero_grad()
+    weights = {name: weight for name, weight in layer.named_parameters() if name != "router"}
+    for weight in weights.values():
+        weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+    layer(x).sum().backward()
+    for name, weight in weights.items():
+        assert weight.grad is None
+        torch.testing.assert_close(weight.main_grad.bfloat16(), expected[name])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_layer_in_fp8_is_near_the_layer_in_bfloat16(device: str) -> None:
     torch.manual_seed(0)
@@ -198,8 +228,70 @@ def test_compiles_as_one_graph() -> None:
     expected = layer(x)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), expected)
+    with torch.no_grad():  # the masked layout
+        torch.testing.assert_close(compiled(x), expected)
     compiled(x).sum().backward()
     assert layer.w_in.grad is not None
+
+
+# ---- few tokens ---------------------------------------------------------------------------------
+
+
+def test_masked_rows() -> None:
+    rows = map_masked_rows(torch.tensor([[0, 2], [2, -1], [7, 0]]), 4)
+    assert rows.num_rows_per_expert.tolist() == [2, 0, 2, 0]
+    assert rows.pos_to_expert.tolist() == [0, 0, -1] + [-1] * 3 + [2, 2, -1] + [-1] * 3
+    assert rows.pos_to_token_topk.tolist() == [0, 5, -1] + [-1] * 3 + [1, 2, -1] + [-1] * 3
+    assert rows.token_topk_to_pos.tolist() == [[0, 6], [7, -1], [-1, 1]]
+    assert {x.dtype for x in rows} == {torch.int32}
+
+
+def masked_and_contiguous(num_tokens: int, device: str) -> tuple[Tensor, Tensor]:
+    (x, weights, w_in, w_out), topk_idx = problem(num_tokens, device=device)
+    quantized = quantize_weights(w_in), quantize_weights(w_out)
+    with torch.no_grad():
+        found = fp8_experts_masked(x, weights, topk_idx, *(w.forward for w in quantized))
+        return found, fp8_experts(x, weights, topk_idx, w_in, w_out, quantized)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_tokens", [1, 8, 65, 128])
+def test_masked_layout_has_the_bits_of_the_contiguous_one(num_tokens: int, device: str) -> None:
+    found, expected = masked_and_contiguous(num_tokens, device)
+    assert torch.equal(found, expected)
+    assert found.any()
+
+
+@pytest.mark.emulated
+def test_masked_layout_has_the_bits_of_the_contiguous_one_emulated() -> None:
+    with tile_kernels.backend("emulate"):
+        found, expected = masked_and_contiguous(3, "cpu")
+    assert torch.equal(found, expected)
+
+
+def test_layer_chooses_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the number of tokens, and only where no gradient is needed."""
+    calls = []
+    monkeypatch.setattr(
+        layer_module, "fp8_experts_masked", lambda *x: calls.append(x) or fp8_experts_masked(*x)
+    )
+    torch.manual_seed(0)
+    layer = MoELayer(128, 128, 4, 2, num_shared_experts=1, precision="fp8", dtype=torch.bfloat16)
+    x = torch.randn(129, 128).bfloat16()
+    expected = layer(x)
+    with torch.no_grad():
+        assert torch.equal(layer(x), expected)
+        layer(x[:0])
+        assert not calls
+        assert torch.equal(layer(x[:128]), expected[:128])
+        assert len(calls) == 2  # the experts and the shared one
+        assert torch.equal(layer(x[7]), expected[7])
+    calls.clear()
+    layer(x[:1])
+    assert not calls
+    layer.requires_grad_(False)
+    layer(x[:1])
+    assert len(calls) == 2
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------
@@ -236,6 +328,29 @@ def test_forward_and_backward_in_a_cuda_graph(precision: str) -> None:
     graph.replay()
     for one, other in zip(captured, step()):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_decoding_in_a_cuda_graph() -> None:
+    """No host wait; a replay sees other tokens and other choices."""
+    torch.manual_seed(0)
+    layer = MoELayer(256, 128, 8, 2, precision="fp8", device="cuda", dtype=torch.bfloat16)
+    layer.requires_grad_(False)
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    layer(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    many = torch.cat((x, torch.randn(512, 256, device="cuda").bfloat16()))
+    assert torch.equal(captured, layer(x))
+    assert torch.equal(captured, layer(many)[:64])  # by the contiguous layout
 
 
 @pytest.mark.gpu

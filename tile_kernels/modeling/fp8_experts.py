@@ -11,6 +11,8 @@ a scale for every 128 values along the dimension that is summed:
 
 Everything between is fused with casts. The number of rows is an upper bound that the host knows, so
 nothing waits for the GPU, and forward and backward can be captured in a CUDA graph.
+
+`fp8_experts_masked` is the forward pass alone for few tokens: decoding.
 """
 
 from __future__ import annotations
@@ -29,6 +31,11 @@ from tile_kernels.quant.types import QuantTensor
 
 FMT = "e4m3"
 
+# Tokens up to which the layer uses the masked layout where it needs no gradients. That layout has
+# `tokens * experts` rows, the contiguous one `tokens * topk + 127 * experts`. So up to 128 tokens
+# the masked one is no larger, and its products use tiles of few rows.
+MAX_MASKED_TOKENS = BLOCK
+
 
 class ExpertWeights(NamedTuple):
     """Quantized weights of experts, `[E, out, in]`, and transposed for input gradients."""
@@ -43,16 +50,17 @@ def quantize_weights(weight: Tensor) -> ExpertWeights:
     A block that is transposed has the same scale, so the transposed copy holds the same numbers.
 
     Args:
-        weight: `[E, out, in]`, bfloat16 or float32; `out` and `in` are multiples of 128.
+        weight: `[E, out, in]`, or `[out, in]` for one expert, bfloat16 or float32; `out` and `in`
+            are multiples of 128.
 
     Returns:
         Codes `[E, out, in]` with scales `[E, out / 128, in / 128]`, and both transposed.
     """
-    experts, rows, channels = weight.shape
-    flat = weight.detach().reshape(experts * rows, channels)
+    rows, channels = weight.shape[-2:]
+    flat = weight.detach().reshape(-1, channels)
     codes, scales = quant.per_block_cast(flat, FMT, (BLOCK, BLOCK))
-    codes = codes.view(experts, rows, channels)
-    scales = scales.view(experts, rows // BLOCK, channels // BLOCK)
+    codes = codes.view(-1, rows, channels)
+    scales = scales.view(-1, rows // BLOCK, channels // BLOCK)
     turned = transpose.batched_transpose(codes)
     return ExpertWeights((codes, scales), (turned, scales.transpose(1, 2)))
 
@@ -139,11 +147,33 @@ def fp8_experts(
     if quantized is None:
         quantized = quantize_weights(w_in), quantize_weights(w_out)
     (in_forward, in_transposed), (out_forward, out_transposed) = quantized
+    if not needs_gradients(x, weights, w_in, w_out):
+        rows = map_rows(topk_idx, len(w_in))
+        return _forward(x, weights, rows, in_forward, out_forward)[0]
     y: Tensor = _FP8Experts.apply(
         x, weights, topk_idx, w_in, w_out, *in_forward, *in_transposed, *out_forward,
         *out_transposed,
     )  # fmt: skip
     return y
+
+
+def needs_gradients(*tensors: Tensor) -> bool:
+    """Whether autograd records an operation on these tensors."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _forward(
+    x: Tensor, weights: Tensor, rows: Rows, w_in: QuantTensor, w_out: QuantTensor
+) -> tuple[Tensor, QuantTensor, Tensor]:
+    """The result, and for the backward pass the cast of `x` and the first product."""
+    xq = quant.per_token_cast(x, FMT, BLOCK)
+    h = _product(_expanded(xq, rows), w_in, rows.pos_to_expert)
+    z = quant.swiglu_forward_and_per_token_cast(
+        h, FMT, BLOCK, rows.pos_to_token_topk, weights, rows.pos_to_expert,
+        use_tma_aligned_col_major_sf=True,
+    )  # fmt: skip
+    o = _product(z, w_out, rows.pos_to_expert)
+    return moe.reduce_fused(o, None, rows.token_topk_to_pos), xq, h
 
 
 class _FP8Experts(torch.autograd.Function):
@@ -152,22 +182,14 @@ class _FP8Experts(torch.autograd.Function):
         ctx: Any, x: Tensor, weights: Tensor, topk_idx: Tensor, w_in: Tensor, w_out: Tensor,
         *quantized: Tensor,
     ) -> Tensor:  # fmt: skip
-        in_forward, in_transposed = quantized[0:2], quantized[2:4]
-        out_forward, out_transposed = quantized[4:6], quantized[6:8]
+        in_codes, in_sf, *in_transposed = quantized[0:4]
+        out_codes, out_sf, *out_transposed = quantized[4:8]
         rows = map_rows(topk_idx, len(w_in))
-        xq = quant.per_token_cast(x, FMT, BLOCK)
-        h = _product(_expanded(xq, rows), in_forward, rows.pos_to_expert)
-        z = quant.swiglu_forward_and_per_token_cast(
-            h, FMT, BLOCK, rows.pos_to_token_topk, weights, rows.pos_to_expert,
-            use_tma_aligned_col_major_sf=True,
-        )  # fmt: skip
-        o = _product(z, out_forward, rows.pos_to_expert)
-        y = moe.reduce_fused(o, None, rows.token_topk_to_pos)
-        if any(ctx.needs_input_grad[:5]):
-            hq = quant.per_token_cast(h, FMT, BLOCK)
-            ctx.save_for_backward(
-                *xq, *hq, weights, *in_transposed, *out_transposed, *rows, w_in, w_out
-            )
+        y, xq, h = _forward(x, weights, rows, (in_codes, in_sf), (out_codes, out_sf))
+        hq = quant.per_token_cast(h, FMT, BLOCK)
+        ctx.save_for_backward(
+            *xq, *hq, weights, *in_transposed, *out_transposed, *rows, w_in, w_out
+        )
         return y
 
     @staticmethod
@@ -236,3 +258,85 @@ def _weight_gradient(
         return None
     grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
     return gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, grad, None, num_rows)
+
+
+# ---- few tokens ---------------------------------------------------------------------------------
+
+
+class MaskedRows(NamedTuple):
+    """Rows of experts in the masked layout: each expert has as many rows as there are tokens.
+
+    Its own are the first `num_rows_per_expert`; those behind are -1 in the two tables by row.
+    """
+
+    pos_to_expert: Tensor
+    pos_to_token_topk: Tensor
+    token_topk_to_pos: Tensor
+    num_rows_per_expert: Tensor
+
+
+def map_masked_rows(topk_idx: Tensor, num_experts: int) -> MaskedRows:
+    """Lays rows out in the masked layout, in the order of tokens. Nothing waits.
+
+    Args:
+        topk_idx: `[num_tokens, num_topk]`, int64, at least one token: the chosen experts, -1 for
+            none. The choices of a token differ, so that no expert has more rows than tokens.
+        num_experts: The number of experts.
+    """
+    max_rows, num_slots = len(topk_idx), topk_idx.numel()
+    _, _, slots, position, start, _, counts, _ = moe.get_fused_mapping(
+        topk_idx, num_experts, num_expanded_tokens=num_slots, alignment=1
+    )
+    row = torch.arange(max_rows, device=topk_idx.device, dtype=torch.int32)
+    expert = torch.arange(num_experts, device=topk_idx.device, dtype=torch.int32)[:, None]
+    is_row = row < counts[:, None]
+    slot = slots[(start[:, None] + row).clamp(max=num_slots - 1)]
+    moved_by = expert[:, 0] * max_rows - start
+    moved = position + moved_by[topk_idx.clamp(0, num_experts - 1)]
+    return MaskedRows(
+        torch.where(is_row, expert, -1).flatten(),
+        torch.where(is_row, slot, -1).flatten(),
+        torch.where(position >= 0, moved, -1),
+        counts,
+    )
+
+
+def fp8_experts_masked(
+    x: Tensor, weights: Tensor, topk_idx: Tensor, w_in: QuantTensor, w_out: QuantTensor
+) -> Tensor:
+    """The result of `fp8_experts` for few tokens, without gradients.
+
+    The products take the masked layout `[E, num_tokens, channels]` with the number of rows of each
+    expert on the device. The bits are those of `fp8_experts`: an element of a product does not
+    depend on the layout.
+
+    Args:
+        x: `[num_tokens, hidden]`, bfloat16, contiguous; at least one token.
+        weights: `[num_tokens, num_topk]`, float32: the weight of each choice.
+        topk_idx: `[num_tokens, num_topk]`, int64: the chosen experts, -1 for none. The choices of a
+            token must differ.
+        w_in: `quantize_weights(...).forward` of `[E, 2 * intermediate, hidden]`.
+        w_out: `quantize_weights(...).forward` of `[E, hidden, intermediate]`.
+
+    Returns:
+        `[num_tokens, hidden]`, bfloat16.
+    """
+    rows = map_masked_rows(topk_idx, len(w_in[0]))
+    expected = max(1, topk_idx.numel() // len(w_in[0]))
+    a = moe.expand_to_fused_with_sf(
+        quant.per_token_cast(x, FMT, BLOCK), BLOCK, rows.token_topk_to_pos, rows.pos_to_expert
+    )
+    h = _masked_product(a, w_in, rows.num_rows_per_expert, expected)
+    z = quant.swiglu_forward_and_per_token_cast(
+        h, FMT, BLOCK, rows.pos_to_token_topk, weights, rows.pos_to_expert
+    )
+    o = _masked_product(z, w_out, rows.num_rows_per_expert, expected)
+    return moe.reduce_fused(o, None, rows.token_topk_to_pos)
+
+
+def _masked_product(a: QuantTensor, b: QuantTensor, num_rows: Tensor, expected: int) -> Tensor:
+    """The rows of each expert times its matrix, in bfloat16; other rows hold nothing."""
+    codes, scales = (x.view(len(num_rows), -1, x.shape[-1]) for x in a)
+    d = torch.empty(*codes.shape[:2], b[0].shape[1], dtype=torch.bfloat16, device=codes.device)
+    gemm.m_grouped_fp8_gemm_nt_masked((codes, scales), b, d, num_rows, expected)
+    return d.flatten(0, 1)

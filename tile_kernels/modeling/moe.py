@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from tile_kernels import moe
 from tile_kernels.gemm.tiling import BLOCK
-from tile_kernels.modeling.fp8_experts import WeightCache, fp8_experts
+from tile_kernels.modeling.fp8_experts import (
+    MAX_MASKED_TOKENS,
+    WeightCache,
+    fp8_experts,
+    fp8_experts_masked,
+    needs_gradients,
+)
 from tile_kernels.modeling.quant import swiglu_cast
 from tile_kernels.moe.gates import check_groups
 from tile_kernels.moe.mapping.reference import max_expanded_tokens
@@ -92,6 +98,15 @@ def _expert_of_rows(num_rows: int, last: Tensor, ends: Tensor) -> Tensor:
     return torch.where(is_row, expert, -1)[:, None]
 
 
+def _as_one_expert(weight: Tensor) -> Tensor:
+    """`[out, in]` as `[1, out, in]`, and so the buffer of its gradient, if it has one."""
+    view = weight[None]
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is not None:
+        view.main_grad = main_grad[None]  # type: ignore[attr-defined]
+    return view
+
+
 # ---- the layer ----------------------------------------------------------------------------------
 
 
@@ -119,7 +134,8 @@ class MoELayer(nn.Module):
     With `precision="fp8"` forward, input gradients and weight gradients are FP8 products
     (`modeling.fp8_experts`), for the shared experts as well. The weights stay in their dtype; their
     quantized copies are kept until the weights change. `hidden` and `intermediate` must be
-    multiples of 128; a GPU must be a Hopper one. `fp8=True` only rounds activations.
+    multiples of 128; a GPU must be a Hopper one. `fp8=True` only rounds activations. Up to 128
+    tokens without gradients (decoding) use the masked layout, with the same bits.
 
     The host does not wait for the GPU with `precision="fp8"`, and with `bf16` where PyTorch has a
     grouped product (bfloat16 on Hopper and later); then forward and backward can be captured in a
@@ -302,10 +318,14 @@ class MoELayer(nn.Module):
     ) -> Tensor:
         """All products of the experts with these weights in FP8."""
         w_in, w_out = getattr(self, first), getattr(self, second)
-        if w_in.dim() == 2:  # shared experts are one wide expert
-            w_in, w_out = w_in[None], w_out[None]
         quantized = self._quantized[first](w_in), self._quantized[second](w_out)
+        if w_in.dim() == 2:  # shared experts are one wide expert
+            w_in, w_out = _as_one_expert(w_in), _as_one_expert(w_out)
         rows = tokens.bfloat16()
+        few = 0 < len(tokens) <= MAX_MASKED_TOKENS
+        if few and not needs_gradients(tokens, weights, w_in, w_out):
+            copies = (weight.forward for weight in quantized)
+            return fp8_experts_masked(rows, weights, topk_idx, *copies).to(tokens.dtype)
         return fp8_experts(rows, weights, topk_idx, w_in, w_out, quantized).to(tokens.dtype)
 
     def _shared(self, tokens: Tensor, shared_in: Tensor, shared_out: Tensor) -> Tensor:
