@@ -6,6 +6,12 @@ from tile_kernels.gemm.alignment import (
     get_mk_alignment_for_contiguous_layout,
     get_tma_aligned_size,
 )
+from tile_kernels.gemm.fp4_weights import Fp4Weights, prepare_fp4_weights
+from tile_kernels.gemm.fp8_fp4.op import (
+    fp8_fp4_gemm_nt,
+    m_grouped_fp8_fp4_gemm_nt_contiguous,
+    m_grouped_fp8_fp4_gemm_nt_masked,
+)
 from tile_kernels.gemm.gemm_nt.op import (
     bf16_gemm_nt,
     fp8_gemm_nn,
@@ -29,7 +35,9 @@ from tile_kernels.gemm.masked.op import (
 from tile_kernels.gemm.mn_major.op import get_mn_major_tma_aligned_tensor
 
 __all__ = [
+    "Fp4Weights",
     "bf16_gemm_nt",
+    "fp8_fp4_gemm_nt",
     "fp8_gemm_nn",
     "fp8_gemm_nt",
     "fp8_gemm_tn",
@@ -44,6 +52,9 @@ __all__ = [
     "k_grouped_fp8_gemm_tn_contiguous",
     "m_grouped_bf16_gemm_nt_contiguous",
     "m_grouped_bf16_gemm_nt_masked",
+    "m_grouped_fp8_fp4_gemm_nt_contiguous",
+    "m_grouped_fp8_fp4_gemm_nt_masked",
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
+    "prepare_fp4_weights",
 ]
