@@ -47,7 +47,7 @@ def _weights(groups: tuple[int, ...]) -> Any:
     data[..., 3, 3], data[..., 4, 4] = 0xB0, 0x87
     sf = torch.full((*groups, 8, 4), 2.0**-40)  # of groups of zeros, which do not count
     sf[..., 3, 0], sf[..., 4, 0] = 2.0, 2.0**-10
-    return prepare_fp4_weights((data.view(torch.int8), sf))
+    return tuple(prepare_fp4_weights((data.view(torch.int8), sf)))
 
 
 def _rows(*shape: int) -> Any:

@@ -42,7 +42,9 @@ Weights = Fp4Weights | tuple[Tensor, ...]
 # ---- what the forms share -----------------------------------------------------------------------
 
 
-def _check_weights(a: Any, b: Any, recipe: Any, recipe_a: Any, recipe_b: Any) -> None:
+def _check_weights(
+    a: Any, b: Any, recipe: Any, recipe_a: Any, recipe_b: Any, disable_ue8m0_cast: Any
+) -> None:
     """`a` is a pair, `b` prepared e2m1 or a pair of e2m1; the recipe is that of e2m1."""
     operands.check_pair("a", a)
     if not isinstance(b, (tuple, list)) or len(b) != 3:
@@ -55,12 +57,19 @@ def _check_weights(a: Any, b: Any, recipe: Any, recipe_a: Any, recipe_b: Any) ->
             f"recipe must be None where b is e2m1, got {checks.shown(recipe)}; its scales are of "
             f"recipe_b=(1, {GROUP})"
         )
-    if recipe_a is not None and tuple(recipe_a) != (1, BLOCK):
-        raise ValueError(f"recipe_a must be (1, {BLOCK}), got {checks.shown(recipe_a)}")
-    if recipe_b is not None and tuple(recipe_b) != (1, GROUP):
-        raise ValueError(
-            f"recipe_b must be (1, {GROUP}) where b is e2m1, got {checks.shown(recipe_b)}"
-        )
+    for name, given, wanted in (
+        ("recipe_a", recipe_a, (1, BLOCK)),
+        ("recipe_b", recipe_b, (1, GROUP)),
+    ):
+        if given is not None and not _is_recipe(checks.plain(given), wanted):
+            raise ValueError(f"{name} must be {wanted} where b is e2m1, got {checks.shown(given)}")
+    checks.boolean("disable_ue8m0_cast", disable_ue8m0_cast)
+
+
+def _is_recipe(given: Any, wanted: tuple[int, int]) -> bool:
+    if not isinstance(given, (tuple, list)) or any(type(each) is not int for each in given):
+        return False
+    return tuple(given) == wanted
 
 
 def _is_e4m3(b: Any) -> bool:
@@ -208,7 +217,7 @@ def fp8_fp4_gemm_nt(
             a, b, d, c, recipe, recipe_a=recipe_a, recipe_b=recipe_b, compiled_dims=compiled_dims,
             disable_ue8m0_cast=disable_ue8m0_cast,
         )  # fmt: skip
-    FP8_FP4_GEMM_NT.require(_check_weights, a, b, recipe, recipe_a, recipe_b)
+    FP8_FP4_GEMM_NT.require(_check_weights, a, b, recipe, recipe_a, recipe_b, disable_ue8m0_cast)
     accumulate = c is not None and c is d
     FP8_FP4_GEMM_NT(*a, *_prepared(b), d, None if accumulate else c, accumulate)
     return d
@@ -334,7 +343,12 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
             disable_ue8m0_cast=disable_ue8m0_cast,
         )  # fmt: skip
     op = M_GROUPED_FP8_FP4_GEMM_NT_CONTIGUOUS
-    op.require(_check_weights, a, b, recipe, recipe_a, recipe_b)
+    if expected_m_for_psum_layout is not None:
+        op.require(
+            checks.integer, "expected_m_for_psum_layout", expected_m_for_psum_layout, 1,
+            checks.MOST_SIZE,
+        )  # fmt: skip
+    op.require(_check_weights, a, b, recipe, recipe_a, recipe_b, disable_ue8m0_cast)
     op(*a, *_prepared(b), d, grouped_layout, use_psum_layout)
     return d
 
@@ -456,6 +470,6 @@ def m_grouped_fp8_fp4_gemm_nt_masked(
             compiled_dims=compiled_dims, disable_ue8m0_cast=disable_ue8m0_cast,
         )  # fmt: skip
     op = M_GROUPED_FP8_FP4_GEMM_NT_MASKED
-    op.require(_check_weights, a, b, recipe, recipe_a, recipe_b)
+    op.require(_check_weights, a, b, recipe, recipe_a, recipe_b, disable_ue8m0_cast)
     op(*a, *_prepared(b), d, masked_m, expected_m)
     return d
