@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ def _is_recipe(given: Any, wanted: tuple[int, int]) -> bool:
     return tuple(given) == wanted
 
 
-def _is_e4m3(b: Any) -> bool:
+def _is_e4m3(b: Any) -> TypeGuard[Operand]:
     """Whether `b` is a pair of e4m3 data and scales."""
     if not isinstance(b, (tuple, list)) or len(b) != 2:
         return False
@@ -256,6 +256,11 @@ class ContiguousArguments(NamedTuple):
         return _launches(_CONTIGUOUS, self, (), layout, self.grouped_layout, strides, buffers)
 
 
+def _check_expected_m(value: Any) -> None:
+    if value is not None:
+        checks.integer("expected_m_for_psum_layout", value, 1, checks.MOST_SIZE)
+
+
 def _reference_contiguous(
     a: Tensor,
     a_sf: Tensor,
@@ -343,11 +348,7 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
             disable_ue8m0_cast=disable_ue8m0_cast,
         )  # fmt: skip
     op = M_GROUPED_FP8_FP4_GEMM_NT_CONTIGUOUS
-    if expected_m_for_psum_layout is not None:
-        op.require(
-            checks.integer, "expected_m_for_psum_layout", expected_m_for_psum_layout, 1,
-            checks.MOST_SIZE,
-        )  # fmt: skip
+    op.require(_check_expected_m, expected_m_for_psum_layout)
     op.require(_check_weights, a, b, recipe, recipe_a, recipe_b, disable_ue8m0_cast)
     op(*a, *_prepared(b), d, grouped_layout, use_psum_layout)
     return d
