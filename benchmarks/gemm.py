@@ -29,6 +29,7 @@ from torch import Tensor
 
 from tile_kernels import config, gemm
 from tile_kernels.gemm import samples, tiling
+from tile_kernels.gemm.fp8_fp4.reference import expanded_fp4_weights
 from tile_kernels.gemm.product_reference import widened
 from tile_kernels.gemm.tiling import Tile
 from tile_kernels.runtime import registry
@@ -38,11 +39,12 @@ from tile_kernels.testing import benchmark, timing
 from tile_kernels.testing.numeric import calc_diff
 
 GROUPED, DENSE, MASKED, K_GROUPED = "grouped", "dense", "masked", "k_grouped"
+E4M3_WEIGHTS, E2M1_WEIGHTS = "e4m3", "e2m1"
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
 
 class Case(NamedTuple):
-    """`groups` of `rows` rows each; masked: of `max_rows`."""
+    """`groups` of `rows` rows each; masked: of `max_rows`. `weights`: the format of `b`."""
 
     kind: str
     groups: int
@@ -50,6 +52,7 @@ class Case(NamedTuple):
     n: int
     k: int
     max_rows: int = 0
+    weights: str = E4M3_WEIGHTS
 
     @property
     def label(self) -> str:
@@ -57,7 +60,8 @@ class Case(NamedTuple):
         if self.kind == K_GROUPED:  # d is [groups, n, k]
             return f"{self.kind}.{self.groups}x{self.rows}.m{self.n}.n{self.k}"
         groups = "" if self.kind == DENSE else f"{self.groups}x"
-        return f"{self.kind}.{groups}{self.rows}.n{self.n}.k{self.k}"
+        weights = "" if self.weights == E4M3_WEIGHTS else f".{self.weights}"
+        return f"{self.kind}.{groups}{self.rows}.n{self.n}.k{self.k}{weights}"
 
     @property
     def flops(self) -> int:
@@ -66,11 +70,14 @@ class Case(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Operands once in e4m3, and the result."""
+        """Operands once, and the result."""
         rows = self.groups * self.rows
         if self.kind == K_GROUPED:  # read and written in float32
             return rows * (self.n + self.k) + 8 * self.groups * self.n * self.k
-        return rows * self.k + self.groups * self.n * self.k + 2 * rows * self.n
+        weights = self.groups * self.n * self.k
+        if self.weights == E2M1_WEIGHTS:  # and 4 bits for each 32 channels
+            weights = weights // 2 + weights // 64
+        return rows * self.k + weights + 2 * rows * self.n
 
 
 CASES = [
@@ -97,6 +104,12 @@ CASES = [
     Case(K_GROUPED, 4, 8192, 4096, 7168),
     Case(K_GROUPED, 8, 4096, 7168, 2048),
     Case(K_GROUPED, 16, 2048, 4096, 7168),
+    Case(MASKED, 32, 16, 4096, 7168, 128, E2M1_WEIGHTS),
+    Case(MASKED, 32, 20, 7168, 2048, 128, E2M1_WEIGHTS),
+    Case(MASKED, 6, 20, 4096, 7168, 128, E2M1_WEIGHTS),
+    Case(MASKED, 32, 192, 4096, 7168, 512, E2M1_WEIGHTS),
+    Case(GROUPED, 8, 4096, 4096, 7168, 0, E2M1_WEIGHTS),
+    Case(DENSE, 1, 128, 4096, 7168, 0, E2M1_WEIGHTS),
 ]
 # rows, columns, stages, panel, separate, cluster
 _ROW_TILES = {
@@ -164,7 +177,11 @@ def build(case: Case, device: str = "cuda") -> dict[str, Any]:
         given = {"a": a, "b": b, "d": d, "ks": None, "grouped_layout": sizes, "c": d}
         return {"x": x, "w": w, "ends": sizes.cumsum(0).int(), "given": given}
     w = torch.randn(groups, n, k, **make)
-    b = _cast(w, samples.by_blocks)
+    b: Any = (
+        samples.fp4_weights(w.shape, torch.device(device))
+        if case.weights == E2M1_WEIGHTS
+        else _cast(w, samples.by_blocks)
+    )
     if case.kind == MASKED:
         x = torch.randn(groups, case.max_rows, k, **make)
         data, sf = _cast(x, lambda part: samples.by_rows(part, samples.ROW_MAJOR))
@@ -178,7 +195,7 @@ def build(case: Case, device: str = "cuda") -> dict[str, Any]:
     x = torch.randn(groups * rows, k, **make)
     given = {"a": samples.by_rows(x), "b": b, "d": torch.zeros(groups * rows, n, **make)}
     if case.kind == DENSE:
-        given["b"] = (b[0][0], b[1][0])
+        given["b"] = tuple(part[0] for part in b)
         return {"x": x, "w": w, "ends": None, "given": given}
     layout, ends = samples.rows_of_groups([rows] * groups)
     given["grouped_layout"] = layout.to(device)
@@ -187,6 +204,12 @@ def build(case: Case, device: str = "cuda") -> dict[str, Any]:
 
 def ours(case: Case) -> Callable[..., Tensor]:
     """Our function for a case."""
+    if case.weights == E2M1_WEIGHTS:
+        return {
+            GROUPED: gemm.m_grouped_fp8_fp4_gemm_nt_contiguous,
+            DENSE: gemm.fp8_fp4_gemm_nt,
+            MASKED: gemm.m_grouped_fp8_fp4_gemm_nt_masked,
+        }[case.kind]
     return {
         GROUPED: gemm.m_grouped_fp8_gemm_nt_contiguous,
         DENSE: gemm.fp8_gemm_nt,
@@ -195,9 +218,15 @@ def ours(case: Case) -> Callable[..., Tensor]:
     }[case.kind]
 
 
+def _expanded(case: Case, b: Any) -> tuple[Tensor, Tensor]:
+    """Weights in e4m3."""
+    return expanded_fp4_weights(*b) if case.weights == E2M1_WEIGHTS else b
+
+
 def difference(case: Case, given: dict[str, Any]) -> float:
     """`calc_diff` of the first and last rows of each group against float64."""
-    d, (a, a_sf), (b, b_sf) = given["d"], given["a"], given["b"]
+    d, (a, a_sf) = given["d"], given["a"]
+    b, b_sf = _expanded(case, given["b"])
     worst = 0.0
     for g in range(case.groups):
         if case.kind == K_GROUPED:
@@ -221,8 +250,11 @@ def difference(case: Case, given: dict[str, Any]) -> float:
 def rivals(case: Case, made: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """Calls by name. Their scales do not matter for the time, so some are ones."""
     x, w, ends, given = made["x"], made["w"], made["ends"], made["given"]
-    a, b, device = given["a"], given["b"], x.device
+    a, b, device = given["a"], _expanded(case, given["b"]), x.device
     fast: dict[str, Any] = {"out_dtype": BF16, "use_fast_accum": True}
+    if case.weights == E2M1_WEIGHTS:  # the same product of weights that were expanded before
+        wide, d = case._replace(weights=E4M3_WEIGHTS), torch.empty_like(given["d"])
+        return {"tile_kernels, e4m3": lambda: ours(wide)(**{**given, "b": b, "d": d})}
 
     def ones(*shape: int) -> Tensor:
         return torch.ones(shape, device=device)

@@ -20,11 +20,8 @@ from tilelang import language as T
 
 from tile_kernels.attention.indexer_plan import BF16, E2M1, E4M3, GROUP, KEYS, Tile
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
+from tile_kernels.runtime.kernels.e2m1 import DOWN, HIGH, HIGH_STEP, LOW, LOW_STEP, UP, bytes_of
 from tile_kernels.runtime.launch import kernel
-
-# e2m1's magnitudes 0, .5, 1, 1.5 and 2, 3, 4, 6 as bytes of e4m3; a power of two more adds 8 each.
-LOW, LOW_STEP, HIGH, HIGH_STEP = 0x3C383000, 0x08080800, 0x4C484440, 0x08080808
-UP, DOWN = 6, -5  # 6 * 2**6 is not above e4m3's largest number, 0.5 * 2**-5 is a normal one
 
 
 # ---- kernels that score -------------------------------------------------------------------------
@@ -308,17 +305,6 @@ def expansion(unit: str, groups: int) -> Any:
     The groups of a row are in neighbouring lanes; all lanes come, those of no row with codes 0.
     `wide[0]`, shared, becomes 1 where e4m3 cannot hold all groups of the row.
     """
-
-    @T.macro
-    def bytes_of(word, low, high, octets, at):
-        """Eight codes as bytes: magnitudes from a table, by three bits each, and signs."""
-        evens = T.alloc_var(T.uint32, init=word << T.uint32(4))  # their signs where bytes have them
-        for half in (0, 1):
-            codes = word >> T.uint32(16 * half)
-            four = T.call_extern(T.uint32, "__byte_perm", low, high, codes)
-            order = T.uint32(0x5140 + 0x2222 * half)
-            signs = T.call_extern(T.uint32, "__byte_perm", evens, word, order)
-            octets[at + half] = four | (signs & T.uint32(0x80808080))
 
     @T.macro
     def to_e4m3(words, at, exponent, place, slot, row, rows, group, factors, factor_slot, wide):

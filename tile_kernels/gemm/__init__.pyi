@@ -4,6 +4,15 @@ from tile_kernels.gemm.alignment import (
     get_mk_alignment_for_contiguous_layout as get_mk_alignment_for_contiguous_layout,
     get_tma_aligned_size as get_tma_aligned_size,
 )
+from tile_kernels.gemm.fp4_weights import (
+    Fp4Weights as Fp4Weights,
+    prepare_fp4_weights as prepare_fp4_weights,
+)
+from tile_kernels.gemm.fp8_fp4.op import (
+    fp8_fp4_gemm_nt as fp8_fp4_gemm_nt,
+    m_grouped_fp8_fp4_gemm_nt_contiguous as m_grouped_fp8_fp4_gemm_nt_contiguous,
+    m_grouped_fp8_fp4_gemm_nt_masked as m_grouped_fp8_fp4_gemm_nt_masked,
+)
 from tile_kernels.gemm.gemm_nt.op import (
     bf16_gemm_nt as bf16_gemm_nt,
     fp8_gemm_nn as fp8_gemm_nn,

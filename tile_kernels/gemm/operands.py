@@ -119,6 +119,28 @@ def check_codes(name: str, x: Any, dims: tuple[str, ...], **more: Any) -> None:
         )
 
 
+def check_fp4_weights(
+    b: Any, shifts: Any, sf: Any, dims: tuple[str, ...], groups: tuple[Any, ...], k: int
+) -> None:
+    """Packed e2m1 `[..., N, K / 2]` with its shifts and scales, as `prepare_fp4_weights` makes it.
+
+    `groups` has the sizes of the leading dimensions, None for any.
+    """
+    names = (*dims[:-1], "K / 2")
+    checks.tensor("b", b, names, torch.int8, shape=(*groups, None, k // 2), contiguous=True)
+    *leading, n, _ = b.shape
+    check_columns(n)
+    steps, dims = k // BLOCK, dims[:-2]
+    checks.tensor(
+        "the shifts of b", shifts, (*dims, "K / 128", "N"), torch.int16,
+        shape=(*leading, steps, n), contiguous=True,
+    )  # fmt: skip
+    checks.tensor(
+        "the scales of b", sf, (*dims, "blocks", "K / 128"), torch.float32,
+        shape=(*leading, ceil_div(n, BLOCK), steps), contiguous=True,
+    )  # fmt: skip
+
+
 def check_columns(n: int) -> None:
     """Rows of the result are multiples of 16 bytes."""
     if n % 8:

@@ -11,6 +11,10 @@ A block for each SM walks over tiles of the result. One warp copies operand tile
 ring of stages in shared memory; each stage has an mbarrier that counts its bytes (`full`) and one
 at which the warps that have read it arrive (`empty`). Warpgroups of 64 rows multiply and promote:
 while one adds to its float32 sums, the tensor cores work for another.
+
+Weights in packed e2m1 come into the ring as they are. One more warpgroup expands each stage to
+e4m3, into a second, shorter ring, which the tensor cores read. `ready` and `free` are the mbarriers
+of its stages.
 """
 
 from typing import Any
@@ -21,22 +25,31 @@ from tile_kernels.gemm.tiling import (
     BLOCK,
     CONTIGUOUS,
     DENSE,
+    GROUP,
     K_GROUPED,
+    LEAST_SHIFT,
     MASKED,
+    NAN_SHIFT,
     NONE,
     PSUM,
     ROW,
     ROW_UE8M0,
+    SQUARE_E2M1,
     SQUARE_TURNED,
     SQUARE_TURNED_UE8M0,
+    ZERO_SHIFT,
     Plan,
 )
+from tile_kernels.runtime.kernels.e2m1 import HIGH, HIGH_STEP, LOW, LOW_STEP, bytes_of
 
 WARPGROUP = 128  # threads
 WARPGROUP_ROWS = 64
 WIDTH = 128  # columns of one product
 PACKED = 4  # exponents in a word
 COPY_REGISTERS, MATH_REGISTERS = 40, 232  # of a thread; 384 threads have 65,536
+# Where a warpgroup expands e2m1: 512 threads have 65,536.
+EXPAND_REGISTERS, MATH_REGISTERS_E2M1 = 96, 184
+EXPANDED_STAGES = 4
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -62,6 +75,8 @@ def build_product(*static: Any) -> Any:
     | k_grouped | `[m, r]` | `[n, r]` | `[groups, m, n]` | `[groups]`, sizes |
 
     Scales of rows are `[steps, rows]`, after the dimension of groups where the operand has one.
+    With e2m1 weights it is `product_e2m1(a, sfa, b, shifts, sfb, layout, c, d)`, with eight codes
+    in a word of `b`, and four shifts of a row in an element of `shifts` `[steps, n]`.
     """
     p = Plan(*static)
     grouped_rows = p.layout in (CONTIGUOUS, PSUM)
@@ -71,6 +86,7 @@ def build_product(*static: Any) -> Any:
     sfb_by_row = p.b_scale in (ROW, ROW_UE8M0)
     sfb_turned = p.b_scale in (SQUARE_TURNED, SQUARE_TURNED_UE8M0)
     a_packed, b_packed = p.a_scale.endswith("ue8m0"), p.b_scale.endswith("ue8m0")
+    packed = p.b_scale == SQUARE_E2M1
     pairs = p.cluster == 2
     depth, stages, columns = p.depth, p.stages, p.columns
     halves = columns // WIDTH
@@ -117,6 +133,10 @@ def build_product(*static: Any) -> Any:
         shape = (sfb_steps, square_rows) if sfb_turned else (square_rows, sfb_steps)
         shape = (groups, *shape) if b_has_groups else shape
         sfb_type = T.Tensor[shape, scale_dtype[b_packed]]
+    if packed:
+        b_type = T.Tensor[(groups, n, k // 8) if b_has_groups else (n, k // 8), T.uint32]
+    shifts_shape = (groups, static_steps, n) if b_has_groups else (static_steps, n)
+    shifts_type = T.Tensor[shifts_shape, T.int16]
     if not promoted:
         sfa_type = sfb_type = T.Tensor[(1,), T.float32]
     d_shape = (groups, m, n) if d_has_groups else (m, n)
@@ -141,7 +161,10 @@ def build_product(*static: Any) -> Any:
         return a[(g, *region)] if masked else a[region]
 
     def b_tile(b: Any, g: Any, column: Any, channel: Any) -> Any:
-        region = (slice(column, column + columns), slice(channel, channel + depth))
+        width = depth
+        if packed:  # eight codes in a word
+            channel, width = channel // 8, depth // 8
+        region = (slice(column, column + columns), slice(channel, channel + width))
         return b[(g, *region)] if b_has_groups else b[region]
 
     def row_scales(
@@ -180,6 +203,10 @@ def build_product(*static: Any) -> Any:
     def stage_readers() -> Any:
         make = T.alloc_cluster_barrier if pairs else T.alloc_barrier
         return make([threads // 32 * p.cluster] * stages)
+
+    def b_stage(slot: Any, done: Any) -> Any:
+        """The stage of `b` that the tensor cores read in this step."""
+        return done[0] % EXPANDED_STAGES if packed else slot
 
     # ---- which tile is next ----
     @T.macro
@@ -255,7 +282,7 @@ def build_product(*static: Any) -> Any:
     @T.macro
     def copy_tiles(
         a, sfa, b, sfb, layout, first, rank, a_ring, b_ring, sfa_ring, sfb_ring, full, empty, tiles,
-        at, done,
+        at, done, shifts=None, shift_ring=None,
     ):  # fmt: skip
         for turn in T.serial(T.ceildiv(tiles[0] - first, clusters)):
             locate(turn * clusters + first, layout, at)
@@ -283,7 +310,58 @@ def build_product(*static: Any) -> Any:
                         row_scales(sfb, b_has_groups, b_packed, g, step, column, columns),
                         sfb_ring[slot, :], barrier=full[slot],
                     )  # fmt: skip
+                if packed:
+                    T.tma_copy(
+                        row_scales(shifts, b_has_groups, False, g, step, column, columns),
+                        shift_ring[slot, :], barrier=full[slot],
+                    )  # fmt: skip
                 T.mbarrier_arrive(full[slot])  # all 32 lanes, the one that copies among them
+                done[0] += 1
+
+    @T.macro
+    def expand_tiles(
+        layout, first, packed_ring, shift_ring, b_ring, full, empty, ready, free, tiles, at, done
+    ):
+        """Each stage from e2m1 to e4m3, by the threads after those that multiply."""
+        words = T.alloc_local((4,), T.uint32)
+        data = T.alloc_local((16,), T.float8_e4m3fn)
+        octets = T.view(data, (4,), T.uint32)
+        low = T.alloc_var(T.uint32, init=T.uint32(0))
+        high = T.alloc_var(T.uint32, init=T.uint32(0))
+        shift = T.alloc_var(T.uint32, init=T.uint32(0))
+        thread = T.get_thread_binding() - threads
+        for turn in T.serial(T.ceildiv(tiles[0] - first, clusters)):
+            locate(turn * clusters + first, layout, at)
+            for _ in T.serial(at[4]):
+                slot = done[0] % stages
+                target = done[0] % EXPANDED_STAGES
+                T.mbarrier_wait_parity(full[slot], done[0] // stages % 2)
+                T.mbarrier_wait_parity(free[target], done[0] // EXPANDED_STAGES % 2 ^ 1)
+                for c in T.unroll(columns * depth // GROUP // WARPGROUP):
+                    row = (c * WARPGROUP + thread) // (depth // GROUP)
+                    group = thread % (depth // GROUP)
+                    shift = T.cast(shift_ring[slot, row], T.uint32)
+                    shift = shift >> T.cast(group * 4, T.uint32) & T.uint32(15)
+                    low = T.uint32(LOW + LEAST_SHIFT * LOW_STEP) + shift * T.uint32(LOW_STEP)
+                    high = T.uint32(HIGH + LEAST_SHIFT * HIGH_STEP) + shift * T.uint32(HIGH_STEP)
+                    if shift == T.uint32(ZERO_SHIFT):
+                        low = T.uint32(0)
+                        high = T.uint32(0)
+                    if shift == T.uint32(NAN_SHIFT):
+                        low = T.uint32(0x7F7F7F7F)
+                        high = T.uint32(0x7F7F7F7F)
+                    for e in T.vectorized(4):
+                        words[e] = packed_ring[slot, row, group * 4 + e]
+                    for half in T.unroll(2):
+                        bytes_of(words[half * 2], low, high, octets, 0)
+                        bytes_of(words[half * 2 + 1], low, high, octets, 2)
+                        for e in T.vectorized(16):
+                            b_ring[target, row, group * GROUP + half * 16 + e] = data[e]
+                T.fence_proxy_async()  # the tensor cores read what these threads wrote
+                T.sync_warp()
+                if thread % 32 == 0:
+                    T.mbarrier_arrive(ready[target])
+                    T.mbarrier_arrive(empty[slot])
                 done[0] += 1
 
     def element(tensor: Any, g: Any, row: Any, column: Any) -> Any:
@@ -299,7 +377,7 @@ def build_product(*static: Any) -> Any:
         @T.macro
         def multiply(
             sfb, layout, c, d, first, rank, a_ring, b_ring, sfa_ring, sfb_ring, d_tile, full,
-            empty, tiles, at, done,
+            empty, tiles, at, done, ready=None, free=None,
         ):  # fmt: skip
             totals = [T.alloc_fragment((rows, WIDTH), T.float32) for _ in sides]
             part = T.alloc_fragment((rows, WIDTH), T.float32)
@@ -330,6 +408,10 @@ def build_product(*static: Any) -> Any:
                             b_scale[side] = next_scale[side]
                             next_scale[side] = square_scale(sfb, g, square(column, side), following)
                     T.mbarrier_wait_parity(full[slot], done[0] // stages % 2)
+                    if packed:
+                        T.mbarrier_wait_parity(
+                            ready[b_stage(slot, done)], done[0] // EXPANDED_STAGES % 2
+                        )
                     if promoted:
                         for r in T.Parallel(rows):
                             a_scale[r] = number(sfa_ring[slot, first_row + r], step, a_packed)
@@ -342,7 +424,7 @@ def build_product(*static: Any) -> Any:
                         T.gemm(
                             a_ring[slot, first_row : first_row + rows, :],
                             b_ring[
-                                slot,
+                                b_stage(slot, done),
                                 (first_half + side) * WIDTH : (first_half + side + 1) * WIDTH,
                                 :,
                             ],
@@ -356,6 +438,8 @@ def build_product(*static: Any) -> Any:
                                     T.mbarrier_arrive(empty[slot], cta_id=lane)
                             elif lane == 0:
                                 T.mbarrier_arrive(empty[slot])
+                                if packed:
+                                    T.mbarrier_arrive(free[b_stage(slot, done)])
                         if promoted and sfb_by_row:
                             for r, j in T.Parallel(rows, WIDTH):
                                 totals[side][r, j] += part[r, j] * (a_scale[r] * b_scales[j])
@@ -405,6 +489,65 @@ def build_product(*static: Any) -> Any:
     first_role, second_role = multiplier(0), multiplier(len(roles) - 1)
     d_tile_shapes = [(rows, WIDTH) for _, rows, _, _ in roles]
     max_tiles = T.ceildiv(m, p.rows) * column_tiles * (groups if d_has_groups else 1)
+
+    if packed:
+
+        @T.prim_func
+        def product_e2m1(
+            a: a_type,
+            sfa: sfa_type,
+            b: b_type,
+            shifts: shifts_type,
+            sfb: sfb_type,
+            layout: layout_type,
+            c: c_type,
+            d: d_type,
+        ):
+            with T.Kernel(T.min(p.blocks, max_tiles), threads=threads + 2 * WARPGROUP) as block:
+                tx = T.get_thread_binding()
+                a_ring = T.alloc_shared((stages, p.rows, depth), dtype)
+                packed_ring = T.alloc_shared((stages, columns, depth // 8), T.uint32)
+                b_ring = T.alloc_shared((EXPANDED_STAGES, columns, depth), dtype)
+                sfa_ring = T.alloc_shared((stages, p.rows), scale_dtype[a_packed])
+                shift_ring = T.alloc_shared((stages, columns), T.int16)
+                full = T.alloc_barrier([32] * stages)
+                empty = T.alloc_barrier([threads // 32 + WARPGROUP // 32] * stages)
+                ready = T.alloc_barrier([WARPGROUP // 32] * EXPANDED_STAGES)
+                free = T.alloc_barrier([threads // 32] * EXPANDED_STAGES)
+                tiles = T.alloc_local((1,), T.int32)
+                at = T.alloc_local((7,), T.int32)
+                done = T.alloc_local((1,), T.int32)  # steps, of all tiles
+                done[0] = 0
+                count_tiles(layout, tiles)
+                if tx >= threads + WARPGROUP:
+                    T.dec_max_nreg(COPY_REGISTERS)
+                    if tx < threads + WARPGROUP + 32:
+                        copy_tiles(
+                            a, sfa, b, sfb, layout, block, 0, a_ring, packed_ring, sfa_ring, None,
+                            full, empty, tiles, at, done, shifts, shift_ring,
+                        )  # fmt: skip
+                elif tx >= threads:
+                    T.dec_max_nreg(EXPAND_REGISTERS)
+                    expand_tiles(
+                        layout, block, packed_ring, shift_ring, b_ring, full, empty, ready, free,
+                        tiles, at, done,
+                    )  # fmt: skip
+                elif tx < WARPGROUP:
+                    T.inc_max_nreg(MATH_REGISTERS_E2M1)
+                    d_tile_0 = T.alloc_shared(d_tile_shapes[0], p.out_dtype)
+                    first_role(
+                        sfb, layout, c, d, block, 0, a_ring, b_ring, sfa_ring, None, d_tile_0,
+                        full, empty, tiles, at, done, ready, free,
+                    )  # fmt: skip
+                else:
+                    T.inc_max_nreg(MATH_REGISTERS_E2M1)
+                    d_tile_1 = T.alloc_shared(d_tile_shapes[-1], p.out_dtype)
+                    second_role(
+                        sfb, layout, c, d, block, 0, a_ring, b_ring, sfa_ring, None, d_tile_1,
+                        full, empty, tiles, at, done, ready, free,
+                    )  # fmt: skip
+
+        return product_e2m1
 
     @T.prim_func
     def product(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tile_kernels.gemm.tiling import ZERO_SHIFT
 from tile_kernels.runtime.cases import Reject, close_results, edited
 from tile_kernels.utils import align, ceil_div
 
@@ -82,6 +83,20 @@ def weights(shape: tuple[int, ...], by_row: bool, layout: str, device: torch.dev
     parts = [make(torch.randn(shape[1:], device=device), layout) for _ in range(shape[0])]
     data, sf = (torch.stack([part[i] for part in parts]) for i in (0, 1))
     return data, mn_major(sf) if layout == MN else sf
+
+
+def fp4_weights(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Random weights `[..., n, k]` in prepared e2m1: all codes and shifts, and groups of zeros."""
+    *groups, n, k = shape
+    steps = k // BLOCK
+    data = torch.randint(-128, 128, (*groups, n, k // 2), dtype=torch.int8, device=device)
+    shifts = torch.zeros((*groups, steps, n), dtype=torch.int32, device=device)
+    for position in range(0, 16, 4):
+        shift = torch.randint(0, 13, shifts.shape, dtype=torch.int32, device=device)
+        shifts |= torch.where(shift == 12, ZERO_SHIFT, shift) << position
+    blocks = (*groups, ceil_div(n, BLOCK), steps)
+    scales = torch.randint(-9, -5, blocks, device=device).float().exp2()
+    return data, shifts.to(torch.int16), scales
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

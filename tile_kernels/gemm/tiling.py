@@ -18,6 +18,10 @@ DENSE, CONTIGUOUS, PSUM, MASKED, K_GROUPED = "dense", "contiguous", "psum", "mas
 NONE, ROW, ROW_UE8M0 = "none", "row", "row_ue8m0"
 SQUARE, SQUARE_TURNED = "square", "square_turned"
 SQUARE_UE8M0, SQUARE_TURNED_UE8M0 = "square_ue8m0", "square_turned_ue8m0"
+# As SQUARE, of packed e2m1 codes with a 4-bit shift for each 32 channels of a row: a code is
+# multiplied by two to the power of `shift + LEAST_SHIFT`, or it is zero or NaN, whatever it says.
+SQUARE_E2M1 = "square_e2m1"
+GROUP, LEAST_SHIFT, ZERO_SHIFT, NAN_SHIFT = 32, -5, 14, 15
 
 
 class Tile(NamedTuple):
@@ -115,7 +119,7 @@ def with_tile(problem: Problem, tile: Tile, device: Device) -> Plan:
 
 
 def wide(problem: Problem) -> Tile:
-    """The widest tile that the registers allow."""
-    if problem.b_scale in (ROW, ROW_UE8M0):
+    """The widest tile that the registers allow; those that expand e2m1 take some."""
+    if problem.b_scale in (ROW, ROW_UE8M0, SQUARE_E2M1):
         return NARROW_FLOAT32 if problem.out_dtype == "float32" else NARROW
     return WIDE_JOINT if problem.layout in (CONTIGUOUS, PSUM) else WIDE

@@ -21,6 +21,12 @@ from tile_kernels.attention.norm_rope.reference import (
 from tile_kernels.attention.select.reference import indexer_select as indexer_select
 from tile_kernels.attention.step.reference import kv_compress_step as kv_compress_step
 from tile_kernels.attention.topk.reference import indexer_topk as indexer_topk
+from tile_kernels.gemm.fp8_fp4.reference import (
+    expanded_fp4_weights as expanded_fp4_weights,
+    fp8_fp4_gemm_nt as fp8_fp4_gemm_nt,
+    m_grouped_fp8_fp4_gemm_nt_contiguous as m_grouped_fp8_fp4_gemm_nt_contiguous,
+    m_grouped_fp8_fp4_gemm_nt_masked as m_grouped_fp8_fp4_gemm_nt_masked,
+)
 from tile_kernels.gemm.gemm_nt.reference import (
     bf16_gemm_nt as bf16_gemm_nt,
     fp8_gemm_nt as fp8_gemm_nt,

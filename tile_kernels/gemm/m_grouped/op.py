@@ -35,14 +35,14 @@ class Arguments(NamedTuple):
         operands.check_codes("a", self.a, ("M", "K"))
         operands.check_row_stride("a", self.a)
         m, k = self.a.shape
-        _check_rows(self.a)
+        check_rows(self.a)
         operands.check_codes("b", self.b, ("G", "N", "K"), shape=(None, None, k), contiguous=True)
         groups, n, _ = self.b.shape
         operands.check_columns(n)
         operands.check_row_scales("a", self.a_sf, (m,), k // BLOCK)
         operands.check_b_scales(self.b_sf, (groups,), n, k // BLOCK, self.rows_per_scale)
         operands.check_result(self.d, None, ("M", "N"), (m, n), torch.bfloat16, contiguous=False)
-        _check_layout(self.grouped_layout, groups, m, self.use_psum_layout)
+        check_layout(self.grouped_layout, groups, m, self.use_psum_layout)
 
     def launches(self, *buffers: Spec) -> list[Launch | Host]:
         a: Any
@@ -64,7 +64,8 @@ class Arguments(NamedTuple):
         return [*before, Launch(_KERNEL, problem, (a, a_sf, b, b_sf, self.grouped_layout, None, d))]
 
 
-def _check_rows(a: Tensor) -> None:
+def check_rows(a: Tensor) -> None:
+    """Groups start at multiples of 128 rows."""
     if a.shape[0] % BLOCK:
         raise ValueError(
             f"a must have a multiple of {BLOCK} rows, got {a.shape[0]}; "
@@ -72,7 +73,8 @@ def _check_rows(a: Tensor) -> None:
         )
 
 
-def _check_layout(layout: Any, groups: int, rows: int, psum: Any) -> None:
+def check_layout(layout: Any, groups: int, rows: int, psum: Any) -> None:
+    """`grouped_layout` has an element for each row, or the end of each group."""
     checks.boolean("use_psum_layout", psum)
     size, dim = (groups, "G") if psum else (rows, "M")
     checks.tensor("grouped_layout", layout, (dim,), torch.int32, shape=(size,), contiguous=True)
@@ -208,7 +210,7 @@ class PlainArguments(NamedTuple):
     def check(self) -> None:
         operands.check_bf16("a", self.a, ("M", "K"))
         operands.check_row_stride("a", self.a)
-        _check_rows(self.a)
+        check_rows(self.a)
         operands.check_bf16(
             "b", self.b, ("G", "N", "K"), shape=(None, None, self.a.shape[1]), contiguous=True
         )
@@ -216,7 +218,7 @@ class PlainArguments(NamedTuple):
         operands.check_columns(n)
         shape = (self.a.shape[0], n)
         operands.check_result(self.d, None, ("M", "N"), shape, torch.bfloat16, contiguous=False)
-        _check_layout(self.grouped_layout, groups, shape[0], self.use_psum_layout)
+        check_layout(self.grouped_layout, groups, shape[0], self.use_psum_layout)
 
     def launches(self) -> list[Launch | Host]:
         layout = PSUM if self.use_psum_layout else CONTIGUOUS

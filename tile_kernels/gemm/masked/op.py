@@ -41,7 +41,7 @@ class Arguments(NamedTuple):
         operands.check_b_scales(self.b_sf, (groups,), n, k // BLOCK, self.rows_per_scale)
         dims = ("G", "max_m", "N")
         operands.check_result(self.d, None, dims, (groups, m, n), torch.bfloat16, contiguous=True)
-        _check_sizes(self.masked_m, self.expected_m, groups)
+        check_sizes(self.masked_m, self.expected_m, groups)
 
     def launches(self, *buffers: Spec) -> list[Launch | Host]:
         a: Any
@@ -63,7 +63,8 @@ class Arguments(NamedTuple):
         return [*before, Launch(_KERNEL, problem, (a, a_sf, b, b_sf, self.masked_m, None, d))]
 
 
-def _check_sizes(masked_m: Any, expected_m: Any, groups: int) -> None:
+def check_sizes(masked_m: Any, expected_m: Any, groups: int) -> None:
+    """A size for each group, and the expected one."""
     checks.tensor("masked_m", masked_m, ("G",), torch.int32, shape=(groups,), contiguous=True)
     checks.integer("expected_m", expected_m, 1, checks.MOST_SIZE)
 
@@ -179,7 +180,7 @@ class PlainArguments(NamedTuple):
         operands.check_columns(n)
         dims = ("G", "max_m", "N")
         operands.check_result(self.d, None, dims, (groups, m, n), torch.bfloat16, contiguous=True)
-        _check_sizes(self.masked_m, self.expected_m, groups)
+        check_sizes(self.masked_m, self.expected_m, groups)
 
     def launches(self) -> list[Launch | Host]:
         head = (is_small(self.expected_m, self.a.shape[1]),)

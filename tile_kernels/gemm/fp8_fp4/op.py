@@ -1,0 +1,476 @@
+"""`fp8_fp4_gemm_nt` and its grouped forms: products of e4m3 rows and weights in packed e2m1."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from tile_kernels.gemm import operands, tiling
+from tile_kernels.gemm.fp4_weights import Fp4Weights, prepare_fp4_weights
+from tile_kernels.gemm.fp8_fp4 import reference
+from tile_kernels.gemm.gemm_nt.op import cost as dense_cost
+from tile_kernels.gemm.gemm_nt.op import fp8_gemm_nt
+from tile_kernels.gemm.gemm_nt.plan import plan as dense_plan
+from tile_kernels.gemm.m_grouped.op import (
+    check_layout,
+    check_rows,
+    m_grouped_fp8_gemm_nt_contiguous,
+)
+from tile_kernels.gemm.m_grouped.op import check_values as check_groups
+from tile_kernels.gemm.m_grouped.op import cost as contiguous_cost
+from tile_kernels.gemm.m_grouped.plan import plan as contiguous_plan
+from tile_kernels.gemm.masked.op import check_sizes, m_grouped_fp8_gemm_nt_masked
+from tile_kernels.gemm.masked.op import check_values as check_masked_m
+from tile_kernels.gemm.masked.op import cost as masked_cost
+from tile_kernels.gemm.masked.plan import is_small
+from tile_kernels.gemm.masked.plan import plan as masked_plan
+from tile_kernels.gemm.operands import Operand, Recipe
+from tile_kernels.gemm.tiling import BLOCK, CONTIGUOUS, DENSE, GROUP, MASKED, PSUM
+from tile_kernels.runtime import checks
+from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec, dtype_name
+from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
+
+_MODULE, _NAME = "tile_kernels.gemm.fp8_fp4.kernel", "fp8_fp4_gemm_nt"
+_RESULTS = (torch.bfloat16, torch.float32)
+
+Weights = Fp4Weights | tuple[Tensor, ...]
+
+
+# ---- what the forms share -----------------------------------------------------------------------
+
+
+def _check_weights(
+    a: Any, b: Any, recipe: Any, recipe_a: Any, recipe_b: Any, disable_ue8m0_cast: Any
+) -> None:
+    """`a` is a pair, `b` prepared e2m1 or a pair of e2m1; the recipe is that of e2m1."""
+    operands.check_pair("a", a)
+    if not isinstance(b, (tuple, list)) or len(b) != 3:
+        operands.check_pair("b", b)
+    for part in b:
+        if not isinstance(part, Tensor):
+            raise TypeError(f"b must be a tuple of tensors, got {type(part).__name__} in it")
+    if recipe is not None:
+        raise ValueError(
+            f"recipe must be None where b is e2m1, got {checks.shown(recipe)}; its scales are of "
+            f"recipe_b=(1, {GROUP})"
+        )
+    for name, given, wanted in (
+        ("recipe_a", recipe_a, (1, BLOCK)),
+        ("recipe_b", recipe_b, (1, GROUP)),
+    ):
+        if given is not None and not _is_recipe(checks.plain(given), wanted):
+            raise ValueError(f"{name} must be {wanted} where b is e2m1, got {checks.shown(given)}")
+    checks.boolean("disable_ue8m0_cast", disable_ue8m0_cast)
+
+
+def _is_recipe(given: Any, wanted: tuple[int, int]) -> bool:
+    if not isinstance(given, (tuple, list)) or any(type(each) is not int for each in given):
+        return False
+    return tuple(given) == wanted
+
+
+def _is_e4m3(b: Any) -> TypeGuard[Operand]:
+    """Whether `b` is a pair of e4m3 data and scales."""
+    if not isinstance(b, (tuple, list)) or len(b) != 2:
+        return False
+    return isinstance(b[0], Tensor) and b[0].dtype == torch.float8_e4m3fn
+
+
+def _prepared(b: Any) -> Any:
+    """Weights as they come, or prepared for this call alone."""
+    return b if len(b) == 3 else prepare_fp4_weights(b)
+
+
+def _launches(
+    kernel: Kernel,
+    x: Any,
+    head: tuple[Any, ...],
+    layout: str,
+    tensor: Any,
+    strides: tuple[int, int],
+    buffers: tuple[Spec, ...],
+) -> list[Launch | Host]:
+    """The launch of a product; `head` comes before the fields of `Problem`."""
+    a, b, d = x.a, x.b, x.d
+    c, accumulate = getattr(x, "c", None), getattr(x, "accumulate", False)
+    if d.numel() == 0:
+        return []
+    if b.numel() == 0:
+        return operands.without_product(d, c, accumulate)
+    for name, data in (("a", a), ("b", b), ("the shifts of b", x.b_shifts), ("d", d)):
+        operands.check_address(name, data)
+    (a_sf,), before = operands.row_scale_launches({"a": x.a_sf}, buffers)
+    problem = (
+        *head, layout, dtype_name(a), 0, b.shape[-2], a.shape[-1], *strides, dtype_name(d),
+        operands.addend(c, accumulate), operands.a_scale_kind(x.a_sf), tiling.SQUARE_E2M1,
+    )  # fmt: skip
+    arguments = (a, a_sf, b.view(torch.uint32), x.b_shifts, x.b_sf, tensor, c, d)
+    return [*before, Launch(kernel, problem, arguments)]
+
+
+def _scratch(x: Any) -> tuple[Out, ...]:
+    return operands.row_scale_scratch(x.a_sf)
+
+
+# ---- dense --------------------------------------------------------------------------------------
+
+_DENSE = Kernel(_MODULE, _NAME, dense_plan)
+
+
+class Arguments(NamedTuple):
+    a: Tensor
+    a_sf: Tensor
+    b: Tensor
+    b_shifts: Tensor
+    b_sf: Tensor
+    d: Tensor
+    c: Tensor | None
+    accumulate: bool
+
+    def check(self) -> None:
+        operands.check_codes("a", self.a, ("M", "K"))
+        operands.check_row_stride("a", self.a)
+        m, k = self.a.shape
+        operands.check_fp4_weights(self.b, self.b_shifts, self.b_sf, ("N", "K"), (), k)
+        operands.check_row_scales("a", self.a_sf, (m,), k // BLOCK)
+        shape = (m, self.b.shape[0])
+        operands.check_result(self.d, self.c, ("M", "N"), shape, _RESULTS, contiguous=False)
+
+    def launches(self, *buffers: Spec) -> list[Launch | Host]:
+        head = (Size(lambda x: x.a.shape[0]),)
+        strides = operands.row_stride(self.a), operands.row_stride(self.d)
+        return _launches(_DENSE, self, head, DENSE, None, strides, buffers)
+
+
+def _reference(
+    a: Tensor, a_sf: Tensor, b: Tensor, shifts: Tensor, b_sf: Tensor, d: Tensor, c: Any, add: bool
+) -> None:
+    reference.fp8_fp4_gemm_nt((a, a_sf), (b, shifts, b_sf), d, d if add else c)
+
+
+FP8_FP4_GEMM_NT = Operator(
+    "gemm.fp8_fp4_gemm_nt",
+    Arguments,
+    outputs=operands.no_outputs,
+    scratch=_scratch,
+    reference=_reference,
+    cost=dense_cost,
+    dynamic={"a": 1, "a_sf": 1, "d": 1, "c": 1},
+    mutates=("d",),
+    archs=("sm_90a",),
+)
+
+
+@FP8_FP4_GEMM_NT.public(reference=reference.fp8_fp4_gemm_nt, mutates=("d",))
+def fp8_fp4_gemm_nt(
+    a: Operand,
+    b: Weights,
+    d: Tensor,
+    c: Tensor | None = None,
+    recipe: Recipe | None = None,
+    *,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str | None = None,
+    disable_ue8m0_cast: bool = False,
+) -> Tensor:
+    """Multiplies e4m3 rows by weights in packed e2m1: `d = c + a @ b.T`.
+
+    The weights are expanded to e4m3 in shared memory, exactly; the bits of `d` are those of
+    `fp8_gemm_nt` with the expanded weights. They are read at half the bytes, which pays off where
+    few rows meet many weights. For thousands of rows, weights that are expanded once by
+    `quant.per_block_cast_lossless` are the better choice. Runs on Hopper.
+
+    Args:
+        a: As in `fp8_gemm_nt`.
+        b: What `prepare_fp4_weights` returns: `Fp4Weights(data, shifts, scales)`, `[N, K / 2]`,
+            int8. Or the pair `(data, scales)` that it takes, which is then prepared in each call
+            and makes it wait for the GPU. Or a pair of e4m3 data and scales, for which this
+            function is `fp8_gemm_nt`.
+        d: `[M, N]`, bfloat16 or float32, stride 1 along `N`; written and returned.
+        c: Shape, dtype and strides of `d`; added in float32. May be `d` itself. None: zeros.
+        recipe: None, unless `b` is e4m3.
+        recipe_a: `(1, 128)`.
+        recipe_b: `(1, 32)`, unless `b` is e4m3.
+        compiled_dims: Ignored; for compatibility with DeepGEMM.
+        disable_ue8m0_cast: Ignored; for compatibility with DeepGEMM.
+
+    Returns:
+        `d`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, shares memory with `d`, if weights
+            cannot be prepared, or if the device is not a Hopper GPU.
+
+    Example:
+        >>> rows = torch.ones(2, 128).to(torch.float8_e4m3fn), torch.ones(2, 1)
+        >>> weights = torch.full((8, 64), 0x33, dtype=torch.int8), torch.ones(8, 4)  # 1.5
+        >>> fp8_fp4_gemm_nt(rows, prepare_fp4_weights(weights), torch.empty(2, 8))[0, 0].item()
+        192.0
+    """
+    if _is_e4m3(b):
+        return fp8_gemm_nt(
+            a, b, d, c, recipe, recipe_a=recipe_a, recipe_b=recipe_b, compiled_dims=compiled_dims,
+            disable_ue8m0_cast=disable_ue8m0_cast,
+        )  # fmt: skip
+    FP8_FP4_GEMM_NT.require(_check_weights, a, b, recipe, recipe_a, recipe_b, disable_ue8m0_cast)
+    accumulate = c is not None and c is d
+    FP8_FP4_GEMM_NT(*a, *_prepared(b), d, None if accumulate else c, accumulate)
+    return d
+
+
+# ---- groups of rows -----------------------------------------------------------------------------
+
+_CONTIGUOUS = Kernel(_MODULE, _NAME, contiguous_plan)
+
+
+class ContiguousArguments(NamedTuple):
+    a: Tensor
+    a_sf: Tensor
+    b: Tensor
+    b_shifts: Tensor
+    b_sf: Tensor
+    d: Tensor
+    grouped_layout: Tensor
+    use_psum_layout: bool
+
+    def check(self) -> None:
+        operands.check_codes("a", self.a, ("M", "K"))
+        operands.check_row_stride("a", self.a)
+        m, k = self.a.shape
+        check_rows(self.a)
+        dims = ("G", "N", "K")
+        operands.check_fp4_weights(self.b, self.b_shifts, self.b_sf, dims, (None,), k)
+        operands.check_row_scales("a", self.a_sf, (m,), k // BLOCK)
+        shape = (m, self.b.shape[1])
+        operands.check_result(self.d, None, ("M", "N"), shape, torch.bfloat16, contiguous=False)
+        check_layout(self.grouped_layout, self.b.shape[0], m, self.use_psum_layout)
+
+    def launches(self, *buffers: Spec) -> list[Launch | Host]:
+        layout = PSUM if self.use_psum_layout else CONTIGUOUS
+        strides = operands.row_stride(self.a), operands.row_stride(self.d)
+        return _launches(_CONTIGUOUS, self, (), layout, self.grouped_layout, strides, buffers)
+
+
+def _check_expected_m(value: Any) -> None:
+    if value is not None:
+        checks.integer("expected_m_for_psum_layout", value, 1, checks.MOST_SIZE)
+
+
+def _reference_contiguous(
+    a: Tensor,
+    a_sf: Tensor,
+    b: Tensor,
+    shifts: Tensor,
+    b_sf: Tensor,
+    d: Tensor,
+    layout: Tensor,
+    psum: bool,
+) -> None:
+    reference.m_grouped_fp8_fp4_gemm_nt_contiguous(
+        (a, a_sf), (b, shifts, b_sf), d, layout, None, psum
+    )
+
+
+M_GROUPED_FP8_FP4_GEMM_NT_CONTIGUOUS = Operator(
+    "gemm.m_grouped_fp8_fp4_gemm_nt_contiguous",
+    ContiguousArguments,
+    outputs=operands.no_outputs,
+    scratch=_scratch,
+    reference=_reference_contiguous,
+    cost=contiguous_cost,
+    dynamic={"a": 1, "a_sf": 1, "d": 1, "grouped_layout": 0},
+    mutates=("d",),
+    check_values=check_groups,
+    archs=("sm_90a",),
+)
+
+
+@M_GROUPED_FP8_FP4_GEMM_NT_CONTIGUOUS.public(
+    reference=reference.m_grouped_fp8_fp4_gemm_nt_contiguous, mutates=("d",)
+)
+def m_grouped_fp8_fp4_gemm_nt_contiguous(
+    a: Operand,
+    b: Weights,
+    d: Tensor,
+    grouped_layout: Tensor,
+    recipe: Recipe | None = None,
+    use_psum_layout: bool = False,
+    expected_m_for_psum_layout: int | None = None,
+    *,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str | None = None,
+    disable_ue8m0_cast: bool = False,
+) -> Tensor:
+    """Multiplies each row by the e2m1 weights of its group: `d[i] = a[i] @ b[grouped_layout[i]].T`.
+
+    As `m_grouped_fp8_gemm_nt_contiguous`, with the weights and the numbers of `fp8_fp4_gemm_nt`.
+
+    Args:
+        a: As in `m_grouped_fp8_gemm_nt_contiguous`.
+        b: As in `fp8_fp4_gemm_nt`, with a leading dimension of groups: `[G, N, K / 2]`, int8.
+        d: `[M, N]`, bfloat16, stride 1 along `N`; written and returned. Padding rows become zero.
+        grouped_layout: As in `m_grouped_fp8_gemm_nt_contiguous`.
+        recipe: None, unless `b` is e4m3.
+        use_psum_layout: Whether `grouped_layout` has the ends of groups.
+        expected_m_for_psum_layout: Ignored; for compatibility with DeepGEMM.
+        recipe_a: `(1, 128)`.
+        recipe_b: `(1, 32)`, unless `b` is e4m3.
+        compiled_dims: Ignored; for compatibility with DeepGEMM.
+        disable_ue8m0_cast: Ignored; for compatibility with DeepGEMM.
+
+    Returns:
+        `d`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, shares memory with `d`, if weights
+            cannot be prepared, or if the device is not a Hopper GPU.
+
+    Example:
+        >>> ones = torch.ones(128, 128).to(torch.float8_e4m3fn), torch.ones(128, 1)
+        >>> weights = torch.full((2, 8, 64), 0x22, dtype=torch.int8), torch.ones(2, 8, 4)
+        >>> rows = torch.tensor([1] * 100 + [-1] * 28, dtype=torch.int32)
+        >>> d = torch.empty(128, 8, dtype=torch.bfloat16)
+        >>> b = prepare_fp4_weights(weights)
+        >>> m_grouped_fp8_fp4_gemm_nt_contiguous(ones, b, d, rows)[98:102, 0].tolist()
+        [128.0, 128.0, 0.0, 0.0]
+    """
+    if _is_e4m3(b):
+        return m_grouped_fp8_gemm_nt_contiguous(
+            a, b, d, grouped_layout, recipe, use_psum_layout, expected_m_for_psum_layout,
+            recipe_a=recipe_a, recipe_b=recipe_b, compiled_dims=compiled_dims,
+            disable_ue8m0_cast=disable_ue8m0_cast,
+        )  # fmt: skip
+    op = M_GROUPED_FP8_FP4_GEMM_NT_CONTIGUOUS
+    op.require(_check_expected_m, expected_m_for_psum_layout)
+    op.require(_check_weights, a, b, recipe, recipe_a, recipe_b, disable_ue8m0_cast)
+    op(*a, *_prepared(b), d, grouped_layout, use_psum_layout)
+    return d
+
+
+# ---- groups whose sizes are known on the device -------------------------------------------------
+
+_MASKED = Kernel(_MODULE, _NAME, masked_plan)
+
+
+class MaskedArguments(NamedTuple):
+    a: Tensor
+    a_sf: Tensor
+    b: Tensor
+    b_shifts: Tensor
+    b_sf: Tensor
+    d: Tensor
+    masked_m: Tensor
+    expected_m: int
+
+    def check(self) -> None:
+        dims = ("G", "max_m", "K")
+        operands.check_codes("a", self.a, dims, contiguous=True)
+        groups, m, k = self.a.shape
+        dims = ("G", "N", "K")
+        operands.check_fp4_weights(self.b, self.b_shifts, self.b_sf, dims, (groups,), k)
+        operands.check_row_scales("a", self.a_sf, (groups, m), k // BLOCK)
+        shape, dims = (groups, m, self.b.shape[1]), ("G", "max_m", "N")
+        operands.check_result(self.d, None, dims, shape, torch.bfloat16, contiguous=True)
+        check_sizes(self.masked_m, self.expected_m, groups)
+
+    def launches(self, *buffers: Spec) -> list[Launch | Host]:
+        head = (is_small(self.expected_m, self.a.shape[1]),)
+        strides = self.a.shape[2], self.b.shape[1]
+        return _launches(_MASKED, self, head, MASKED, self.masked_m, strides, buffers)
+
+
+def _reference_masked(
+    a: Tensor,
+    a_sf: Tensor,
+    b: Tensor,
+    shifts: Tensor,
+    b_sf: Tensor,
+    d: Tensor,
+    masked_m: Tensor,
+    expected_m: int,
+) -> None:
+    reference.m_grouped_fp8_fp4_gemm_nt_masked(
+        (a, a_sf), (b, shifts, b_sf), d, masked_m, expected_m
+    )
+
+
+M_GROUPED_FP8_FP4_GEMM_NT_MASKED = Operator(
+    "gemm.m_grouped_fp8_fp4_gemm_nt_masked",
+    MaskedArguments,
+    outputs=operands.no_outputs,
+    scratch=_scratch,
+    reference=_reference_masked,
+    cost=masked_cost,
+    mutates=("d",),
+    check_values=check_masked_m,
+    archs=("sm_90a",),
+)
+
+
+@M_GROUPED_FP8_FP4_GEMM_NT_MASKED.public(
+    reference=reference.m_grouped_fp8_fp4_gemm_nt_masked, mutates=("d",)
+)
+def m_grouped_fp8_fp4_gemm_nt_masked(
+    a: Operand,
+    b: Weights,
+    d: Tensor,
+    masked_m: Tensor,
+    expected_m: int,
+    recipe: Recipe | None = None,
+    *,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str | None = None,
+    disable_ue8m0_cast: bool = False,
+) -> Tensor:
+    """Multiplies the first rows of each group by e2m1 weights: `d[g, :m] = a[g, :m] @ b[g].T`.
+
+    The product of experts in decoding. As `m_grouped_fp8_gemm_nt_masked`, with the weights and the
+    numbers of `fp8_fp4_gemm_nt`; `m = masked_m[g]`.
+
+    Args:
+        a: As in `m_grouped_fp8_gemm_nt_masked`.
+        b: As in `fp8_fp4_gemm_nt`, with a leading dimension of groups: `[G, N, K / 2]`, int8.
+        d: `[G, max_m, N]`, bfloat16, contiguous; written and returned.
+        masked_m: `[G]`, int32: the rows of each group; cut to `0..max_m`.
+        expected_m: About how many rows a group has, at least 1. It decides the tile size, never
+            the result.
+        recipe: None, unless `b` is e4m3.
+        recipe_a: `(1, 128)`.
+        recipe_b: `(1, 32)`, unless `b` is e4m3.
+        compiled_dims: Ignored; for compatibility with DeepGEMM.
+        disable_ue8m0_cast: Ignored; for compatibility with DeepGEMM.
+
+    Returns:
+        `d`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, shares memory with `d`, if weights
+            cannot be prepared, or if the device is not a Hopper GPU.
+
+    Example:
+        >>> ones = torch.ones(1, 4, 128).to(torch.float8_e4m3fn), torch.ones(1, 4, 1)
+        >>> weights = torch.full((1, 8, 64), 0x22, dtype=torch.int8), torch.ones(1, 8, 4)
+        >>> d = torch.zeros(1, 4, 8, dtype=torch.bfloat16)
+        >>> sizes = torch.tensor([3], dtype=torch.int32)
+        >>> b = prepare_fp4_weights(weights)
+        >>> m_grouped_fp8_fp4_gemm_nt_masked(ones, b, d, sizes, 4)[0, :3, 0].tolist()
+        [128.0, 128.0, 128.0]
+    """
+    if _is_e4m3(b):
+        return m_grouped_fp8_gemm_nt_masked(
+            a, b, d, masked_m, expected_m, recipe, recipe_a=recipe_a, recipe_b=recipe_b,
+            compiled_dims=compiled_dims, disable_ue8m0_cast=disable_ue8m0_cast,
+        )  # fmt: skip
+    op = M_GROUPED_FP8_FP4_GEMM_NT_MASKED
+    op.require(_check_weights, a, b, recipe, recipe_a, recipe_b, disable_ue8m0_cast)
+    op(*a, *_prepared(b), d, masked_m, expected_m)
+    return d
