@@ -23,7 +23,6 @@ from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.kernels.e2m1 import DOWN, HIGH, HIGH_STEP, LOW, LOW_STEP, UP, bytes_of
 from tile_kernels.runtime.launch import kernel
 
-
 # ---- kernels that score -------------------------------------------------------------------------
 
 
