@@ -300,11 +300,17 @@ def _transpose(s: Sizes) -> dict[str, Arguments]:
     }
 
 
+def _gemm(_: Sizes) -> dict[str, Arguments]:
+    """Small samples: the references are the formula in float64."""
+    ops = registry.select(["gemm"])
+    return {op.short_name: op.cases.ordinary().build("cpu") for op in ops}
+
+
 def arguments(sizes: Sizes) -> dict[str, Arguments]:
     """The arguments of every operator, by its name; `.variant` for a second set."""
     families = {
-        "attention": _attention, "engram": _engram, "mhc": _mhc, "moe": _moe, "quant": _quant,
-        "transpose": _transpose,
+        "attention": _attention, "engram": _engram, "gemm": _gemm, "mhc": _mhc, "moe": _moe,
+        "quant": _quant, "transpose": _transpose,
     }  # fmt: skip
     torch.manual_seed(0)
     return {
@@ -716,7 +722,7 @@ def measure(sizes: Sizes, seconds: float, only: str = "") -> list[Row]:
         for name, given in arguments(sizes).items():
             if not re.search(only, name):
                 continue
-            op, plain = by_name[".".join(name.split(".")[:2])], PLAIN[name]
+            op, plain = by_name[".".join(name.split(".")[:2])], PLAIN.get(name, SAME)
             calls = [lambda op=op, given=given: op.oracle(**given)]
             if not isinstance(plain, str):
                 calls.append(lambda plain=plain, given=given: plain(**given))

@@ -73,12 +73,13 @@ def test_plans(op: Operator) -> None:
                 op.function(**moved(arguments, "meta"))
     assert requests
     for arch, device in DESCRIBED.items():
-        for request in requests:
-            if arch in op.archs:
+        if arch in op.archs:
+            for request in requests:
                 request.kernel.static_arguments(request.problem, device)
-            else:
-                with pytest.raises(ValueError, match=rf"no kernel for .* \({arch}\)"):
-                    request.kernel.static_arguments(request.problem, device)
+        else:
+            with pytest.raises(ValueError, match=rf"no kernel for .* \({arch}\)"):
+                # The first requests may prepare arguments, which every GPU can.
+                [r.kernel.static_arguments(r.problem, device) for r in requests]
 
 
 @pytest.mark.compiled

@@ -70,6 +70,7 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
         ValueError: If `sf` has another rank or is not contiguous.
 
     Example:
+        >>> import torch
         >>> get_mn_major_tma_aligned_tensor(torch.ones(5, 3)).stride()
         (1, 8)
     """
