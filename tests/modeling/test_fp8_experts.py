@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import tile_kernels
 from tile_kernels.modeling import fp8_experts as module
@@ -292,6 +293,62 @@ def test_layer_chooses_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     layer.requires_grad_(False)
     layer(x[:1])
     assert len(calls) == 2
+
+
+def test_training_after_inference_mode() -> None:
+    layer = MoELayer(128, 128, 4, 2, precision="fp8", dtype=torch.bfloat16)
+    x = torch.randn(8, 128).bfloat16()
+    with torch.inference_mode():
+        layer(x)
+    layer(x).sum().backward()
+    assert layer.w_in.grad is not None
+
+
+def test_main_grad_with_checkpointing() -> None:
+    layer = MoELayer(128, 128, 4, 2, precision="fp8", dtype=torch.bfloat16)
+    for weight in (layer.w_in, layer.w_out):
+        weight.main_grad = torch.zeros(weight.shape)  # type: ignore[attr-defined]
+    x = torch.randn(8, 128).bfloat16().requires_grad_()
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    for weight in (layer.w_in, layer.w_out):
+        assert weight.grad is None
+        assert weight.main_grad.any()
+
+
+def test_no_tokens_with_a_gradient_that_is_expanded() -> None:
+    leaves, topk_idx = problem(0)
+    x, weights, w_in, w_out = leaves
+    fp8_experts(x, weights, topk_idx, w_in, w_out).sum().backward()
+    assert w_in.grad is not None
+    assert not w_in.grad.any()
+
+
+def test_writes_past_the_version_counter_need_clear() -> None:
+    weight, cache = torch.nn.Parameter(torch.randn(1, 128, 128)), WeightCache()
+    first = cache(weight)
+    weight.data.mul_(2)
+    assert cache(weight) is first
+    cache.clear()
+    assert torch.equal(cache(weight).forward[1], 2 * first.forward[1])
+
+
+def test_repeated_choices_in_the_masked_layout() -> None:
+    """The rows that do not fit are dropped; the other tokens keep their results."""
+    x, weights, w_in, w_out = (leaf.detach() for leaf in problem(4)[0])
+    quantized = quantize_weights(w_in).forward, quantize_weights(w_out).forward
+    single = torch.tensor([[0, -1], [0, -1], [0, -1], [1, 2]])
+    expected = fp8_experts_masked(x, weights, single, *quantized)
+    topk_idx = torch.tensor([[0, 0], [0, 0], [0, 0], [1, 2]])  # six rows for four places
+    found = fp8_experts_masked(x, weights, topk_idx, *quantized)
+    assert found.isfinite().all()
+    assert torch.equal(found[3], expected[3])
+    with tile_kernels.checked(), pytest.raises(ValueError, match="different experts"):
+        fp8_experts_masked(x, weights, topk_idx, *quantized)
+
+
+def test_dtypes_that_casts_do_not_take_are_refused() -> None:
+    with pytest.raises(ValueError, match="MoELayer: dtype must be bfloat16 or float32"):
+        MoELayer(128, 128, 4, 2, precision="fp8", dtype=torch.float16)
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------

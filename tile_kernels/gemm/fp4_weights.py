@@ -117,8 +117,8 @@ def _prepared(data: Tensor, sf: Tensor) -> tuple[Tensor, Tensor]:
     words = data.view(torch.int32).unflatten(-1, (-1, GROUP // 8))
     counted = (words & _MAGNITUDES).ne(0).any(-1) & (exponents > 0) & (exponents < _MAX_EXPONENT)
     largest = scales.block_max(exponents.where(counted, 0), (BLOCK, _PER_STEP))
-    of_block = (largest - _UP).clamp(min=1)
-    shift = exponents - scales.expand_blocks(of_block, (BLOCK, _PER_STEP), exponents.shape)
+    block_exponent = (largest - _UP).clamp(min=1)
+    shift = exponents - scales.expand_blocks(block_exponent, (BLOCK, _PER_STEP), exponents.shape)
     bad = counted & (shift < LEAST_SHIFT)
     if bad.any():
         row, group = bad.nonzero()[0].tolist()
@@ -131,4 +131,4 @@ def _prepared(data: Tensor, sf: Tensor) -> tuple[Tensor, Tensor]:
     codes = codes.masked_fill(exponents == _MAX_EXPONENT, NAN_SHIFT).unflatten(-1, (-1, _PER_STEP))
     positions = torch.arange(0, 4 * _PER_STEP, 4, device=data.device, dtype=torch.int32)
     packed = (codes << positions).sum(-1, dtype=torch.int32).to(torch.int16)
-    return packed.T.contiguous(), formats.decode_ue8m0(of_block)
+    return packed.T.contiguous(), formats.decode_ue8m0(block_exponent)

@@ -234,7 +234,7 @@ def bf16_launches(
         return []
     if a.numel() == 0 or b.numel() == 0:
         return without_product(d, c, accumulate)
-    for name, data in (("a", a), ("b", b), ("d", d)):
+    for name, data in (("a", a), ("b", b), ("d", d), ("c", c)):
         check_address(name, data)
     k_grouped = layout == tiling.K_GROUPED
     problem = (
@@ -252,7 +252,7 @@ def is_mn_major(sf: Any) -> bool:
     """Whether scales `[..., rows, steps]` have strides `(1, align(rows, 4))`."""
     rows, steps = sf.shape[-2:]
     padded = align(rows, 4)
-    by_rows = sf.stride(-2) == 1 or (rows == 1 and steps > 1)
+    by_rows = sf.stride(-2) == 1 or rows == 1
     by_steps = sf.stride(-1) == padded or steps == 1
     if len(sf.shape) == 3 and sf.shape[0] > 1:
         return bool(by_rows and by_steps and sf.stride(0) == steps * padded)
@@ -317,8 +317,8 @@ def mn_major_launch(sf: Any, out: Spec) -> Launch:
 
 
 def check_address(name: str, x: Any) -> None:
-    """Data starts on 16 bytes, as the copy engine wants it. For specs, inside `launches`."""
-    if x.alignment % _TMA_BYTES:
+    """Data starts on 16 bytes, as TMA requires. For specs, inside `launches`; None is skipped."""
+    if x is not None and x.alignment % _TMA_BYTES:
         raise ValueError(f"{name} must start at a multiple of {_TMA_BYTES} bytes in memory")
 
 

@@ -7,8 +7,8 @@ each step: they keep about 14 bits of a sum of e4m3 products. The outer sum is i
 ascending order, and all of it in one block. So the bits of an element depend on its row of `a`,
 its row of `b` and `c` alone.
 
-A block for each SM walks over tiles of the result. One warp copies operand tiles and scales into a
-ring of stages in shared memory; each stage has an mbarrier that counts its bytes (`full`) and one
+A block for each SM iterates over tiles of the result. One warp copies operand tiles and scales into
+a ring of stages in shared memory; each stage has an mbarrier that counts its bytes (`full`) and one
 at which the warps that have read it arrive (`empty`). Warpgroups of 64 rows multiply and promote:
 while one adds to its float32 sums, the tensor cores work for another.
 
@@ -145,7 +145,7 @@ def build_product(*static: Any) -> Any:
     d_type = T.StridedTensor[d_shape, d_strides, p.out_dtype]
     layout_type = T.Tensor[(m,) if p.layout == CONTIGUOUS else (groups,), T.int32]
 
-    # ---- who multiplies what: first row, rows, first half of the columns, halves ----
+    # ---- warpgroup roles: first row, rows, first half of the columns, halves ----
     if p.rows == BLOCK and not p.separate:
         roles = [(0, BLOCK, 0, halves)]
     elif p.rows == BLOCK:
@@ -284,8 +284,8 @@ def build_product(*static: Any) -> Any:
         a, sfa, b, sfb, layout, first, rank, a_ring, b_ring, sfa_ring, sfb_ring, full, empty, tiles,
         at, done, shifts=None, shift_ring=None,
     ):  # fmt: skip
-        for turn in T.serial(T.ceildiv(tiles[0] - first, clusters)):
-            locate(turn * clusters + first, layout, at)
+        for iteration in T.serial(T.ceildiv(tiles[0] - first, clusters)):
+            locate(iteration * clusters + first, layout, at)
             row = at[0] * p.rows
             column = (at[1] * p.cluster + rank) * columns
             g = at[2]
@@ -330,8 +330,8 @@ def build_product(*static: Any) -> Any:
         high = T.alloc_var(T.uint32, init=T.uint32(0))
         shift = T.alloc_var(T.uint32, init=T.uint32(0))
         thread = T.get_thread_binding() - threads
-        for turn in T.serial(T.ceildiv(tiles[0] - first, clusters)):
-            locate(turn * clusters + first, layout, at)
+        for iteration in T.serial(T.ceildiv(tiles[0] - first, clusters)):
+            locate(iteration * clusters + first, layout, at)
             for _ in T.serial(at[4]):
                 slot = done[0] % stages
                 target = done[0] % EXPANDED_STAGES
@@ -386,8 +386,8 @@ def build_product(*static: Any) -> Any:
             b_scale = T.alloc_local((num_halves,), T.float32)
             next_scale = T.alloc_local((num_halves,), T.float32)
             kept = T.alloc_fragment((rows,), T.int32)
-            for turn in T.serial(T.ceildiv(tiles[0] - first, clusters)):
-                locate(turn * clusters + first, layout, at)
+            for iteration in T.serial(T.ceildiv(tiles[0] - first, clusters)):
+                locate(iteration * clusters + first, layout, at)
                 row = at[0] * p.rows + first_row
                 column = (at[1] * p.cluster + rank) * columns + first_half * WIDTH
                 g = at[2]

@@ -19,7 +19,7 @@ NONE, ROW, ROW_UE8M0 = "none", "row", "row_ue8m0"
 SQUARE, SQUARE_TURNED = "square", "square_turned"
 SQUARE_UE8M0, SQUARE_TURNED_UE8M0 = "square_ue8m0", "square_turned_ue8m0"
 # As SQUARE, of packed e2m1 codes with a 4-bit shift for each 32 channels of a row: a code is
-# multiplied by two to the power of `shift + LEAST_SHIFT`, or it is zero or NaN, whatever it says.
+# multiplied by two to the power of `shift + LEAST_SHIFT`, or it is zero or NaN for two shifts.
 SQUARE_E2M1 = "square_e2m1"
 GROUP, LEAST_SHIFT, ZERO_SHIFT, NAN_SHIFT = 32, -5, 14, 15
 

@@ -10,7 +10,7 @@ a scale for every 128 values along the dimension that is summed:
 | weight gradients | both transposed, `[channels, rows]` | 1x128 along rows |
 
 Everything between is fused with casts. The number of rows is an upper bound that the host knows, so
-nothing waits for the GPU, and forward and backward can be captured in a CUDA graph.
+the host does not wait for the GPU, and forward and backward can be captured in a CUDA graph.
 
 `fp8_experts_masked` is the forward pass alone for few tokens: decoding.
 """
@@ -28,12 +28,13 @@ from tile_kernels import gemm, moe, quant, transpose
 from tile_kernels.gemm.tiling import BLOCK
 from tile_kernels.moe.mapping.reference import max_expanded_tokens
 from tile_kernels.quant.types import QuantTensor
+from tile_kernels.runtime import backends
 
 FMT = "e4m3"
 
 # Tokens up to which the layer uses the masked layout where it needs no gradients. That layout has
-# `tokens * experts` rows, the contiguous one `tokens * topk + 127 * experts`. So up to 128 tokens
-# the masked one is no larger, and its products use tiles of few rows.
+# `tokens * experts` rows, the contiguous one at most `tokens * topk + 127 * experts`: up to 127
+# tokens the masked one is smaller, and its products use tiles of few rows. Not measured.
 MAX_MASKED_TOKENS = BLOCK
 
 
@@ -68,9 +69,11 @@ def quantize_weights(weight: Tensor) -> ExpertWeights:
 class WeightCache:
     """Keeps the quantized copy of a parameter until the parameter changes.
 
-    Every in-place change raises the version counter that PyTorch keeps for a tensor, and another
-    tensor or storage is noticed as well. In CUDA graph capture and under `torch.compile` weights
-    are quantized at every call, so that a replay sees the weights of its time.
+    A change is noticed by the version counter of the tensor, which operations of PyTorch increment
+    when they write in place, or by another tensor or address. What bypasses the counter is not
+    noticed: writes through `.data` and code that preserves versions or writes through raw
+    pointers. Call `clear()` after those. In CUDA graph capture and under `torch.compile` weights
+    are quantized at every call, so that a replay uses the weights current at that time.
     """
 
     def __init__(self) -> None:
@@ -85,9 +88,14 @@ class WeightCache:
         source = None if self._source is None else self._source()
         key = weight._version, weight.data_ptr()
         if self._weights is None or source is not weight or key != self._key:
-            self._weights = quantize_weights(weight)
+            with torch.inference_mode(False):  # a later call may need gradients
+                self._weights = quantize_weights(weight)
             self._source, self._key = weakref.ref(weight), key
         return self._weights
+
+    def clear(self) -> None:
+        """Forgets the copy; the next call quantizes."""
+        self._source = self._key = self._weights = None
 
     def __getstate__(self) -> dict[str, Any]:
         """An empty cache: a copy of a layer quantizes its own weights."""
@@ -109,10 +117,13 @@ class Rows(NamedTuple):
 
 
 def map_rows(topk_idx: Tensor, num_experts: int) -> Rows:
-    """Lays rows out for the products: groups of 128, as many as can be needed. Nothing waits."""
+    """Lays rows out for the products: groups of 128, as many as can be needed.
+
+    The host does not synchronize.
+    """
     num_rows = max_expanded_tokens(topk_idx.numel(), num_experts, BLOCK)
     expert, token, slot, position, _, _, counts, _ = moe.get_fused_mapping(
-        topk_idx, num_experts, num_expanded_tokens=num_rows, alignment=BLOCK
+        topk_idx, num_experts, num_expanded_tokens=num_rows, alignment=BLOCK, force_no_sync=True
     )
     return Rows(expert, token, slot, position, counts)
 
@@ -187,9 +198,10 @@ class _FP8Experts(torch.autograd.Function):
         rows = map_rows(topk_idx, len(w_in))
         y, xq, h = _forward(x, weights, rows, (in_codes, in_sf), (out_codes, out_sf))
         hq = quant.per_token_cast(h, FMT, BLOCK)
-        ctx.save_for_backward(
-            *xq, *hq, weights, *in_transposed, *out_transposed, *rows, w_in, w_out
-        )
+        ctx.save_for_backward(*xq, *hq, weights, *in_transposed, *out_transposed, *rows)
+        # Not among the saved tensors: recomputed ones would lack the attribute.
+        ctx.main_grads = [getattr(w, "main_grad", None) for w in (w_in, w_out)]
+        ctx.dtypes = w_in.dtype, w_out.dtype
         return y
 
     @staticmethod
@@ -197,8 +209,9 @@ class _FP8Experts(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x_codes, x_sf, h_codes, h_sf, weights, *others = ctx.saved_tensors
         in_transposed, out_transposed = tuple(others[0:2]), tuple(others[2:4])
-        rows, (w_in, w_out) = Rows(*others[4:9]), others[9:]
-        grad_y = grad_y.contiguous()
+        rows, (main_in, main_out) = Rows(*others[4:9]), ctx.main_grads
+        # An empty expanded tensor counts as contiguous whatever its strides are.
+        grad_y = grad_y.contiguous() if grad_y.numel() else grad_y.new_empty(grad_y.shape)
         gq = quant.per_token_cast(grad_y, FMT, BLOCK)
         grad_z = _product(_expanded(gq, rows), out_transposed, rows.pos_to_expert)
         z, grad_hq, grad_h, grad_weights = quant.swiglu_backward_and_per_token_cast(
@@ -210,12 +223,11 @@ class _FP8Experts(torch.autograd.Function):
             grad_rows = _product(grad_hq, in_transposed, rows.pos_to_expert)
             grad_x = moe.reduce_fused(grad_rows, None, rows.token_topk_to_pos)
         if needs_out:
-            grad_out = _weight_gradient(
-                w_out, _gathered_by_rows(grad_y, rows), _by_rows(z), rows.num_rows_per_expert
-            )
+            grad_by_rows = _gathered_by_rows(grad_y, rows)
+            grad_out = _weight_gradient(main_out, ctx.dtypes[1], grad_by_rows, _by_rows(z), rows)
         if needs_in:
             x_by_rows = _gathered_by_rows((x_codes, x_sf), rows)
-            grad_in = _weight_gradient(w_in, _by_rows(grad_h), x_by_rows, rows.num_rows_per_expert)
+            grad_in = _weight_gradient(main_in, ctx.dtypes[0], _by_rows(grad_h), x_by_rows, rows)
         return (
             grad_x, grad_weights if needs_weights else None, None, grad_in, grad_out, *[None] * 8
         )  # fmt: skip
@@ -249,15 +261,16 @@ def _gathered_by_rows(x: Tensor | QuantTensor, rows: Rows) -> QuantTensor:
 
 
 def _weight_gradient(
-    weight: Tensor, a: QuantTensor, b: QuantTensor, num_rows: Tensor
+    main: Tensor | None, dtype: torch.dtype, a: QuantTensor, b: QuantTensor, rows: Rows
 ) -> Tensor | None:
-    """The sum over an expert's rows of `a b^T`, added to `main_grad` where the weight has one."""
-    main = getattr(weight, "main_grad", None)
+    """The sum over an expert's rows of `a b^T`, added to the `main_grad` if there is one."""
+    sizes = rows.num_rows_per_expert
     if main is not None:
-        gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, main, None, num_rows, c=main)
+        gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, main, None, sizes, c=main)
         return None
-    grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    return gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, grad, None, num_rows)
+    shape = len(sizes), len(a[0]), len(b[0])
+    grad = torch.empty(shape, dtype=dtype, device=sizes.device)
+    return gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, grad, None, sizes)
 
 
 # ---- few tokens ---------------------------------------------------------------------------------
@@ -276,11 +289,12 @@ class MaskedRows(NamedTuple):
 
 
 def map_masked_rows(topk_idx: Tensor, num_experts: int) -> MaskedRows:
-    """Lays rows out in the masked layout, in the order of tokens. Nothing waits.
+    """Lays rows out in the masked layout, in the order of tokens. The host does not synchronize.
 
     Args:
         topk_idx: `[num_tokens, num_topk]`, int64, at least one token: the chosen experts, -1 for
-            none. The choices of a token differ, so that no expert has more rows than tokens.
+            none. The choices of a token differ, so that no expert has more rows than tokens; rows
+            beyond that are dropped, and the checked mode raises.
         num_experts: The number of experts.
     """
     max_rows, num_slots = len(topk_idx), topk_idx.numel()
@@ -291,13 +305,17 @@ def map_masked_rows(topk_idx: Tensor, num_experts: int) -> MaskedRows:
     expert = torch.arange(num_experts, device=topk_idx.device, dtype=torch.int32)[:, None]
     is_row = row < counts[:, None]
     slot = slots[(start[:, None] + row).clamp(max=num_slots - 1)]
-    moved_by = expert[:, 0] * max_rows - start
-    moved = position + moved_by[topk_idx.clamp(0, num_experts - 1)]
+    known = topk_idx.clamp(0, num_experts - 1)
+    index = position - start[known]
+    fits = (position >= 0) & (index < max_rows)
+    if not torch.compiler.is_compiling() and backends.is_checked() and (counts > max_rows).any():
+        raise ValueError("topk_idx must have different experts for each token in the masked layout")
+    moved = known.int() * max_rows + index
     return MaskedRows(
         torch.where(is_row, expert, -1).flatten(),
         torch.where(is_row, slot, -1).flatten(),
-        torch.where(position >= 0, moved, -1),
-        counts,
+        torch.where(fits, moved, -1),
+        counts.clamp(max=max_rows),
     )
 
 
@@ -335,7 +353,7 @@ def fp8_experts_masked(
 
 
 def _masked_product(a: QuantTensor, b: QuantTensor, num_rows: Tensor, expected: int) -> Tensor:
-    """The rows of each expert times its matrix, in bfloat16; other rows hold nothing."""
+    """The rows of each expert times its matrix, in bfloat16; other rows are undefined."""
     codes, scales = (x.view(len(num_rows), -1, x.shape[-1]) for x in a)
     d = torch.empty(*codes.shape[:2], b[0].shape[1], dtype=torch.bfloat16, device=codes.device)
     gemm.m_grouped_fp8_gemm_nt_masked((codes, scales), b, d, num_rows, expected)

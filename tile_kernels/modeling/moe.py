@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 SCORING_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax")
 BALANCING = ("bias", "loss", "none")
 PRECISIONS = ("bf16", "fp8")
+PARAMETER_DTYPES = (torch.bfloat16, torch.float32)  # of experts in FP8
 ENGINES = ("auto", "loop", "grouped_mm")
 _EXPERT_WEIGHTS = ("w_in", "w_out", "shared_in", "shared_out")
 ROWS = 16  # each expert's rows are a multiple of this, as grouped products want it
@@ -220,7 +221,8 @@ class MoELayer(nn.Module):
                     f"{num_experts}"
                 )
             checks.device("device", device)
-            checks.parameter_dtype("dtype", dtype)
+            allowed = PARAMETER_DTYPES if precision == "fp8" else checks.PARAMETER_DTYPES
+            checks.parameter_dtype("dtype", dtype, allowed)
         self.hidden, self.intermediate = hidden, intermediate
         self.num_experts, self.num_topk = num_experts, num_topk
         self.scoring_func, self.routed_scaling_factor = scoring_func, routed_scaling_factor
@@ -305,8 +307,9 @@ class MoELayer(nn.Module):
             if uses_grouped_mm(tokens, self.engine):
                 num_rows = max_expanded_tokens(topk_idx.numel(), self.num_experts, ROWS)
             pos_to_expert, _, _, token_topk_to_pos, _, ends, _, counts = moe.get_fused_mapping(
-                topk_idx, self.num_experts, num_expanded_tokens=num_rows, alignment=ROWS
-            )
+                topk_idx, self.num_experts, num_expanded_tokens=num_rows, alignment=ROWS,
+                force_no_sync=num_rows == 0 and uses_grouped_mm(tokens, self.engine),
+            )  # fmt: skip
             rows = moe.expand_to_fused(tokens, token_topk_to_pos, pos_to_expert)
             y = moe.reduce_fused(self._experts(rows, counts, ends), weights, token_topk_to_pos)
         if self.shared_in is not None and self.shared_out is not None:

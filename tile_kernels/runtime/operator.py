@@ -60,7 +60,7 @@ def _no_scratch(arguments: Any) -> tuple[Out, ...]:  # noqa: ARG001
     return ()
 
 
-class _Forgetful(dict[Any, Any]):
+class _NullCache(dict[Any, Any]):
     """A cache that keeps nothing."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -253,7 +253,7 @@ class Operator(registry.Registered):
 
     def remember_sizes(self, enabled: bool) -> None:
         """With False, every call is one with new sizes, for measuring such calls."""
-        cache = dict if enabled else _Forgetful
+        cache = dict if enabled else _NullCache
         if not any(dims is not None for dims in self._static_dims):
             self._plans = cache()
         for plan in self._plans.values():

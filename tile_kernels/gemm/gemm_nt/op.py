@@ -51,7 +51,7 @@ class Arguments(NamedTuple):
             return []
         if a.shape[1] == 0:
             return operands.without_product(d, c, self.accumulate)
-        for name, data in (("a", a), ("b", b), ("d", d)):
+        for name, data in (("a", a), ("b", b), ("d", d), ("c", c)):
             operands.check_address(name, data)
         a_sf, b_sf, before = operands.scales_and_launches(
             self.a_sf, self.b_sf, self.rows_per_scale, buffers

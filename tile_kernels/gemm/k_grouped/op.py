@@ -13,7 +13,7 @@ from tile_kernels.gemm.k_grouped import reference
 from tile_kernels.gemm.k_grouped.plan import plan
 from tile_kernels.gemm.operands import BY_ROW, Operand, Recipe
 from tile_kernels.gemm.tiling import BLOCK, K_GROUPED, ROW
-from tile_kernels.runtime import checks
+from tile_kernels.runtime import backends, checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, dtype_name
 from tile_kernels.runtime.launch import Kernel
@@ -57,7 +57,8 @@ class Arguments(NamedTuple):
             return []
         if a.shape[1] == 0:
             return operands.without_product(d, c, self.accumulate)
-        named = {"a": a, "b": b, "d": d, "the scales of a": self.a_sf, "the scales of b": self.b_sf}
+        named = {"a": a, "b": b, "d": d, "c": c}
+        named |= {"the scales of a": self.a_sf, "the scales of b": self.b_sf}
         for name, data in named.items():
             operands.check_address(name, data)
         problem = (
@@ -135,6 +136,13 @@ def _check_ks(ks: Any) -> None:
         raise TypeError(f"ks must be a list of ints or None, got {type(ks).__name__}")
     for size in ks or ():
         checks.integer("ks", size, 0)
+
+
+def _compared_sizes(ks: Sequence[int] | None) -> list[int] | None:
+    """The sizes where the checked mode compares them; else they would be part of the cache key."""
+    if ks is None or torch.compiler.is_compiling() or not backends.is_checked():
+        return None
+    return list(ks)
 
 
 def _check_arguments(a: Any, b: Any, d: Any, ks: Any, recipe: Any, dims: int) -> None:
@@ -221,8 +229,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
     else:
         a, b = _matrix(a, 0, None), _matrix(b, 0, None)
     accumulate = c is not None and c is d
-    sizes = None if ks is None else list(ks)
-    operator(*a, *b, d, grouped_layout, None if accumulate else c, accumulate, sizes)
+    added = None if accumulate else c
+    operator(*a, *b, d, grouped_layout, added, accumulate, _compared_sizes(ks))
     return d
 
 
@@ -378,5 +386,5 @@ def k_grouped_bf16_gemm_tn_contiguous(
     accumulate = c is not None and c is d
     rest = d, grouped_layout, None if accumulate else c, accumulate
     operator.require(_check_matrices, a, b, ks, *rest)
-    operator(transpose(a), transpose(b), *rest, None if ks is None else list(ks))
+    operator(transpose(a), transpose(b), *rest, _compared_sizes(ks))
     return d

@@ -152,8 +152,9 @@ def m_grouped_fp8_gemm_nt_contiguous(
 
     The forward product of experts. Rows of a group lie together, and each group is padded to a
     multiple of 128 rows; groups come in any order and may be empty. Padding rows of `d` become
-    zeros, whatever `a` holds there. `grouped_layout` is read on the device: nothing waits, and a
-    CUDA graph can be replayed with other groups. Numbers and bits are those of `fp8_gemm_nt`.
+    zeros, whatever `a` holds there. `grouped_layout` is read on the device: the host does not
+    synchronize, and a CUDA graph can be replayed with other groups. Numbers and bits are those of
+    `fp8_gemm_nt`.
 
     Args:
         a: `(data, scales)` as in `fp8_gemm_nt`, with a multiple of 128 rows.

@@ -121,7 +121,7 @@ def m_grouped_fp8_gemm_nt_masked(
     """Multiplies the first rows of each group: `d[g, :m] = a[g, :m] @ b[g].T`, `m = masked_m[g]`.
 
     The product of experts in decoding, where the sizes exist on the device only. Rows of `d` behind
-    the size of a group may be overwritten and hold nothing. Numbers and bits are those of
+    the size of a group may be overwritten and are undefined. Numbers and bits are those of
     `fp8_gemm_nt`.
 
     Args:

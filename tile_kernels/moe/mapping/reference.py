@@ -78,7 +78,7 @@ def get_fused_mapping(
 def finish_mapping(
     flat: Tensor, topk_idx: Tensor, num_experts: int, synchronise: bool, overflow: Tensor | None
 ) -> Mapping:
-    """The 8-tuple from the flat result; if asked, with a look at the counts from the host."""
+    """The 8-tuple from the flat result; if asked, reads the counts on the host."""
     a, b, c, d, e, f, g, dropped = split_mapping(flat, topk_idx.shape, num_experts)
     counts: list[int] = []
     if overflow is not None:
