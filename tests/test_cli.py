@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import signal
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,24 +161,33 @@ def test_a_worker_that_dies_is_one_failure() -> None:
     assert found == [("bad", "bad"), ("die", died), ("good", None), ("good", None)]
 
 
+_INTERRUPTED = """
+import multiprocessing, os, signal, threading
+from tests.test_cli import sleep_or_die
+from tile_kernels.commands import pool
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+results = pool.each(sleep_or_die, ["good", "good", "sleep", "sleep"], 2)
+assert next(results) == ("good", None)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    list(results)
+except KeyboardInterrupt:
+    print("interrupted,", len(multiprocessing.active_children()), "left")
+"""
+
+
 @pytest.mark.multiprocess
 def test_ctrl_c_ends_the_workers() -> None:
-    results = pool.each(sleep_or_die, ["good", "good", "sleep", "sleep"], 2)
-    assert next(results) == ("good", None)
-    started = time.perf_counter()
-    ended = threading.Event()
-
-    def press() -> None:
-        """Ctrl-C, and again: Python drops an interrupt that arrives in a callback of its own."""
-        while not ended.wait(0.5 if time.perf_counter() - started < 0.4 else 6):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=press, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        list(results)
-    ended.set()
-    assert time.perf_counter() - started < 30
-    assert not multiprocessing.active_children()
+    """In a process of its own: libraries of this one may have replaced the handler of Ctrl-C."""
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "interrupted, 0 left\n", done.stderr
 
 
 def test_what_cannot_be_done_is_a_sentence(
