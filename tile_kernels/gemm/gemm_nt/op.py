@@ -262,12 +262,7 @@ def bf16_gemm_nt(
         compiled_dims: Ignored; for compatibility with DeepGEMM.
 
     Returns:
-        `d`.
-
-    Raises:
-        TypeError: If an argument has another type or dtype.
-        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
-            device is not a Hopper GPU.
+        `d`. Errors are those of `fp8_gemm_nt`.
 
     Example:
         >>> ones = torch.ones(8, 16).bfloat16()

@@ -208,12 +208,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
         compiled_dims: Ignored; for compatibility with DeepGEMM.
 
     Returns:
-        `d`.
-
-    Raises:
-        TypeError: If an argument has another type or dtype.
-        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
-            device is not a Hopper GPU.
+        `d`. Errors are those of `fp8_gemm_nt`.
 
     Example:
         >>> x = torch.ones(8, 256).to(torch.float8_e4m3fn), torch.ones(2, 8)
@@ -369,12 +364,7 @@ def k_grouped_bf16_gemm_tn_contiguous(
         compiled_dims: Ignored; for compatibility with DeepGEMM.
 
     Returns:
-        `d`.
-
-    Raises:
-        TypeError: If an argument has another type or dtype.
-        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
-            device is not a Hopper GPU.
+        `d`. Errors are those of `fp8_gemm_nt`.
 
     Example:
         >>> x, sizes = torch.ones(256, 8).bfloat16(), torch.tensor([0, 128], dtype=torch.int32)

@@ -174,12 +174,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
         disable_ue8m0_cast: Ignored; for compatibility with DeepGEMM.
 
     Returns:
-        `d`.
-
-    Raises:
-        TypeError: If an argument has another type or dtype.
-        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
-            device is not a Hopper GPU.
+        `d`. Errors are those of `fp8_gemm_nt`.
 
     Example:
         >>> ones = torch.ones(128, 128).to(torch.float8_e4m3fn), torch.ones(128, 1)
@@ -273,12 +268,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
         compiled_dims: Ignored; for compatibility with DeepGEMM.
 
     Returns:
-        `d`.
-
-    Raises:
-        TypeError: If an argument has another type or dtype.
-        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
-            device is not a Hopper GPU.
+        `d`. Errors are those of `fp8_gemm_nt`.
 
     Example:
         >>> ones, weights = torch.ones(128, 16).bfloat16(), torch.ones(2, 8, 16).bfloat16()

@@ -139,12 +139,7 @@ def m_grouped_fp8_gemm_nt_masked(
         disable_ue8m0_cast: Ignored; for compatibility with DeepGEMM.
 
     Returns:
-        `d`.
-
-    Raises:
-        TypeError: If an argument has another type or dtype.
-        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
-            device is not a Hopper GPU.
+        `d`. Errors are those of `fp8_gemm_nt`.
 
     Example:
         >>> ones = torch.ones(1, 4, 128).to(torch.float8_e4m3fn), torch.ones(1, 4, 1)
@@ -238,12 +233,7 @@ def m_grouped_bf16_gemm_nt_masked(
         compiled_dims: Ignored; for compatibility with DeepGEMM.
 
     Returns:
-        `d`.
-
-    Raises:
-        TypeError: If an argument has another type or dtype.
-        ValueError: If an argument has another shape or stride, shares memory with `d`, or if the
-            device is not a Hopper GPU.
+        `d`. Errors are those of `fp8_gemm_nt`.
 
     Example:
         >>> ones, weights = torch.ones(1, 4, 16).bfloat16(), torch.ones(1, 8, 16).bfloat16()
