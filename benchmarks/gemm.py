@@ -5,7 +5,7 @@ Device time with a cold L2 cache, all in one run: our products, PyTorch's (`torc
 it can be imported. A rival that is missing or raises is recorded with its reason. Our results are
 compared with float64 on some rows. The results are a file `gemm.<device>.json`.
 
-`--variants` times other tiles than those that the plans choose, each in a process of its own, since
+`--variants` times other tiles than those that the plans choose, each in a separate process, since
 some of them have never run: `gemm.variants.<device>.json`.
 """
 
@@ -391,7 +391,7 @@ def set_tile(tile: Tile | None) -> None:
 
 
 def variants(chosen: Sequence[str], seconds: float, repeats: int) -> list[dict[str, Any]]:
-    """Each variant in a process of its own; one that hangs or fails costs one line."""
+    """Each variant in a separate process; one that hangs or fails costs one line."""
     work = []
     for name in chosen:
         set_tile(VARIANTS[name][0])

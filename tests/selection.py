@@ -62,7 +62,7 @@ def _names(text: str, name: str) -> bool:
 
 
 def tests(item: pytest.Item, name: str) -> bool:
-    """Whether a test is one of the operator: its parameter, in a file of its own, or calling it."""
+    """Whether a test is one of the operator: its parameter, in its file, or calling it."""
     if name in re.split(r"[\[\]-]", item.name) or _is_own_file(item.path, name):
         return True
     return isinstance(item, pytest.Function) and _names(inspect.getsource(item.function), name)

@@ -179,7 +179,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.multiprocess
 def test_ctrl_c_ends_the_workers() -> None:
-    """In a process of its own: libraries of this one may have replaced the handler of Ctrl-C."""
+    """In a separate process: libraries of this one may have replaced the handler of Ctrl-C."""
     done = subprocess.run(
         [sys.executable, "-c", _INTERRUPTED],
         capture_output=True,
