@@ -11,13 +11,19 @@ from typing import Any
 from tilelang import language as T
 from tilelang.layout import make_swizzled_layout
 
-from tile_kernels.mhc.norm_fn.plan import GRADIENT_ROWS, VECTOR, ProductPlan, gradient_columns
+from tile_kernels.mhc.norm_fn.plan import (
+    GRADIENT_ROWS,
+    VECTOR,
+    ProductPlan,
+    cut_columns,
+    gradient_columns,
+)
 from tile_kernels.runtime.device import WARP
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 WEIGHTS = 4  # float32 of 16 bytes
-UNIT = 64  # columns that are multiplied at once
+WARPGROUP = 128  # threads
 
 
 # ---- weights as two parts -----------------------------------------------------------------------
@@ -75,6 +81,41 @@ def cut_weights(mixes: int, padded: int, columns: int, size: int, threads: int) 
                     parts[padded + row, first + e] = low[e]
 
     return cut
+
+
+def weight_step(mixes: int, padded: int, size: int, depth: int, threads: int) -> Any:
+    """Macros: `depth` columns of the weights to registers; from there in two parts to a stage."""
+    accesses = depth // WEIGHTS  # of a row
+    turns = -(-padded * accesses // threads)
+
+    @T.macro
+    def load(fn, column, tx, weights):
+        for turn in T.unroll(turns):
+            place = turn * threads + tx
+            inside = column + place % accesses * WEIGHTS
+            for e in T.vectorized(WEIGHTS):
+                weights[turn, e] = T.float32(0)
+            if place // accesses < mixes and inside < size:
+                for e in T.vectorized(WEIGHTS):
+                    weights[turn, e] = fn[place // accesses, inside + e]
+
+    @T.macro
+    def store(weights, tx, of_weights, slot):
+        high = T.alloc_local((WEIGHTS,), T.bfloat16)
+        low = T.alloc_local((WEIGHTS,), T.bfloat16)
+        for turn in T.unroll(turns):
+            place = turn * threads + tx
+            row = place // accesses
+            first = place % accesses * WEIGHTS
+            if place < padded * accesses:
+                for e in T.unroll(WEIGHTS):
+                    in_two(weights[turn, e], high, low, e)
+                for e in T.vectorized(WEIGHTS):
+                    of_weights[slot, row, first + e] = high[e]
+                for e in T.vectorized(WEIGHTS):
+                    of_weights[slot, padded + row, first + e] = low[e]
+
+    return load, store
 
 
 # ---- products -----------------------------------------------------------------------------------
@@ -137,6 +178,41 @@ def multiply_step(padded: int, tile: int, depth: int, unit: int) -> Any:
     return multiply
 
 
+def fold_leaf(tile: int, padded: int) -> Any:
+    """A macro: adds the sums of a leaf to those of its part, of which it is number `leaf`."""
+
+    @T.macro
+    def fold(leaf, sums, squared, of_rows, total, total_of_rows):
+        T.reduce_sum(squared, of_rows, dim=1)
+        if leaf == 0:
+            T.copy(sums, total)
+            T.copy(of_rows, total_of_rows)
+        else:
+            for i, j in T.Parallel(tile, padded):
+                total[i, j] = total[i, j] + sums[i, j]
+            for i in T.Parallel(tile):
+                total_of_rows[i] = total_of_rows[i] + of_rows[i]
+        T.clear(sums)
+        T.clear(squared)
+
+    return fold
+
+
+def write_part(tile: int, padded: int) -> Any:
+    """A macro: the sums of a part to memory, for rows that exist."""
+
+    @T.macro
+    def write(mul, squares, part, row, rows, total, total_of_rows):
+        for i, j in T.Parallel(tile, padded):
+            if row + i < rows:
+                mul[part, row + i, j] = total[i, j]
+        for i in T.Parallel(tile):
+            if row + i < rows:
+                squares[part, row + i] = total_of_rows[i]
+
+    return write
+
+
 @kernel(
     access_bits=lambda *_: ((), (32, 64)),
     # All barriers are written out.
@@ -145,60 +221,183 @@ def multiply_step(padded: int, tile: int, depth: int, unit: int) -> Any:
 def products(*static: Any) -> Any:
     """`mul` and `s` of a share of the columns, for each share: the products and the squares.
 
+    See `cut_columns` for the shares. A block computes `run` parts, each the sum of `fold` leaves.
     Streams and weights are copied some steps ahead; the weights of a step are cut in two when they
     have arrived.
     """
-    mixes, padded, size, tile, splits, depth, steps, stages, fenced = ProductPlan(*static)
-    rows = T.dynamic("rows")
-    unit = min(depth, UNIT)
+    plan = ProductPlan(*static)
+    return streamed_products(plan) if plan.streamed else copied_products(plan)
+
+
+def copied_products(plan: ProductPlan) -> Any:
+    """Every thread copies and multiplies; a barrier before and after weights are cut in two."""
+    mixes, padded, size, tile = plan.mixes, plan.padded, plan.size, plan.tile
+    depth, unit, stages = plan.depth, plan.unit, plan.stages
+    leaf_steps = plan.leaf // depth
+    leaves = -(-size // plan.leaf)
+    rows, parts = T.dynamic("rows parts")
     fetch = fetch_step(mixes, size, tile, depth)
     cut = cut_weights(mixes, padded, depth, depth, 2 * tile)
     multiply = multiply_step(padded, tile, depth, unit)
+    fold_sums, write = fold_leaf(tile, padded), write_part(tile, padded)
 
     @T.prim_func
     def product_tiles(
         x: T.Tensor[(rows, size), T.bfloat16],
         fn: T.Tensor[(mixes, size), T.float32],
-        mul: T.Tensor[(splits, rows, padded), T.float32],
-        squares: T.Tensor[(splits, rows), T.float32],
+        mul: T.Tensor[(parts, rows, padded), T.float32],
+        squares: T.Tensor[(parts, rows), T.float32],
+        run: T.int32,
+        fold: T.int32,
     ):
-        with T.Kernel(T.ceildiv(rows, tile), splits, threads=2 * tile) as (block, split):
+        with T.Kernel(T.ceildiv(rows, tile), T.ceildiv(parts, run), threads=2 * tile) as (
+            block,
+            share,
+        ):
             of_x = T.alloc_shared((stages, tile, depth), T.bfloat16)
             of_fn = T.alloc_shared((stages, mixes, depth), T.float32)
-            parts = T.alloc_shared((2 * padded, depth), T.bfloat16)
+            of_weights = T.alloc_shared((2 * padded, depth), T.bfloat16)
             held = T.alloc_fragment((tile, unit), T.bfloat16)
             sums = T.alloc_fragment((tile, padded), T.float32)
             squared = T.alloc_fragment((tile, unit), T.float32)
             of_rows = T.alloc_fragment((tile,), T.float32)
+            total = T.alloc_fragment((tile, padded), T.float32)
+            total_of_rows = T.alloc_fragment((tile,), T.float32)
             T.annotate_layout({of_x: make_swizzled_layout(of_x)})
-            start = split * steps * depth
+            row = block * tile
+            first = share * run * fold  # leaf
+            num_leaves = T.min(run * fold, leaves - first)
+            start, steps = first * plan.leaf, num_leaves * leaf_steps
             T.clear(sums)
             T.clear(squared)
             for ahead in T.serial(stages - 1):
-                fetch(x, fn, of_x, of_fn, block * tile, rows, start + ahead * depth, ahead)
-            for step in T.serial(steps):
-                T.ptx_wait_group(stages - 2)
-                T.sync_threads()  # the step is here for all, and all are done with the one before
-                ahead = step + stages - 1
                 if ahead < steps:
-                    column = start + ahead * depth
-                    fetch(x, fn, of_x, of_fn, block * tile, rows, column, ahead % stages)
+                    fetch(x, fn, of_x, of_fn, row, rows, start + ahead * depth, ahead)
                 else:
                     T.ptx_commit_group()
-                cut(of_fn, step % stages, 0, parts)
-                if fenced:
-                    T.fence_proxy_async()
-                T.sync_threads()
-                multiply(of_x, step % stages, parts, held, sums, squared)
-            T.reduce_sum(squared, of_rows, dim=1)
-            for i, j in T.Parallel(tile, padded):
-                if block * tile + i < rows:
-                    mul[split, block * tile + i, j] = sums[i, j]
-            for i in T.Parallel(tile):
-                if block * tile + i < rows:
-                    squares[split, block * tile + i] = of_rows[i]
+            for leaf in T.serial(num_leaves):
+                for inner in T.serial(leaf_steps):
+                    step = leaf * leaf_steps + inner
+                    T.ptx_wait_group(stages - 2)
+                    T.sync_threads()  # the step is here, and all are done with the one before
+                    ahead = step + stages - 1
+                    if ahead < steps:
+                        column = start + ahead * depth
+                        fetch(x, fn, of_x, of_fn, row, rows, column, ahead % stages)
+                    else:
+                        T.ptx_commit_group()
+                    cut(of_fn, step % stages, 0, of_weights)
+                    if plan.fenced:
+                        T.fence_proxy_async()
+                    T.sync_threads()
+                    multiply(of_x, step % stages, of_weights, held, sums, squared)
+                fold_sums(leaf % fold, sums, squared, of_rows, total, total_of_rows)
+                if leaf % fold == fold - 1 or leaf == num_leaves - 1:
+                    write(mul, squares, share * run + leaf // fold, row, rows, total, total_of_rows)
 
     return product_tiles
+
+
+def streamed_products(plan: ProductPlan) -> Any:
+    """A warpgroup brings streams by TMA and cuts weights, the others multiply 64 rows each.
+
+    A stage of the ring has an mbarrier that counts what arrives (`full`), and one at which the
+    warps arrive that have read it (`empty`). No barrier of the whole block: while a warpgroup loads
+    operands or squares, the tensor cores work for another.
+    """
+    mixes, padded, size, tile = plan.mixes, plan.padded, plan.size, plan.tile
+    depth, unit, stages = plan.depth, plan.unit, plan.stages
+    leaf_steps = plan.leaf // depth
+    leaves = -(-size // plan.leaf)
+    rows, parts = T.dynamic("rows parts")
+    threads = 2 * tile
+    fold_sums, write = fold_leaf(tile, padded), write_part(tile, padded)
+    load, store = weight_step(mixes, padded, size, depth, WARPGROUP)
+
+    @T.macro
+    def produce(x, fn, of_x, of_weights, full, empty, row, start, steps):
+        tx = T.get_thread_binding() - threads
+        weights = T.alloc_local((-(-padded * depth // WEIGHTS // WARPGROUP), WEIGHTS), T.float32)
+        load(fn, start, tx, weights)
+        for step in T.serial(steps):
+            slot = step % stages
+            column = start + step * depth
+            T.mbarrier_wait_parity(empty[slot], step // stages % 2 ^ 1)
+            T.tma_copy(
+                x[row : row + tile, column : column + depth], of_x[slot, :, :], barrier=full[slot]
+            )
+            store(weights, tx, of_weights, slot)
+            T.fence_proxy_async()
+            T.mbarrier_arrive(full[slot])
+            if step + 1 < steps:
+                load(fn, column + depth, tx, weights)
+
+    @T.macro
+    def multiply(of_x, of_weights, slot, held, sums, squared):
+        for first in tuple(range(0, depth, unit)):
+            columns = slice(first, first + unit)
+            T.copy(of_x[slot, :, columns], held)
+            for part in (0, padded):
+                T.wgmma_gemm(
+                    held, of_weights[slot, part : part + padded, columns], sums, transpose_B=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                )  # fmt: skip
+            for i, j in T.Parallel(tile, unit):
+                squared[i, j] = T.fma(
+                    T.cast(held[i, j], T.float32), T.cast(held[i, j], T.float32), squared[i, j]
+                )
+            T.wait_wgmma(0)
+
+    @T.prim_func
+    def product_streams(
+        x: T.Tensor[(rows, size), T.bfloat16],
+        fn: T.Tensor[(mixes, size), T.float32],
+        mul: T.Tensor[(parts, rows, padded), T.float32],
+        squares: T.Tensor[(parts, rows), T.float32],
+        run: T.int32,
+        fold: T.int32,
+    ):
+        with T.Kernel(
+            T.ceildiv(rows, tile), T.ceildiv(parts, run), threads=threads + WARPGROUP
+        ) as (block, share):
+            of_x = T.alloc_shared((stages, tile, depth), T.bfloat16)
+            of_weights = T.alloc_shared((stages, 2 * padded, depth), T.bfloat16)
+            full = T.alloc_barrier([WARPGROUP] * stages)
+            empty = T.alloc_barrier([threads // WARP] * stages)
+            T.annotate_layout({of_x: make_swizzled_layout(of_x)})
+            row = block * tile
+            first = share * run * fold  # leaf
+            num_leaves = T.min(run * fold, leaves - first)
+            if T.get_thread_binding() >= threads:
+                produce(
+                    x, fn, of_x, of_weights, full, empty, row, first * plan.leaf,
+                    num_leaves * leaf_steps,
+                )  # fmt: skip
+            else:
+                held = T.alloc_fragment((tile, unit), T.bfloat16)
+                sums = T.alloc_fragment((tile, padded), T.float32)
+                squared = T.alloc_fragment((tile, unit), T.float32)
+                of_rows = T.alloc_fragment((tile,), T.float32)
+                total = T.alloc_fragment((tile, padded), T.float32)
+                total_of_rows = T.alloc_fragment((tile,), T.float32)
+                T.clear(sums)
+                T.clear(squared)
+                for leaf in T.serial(num_leaves):
+                    for inner in T.serial(leaf_steps):
+                        step = leaf * leaf_steps + inner
+                        slot = step % stages
+                        T.mbarrier_wait_parity(full[slot], step // stages % 2)
+                        multiply(of_x, of_weights, slot, held, sums, squared)
+                        T.sync_warp()
+                        if T.get_thread_binding() % WARP == 0:
+                            T.mbarrier_arrive(empty[slot])
+                    T.warpgroup_fence_operand(sums, num_regs=tile * padded // threads)
+                    fold_sums(leaf % fold, sums, squared, of_rows, total, total_of_rows)
+                    if leaf % fold == fold - 1 or leaf == num_leaves - 1:
+                        part = share * run + leaf // fold
+                        write(mul, squares, part, row, rows, total, total_of_rows)
+
+    return product_streams
 
 
 # ---- mixes from products ------------------------------------------------------------------------
@@ -210,19 +409,37 @@ def inverse_norm(square, size, eps):
     return T.rsqrt(T.ieee_fmaf(square, T.float32(1 / size), eps))
 
 
-def sum_of_products(splits: int, size: int) -> Any:
+def sum_of_products(size: int) -> Any:
     """A macro: `totals` of a token are `mul` of one mix, `s`, and what divides by the norm.
 
-    The shares of the columns are added in order, wherever this is called.
+    Parts are groups of leaves (`fold` > 1) or single leaves. The leaves of a group are added in
+    order, then the groups, wherever this is called and whichever the parts are.
     """
+    columns = cut_columns(size)
 
     @T.macro
-    def summed(mul, squares, token, mix, eps, totals):
-        totals[0] = mul[0, token, mix]
-        totals[1] = squares[0, token]
-        for i in T.unroll(splits - 1):
-            totals[0] = T.ieee_add(totals[0], mul[i + 1, token, mix])
-            totals[1] = T.ieee_add(totals[1], squares[i + 1, token])
+    def summed(mul, squares, token, mix, fold, eps, totals):
+        if fold == columns.fold:
+            totals[0] = mul[0, token, mix]
+            totals[1] = squares[0, token]
+            for i in T.unroll(columns.groups - 1):
+                totals[0] = T.ieee_add(totals[0], mul[i + 1, token, mix])
+                totals[1] = T.ieee_add(totals[1], squares[i + 1, token])
+        else:
+            group = T.alloc_local((2,), T.float32)
+            for i in tuple(range(columns.leaves)):
+                if i % columns.fold == 0:
+                    group[0] = mul[i, token, mix]
+                    group[1] = squares[i, token]
+                else:
+                    group[0] = T.ieee_add(group[0], mul[i, token, mix])
+                    group[1] = T.ieee_add(group[1], squares[i, token])
+                if i == columns.fold - 1:
+                    totals[0] = group[0]
+                    totals[1] = group[1]
+                elif i % columns.fold == columns.fold - 1 or i == columns.leaves - 1:
+                    totals[0] = T.ieee_add(totals[0], group[0])
+                    totals[1] = T.ieee_add(totals[1], group[1])
         totals[2] = inverse_norm(totals[1], size, eps)
 
     return summed
@@ -235,19 +452,20 @@ MIX_THREADS = 128
     access_bits=lambda *_: (32, 32),
     pass_configs=EXPLICIT_GUARDS,
 )
-def mixes_of_products(mixes: int, padded: int, size: int, splits: int) -> Any:
+def mixes_of_products(mixes: int, padded: int, size: int) -> Any:
     """A thread per mix: the shares summed, and divided by the norm of the token."""
-    rows = T.dynamic("rows")
+    rows, parts = T.dynamic("rows parts")
     slots = MIX_THREADS // mixes  # tokens of a block
-    summed = sum_of_products(splits, size)
+    summed = sum_of_products(size)
 
     @T.prim_func
     def mix_entries(
-        mul: T.Tensor[(splits, rows, padded), T.float32],
-        squares: T.Tensor[(splits, rows), T.float32],
+        mul: T.Tensor[(parts, rows, padded), T.float32],
+        squares: T.Tensor[(parts, rows), T.float32],
         out: T.Tensor[(rows, mixes), T.float32],
         products_out: T.Tensor[(rows, mixes), T.float32],
         squares_out: T.Tensor[(rows,), T.float32],
+        fold: T.int32,
         eps: T.float32,
     ):
         with T.Kernel(T.ceildiv(rows, slots), threads=MIX_THREADS) as block:
@@ -255,7 +473,7 @@ def mixes_of_products(mixes: int, padded: int, size: int, splits: int) -> Any:
             mix = T.get_thread_binding() % mixes
             totals = T.alloc_local((3,), T.float32)
             if T.get_thread_binding() < slots * mixes and token < rows:
-                summed(mul, squares, token, mix, eps, totals)
+                summed(mul, squares, token, mix, fold, eps, totals)
                 out[token, mix] = T.ieee_mul(totals[0], totals[2])
                 products_out[token, mix] = totals[0]
                 if mix == 0:

@@ -15,7 +15,8 @@ from tile_kernels.mhc.norm_fn.plan import (
     MAX_MIXES,
     VECTOR,
     count_shares,
-    count_splits,
+    Division,
+    divide,
     gradient_columns,
     padded,
     plan_mix_gradients,
@@ -57,11 +58,12 @@ def _count_tokens(a: Any) -> int:
     return math.prod(a.residual.shape[:-2])
 
 
-def _count_splits(a: Any) -> int:
-    return count_splits(_count_tokens(a), a.fn.shape[1], a.residual.device)
+def _division(a: Any) -> Division:
+    return divide(_count_tokens(a), a.fn.shape[1], a.residual.device)
 
 
-NUM_TOKENS, NUM_SPLITS = Size(_count_tokens), Size(_count_splits)
+NUM_TOKENS = Size(_count_tokens)
+RUN, FOLD = Size(lambda a: _division(a).run), Size(lambda a: _division(a).fold)
 
 
 def _aligned(x: Spec) -> Spec:
@@ -70,20 +72,20 @@ def _aligned(x: Spec) -> Spec:
 
 
 def product_scratch(a: Any) -> tuple[Out, ...]:
-    """`mul` and `s` of each share of the columns, for kernels that add them up."""
-    tokens, splits = _count_tokens(a), _count_splits(a)
+    """`mul` and `s` of each part of the columns, for kernels that add them up."""
+    tokens, parts = _count_tokens(a), _division(a).parts
     return (
-        Out("mul", (splits, tokens, padded(a.fn.shape[0])), torch.float32),
-        Out("squares", (splits, tokens), torch.float32),
+        Out("mul", (parts, tokens, padded(a.fn.shape[0])), torch.float32),
+        Out("squares", (parts, tokens), torch.float32),
     )
 
 
 def launch_products(a: Any, mul: Spec, squares: Spec) -> Launch:
     """The launch that fills the scratch of `product_scratch`."""
     mixes, size = a.fn.shape
-    problem = (mixes, padded(mixes), size, NUM_TOKENS, NUM_SPLITS)
+    problem = (mixes, padded(mixes), size, NUM_TOKENS)
     rows = _aligned(shapes.rows(a.residual, size))
-    return Launch(_PRODUCTS, problem, (rows, _aligned(a.fn), mul, squares))
+    return Launch(_PRODUCTS, problem, (rows, _aligned(a.fn), mul, squares, RUN, FOLD))
 
 
 # ---- forward ------------------------------------------------------------------------------------
@@ -113,11 +115,11 @@ class Arguments(NamedTuple):
         count, size = self.fn.shape
         arguments = (
             split_mul, split_squares, shapes.rows(mixes, count), shapes.rows(mul, count),
-            shapes.rows(s), float(self.eps),
+            shapes.rows(s), FOLD, float(self.eps),
         )  # fmt: skip
         return [
             launch_products(self, split_mul, split_squares),
-            Launch(_MIXES, (count, padded(count), size, NUM_SPLITS), arguments),
+            Launch(_MIXES, (count, padded(count), size), arguments),
         ]
 
     def scratch(self) -> tuple[Out, ...]:

@@ -81,12 +81,13 @@ def read_from_products(*static: Any) -> Any:
     size, count = streams * hidden, streams * (streams + 2)
     columns, load, store, _ = column_macros(hidden, plan.vector)
     lanes = lanes_of(streams)
-    summed = sum_of_products(plan.splits, size)
+    summed = sum_of_products(size)
     read = read_streams(streams, columns)
     normalized = sinkhorn(streams, plan.near)
     placed = place_mix(streams, plan.saving)
     types = stream_types(streams, hidden)
     num_tokens = types.num_tokens
+    parts = T.dynamic("parts")
 
     @T.macro
     def load_streams(residual, token, first, raw):
@@ -97,8 +98,8 @@ def read_from_products(*static: Any) -> Any:
     @T.prim_func
     def read_tokens(
         residual: types.streams(),
-        mul: T.Tensor[(plan.splits, num_tokens, plan.padded), T.float32],
-        squares: T.Tensor[(plan.splits, num_tokens), T.float32],
+        mul: T.Tensor[(parts, num_tokens, plan.padded), T.float32],
+        squares: T.Tensor[(parts, num_tokens), T.float32],
         scale: T.Tensor[(3,), T.float32],
         base: T.Tensor[(count,), T.float32],
         post: types.mix(),
@@ -114,6 +115,7 @@ def read_from_products(*static: Any) -> Any:
         sinkhorn_eps: T.float32,
         post_mult: T.float32,
         repeat: T.int32,
+        fold: T.int32,
     ):
         with T.Kernel(num_tokens * plan.parts, threads=threads) as block:
             T.annotate_min_blocks_per_sm(resident(threads, streams, 64, 128))
@@ -133,7 +135,7 @@ def read_from_products(*static: Any) -> Any:
             for turn in T.unroll(-(-count // threads)):
                 mix = turn * threads + tx
                 if mix < count:
-                    summed(mul, squares, token, mix, rms_eps, totals)
+                    summed(mul, squares, token, mix, fold, rms_eps, totals)
                     placed(
                         totals, token, mix, part == 0, (pre_eps, post_mult), (scale, base), post,
                         saved, pre, logits, 0,

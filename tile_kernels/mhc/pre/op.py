@@ -16,7 +16,7 @@ from tile_kernels.mhc import shapes
 from tile_kernels.mhc.apply.op import mhc_pre_apply_mix_bwd
 from tile_kernels.mhc.mix.op import mhc_pre_split_mixes_bwd
 from tile_kernels.mhc.norm_fn.op import (
-    NUM_SPLITS,
+    FOLD,
     NUM_TOKENS,
     check_inputs,
     launch_products,
@@ -111,13 +111,13 @@ def _launches(
     if saved:
         kept = [shapes.rows(x, *last) for x, last in zip(saved, sizes)]
     problem = (
-        m, h, NUM_TOKENS, alignment(residual, layer_input), padded(count), NUM_SPLITS,
+        m, h, NUM_TOKENS, alignment(residual, layer_input), padded(count),
         is_near(a.mhc_sinkhorn_eps), bool(saved),
     )  # fmt: skip
     arguments = (
         residual, mul, squares, a.mhc_scale, a.mhc_base, post, comb, layer_input, *kept,
         float(a.rms_eps), float(a.mhc_pre_eps), float(a.mhc_sinkhorn_eps),
-        float(a.mhc_post_mult_value), a.sinkhorn_repeat,
+        float(a.mhc_post_mult_value), a.sinkhorn_repeat, FOLD,
     )  # fmt: skip
     return [launch_products(a, mul, squares), Launch(_READ, problem, arguments)]
 

@@ -9,7 +9,7 @@ from tile_kernels.runtime.device import Device
 
 
 class ReadPlan(NamedTuple):
-    """`padded` columns and `splits` shares of the products; `near` as in `sinkhorn`.
+    """`padded` columns of the products; `near` as in `sinkhorn`.
 
     With `saving`, what gradients need is written too.
     """
@@ -21,7 +21,6 @@ class ReadPlan(NamedTuple):
     steps: int
     parts: int
     padded: int
-    splits: int
     near: bool
     saving: bool
 
@@ -32,7 +31,6 @@ def plan_read(
     num_tokens: int,
     alignment: int,
     padded: int,
-    splits: int,
     near: bool,
     saving: bool,
     device: Device,
@@ -43,4 +41,4 @@ def plan_read(
     else:
         (threads, steps), parts = whole_row(hidden), 1
     vector = access(columns_of(hidden), 2, alignment)
-    return ReadPlan(streams, hidden, vector, threads, steps, parts, padded, splits, near, saving)
+    return ReadPlan(streams, hidden, vector, threads, steps, parts, padded, near, saving)
