@@ -83,10 +83,13 @@ def cut_weights(mixes: int, padded: int, columns: int, size: int, threads: int) 
     return cut
 
 
-def weight_step(mixes: int, padded: int, size: int, depth: int, threads: int) -> Any:
-    """Macros: `depth` columns of the weights to registers; from there in two parts to a stage."""
+def weight_step(mixes: int, padded: int, size: int, depth: int, stages: int, threads: int) -> Any:
+    """Macros: `depth` columns of the weights to registers; from there in two parts to a stage.
+
+    A third one clears the rows of padding of all stages.
+    """
     accesses = depth // WEIGHTS  # of a row
-    turns = -(-padded * accesses // threads)
+    turns = -(-mixes * accesses // threads)
 
     @T.macro
     def load(fn, column, tx, weights):
@@ -95,7 +98,7 @@ def weight_step(mixes: int, padded: int, size: int, depth: int, threads: int) ->
             inside = column + place % accesses * WEIGHTS
             for e in T.vectorized(WEIGHTS):
                 weights[turn, e] = T.float32(0)
-            if place // accesses < mixes and inside < size:
+            if place < mixes * accesses and inside < size:
                 for e in T.vectorized(WEIGHTS):
                     weights[turn, e] = fn[place // accesses, inside + e]
 
@@ -107,7 +110,7 @@ def weight_step(mixes: int, padded: int, size: int, depth: int, threads: int) ->
             place = turn * threads + tx
             row = place // accesses
             first = place % accesses * WEIGHTS
-            if place < padded * accesses:
+            if place < mixes * accesses:
                 for e in T.unroll(WEIGHTS):
                     in_two(weights[turn, e], high, low, e)
                 for e in T.vectorized(WEIGHTS):
@@ -115,7 +118,22 @@ def weight_step(mixes: int, padded: int, size: int, depth: int, threads: int) ->
                 for e in T.vectorized(WEIGHTS):
                     of_weights[slot, padded + row, first + e] = low[e]
 
-    return load, store
+    @T.macro
+    def clear_padding(tx, of_weights):
+        rows = padded - mixes
+        if rows > 0:
+            for turn in T.serial(-(-2 * stages * rows * accesses // threads)):
+                place = turn * threads + tx
+                if place < 2 * stages * rows * accesses:
+                    slot = place // (2 * rows * accesses)
+                    part = place // (rows * accesses) % 2
+                    row = place // accesses % rows
+                    for e in T.vectorized(WEIGHTS):
+                        of_weights[
+                            slot, part * padded + mixes + row, place % accesses * WEIGHTS + e
+                        ] = T.bfloat16(0)
+
+    return load, store, clear_padding
 
 
 # ---- products -----------------------------------------------------------------------------------
@@ -299,7 +317,7 @@ def copied_products(plan: ProductPlan) -> Any:
 
 
 def streamed_products(plan: ProductPlan) -> Any:
-    """A warpgroup brings streams by TMA and cuts weights, the others multiply 64 rows each.
+    """A warp copies streams by TMA, three cut weights, and warpgroups multiply 64 rows each.
 
     A stage of the ring has an mbarrier that counts what arrives (`full`), and one at which the
     warps arrive that have read it (`empty`). No barrier of the whole block: while a warpgroup loads
@@ -312,13 +330,11 @@ def streamed_products(plan: ProductPlan) -> Any:
     rows, parts = T.dynamic("rows parts")
     threads = 2 * tile
     fold_sums, write = fold_leaf(tile, padded), write_part(tile, padded)
-    load, store = weight_step(mixes, padded, size, depth, WARPGROUP)
+    cutters = WARPGROUP - WARP  # threads, so that all are whole warpgroups
+    load, store, clear_padding = weight_step(mixes, padded, size, depth, stages, cutters)
 
     @T.macro
-    def produce(x, fn, of_x, of_weights, full, empty, row, start, steps):
-        tx = T.get_thread_binding() - threads
-        weights = T.alloc_local((-(-padded * depth // WEIGHTS // WARPGROUP), WEIGHTS), T.float32)
-        load(fn, start, tx, weights)
+    def copy_streams(x, of_x, full, empty, row, start, steps):
         for step in T.serial(steps):
             slot = step % stages
             column = start + step * depth
@@ -326,11 +342,22 @@ def streamed_products(plan: ProductPlan) -> Any:
             T.tma_copy(
                 x[row : row + tile, column : column + depth], of_x[slot, :, :], barrier=full[slot]
             )
+            T.mbarrier_arrive(full[slot])  # all 32 lanes, the one that copies among them
+
+    @T.macro
+    def bring_weights(fn, of_weights, full, empty, start, steps):
+        tx = T.get_thread_binding() - threads
+        weights = T.alloc_local((-(-mixes * depth // WEIGHTS // cutters), WEIGHTS), T.float32)
+        load(fn, start, tx, weights)
+        clear_padding(tx, of_weights)
+        for step in T.serial(steps):
+            slot = step % stages
+            T.mbarrier_wait_parity(empty[slot], step // stages % 2 ^ 1)
             store(weights, tx, of_weights, slot)
-            T.fence_proxy_async()
+            T.fence_proxy_async()  # the matrix units read what these threads wrote
             T.mbarrier_arrive(full[slot])
             if step + 1 < steps:
-                load(fn, column + depth, tx, weights)
+                load(fn, start + (step + 1) * depth, tx, weights)
 
     @T.macro
     def multiply(of_x, of_weights, slot, held, sums, squared):
@@ -368,11 +395,11 @@ def streamed_products(plan: ProductPlan) -> Any:
             row = block * tile
             first = share * run * fold  # leaf
             num_leaves = T.min(run * fold, leaves - first)
-            if T.get_thread_binding() >= threads:
-                produce(
-                    x, fn, of_x, of_weights, full, empty, row, first * plan.leaf,
-                    num_leaves * leaf_steps,
-                )  # fmt: skip
+            start, steps = first * plan.leaf, num_leaves * leaf_steps
+            if T.get_thread_binding() >= threads + cutters:
+                copy_streams(x, of_x, full, empty, row, start, steps)
+            elif T.get_thread_binding() >= threads:
+                bring_weights(fn, of_weights, full, empty, start, steps)
             else:
                 held = T.alloc_fragment((tile, unit), T.bfloat16)
                 sums = T.alloc_fragment((tile, padded), T.float32)
