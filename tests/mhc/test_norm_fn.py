@@ -12,7 +12,7 @@ from tile_kernels import mhc
 from tile_kernels import torch as references
 from tile_kernels.mhc.norm_fn import plan as plans
 from tile_kernels.mhc.norm_fn import reference
-from tile_kernels.mhc.norm_fn.plan import count_shares, count_splits
+from tile_kernels.mhc.norm_fn.plan import count_shares, cut_columns, divide
 from tile_kernels.runtime.device import DESCRIBED
 
 X = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 2, 2)
@@ -110,20 +110,61 @@ def test_tf32() -> None:
 
 def test_what_is_shared_does_not_depend_on_the_budget() -> None:
     device, num_sms = torch.device("cpu"), tile_kernels.get_num_sms()
-    before = count_splits(4096, 28672, device), count_shares(4096, 5120, 128, device)
+    before = count_shares(4096, 5120, 128, device)
     tile_kernels.set_num_sms(num_sms // 3)
     try:
-        assert (count_splits(4096, 28672, device), count_shares(4096, 5120, 128, device)) == before
+        assert count_shares(4096, 5120, 128, device) == before
     finally:
         tile_kernels.set_num_sms(num_sms)
-    assert before == (6, (6, 11))
+    assert before == (6, 11)
 
 
 @pytest.mark.parametrize(
-    ("rows", "splits"), [(1, 112), (192, 38), (193, 56), (4096, 6), (16384, 3), (2**20, 1)]
+    ("size", "expected"),
+    [
+        (28672, (512, 56, 7, 8)),
+        (16384, (256, 64, 8, 8)),
+        (10240, (256, 40, 5, 8)),
+        (2304, (256, 9, 2, 5)),
+        (512, (256, 2, 1, 2)),
+        (8, (256, 1, 1, 1)),
+    ],
 )
-def test_blocks_fill_the_device(rows: int, splits: int) -> None:
-    assert count_splits(rows, 28672, torch.device("cpu")) == splits
+def test_columns_are_cut_by_their_number(size: int, expected: tuple[int, ...]) -> None:
+    columns = cut_columns(size)
+    assert columns == expected
+    assert columns.leaf * (columns.leaves - 1) < size <= columns.leaf * columns.leaves
+    assert columns.fold * (columns.groups - 1) < columns.leaves <= columns.fold * columns.groups
+
+
+@pytest.mark.parametrize(
+    ("rows", "division"),
+    [
+        (1, (56, 1, 1)),
+        (64, (56, 1, 1)),
+        (192, (56, 2, 1)),
+        (193, (56, 1, 1)),
+        (1024, (56, 2, 1)),
+        (4096, (8, 1, 7)),
+        (8192, (8, 2, 7)),
+        (16384, (8, 4, 7)),
+    ],
+)
+def test_blocks_fill_the_device(rows: int, division: tuple[int, ...]) -> None:
+    """Single leaves for few rows, groups of them for many: parts, parts of a block, leaves."""
+    assert divide(rows, 28672, torch.device("cpu")) == division
+
+
+@pytest.mark.parametrize("arch", DESCRIBED)
+@pytest.mark.parametrize("mixes", [24, 128])
+def test_few_kernels_for_all_token_counts(arch: str, mixes: int) -> None:
+    """Two sizes of tiles; what determines the bits of a row is the same for both."""
+    plans_of_rows = {
+        plans.plan_products(mixes, plans.padded(mixes), 28672, rows, DESCRIBED[arch])
+        for rows in range(1, 16385)
+    }
+    assert len(plans_of_rows) <= 2
+    assert len({(plan.leaf, plan.unit, plan.padded) for plan in plans_of_rows}) == 1
 
 
 @pytest.mark.parametrize("arch", DESCRIBED)
@@ -132,14 +173,17 @@ def test_shared_memory_suffices(arch: str) -> None:
     device = DESCRIBED[arch]
     for padded in range(16, plans.MAX_MIXES + 1, 16):
         for rows in (10, 4096):
-            plan = plans.plan_products(padded, padded, 28672, rows, 8, device)
-            stage = plan.tile * plans.BF16 + padded * plans.FP32
+            plan = plans.plan_products(padded, padded, 28672, rows, device)
             parts = 2 * padded * plans.BF16
+            if plan.streamed:
+                column = plan.stages * (plan.tile * plans.BF16 + parts)
+            else:
+                column = plan.stages * (plan.tile * plans.BF16 + padded * plans.FP32) + parts
             assert plan.stages >= 2
-            assert (plan.stages * stage + parts) * plan.depth <= device.smem_per_block
+            assert column * plan.depth <= device.smem_per_block
         for accumulate in (False, True):
             stages = plans.plan_product_gradients(
-                padded, padded, 28672, 1, accumulate, device
+                padded, padded, 28672, accumulate, device
             ).stages
             width = plans.gradient_columns(padded)
             tile = 64 * (2 * width * (1 + accumulate) + 4 * padded + 4)

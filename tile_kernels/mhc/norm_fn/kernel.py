@@ -232,7 +232,7 @@ def write_part(tile: int, padded: int) -> Any:
 
 
 @kernel(
-    access_bits=lambda *_: ((), (32, 64)),
+    access_bits=lambda *static: ((128,) if ProductPlan(*static).streamed else (), (32, 64)),
     # All barriers are written out.
     pass_configs={**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True},
 )
@@ -571,11 +571,9 @@ def mix_gradients(mixes: int, padded: int, size: int) -> Any:
 
 
 @kernel(access_bits=lambda *_: (128, (32, 128)))
-def product_gradients(
-    mixes: int, padded: int, size: int, splits: int, accumulate: bool, stages: int
-) -> Any:
+def product_gradients(mixes: int, padded: int, size: int, accumulate: bool, stages: int) -> Any:
     """The gradients of streams and weights from one reading of the streams."""
-    rows = T.dynamic("rows")
+    rows, splits = T.dynamic("rows splits")
     height, width = GRADIENT_ROWS, gradient_columns(padded)
     cut = cut_weights(mixes, padded, width, size, 128)
     copies = 5 if accumulate else 4  # for a tile

@@ -255,7 +255,7 @@ def _launches_backward(
     if a.residual.numel() == 0:
         return [Host(Tensor.zero_, (grad_fn,))]
     mixes, size = a.fn.shape
-    width, (shares, tiles) = padded(mixes), _shares(a)
+    width, (_, tiles) = padded(mixes), _shares(a)
     rows, fn = _aligned(shapes.rows(a.residual, size)), _aligned(a.fn).view(1, mixes, size)
     grads = shapes.rows(a.grad_mixes, mixes), shapes.rows(a.mul, mixes), shapes.rows(a.s)
     grad_rows = shapes.rows(grad_residual, size)
@@ -266,7 +266,7 @@ def _launches_backward(
             _MIX_GRADIENTS, (mixes, width, size), (*grads, parts, of_squares, float(a.eps))
         ),
         Launch(
-            _GRADIENTS, (mixes, width, size, shares, accumulate),
+            _GRADIENTS, (mixes, width, size, accumulate),
             (rows, fn, parts, of_squares, grad_buffer, sums, tiles),
         ),
     ]  # fmt: skip

@@ -23,7 +23,7 @@ LEAVES, MIN_LEAF_STEPS = 56, 2
 GROUPS = 8
 LEAF_COST = 1.15  # writing a leaf and reading it again, relative to computing it
 GRADIENT_ROWS = 64  # of a tile in the backward pass
-GRADIENT_STAGES = 3
+GRADIENT_STAGES, ADDING_STAGES = 3, 2  # two blocks fit in a multiprocessor
 
 
 def padded(mixes: int) -> int:
@@ -191,21 +191,21 @@ def plan_mix_gradients(mixes: int, padded: int, size: int, device: Device) -> Mi
 
 
 class ProductGradientPlan(NamedTuple):
-    """Some columns of several tiles of rows for a block; `splits` blocks share those columns."""
+    """Some columns of several tiles of rows for a block, of which `stages` are in flight."""
 
     mixes: int
     padded: int
     size: int
-    splits: int
     accumulate: bool
     stages: int
 
 
 def plan_product_gradients(
-    mixes: int, padded: int, size: int, splits: int, accumulate: bool, device: Device
+    mixes: int, padded: int, size: int, accumulate: bool, device: Device
 ) -> ProductGradientPlan:
     width = gradient_columns(padded)
     weights = 2 * padded * width * BF16
     tile = GRADIENT_ROWS * ((width * (1 + accumulate) + 2 * padded) * BF16 + 4)
-    stages = max(1, min(GRADIENT_STAGES, (device.smem_per_block - 1024 - weights) // tile))
-    return ProductGradientPlan(mixes, padded, size, splits, accumulate, stages)
+    most = ADDING_STAGES if accumulate else GRADIENT_STAGES
+    stages = max(1, min(most, (device.smem_per_block - 1024 - weights) // tile))
+    return ProductGradientPlan(mixes, padded, size, accumulate, stages)
