@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,8 @@ import tile_kernels
 from tests.mhc.helpers import BF16, close, grounds, sublayer
 from tile_kernels import mhc
 from tile_kernels import torch as references
+from tile_kernels.emulator import Emulated
+from tile_kernels.mhc.norm_fn import kernel as kernels
 from tile_kernels.mhc.norm_fn import plan as plans
 from tile_kernels.mhc.norm_fn import reference
 from tile_kernels.mhc.norm_fn.plan import count_shares, cut_columns, divide
@@ -155,6 +159,50 @@ def test_blocks_fill_the_device(rows: int, division: tuple[int, ...]) -> None:
     assert divide(rows, 28672, torch.device("cpu")) == division
 
 
+@pytest.mark.emulated
+def test_bits_do_not_depend_on_the_division() -> None:
+    """Both sizes of tiles; parts that are leaves or groups of them, one or several in a block."""
+    mixes, size = 5, 2312
+    padded, columns = plans.padded(mixes), cut_columns(size)
+    assert columns.fold > 1
+    assert size % columns.leaf
+    torch.manual_seed(0)
+    x, fn = torch.randn(130, size).to(BF16), torch.randn(mixes, size)
+    found = []
+    for planned, rows in ((1, (1, 65)), (4096, (2, 130))):
+        plan = plans.plan_products(mixes, padded, size, planned, DESCRIBED["sm_90a"])
+        emulated = Emulated.build(
+            kernels.products.prim_func(plan), arch="sm_90a",
+            pass_configs=kernels.products.pass_configs,
+        )  # fmt: skip
+        for count in rows:
+            for parts, run, fold in (
+                (columns.leaves, 1, 1), (columns.leaves, 4, 1), (columns.groups, 2, columns.fold),
+            ):  # fmt: skip
+                mul = torch.full((parts, count, padded), math.nan)
+                squares = torch.full((parts, count), math.nan)
+                given = {
+                    "x": x[:count].contiguous(), "fn": fn, "mul": mul, "squares": squares,
+                    "run": run, "fold": fold,
+                }  # fmt: skip
+                emulated(*(given[p.name] for p in emulated.lowered.params))
+                values = torch.cat((mul[..., :mixes], squares[..., None]), -1)
+                groups = values.split(columns.fold // fold)
+                found.append(sum_in_order([sum_in_order(list(group)) for group in groups]))
+    expected = x.double() @ reference.tf32(fn).double().T
+    for one in found:
+        torch.testing.assert_close(one[:, :mixes].double(), expected[: len(one)], atol=1e-3, rtol=0)
+        assert torch.equal(one[0], found[0][0])
+        assert torch.equal(one, found[-1][: len(one)])
+
+
+def sum_in_order(terms: list[Tensor]) -> Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
 @pytest.mark.parametrize("arch", DESCRIBED)
 @pytest.mark.parametrize("mixes", [24, 128])
 def test_few_kernels_for_all_token_counts(arch: str, mixes: int) -> None:
@@ -182,9 +230,7 @@ def test_shared_memory_suffices(arch: str) -> None:
             assert plan.stages >= 2
             assert column * plan.depth <= device.smem_per_block
         for accumulate in (False, True):
-            stages = plans.plan_product_gradients(
-                padded, padded, 28672, accumulate, device
-            ).stages
+            stages = plans.plan_product_gradients(padded, padded, 28672, accumulate, device).stages
             width = plans.gradient_columns(padded)
             tile = 64 * (2 * width * (1 + accumulate) + 4 * padded + 4)
             assert 4 * padded * width + stages * tile <= device.smem_per_block

@@ -14,8 +14,8 @@ from tile_kernels.mhc.norm_fn import reference
 from tile_kernels.mhc.norm_fn.plan import (
     MAX_MIXES,
     VECTOR,
-    count_shares,
     Division,
+    count_shares,
     divide,
     gradient_columns,
     padded,
@@ -165,8 +165,8 @@ def mhc_norm_fn_fwd(residual: Tensor, fn: Tensor, eps: float) -> tuple[Tensor, T
 
         mul = X . f^T        s = sum of X^2        mixes = mul / sqrt(s / K + eps)
 
-    summed in float32 in an order that depends on sizes and device alone. The gradient needs `mul`
-    and `s`. A token with NaN or an infinity has mixes that are NaN. Differentiable with respect to
+    summed in float32 in an order that depends on `m * h` and the device alone: a token has the same
+    bits in any batch. The gradient needs `mul` and `s`. A token with NaN or an infinity has mixes that are NaN. Differentiable with respect to
     `residual` and `fn`, through `mixes`.
 
     Args:

@@ -163,8 +163,7 @@ def plan_products(mixes: int, padded: int, size: int, rows: int, device: Device)
             (tile, depth, min(MAX_STAGES, stages))
             for tile in (most, 2 * FEW_ROWS, FEW_ROWS)
             for depth in depths
-            if depth >= unit
-            and (stages := _copied_stages(mixes, padded, tile, depth, device)) >= 2
+            if depth >= unit and (stages := _copied_stages(mixes, padded, tile, depth, device)) >= 2
         )
         stages = min(stages, math.ceil(size / depth) + 1)
     return ProductPlan(mixes, padded, size, tile, leaf, depth, unit, stages, streamed, fenced)
