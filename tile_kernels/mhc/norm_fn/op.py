@@ -166,8 +166,8 @@ def mhc_norm_fn_fwd(residual: Tensor, fn: Tensor, eps: float) -> tuple[Tensor, T
         mul = X . f^T        s = sum of X^2        mixes = mul / sqrt(s / K + eps)
 
     summed in float32 in an order that depends on `m * h` and the device alone: a token has the same
-    bits in any batch. The gradient needs `mul` and `s`. A token with NaN or an infinity has mixes that are NaN. Differentiable with respect to
-    `residual` and `fn`, through `mixes`.
+    bits in any batch. The gradient needs `mul` and `s`. A token with NaN or an infinity has mixes
+    that are NaN. Differentiable with respect to `residual` and `fn`, through `mixes`.
 
     Args:
         residual: `[..., m, h]`, bfloat16, contiguous; `m` from 1 to 8, `h` a multiple of 8.
