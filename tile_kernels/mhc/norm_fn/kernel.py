@@ -83,27 +83,32 @@ def cut_weights(mixes: int, padded: int, columns: int, size: int, threads: int) 
     return cut
 
 
+def weight_turns(mixes: int, depth: int, threads: int) -> int:
+    """How many vectors of `depth` columns of the weights a thread has."""
+    return -(-mixes * depth // WEIGHTS // threads)
+
+
 def weight_step(mixes: int, padded: int, size: int, depth: int, stages: int, threads: int) -> Any:
     """Macros: `depth` columns of the weights to registers; from there in two parts to a stage.
 
-    A third one clears the rows of padding of all stages.
+    Registers are `weights[buffer]`. A third macro clears the rows of padding of all stages.
     """
     accesses = depth // WEIGHTS  # of a row
-    turns = -(-mixes * accesses // threads)
+    turns = weight_turns(mixes, depth, threads)
 
     @T.macro
-    def load(fn, column, tx, weights):
+    def load(fn, column, tx, weights, buffer):
         for turn in T.unroll(turns):
             place = turn * threads + tx
             inside = column + place % accesses * WEIGHTS
             for e in T.vectorized(WEIGHTS):
-                weights[turn, e] = T.float32(0)
+                weights[buffer, turn, e] = T.float32(0)
             if place < mixes * accesses and inside < size:
                 for e in T.vectorized(WEIGHTS):
-                    weights[turn, e] = fn[place // accesses, inside + e]
+                    weights[buffer, turn, e] = fn[place // accesses, inside + e]
 
     @T.macro
-    def store(weights, tx, of_weights, slot):
+    def store(weights, buffer, tx, of_weights, slot):
         high = T.alloc_local((WEIGHTS,), T.bfloat16)
         low = T.alloc_local((WEIGHTS,), T.bfloat16)
         for turn in T.unroll(turns):
@@ -112,7 +117,7 @@ def weight_step(mixes: int, padded: int, size: int, depth: int, stages: int, thr
             first = place % accesses * WEIGHTS
             if place < mixes * accesses:
                 for e in T.unroll(WEIGHTS):
-                    in_two(weights[turn, e], high, low, e)
+                    in_two(weights[buffer, turn, e], high, low, e)
                 for e in T.vectorized(WEIGHTS):
                     of_weights[slot, row, first + e] = high[e]
                 for e in T.vectorized(WEIGHTS):
@@ -139,25 +144,38 @@ def weight_step(mixes: int, padded: int, size: int, depth: int, stages: int, thr
 # ---- products -----------------------------------------------------------------------------------
 
 
-def fetch_step(mixes: int, size: int, tile: int, depth: int) -> Any:
-    """A macro: start the copies of a step to `slot`, streams and weights, as one group.
+def fetch_rows(size: int, tile: int, depth: int, threads: int) -> Any:
+    """A macro: starts the copies of `depth` columns of the streams to `slot`.
 
     Of `x` the rows from `row` on; zeros where there are none, and beyond the last column.
     """
-    threads = 2 * tile
-    of_row, of_weights = depth // VECTOR, depth // WEIGHTS  # accesses
+    accesses = depth // VECTOR  # of a row
 
     @T.macro
-    def fetch(x, fn, of_x, of_fn, row, rows, column, slot):
+    def fetch(x, of_x, row, rows, column, slot):
         tx = T.get_thread_binding()
-        for turn in T.unroll(tile * of_row // threads):
-            line = turn * (threads // of_row) + tx // of_row
-            inside = tx % of_row * VECTOR
+        for turn in T.unroll(tile * accesses // threads):
+            line = turn * (threads // accesses) + tx // accesses
+            inside = tx % accesses * VECTOR
             T.ptx_cp_async(
                 T.access_ptr(of_x[slot, line, inside], "w", VECTOR),
                 T.access_ptr(x[row + line, column + inside], "r", VECTOR),
                 VECTOR, row + line < rows and column + inside < size,
             )  # fmt: skip
+
+    return fetch
+
+
+def fetch_step(mixes: int, size: int, tile: int, depth: int) -> Any:
+    """A macro: starts the copies of a step to `slot`, streams and weights, as one group."""
+    threads = 2 * tile
+    of_weights = depth // WEIGHTS  # accesses
+    fetch_streams = fetch_rows(size, tile, depth, threads)
+
+    @T.macro
+    def fetch(x, fn, of_x, of_fn, row, rows, column, slot):
+        tx = T.get_thread_binding()
+        fetch_streams(x, of_x, row, rows, column, slot)
         for turn in T.unroll(-(-mixes * of_weights // threads)):
             line = (turn * threads + tx) // of_weights
             inside = (turn * threads + tx) % of_weights * WEIGHTS
@@ -192,6 +210,28 @@ def multiply_step(padded: int, tile: int, depth: int, unit: int) -> Any:
                 squared[i, j] = T.fma(
                     T.cast(held[i, j], T.float32), T.cast(held[i, j], T.float32), squared[i, j]
                 )
+
+    return multiply
+
+
+def multiply_stage(padded: int, tile: int, depth: int, unit: int) -> Any:
+    """Like `multiply_step`, by some warpgroups of a block; the squares while wgmma runs."""
+
+    @T.macro
+    def multiply(of_x, of_weights, slot, held, sums, squared):
+        for first in tuple(range(0, depth, unit)):
+            columns = slice(first, first + unit)
+            T.copy(of_x[slot, :, columns], held)
+            for part in (0, padded):
+                T.wgmma_gemm(
+                    held, of_weights[slot, part : part + padded, columns], sums, transpose_B=True,
+                    policy=T.GemmWarpPolicy.FullRow,
+                )  # fmt: skip
+            for i, j in T.Parallel(tile, unit):
+                squared[i, j] = T.fma(
+                    T.cast(held[i, j], T.float32), T.cast(held[i, j], T.float32), squared[i, j]
+                )
+            T.wait_wgmma(0)
 
     return multiply
 
@@ -232,7 +272,7 @@ def write_part(tile: int, padded: int) -> Any:
 
 
 @kernel(
-    access_bits=lambda *static: ((128,) if ProductPlan(*static).streamed else (), (32, 64)),
+    access_bits=lambda *static: ((128,) if ProductPlan(*static).kind == "streamed" else (), (32, 64)),
     # All barriers are written out.
     pass_configs={**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True},
 )
@@ -244,7 +284,7 @@ def products(*static: Any) -> Any:
     have arrived.
     """
     plan = ProductPlan(*static)
-    return streamed_products(plan) if plan.streamed else copied_products(plan)
+    return KINDS[plan.kind](plan)
 
 
 def copied_products(plan: ProductPlan) -> Any:
@@ -317,7 +357,7 @@ def copied_products(plan: ProductPlan) -> Any:
 
 
 def streamed_products(plan: ProductPlan) -> Any:
-    """A warp copies streams by TMA, three cut weights, and warpgroups multiply 64 rows each.
+    """A warp copies streams by TMA, others cut weights, and warpgroups multiply 64 rows each.
 
     A stage of the ring has an mbarrier that counts what arrives (`full`), and one at which the
     warps arrive that have read it (`empty`). No barrier of the whole block: while a warpgroup loads
@@ -330,8 +370,10 @@ def streamed_products(plan: ProductPlan) -> Any:
     rows, parts = T.dynamic("rows parts")
     threads = 2 * tile
     fold_sums, write = fold_leaf(tile, padded), write_part(tile, padded)
-    cutters = WARPGROUP - WARP  # threads, so that all are whole warpgroups
+    multiply = multiply_stage(padded, tile, depth, unit)
+    cutters = plan.threads - threads - WARP
     load, store, clear_padding = weight_step(mixes, padded, size, depth, stages, cutters)
+    turns = weight_turns(mixes, depth, cutters)
 
     @T.macro
     def copy_streams(x, of_x, full, empty, row, start, steps):
@@ -347,33 +389,20 @@ def streamed_products(plan: ProductPlan) -> Any:
     @T.macro
     def bring_weights(fn, of_weights, full, empty, start, steps):
         tx = T.get_thread_binding() - threads
-        weights = T.alloc_local((-(-mixes * depth // WEIGHTS // cutters), WEIGHTS), T.float32)
-        load(fn, start, tx, weights)
+        weights = T.alloc_local((2, turns, WEIGHTS), T.float32)
+        load(fn, start, tx, weights, 0)
+        load(fn, start + depth, tx, weights, 1)
         clear_padding(tx, of_weights)
-        for step in T.serial(steps):
-            slot = step % stages
-            T.mbarrier_wait_parity(empty[slot], step // stages % 2 ^ 1)
-            store(weights, tx, of_weights, slot)
-            T.fence_proxy_async()  # the matrix units read what these threads wrote
-            T.mbarrier_arrive(full[slot])
-            if step + 1 < steps:
-                load(fn, start + (step + 1) * depth, tx, weights)
-
-    @T.macro
-    def multiply(of_x, of_weights, slot, held, sums, squared):
-        for first in tuple(range(0, depth, unit)):
-            columns = slice(first, first + unit)
-            T.copy(of_x[slot, :, columns], held)
-            for part in (0, padded):
-                T.wgmma_gemm(
-                    held, of_weights[slot, part : part + padded, columns], sums, transpose_B=True,
-                    policy=T.GemmWarpPolicy.FullRow,
-                )  # fmt: skip
-            for i, j in T.Parallel(tile, unit):
-                squared[i, j] = T.fma(
-                    T.cast(held[i, j], T.float32), T.cast(held[i, j], T.float32), squared[i, j]
-                )
-            T.wait_wgmma(0)
+        for pair in T.serial(steps // 2):  # a leaf is an even number of steps
+            for buffer in (0, 1):
+                step = pair * 2 + buffer
+                slot = step % stages
+                T.mbarrier_wait_parity(empty[slot], step // stages % 2 ^ 1)
+                store(weights, buffer, tx, of_weights, slot)
+                T.fence_proxy_async()  # the matrix units read what these threads wrote
+                T.mbarrier_arrive(full[slot])
+                if step + 2 < steps:
+                    load(fn, start + (step + 2) * depth, tx, weights, buffer)
 
     @T.prim_func
     def product_streams(
@@ -385,11 +414,11 @@ def streamed_products(plan: ProductPlan) -> Any:
         fold: T.int32,
     ):
         with T.Kernel(
-            T.ceildiv(rows, tile), T.ceildiv(parts, run), threads=threads + WARPGROUP
+            T.ceildiv(rows, tile), T.ceildiv(parts, run), threads=plan.threads
         ) as (block, share):
             of_x = T.alloc_shared((stages, tile, depth), T.bfloat16)
             of_weights = T.alloc_shared((stages, 2 * padded, depth), T.bfloat16)
-            full = T.alloc_barrier([WARPGROUP] * stages)
+            full = T.alloc_barrier([cutters + WARP] * stages)
             empty = T.alloc_barrier([threads // WARP] * stages)
             T.annotate_layout({of_x: make_swizzled_layout(of_x)})
             row = block * tile
@@ -425,6 +454,63 @@ def streamed_products(plan: ProductPlan) -> Any:
                         write(mul, squares, part, row, rows, total, total_of_rows)
 
     return product_streams
+
+
+def single_products(plan: ProductPlan) -> Any:
+    """A leaf for a block, which copies all of it at once: for few rows, whose latency counts.
+
+    All threads cut weights, the first warpgroup multiplies. `run` and `fold` must be 1.
+    """
+    mixes, padded, size, tile, leaf = plan.mixes, plan.padded, plan.size, plan.tile, plan.leaf
+    rows, parts = T.dynamic("rows parts")
+    fetch = fetch_rows(size, tile, leaf, plan.threads)
+    load, store, clear_padding = weight_step(mixes, padded, size, leaf, 1, plan.threads)
+    turns = weight_turns(mixes, leaf, plan.threads)
+    multiply, write = multiply_stage(padded, tile, leaf, plan.unit), write_part(tile, padded)
+
+    @T.prim_func
+    def product_leaf(
+        x: T.Tensor[(rows, size), T.bfloat16],
+        fn: T.Tensor[(mixes, size), T.float32],
+        mul: T.Tensor[(parts, rows, padded), T.float32],
+        squares: T.Tensor[(parts, rows), T.float32],
+        run: T.int32,
+        fold: T.int32,
+    ):
+        with T.Kernel(T.ceildiv(rows, tile), T.ceildiv(parts, run), threads=plan.threads) as (
+            block,
+            share,
+        ):
+            of_x = T.alloc_shared((1, tile, leaf), T.bfloat16)
+            of_weights = T.alloc_shared((1, 2 * padded, leaf), T.bfloat16)
+            T.annotate_layout({of_x: make_swizzled_layout(of_x)})
+            tx = T.get_thread_binding()
+            part = share * run * fold
+            weights = T.alloc_local((1, turns, WEIGHTS), T.float32)
+            load(fn, part * leaf, tx, weights, 0)
+            fetch(x, of_x, block * tile, rows, part * leaf, 0)
+            T.ptx_commit_group()
+            clear_padding(tx, of_weights)
+            store(weights, 0, tx, of_weights, 0)
+            T.fence_proxy_async()  # the matrix units read what these threads wrote
+            T.ptx_wait_group(0)
+            T.sync_threads()
+            if tx < WARPGROUP:
+                held = T.alloc_fragment((tile, plan.unit), T.bfloat16)
+                sums = T.alloc_fragment((tile, padded), T.float32)
+                squared = T.alloc_fragment((tile, plan.unit), T.float32)
+                of_rows = T.alloc_fragment((tile,), T.float32)
+                T.clear(sums)
+                T.clear(squared)
+                multiply(of_x, of_weights, 0, held, sums, squared)
+                T.warpgroup_fence_operand(sums, num_regs=tile * padded // WARPGROUP)
+                T.reduce_sum(squared, of_rows, dim=1)
+                write(mul, squares, part, block * tile, rows, sums, of_rows)
+
+    return product_leaf
+
+
+KINDS = {"single": single_products, "copied": copied_products, "streamed": streamed_products}
 
 
 # ---- mixes from products ------------------------------------------------------------------------

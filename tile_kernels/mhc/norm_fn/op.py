@@ -59,7 +59,8 @@ def _count_tokens(a: Any) -> int:
 
 
 def _division(a: Any) -> Division:
-    return divide(_count_tokens(a), a.fn.shape[1], a.residual.device)
+    mixes, size = a.fn.shape
+    return divide(_count_tokens(a), size, padded(mixes), a.residual.device)
 
 
 NUM_TOKENS = Size(_count_tokens)

@@ -9,21 +9,30 @@ from typing import NamedTuple
 import torch
 
 from tile_kernels import config
-from tile_kernels.runtime.device import Device
+from tile_kernels.runtime.device import WARP, Device
 
 MAX_MIXES = 128
 BF16, FP32 = 2, 4  # bytes
 VECTOR = 8  # bfloat16 of 16 bytes
 DEPTH = 128  # columns of a step
-FEW_ROWS = 64  # of a tile, for up to three of them
-MAX_ROWS, MAX_STREAMED_ROWS = 192, 256  # of a tile otherwise; the weights are read per tile
-MAX_STAGES, MAX_STREAMED_STAGES = 5, 8
+TILE = 64  # rows of a warpgroup, and of a tile where there are few
+MAX_ROWS = 192  # of a tile that all threads copy; the weights are read per tile
+STREAMED_ROWS = (2 * TILE, 4 * TILE)  # of a tile copied by TMA
+FEW_ROWS = 3 * TILE  # up to here a block has one leaf
+MAX_STAGES, MAX_STREAMED_STAGES = 5, 3
 # The cut of the columns, see `cut_columns`.
-LEAVES, MIN_LEAF_STEPS = 56, 2
-GROUPS = 8
-LEAF_COST = 1.15  # writing a leaf and reading it again, relative to computing it
+LEAF_STEPS, MAX_LEAVES = 2, 256
+GROUPS = 16
+SINGLE_THREADS = 512
+CUTTERS = 96  # threads of a streaming block that cut weights; with the copying warp a warpgroup
+# The estimate of `divide`: microseconds of a leaf for a tile, of all bytes, of a row of a part.
+LEAF_TIME = {2 * TILE: 1.8, 4 * TILE: 3.0}
+BYTES_PER_US = 3.3e6
+PART_TIME = 0.9e-4
 GRADIENT_ROWS = 64  # of a tile in the backward pass
-GRADIENT_STAGES, ADDING_STAGES = 3, 2  # two blocks fit in a multiprocessor
+# H200, 4096 x 28672: 2 stages 147.7 us, 3 stages 147.9; adding to a gradient 203.1 and 252.9, since
+# with 2 stages two blocks fit in a multiprocessor.
+GRADIENT_STAGES, ADDING_STAGES = 3, 2
 
 
 def padded(mixes: int) -> int:
@@ -56,7 +65,7 @@ class Columns(NamedTuple):
 def cut_columns(size: int) -> Columns:
     """Leaves that occupy many multiprocessors for one token, groups that do for many tokens."""
     steps = math.ceil(size / DEPTH)
-    leaf_steps = max(MIN_LEAF_STEPS, steps // LEAVES)
+    leaf_steps = LEAF_STEPS * max(1, steps // (LEAF_STEPS * MAX_LEAVES // 2))
     leaves = math.ceil(steps / leaf_steps)
     fold = math.ceil(leaves / GROUPS)
     return Columns(leaf_steps * DEPTH, leaves, fold, math.ceil(leaves / fold))
@@ -73,25 +82,44 @@ class Division(NamedTuple):
     fold: int
 
 
-def divide(rows: int, size: int, device: torch.device) -> Division:
-    """Parts and blocks that fill the device: groups if there are enough, otherwise leaves."""
-    return _divide(max(1, -(-rows // tile_rows(rows))), size, _num_sms(device))
+def divide(rows: int, size: int, padded: int, device: torch.device) -> Division:
+    """Single leaves for few rows; otherwise what is estimated to be fastest."""
+    if rows <= FEW_ROWS:
+        return Division(cut_columns(size).leaves, 1, 1)
+    return _divide(-(-rows // STREAMED_ROWS[0]), size, padded, _num_sms(device))[1]
+
+
+def tile_rows(rows: int, size: int, padded: int, num_sms: int) -> int:
+    """Rows of a tile: the smallest one for few rows, and otherwise those that `divide` assumes."""
+    if rows <= FEW_ROWS:
+        return TILE
+    return _divide(-(-rows // STREAMED_ROWS[0]), size, padded, num_sms)[0]
 
 
 @functools.cache
-def _divide(tiles: int, size: int, num_sms: int) -> Division:
-    """The fewest leaves for one multiprocessor; a leaf that is written counts as more of them."""
+def _divide(tiles: int, size: int, padded: int, num_sms: int) -> tuple[int, Division]:
+    """The tile and the division for `tiles` small tiles: waves of leaves, but not above bandwidth.
+
+    What is written and read again counts by parts.
+    """
     columns = cut_columns(size)
-
-    def time(division: Division) -> tuple[float, int]:
-        blocks = tiles * -(-division.parts // division.run)
-        leaves = -(-blocks // num_sms) * division.run * division.fold
-        return leaves * (1 if division.fold > 1 else LEAF_COST), -division.run
-
+    rows = tiles * STREAMED_ROWS[0]
     choices = [Division(columns.groups, run, columns.fold) for run in range(1, columns.groups + 1)]
     if columns.fold > 1:
         choices += [Division(columns.leaves, run, 1) for run in range(1, columns.fold + 1)]
-    return min(choices, key=time)
+
+    def time(tile: int, division: Division) -> tuple[float, int]:
+        blocks = -(-rows // tile) * -(-division.parts // division.run)
+        leaves = -(-blocks // num_sms) * division.run * division.fold
+        bandwidth = rows * size * BF16 / BYTES_PER_US
+        written = rows * division.parts * PART_TIME
+        return max(leaves * LEAF_TIME[tile], bandwidth) + written, -division.run
+
+    fitting = STREAMED_ROWS if padded <= 2 * 16 else STREAMED_ROWS[:1]
+    return min(
+        ((tile, division) for tile in fitting for division in choices),
+        key=lambda choice: time(*choice),
+    )
 
 
 def gradient_columns(padded: int) -> int:
@@ -114,9 +142,10 @@ class ProductPlan(NamedTuple):
     """A block has `tile` rows, of which it reads `depth` columns in a step, `stages` - 1 ahead.
 
     `unit` columns are multiplied at once; like `leaf`, it determines the bits of a result and does
-    not depend on the number of rows. `streamed`: copies by TMA, for a warpgroup of the block.
-    `fenced`: the matrix units read shared memory through the async proxy (Hopper's wgmma), which
-    needs a fence after ordinary stores.
+    not depend on the number of rows. `kind`: `"single"` for a leaf at once, `"streamed"` for copies
+    by TMA from a warp of the block, `"copied"` for copies by all threads. `fenced`: the matrix
+    units read shared memory through the async proxy (Hopper's wgmma), which needs a fence after
+    ordinary stores.
     """
 
     mixes: int
@@ -127,13 +156,9 @@ class ProductPlan(NamedTuple):
     depth: int
     unit: int
     stages: int
-    streamed: bool
+    kind: str
+    threads: int
     fenced: bool
-
-
-def tile_rows(rows: int, most: int = MAX_STREAMED_ROWS) -> int:
-    """Rows of a tile: small tiles for few of them."""
-    return FEW_ROWS if rows <= 3 * FEW_ROWS else most
 
 
 def _copied_stages(mixes: int, padded: int, tile: int, depth: int, device: Device) -> int:
@@ -150,23 +175,29 @@ def plan_products(mixes: int, padded: int, size: int, rows: int, device: Device)
     unit = next(
         min(depth, DEPTH // 2)
         for depth in depths
-        if _copied_stages(mixes, padded, FEW_ROWS, depth, device) >= 2
+        if _copied_stages(mixes, padded, TILE, depth, device) >= 2
     )
-    streamed = fenced and tile_rows(rows) > FEW_ROWS
-    if streamed:
-        tile, depth = MAX_STREAMED_ROWS if padded <= 32 else MAX_STREAMED_ROWS // 2, unit
-        room = (device.smem_per_block - 1024) // ((tile + 2 * padded) * depth * BF16)
-        stages = min(MAX_STREAMED_STAGES, room)
+    tile = tile_rows(rows, size, padded, device.num_sms)
+    few, room = tile == TILE, device.smem_per_block - 1024
+    column = (tile + 2 * padded) * BF16  # bytes of streams and weights
+    if fenced and few and leaf * column <= room:
+        depth, stages, kind, threads = leaf, 1, "single", SINGLE_THREADS
+    elif fenced and not few:
+        depth = next(depth for depth in depths if 2 * depth * column <= room)
+        stages = min(MAX_STREAMED_STAGES, room // (depth * column))
+        kind, threads = "streamed", 2 * tile + CUTTERS + WARP
     else:
-        most = tile_rows(rows, MAX_ROWS)
         tile, depth, stages = next(
             (tile, depth, min(MAX_STAGES, stages))
-            for tile in (most, 2 * FEW_ROWS, FEW_ROWS)
+            for tile in (TILE if few else MAX_ROWS, 2 * TILE, TILE)
             for depth in depths
             if depth >= unit and (stages := _copied_stages(mixes, padded, tile, depth, device)) >= 2
         )
-        stages = min(stages, math.ceil(size / depth) + 1)
-    return ProductPlan(mixes, padded, size, tile, leaf, depth, unit, stages, streamed, fenced)
+        stages = min(stages, (leaf if few else size) // depth + 1)
+        kind, threads = "copied", 2 * tile
+    return ProductPlan(
+        mixes, padded, size, tile, leaf, depth, unit, stages, kind, threads, fenced
+    )  # fmt: skip
 
 
 class ProductMixPlan(NamedTuple):
