@@ -126,10 +126,11 @@ def test_what_is_shared_does_not_depend_on_the_budget() -> None:
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
-        (28672, (512, 56, 7, 8)),
-        (16384, (256, 64, 8, 8)),
-        (10240, (256, 40, 5, 8)),
-        (2304, (256, 9, 2, 5)),
+        (131072, (1024, 128, 8, 16)),
+        (28672, (256, 112, 7, 16)),
+        (16384, (256, 64, 4, 16)),
+        (10240, (256, 40, 3, 14)),
+        (2304, (256, 9, 1, 9)),
         (512, (256, 2, 1, 2)),
         (8, (256, 1, 1, 1)),
     ],
@@ -144,41 +145,47 @@ def test_columns_are_cut_by_their_number(size: int, expected: tuple[int, ...]) -
 @pytest.mark.parametrize(
     ("rows", "division"),
     [
-        (1, (56, 1, 1)),
-        (64, (56, 1, 1)),
-        (192, (56, 2, 1)),
-        (193, (56, 1, 1)),
-        (1024, (56, 2, 1)),
-        (4096, (8, 1, 7)),
-        (8192, (8, 2, 7)),
-        (16384, (8, 4, 7)),
+        (1, (112, 1, 1)),
+        (64, (112, 1, 1)),
+        (192, (112, 1, 1)),
+        (256, (112, 2, 1)),
+        (1024, (16, 1, 7)),
+        (2048, (16, 2, 7)),
+        (4096, (16, 4, 7)),
+        (8192, (16, 8, 7)),
     ],
 )
 def test_blocks_fill_the_device(rows: int, division: tuple[int, ...]) -> None:
     """Single leaves for few rows, groups of them for many: parts, parts of a block, leaves."""
-    assert divide(rows, 28672, torch.device("cpu")) == division
+    assert divide(rows, 28672, 32, torch.device("cpu")) == division
 
 
 @pytest.mark.emulated
 def test_bits_do_not_depend_on_the_division() -> None:
-    """Both sizes of tiles; parts that are leaves or groups of them, one or several in a block."""
-    mixes, size = 5, 2312
+    """All kinds of kernels; parts that are leaves or groups of them, one or several in a block."""
+    mixes, size = 5, 4360
     padded, columns = plans.padded(mixes), cut_columns(size)
     assert columns.fold > 1
     assert size % columns.leaf
     torch.manual_seed(0)
     x, fn = torch.randn(130, size).to(BF16), torch.randn(mixes, size)
     found = []
-    for planned, rows in ((1, (1, 65)), (4096, (2, 130))):
-        plan = plans.plan_products(mixes, padded, size, planned, DESCRIBED["sm_90a"])
+    leaves, several = (columns.leaves, 1, 1), (columns.leaves, 4, 1)
+    groups = (columns.groups, 2, columns.fold)
+    single = plans.plan_products(mixes, padded, size, 1, DESCRIBED["sm_90a"])
+    streamed = plans.plan_products(mixes, padded, size, 4096, DESCRIBED["sm_90a"])
+    copied = plans.plan_products(mixes, padded, size, 1, DESCRIBED["sm_80"])._replace(fenced=True)
+    for plan, counts, divisions in (
+        (single, (1, 65), [leaves]),
+        (streamed, (2, 130), [leaves, several, groups]),
+        (copied, (65,), [leaves, groups]),
+    ):
         emulated = Emulated.build(
             kernels.products.prim_func(plan), arch="sm_90a",
             pass_configs=kernels.products.pass_configs,
         )  # fmt: skip
-        for count in rows:
-            for parts, run, fold in (
-                (columns.leaves, 1, 1), (columns.leaves, 4, 1), (columns.groups, 2, columns.fold),
-            ):  # fmt: skip
+        for count in counts:
+            for parts, run, fold in divisions:
                 mul = torch.full((parts, count, padded), math.nan)
                 squares = torch.full((parts, count), math.nan)
                 given = {
@@ -187,13 +194,14 @@ def test_bits_do_not_depend_on_the_division() -> None:
                 }  # fmt: skip
                 emulated(*(given[p.name] for p in emulated.lowered.params))
                 values = torch.cat((mul[..., :mixes], squares[..., None]), -1)
-                groups = values.split(columns.fold // fold)
-                found.append(sum_in_order([sum_in_order(list(group)) for group in groups]))
+                summed = [sum_in_order(list(g)) for g in values.split(columns.fold // fold)]
+                found.append(sum_in_order(summed))
+    largest = max(found, key=len)
     expected = x.double() @ reference.tf32(fn).double().T
     for one in found:
         torch.testing.assert_close(one[:, :mixes].double(), expected[: len(one)], atol=1e-3, rtol=0)
         assert torch.equal(one[0], found[0][0])
-        assert torch.equal(one, found[-1][: len(one)])
+        assert torch.equal(one, largest[: len(one)])
 
 
 def sum_in_order(terms: list[Tensor]) -> Tensor:
@@ -206,12 +214,12 @@ def sum_in_order(terms: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("arch", DESCRIBED)
 @pytest.mark.parametrize("mixes", [24, 128])
 def test_few_kernels_for_all_token_counts(arch: str, mixes: int) -> None:
-    """Two sizes of tiles; what determines the bits of a row is the same for both."""
+    """Three sizes of tiles; what determines the bits of a row is the same for all."""
     plans_of_rows = {
         plans.plan_products(mixes, plans.padded(mixes), 28672, rows, DESCRIBED[arch])
         for rows in range(1, 16385)
     }
-    assert len(plans_of_rows) <= 2
+    assert len(plans_of_rows) <= 3
     assert len({(plan.leaf, plan.unit, plan.padded) for plan in plans_of_rows}) == 1
 
 
@@ -220,14 +228,14 @@ def test_shared_memory_suffices(arch: str) -> None:
     """What the kernels of the projection hold, for every number of mixes, on every device."""
     device = DESCRIBED[arch]
     for padded in range(16, plans.MAX_MIXES + 1, 16):
-        for rows in (10, 4096):
+        for rows in (10, 1000, 4096):
             plan = plans.plan_products(padded, padded, 28672, rows, device)
-            parts = 2 * padded * plans.BF16
-            if plan.streamed:
-                column = plan.stages * (plan.tile * plans.BF16 + parts)
+            weights, streams = 2 * padded * plans.BF16, plan.tile * plans.BF16  # of a column
+            if plan.kind == "copied":
+                column = plan.stages * (streams + padded * plans.FP32) + weights
             else:
-                column = plan.stages * (plan.tile * plans.BF16 + padded * plans.FP32) + parts
-            assert plan.stages >= 2
+                column = plan.stages * (streams + weights)
+            assert plan.stages >= (1 if plan.kind == "single" else 2)
             assert column * plan.depth <= device.smem_per_block
         for accumulate in (False, True):
             stages = plans.plan_product_gradients(padded, padded, 28672, accumulate, device).stages

@@ -25,10 +25,11 @@ LEAF_STEPS, MAX_LEAVES = 2, 256
 GROUPS = 16
 SINGLE_THREADS = 512
 CUTTERS = 96  # threads of a streaming block that cut weights; with the copying warp a warpgroup
-# The estimate of `divide`: microseconds of a leaf for a tile, of all bytes, of a row of a part.
-LEAF_TIME = {2 * TILE: 1.8, 4 * TILE: 3.0}
+# The estimate of `_divide` for the H200, in microseconds: a leaf of 256 columns by rows of a tile,
+# the start of a wave of blocks, a row of a part that is written and read again.
+LEAF_TIME = {2 * TILE: 1.4, 4 * TILE: 2.2}
+WAVE_TIME, PART_TIME = 2.0, 0.9e-4
 BYTES_PER_US = 3.3e6
-PART_TIME = 0.9e-4
 GRADIENT_ROWS = 64  # of a tile in the backward pass
 # H200, 4096 x 28672: 2 stages 147.7 us, 3 stages 147.9; adding to a gradient 203.1 and 252.9, since
 # with 2 stages two blocks fit in a multiprocessor.
@@ -98,9 +99,10 @@ def tile_rows(rows: int, size: int, padded: int, num_sms: int) -> int:
 
 @functools.cache
 def _divide(tiles: int, size: int, padded: int, num_sms: int) -> tuple[int, Division]:
-    """The tile and the division for `tiles` small tiles: waves of leaves, but not above bandwidth.
+    """The tile and the division that are estimated to be fastest for `tiles` small tiles.
 
-    What is written and read again counts by parts.
+    Blocks run in waves of one per multiprocessor. A wave takes as long as the leaves of a block
+    take, or as its streams take to be read.
     """
     columns = cut_columns(size)
     rows = tiles * STREAMED_ROWS[0]
@@ -108,12 +110,17 @@ def _divide(tiles: int, size: int, padded: int, num_sms: int) -> tuple[int, Divi
     if columns.fold > 1:
         choices += [Division(columns.leaves, run, 1) for run in range(1, columns.fold + 1)]
 
-    def time(tile: int, division: Division) -> tuple[float, int]:
+    def time(tile: int, division: Division) -> float:
         blocks = -(-rows // tile) * -(-division.parts // division.run)
-        leaves = -(-blocks // num_sms) * division.run * division.fold
-        bandwidth = rows * size * BF16 / BYTES_PER_US
-        written = rows * division.parts * PART_TIME
-        return max(leaves * LEAF_TIME[tile], bandwidth) + written, -division.run
+        leaves = division.run * division.fold * columns.leaf / (LEAF_STEPS * DEPTH)
+        leaf_bytes = tile * LEAF_STEPS * DEPTH * BF16
+
+        def wave(blocks: int) -> float:
+            leaf = max(LEAF_TIME[tile], blocks * leaf_bytes / BYTES_PER_US)
+            return WAVE_TIME + leaves * leaf if blocks else 0
+
+        waves = blocks // num_sms * wave(num_sms) + wave(blocks % num_sms)
+        return waves + rows * division.parts * PART_TIME
 
     fitting = STREAMED_ROWS if padded <= 2 * 16 else STREAMED_ROWS[:1]
     return min(
