@@ -24,6 +24,8 @@ from tile_kernels.runtime.launch import kernel
 
 WEIGHTS = 4  # float32 of 16 bytes
 WARPGROUP = 128  # threads
+# Of a thread in a block of five warpgroups, which starts with 96.
+CUTTING_REGISTERS, MULTIPLYING_REGISTERS = 64, 104
 
 
 # ---- weights as two parts -----------------------------------------------------------------------
@@ -272,7 +274,10 @@ def write_part(tile: int, padded: int) -> Any:
 
 
 @kernel(
-    access_bits=lambda *static: ((128,) if ProductPlan(*static).kind == "streamed" else (), (32, 64)),
+    access_bits=lambda *static: (
+        () if ProductPlan(*static).kind == "copied" else (128,),
+        (32, 64),
+    ),
     # All barriers are written out.
     pass_configs={**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True},
 )
@@ -374,6 +379,8 @@ def streamed_products(plan: ProductPlan) -> Any:
     cutters = plan.threads - threads - WARP
     load, store, clear_padding = weight_step(mixes, padded, size, depth, stages, cutters)
     turns = weight_turns(mixes, depth, cutters)
+    large = plan.threads > 4 * WARPGROUP  # fewer registers for a thread
+    buffers = 1 if large else 2  # steps that weights are loaded ahead
 
     @T.macro
     def copy_streams(x, of_x, full, empty, row, start, steps):
@@ -389,20 +396,20 @@ def streamed_products(plan: ProductPlan) -> Any:
     @T.macro
     def bring_weights(fn, of_weights, full, empty, start, steps):
         tx = T.get_thread_binding() - threads
-        weights = T.alloc_local((2, turns, WEIGHTS), T.float32)
-        load(fn, start, tx, weights, 0)
-        load(fn, start + depth, tx, weights, 1)
+        weights = T.alloc_local((buffers, turns, WEIGHTS), T.float32)
+        for buffer in tuple(range(buffers)):
+            load(fn, start + buffer * depth, tx, weights, buffer)
         clear_padding(tx, of_weights)
-        for pair in T.serial(steps // 2):  # a leaf is an even number of steps
-            for buffer in (0, 1):
-                step = pair * 2 + buffer
+        for first in T.serial(steps // buffers):  # a leaf is an even number of steps
+            for buffer in tuple(range(buffers)):
+                step = first * buffers + buffer
                 slot = step % stages
                 T.mbarrier_wait_parity(empty[slot], step // stages % 2 ^ 1)
                 store(weights, buffer, tx, of_weights, slot)
                 T.fence_proxy_async()  # the matrix units read what these threads wrote
                 T.mbarrier_arrive(full[slot])
-                if step + 2 < steps:
-                    load(fn, start + (step + 2) * depth, tx, weights, buffer)
+                if step + buffers < steps:
+                    load(fn, start + (step + buffers) * depth, tx, weights, buffer)
 
     @T.prim_func
     def product_streams(
@@ -413,9 +420,10 @@ def streamed_products(plan: ProductPlan) -> Any:
         run: T.int32,
         fold: T.int32,
     ):
-        with T.Kernel(
-            T.ceildiv(rows, tile), T.ceildiv(parts, run), threads=plan.threads
-        ) as (block, share):
+        with T.Kernel(T.ceildiv(rows, tile), T.ceildiv(parts, run), threads=plan.threads) as (
+            block,
+            share,
+        ):
             of_x = T.alloc_shared((stages, tile, depth), T.bfloat16)
             of_weights = T.alloc_shared((stages, 2 * padded, depth), T.bfloat16)
             full = T.alloc_barrier([cutters + WARP] * stages)
@@ -425,17 +433,24 @@ def streamed_products(plan: ProductPlan) -> Any:
             first = share * run * fold  # leaf
             num_leaves = T.min(run * fold, leaves - first)
             start, steps = first * plan.leaf, num_leaves * leaf_steps
-            if T.get_thread_binding() >= threads + cutters:
-                copy_streams(x, of_x, full, empty, row, start, steps)
-            elif T.get_thread_binding() >= threads:
-                bring_weights(fn, of_weights, full, empty, start, steps)
+            if T.get_thread_binding() >= threads:
+                if large:
+                    T.dec_max_nreg(CUTTING_REGISTERS)
+                if T.get_thread_binding() >= threads + cutters:
+                    copy_streams(x, of_x, full, empty, row, start, steps)
+                else:
+                    bring_weights(fn, of_weights, full, empty, start, steps)
             else:
+                if large:
+                    T.inc_max_nreg(MULTIPLYING_REGISTERS)
                 held = T.alloc_fragment((tile, unit), T.bfloat16)
                 sums = T.alloc_fragment((tile, padded), T.float32)
                 squared = T.alloc_fragment((tile, unit), T.float32)
                 of_rows = T.alloc_fragment((tile,), T.float32)
                 total = T.alloc_fragment((tile, padded), T.float32)
                 total_of_rows = T.alloc_fragment((tile,), T.float32)
+                part = T.alloc_var(T.int32, init=share * run)
+                folded = T.alloc_var(T.int32, init=0)  # leaves of the part
                 T.clear(sums)
                 T.clear(squared)
                 for leaf in T.serial(num_leaves):
@@ -448,10 +463,12 @@ def streamed_products(plan: ProductPlan) -> Any:
                         if T.get_thread_binding() % WARP == 0:
                             T.mbarrier_arrive(empty[slot])
                     T.warpgroup_fence_operand(sums, num_regs=tile * padded // threads)
-                    fold_sums(leaf % fold, sums, squared, of_rows, total, total_of_rows)
-                    if leaf % fold == fold - 1 or leaf == num_leaves - 1:
-                        part = share * run + leaf // fold
+                    fold_sums(folded, sums, squared, of_rows, total, total_of_rows)
+                    folded = folded + 1
+                    if folded == fold or leaf == num_leaves - 1:
                         write(mul, squares, part, row, rows, total, total_of_rows)
+                        part = part + 1
+                        folded = 0
 
     return product_streams
 
