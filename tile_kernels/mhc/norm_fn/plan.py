@@ -25,8 +25,8 @@ LEAF_STEPS, MAX_LEAVES = 2, 256
 GROUPS = 16
 SINGLE_THREADS = 512
 CUTTERS = 96  # threads of a streaming block that cut weights; with the copying warp a warpgroup
-# The estimate of `_divide`, in microseconds: a leaf of 256 columns by rows of a tile, the start of a
-# wave of blocks, a row of a part that is written and read again. Assumed, not fitted to a device.
+# The estimate of `_divide`, in microseconds: a leaf of 256 columns by rows of a tile, the start of
+# a wave of blocks, a row of a part that is written and read again. Assumed, not yet measured.
 LEAF_TIME = {2 * TILE: 1.4, 4 * TILE: 2.2}
 WAVE_TIME, PART_TIME = 2.0, 0.9e-4
 BYTES_PER_US = 3.3e6
