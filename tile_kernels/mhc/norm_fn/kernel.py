@@ -24,8 +24,7 @@ from tile_kernels.runtime.launch import kernel
 
 WEIGHTS = 4  # float32 of 16 bytes
 WARPGROUP = 128  # threads
-# Of a thread in a block of five warpgroups, which starts with 96.
-CUTTING_REGISTERS, MULTIPLYING_REGISTERS = 64, 104
+BUFFERS = 2  # steps that weights are loaded ahead; a leaf is a multiple of them
 
 
 # ---- weights as two parts -----------------------------------------------------------------------
@@ -379,8 +378,6 @@ def streamed_products(plan: ProductPlan) -> Any:
     cutters = plan.threads - threads - WARP
     load, store, clear_padding = weight_step(mixes, padded, size, depth, stages, cutters)
     turns = weight_turns(mixes, depth, cutters)
-    large = plan.threads > 4 * WARPGROUP  # fewer registers for a thread
-    buffers = 1 if large else 2  # steps that weights are loaded ahead
 
     @T.macro
     def copy_streams(x, of_x, full, empty, row, start, steps):
@@ -396,20 +393,20 @@ def streamed_products(plan: ProductPlan) -> Any:
     @T.macro
     def bring_weights(fn, of_weights, full, empty, start, steps):
         tx = T.get_thread_binding() - threads
-        weights = T.alloc_local((buffers, turns, WEIGHTS), T.float32)
-        for buffer in tuple(range(buffers)):
+        weights = T.alloc_local((BUFFERS, turns, WEIGHTS), T.float32)
+        for buffer in tuple(range(BUFFERS)):
             load(fn, start + buffer * depth, tx, weights, buffer)
         clear_padding(tx, of_weights)
-        for first in T.serial(steps // buffers):  # a leaf is an even number of steps
-            for buffer in tuple(range(buffers)):
-                step = first * buffers + buffer
+        for first in T.serial(steps // BUFFERS):
+            for buffer in tuple(range(BUFFERS)):
+                step = first * BUFFERS + buffer
                 slot = step % stages
                 T.mbarrier_wait_parity(empty[slot], step // stages % 2 ^ 1)
                 store(weights, buffer, tx, of_weights, slot)
                 T.fence_proxy_async()  # the matrix units read what these threads wrote
                 T.mbarrier_arrive(full[slot])
-                if step + buffers < steps:
-                    load(fn, start + (step + buffers) * depth, tx, weights, buffer)
+                if step + BUFFERS < steps:
+                    load(fn, start + (step + BUFFERS) * depth, tx, weights, buffer)
 
     @T.prim_func
     def product_streams(
@@ -434,15 +431,11 @@ def streamed_products(plan: ProductPlan) -> Any:
             num_leaves = T.min(run * fold, leaves - first)
             start, steps = first * plan.leaf, num_leaves * leaf_steps
             if T.get_thread_binding() >= threads:
-                if large:
-                    T.dec_max_nreg(CUTTING_REGISTERS)
                 if T.get_thread_binding() >= threads + cutters:
                     copy_streams(x, of_x, full, empty, row, start, steps)
                 else:
                     bring_weights(fn, of_weights, full, empty, start, steps)
             else:
-                if large:
-                    T.inc_max_nreg(MULTIPLYING_REGISTERS)
                 held = T.alloc_fragment((tile, unit), T.bfloat16)
                 sums = T.alloc_fragment((tile, padded), T.float32)
                 squared = T.alloc_fragment((tile, unit), T.float32)

@@ -59,8 +59,7 @@ def _count_tokens(a: Any) -> int:
 
 
 def _division(a: Any) -> Division:
-    mixes, size = a.fn.shape
-    return divide(_count_tokens(a), size, padded(mixes), a.residual.device)
+    return divide(_count_tokens(a), a.fn.shape[1], a.residual.device)
 
 
 NUM_TOKENS = Size(_count_tokens)

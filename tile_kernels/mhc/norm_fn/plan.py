@@ -17,19 +17,19 @@ VECTOR = 8  # bfloat16 of 16 bytes
 DEPTH = 128  # columns of a step
 TILE = 64  # rows of a warpgroup, and of a tile where there are few
 MAX_ROWS = 192  # of a tile that all threads copy; the weights are read per tile
-STREAMED_ROWS = (2 * TILE, 4 * TILE)  # of a tile copied by TMA
-FEW_ROWS = 3 * TILE  # up to here a block has one leaf
+STREAMED_ROWS = 2 * TILE  # of a tile copied by TMA
+FEW_ROWS = TILE  # up to here a block has one leaf
 MAX_STAGES, MAX_STREAMED_STAGES = 5, 3
 # The cut of the columns, see `cut_columns`.
 LEAF_STEPS, MAX_LEAVES = 2, 256
 GROUPS = 16
+# H200, m * h = 28672, 24 mixes, products and the kernel that adds them up, in us. A leaf for a
+# block: 1, 16 and 64 rows 6.6, 7.3 and 8.6 with 512 threads, 7.1, 7.7 and 9.0 with 256. Streamed,
+# with 224 threads that cut weights: 256 rows 10.0 + 4.2, 512 rows 14.9 + 5.2, 1024 rows 23.2 + 2.7,
+# 4096 rows 70.4 + 6.7, 8192 rows 133.0 + 10.8. With 96 of them 1024 rows take 25.0 + 2.7.
 SINGLE_THREADS = 512
-CUTTERS = 96  # threads of a streaming block that cut weights; with the copying warp a warpgroup
-# The estimate of `_divide`, in microseconds: a leaf of 256 columns by rows of a tile, the start of
-# a wave of blocks, a row of a part that is written and read again. Assumed, not yet measured.
-LEAF_TIME = {2 * TILE: 1.4, 4 * TILE: 2.2}
-WAVE_TIME, PART_TIME = 2.0, 0.9e-4
-BYTES_PER_US = 3.3e6
+CUTTERS, FEW_CUTTERS = 224, 96  # of a streaming block; with the copying warp warpgroups
+CUTTERS_MIXES = 32  # more mixes need more registers, and so fewer threads
 GRADIENT_ROWS = 64  # of a tile in the backward pass
 # H200, 4096 x 28672: 2 stages 147.7 us, 3 stages 147.9; adding to a gradient 203.1 and 252.9, since
 # with 2 stages two blocks fit in a multiprocessor.
@@ -83,50 +83,35 @@ class Division(NamedTuple):
     fold: int
 
 
-def divide(rows: int, size: int, padded: int, device: torch.device) -> Division:
-    """Single leaves for few rows; otherwise what is estimated to be fastest."""
+def divide(rows: int, size: int, device: torch.device) -> Division:
+    """Leaves for few rows, groups of them where these occupy half of the multiprocessors."""
     if rows <= FEW_ROWS:
         return Division(cut_columns(size).leaves, 1, 1)
-    return _divide(-(-rows // STREAMED_ROWS[0]), size, padded, _num_sms(device))[1]
-
-
-def tile_rows(rows: int, size: int, padded: int, num_sms: int) -> int:
-    """Rows of a tile: the smallest one for few rows, and otherwise those that `divide` assumes."""
-    if rows <= FEW_ROWS:
-        return TILE
-    return _divide(-(-rows // STREAMED_ROWS[0]), size, padded, num_sms)[0]
+    return _divide(-(-rows // STREAMED_ROWS), size, _num_sms(device))
 
 
 @functools.cache
-def _divide(tiles: int, size: int, padded: int, num_sms: int) -> tuple[int, Division]:
-    """The tile and the division that are estimated to be fastest for `tiles` small tiles.
+def _divide(tiles: int, size: int, num_sms: int) -> Division:
+    """Of the lengths of a run, the one with which the last multiprocessor is done first.
 
-    Blocks run in waves of one per multiprocessor. A wave takes as long as the leaves of a block
-    take, or as its streams take to be read.
+    Blocks run in waves of one per multiprocessor, and the start of a block takes about as long as a
+    leaf. On an H200 this was the fastest of all divisions measured, for 256 to 8192 rows of 28672
+    columns and 192 to 4097 rows of 16384. For 4096 rows of 28672 columns, runs of 1, 2, 3, 4 and 8
+    groups took 77.4, 72.9, 102.2, 70.4 and 123.5 us.
     """
     columns = cut_columns(size)
-    rows = tiles * STREAMED_ROWS[0]
-    choices = [Division(columns.groups, run, columns.fold) for run in range(1, columns.groups + 1)]
-    if columns.fold > 1:
-        choices += [Division(columns.leaves, run, 1) for run in range(1, columns.fold + 1)]
+    if 2 * tiles * columns.groups <= num_sms:
+        parts, fold, longest = columns.leaves, 1, columns.fold
+    else:
+        parts, fold, longest = columns.groups, columns.fold, columns.groups
 
-    def time(tile: int, division: Division) -> float:
-        blocks = -(-rows // tile) * -(-division.parts // division.run)
-        leaves = division.run * division.fold * columns.leaf / (LEAF_STEPS * DEPTH)
-        leaf_bytes = tile * LEAF_STEPS * DEPTH * BF16
+    def time(run: int) -> int:
+        """In leaves. Short blocks, at the end of a row, run one after another in one place."""
+        full, rest = divmod(parts, run)
+        blocks = tiles * full + (-(-tiles // (run // rest)) if rest else 0)
+        return -(-blocks // num_sms) * (run * fold + 1)
 
-        def wave(blocks: int) -> float:
-            leaf = max(LEAF_TIME[tile], blocks * leaf_bytes / BYTES_PER_US)
-            return WAVE_TIME + leaves * leaf if blocks else 0
-
-        waves = blocks // num_sms * wave(num_sms) + wave(blocks % num_sms)
-        return waves + rows * division.parts * PART_TIME
-
-    fitting = STREAMED_ROWS if padded <= 2 * 16 else STREAMED_ROWS[:1]
-    return min(
-        ((tile, division) for tile in fitting for division in choices),
-        key=lambda choice: time(*choice),
-    )
+    return Division(parts, min(range(1, longest + 1), key=time), fold)
 
 
 def gradient_columns(padded: int) -> int:
@@ -184,15 +169,16 @@ def plan_products(mixes: int, padded: int, size: int, rows: int, device: Device)
         for depth in depths
         if _copied_stages(mixes, padded, TILE, depth, device) >= 2
     )
-    tile = tile_rows(rows, size, padded, device.num_sms)
-    few, room = tile == TILE, device.smem_per_block - 1024
+    few, room = rows <= FEW_ROWS, device.smem_per_block - 1024
+    tile = TILE if few else STREAMED_ROWS
     column = (tile + 2 * padded) * BF16  # bytes of streams and weights
     if fenced and few and leaf * column <= room:
         depth, stages, kind, threads = leaf, 1, "single", SINGLE_THREADS
     elif fenced and not few:
         depth = next(depth for depth in depths if 2 * depth * column <= room)
         stages = min(MAX_STREAMED_STAGES, room // (depth * column))
-        kind, threads = "streamed", 2 * tile + CUTTERS + WARP
+        cutters = CUTTERS if padded <= CUTTERS_MIXES else FEW_CUTTERS
+        kind, threads = "streamed", 2 * tile + cutters + WARP
     else:
         tile, depth, stages = next(
             (tile, depth, min(MAX_STAGES, stages))
