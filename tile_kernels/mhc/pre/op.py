@@ -105,9 +105,9 @@ def _launches(
         return []
     m, h = a.residual.shape[-2:]
     count = m * (m + 2)
-    residual, layer_input = shapes.rows(a.residual, m, h), shapes.rows(results[0], 1, h)
-    post, comb = shapes.rows(results[1], m), shapes.rows(results[2], m, m)
-    sizes = ((count,), (count,), (), (m,), (m, m))
+    residual, layer_input = shapes.rows(a.residual, m, h), shapes.rows(results[0], h)
+    post, comb = shapes.rows(results[1], m, 1), shapes.rows(results[2], m, m)
+    sizes = ((count,), (count,), (), (m, 1), (m, m))
     kept: list[Any] = [None] * len(sizes)
     if saved:
         kept = [shapes.rows(x, *last) for x, last in zip(saved, sizes)]
