@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tile_kernels
+from tests.host_cost import counting, pytorch_operators
 from tile_kernels import torch as references
 from tile_kernels.attention import (
     indexer,
@@ -222,6 +223,25 @@ def test_unit_of_the_gradients_of_keys(dtype: torch.dtype, tokens: int) -> None:
     check(math.nan)
     indices[-1, 2] = -1
     check(2.0**126)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_gradients_take_three_launches(dtype: torch.dtype) -> None:
+    """And no step of PyTorch between them."""
+    q, k = torch.zeros(5, 4, 32).to(dtype), torch.zeros(7, 32).to(dtype)
+    keys = k if dtype == torch.bfloat16 else (k, torch.zeros(7))
+    weights, indices, grad = torch.zeros(5, 4), torch.zeros(5, 6).int(), torch.zeros(5, 6)
+
+    def step() -> None:
+        indexer_logits_bwd(q, keys, weights, indices, grad)
+
+    with counting() as counts:
+        step()
+        counts.clear()
+        step()
+        assert counts.launches == ["gradient_scale", "selected_gradients", "counted_gradient"]
+        assert (counts.slow, counts.allocations) == (0, 6)
+        assert not pytorch_operators(step)
 
 
 def test_gradients_that_are_not_finite_show() -> None:
