@@ -51,9 +51,9 @@ def test_training_step() -> None:
         ]  # fmt: skip
         assert counts.slow == 0
         assert counts.allocations == 24
-        assert counts.steps == 5 + 3  # views, and the counter of a launch in three parts
+        assert counts.steps == 4 + 3  # views, and the counter of a launch in three parts
         # Besides the views, the residual is a result of the first autograd node.
-        assert pytorch_operators(step) == {"aten::view": 5 + 1, "aten::view_as": 1}
+        assert pytorch_operators(step) == {"aten::view": 4 + 1, "aten::view_as": 1}
 
 
 def test_inference_step() -> None:
