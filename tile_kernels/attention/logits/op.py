@@ -235,7 +235,7 @@ class BackwardArguments(NamedTuple):
         problem = (indexer.SOURCES[self.q.dtype], self.q.shape[1], self.q.shape[2])
         q, others = indexer.aligned(self.q), (self.k_sf, self.weights, self.indices, self.grad)
         bounds = (
-            q, *others, counted, partials, scale, *tickets.counter(self.q), Size(_share_bits)
+            q, *others, counted, partials, scale, *tickets.counter(q), Size(_share_bits)
         )  # fmt: skip
         gradients = (
             q, indexer.aligned(self.k), *others, scale, grad_q, counted, grad_weights
