@@ -19,6 +19,8 @@ from torch import Tensor
 from tests.selection import emulated_by_default, operators
 from tests.test_ops import copies
 from tile_kernels import attention, config, mhc, moe, transpose
+from tile_kernels.mhc.pre import reference as pre_reference
+from tile_kernels.mhc.pre.op import pre_gradients
 from tile_kernels.runtime import emulation, launch, operator, prepared, registry
 from tile_kernels.runtime.cases import assert_equal_results, moved, tensors_in
 from tile_kernels.runtime.declaration import Launch, Size, Spec
@@ -80,6 +82,26 @@ def test_repeated_calls_give_the_reference(op: Operator, evaluated: list[str]) -
                 if 0 not in tensor.stride():
                     tensor.untyped_storage().fill_(0xA5)
     assert len(evaluated) <= 2 * len(samples)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("adding", [False, True])
+def test_repeated_gradients_before_a_sublayer(adding: bool, evaluated: list[str]) -> None:
+    """An operator with scratch that passes from launch to launch, and one written argument."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        residual, fn = torch.randn(5, 2, 16).bfloat16(), torch.randn(8, 32) / 6
+        given = (residual, fn, torch.randn(3), torch.randn(8))
+        results = pre_reference.mhc_pre_fwd(*given, 1e-6, 0.0, 1e-6, 2.0, 3)
+        grads = [torch.randn_like(each) for each in results[:3]]
+        saved, numbers = (*given, *results[3:]), (1e-6, 1e-6, 2.0, 3)
+        totals = [torch.ones_like(residual) if adding else None for _ in range(2)]
+        found = pre_gradients(saved, (grads[0], grads[1], grads[2]), totals[0], numbers)
+        expected = pre_reference.mhc_pre_bwd(*grads, *saved, *numbers, totals[1])
+        assert not adding or found[0] is totals[0]
+        for one, other in zip(found, expected):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    assert len(evaluated) == 1
 
 
 @each_operator
