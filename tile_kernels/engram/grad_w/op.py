@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.engram.grad_w import reference
-from tile_kernels.engram.grad_w.plan import plan
+from tile_kernels.engram.grad_w.plan import plan, split
 from tile_kernels.engram.weights import access_width, check_weights
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
@@ -49,7 +49,11 @@ class Arguments(NamedTuple):
         columns, parts = self.weight_hidden.numel(), Size(lambda a: a.grad_w_partial.shape[0])
         vector = access_width(4, columns, partial)
         problem = (dtype_name(self.weight_hidden), columns, parts, vector)
-        arguments = (partial.view(-1, columns), *[x.view(-1) for x in self[1:]])
+        shares = [
+            Size(lambda a, i=i: split(columns, a.grad_w_partial.shape[0], vector)[i])
+            for i in range(2)
+        ]
+        arguments = (partial.view(-1, columns), *[x.view(-1) for x in self[1:]], *shares)
         return Launch(_REDUCE, problem, arguments)
 
 
