@@ -92,10 +92,14 @@ def kernel(
 
 @dataclass(frozen=True)
 class Request:
-    """A launch that was recorded instead of made: the kernel and the problem."""
+    """A launch that was recorded instead of made: the kernel and the problem.
+
+    `call` is the operator, the record of its arguments, and the launch that it declared.
+    """
 
     kernel: Kernel
     problem: tuple[Any, ...]
+    call: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
 
 class _Recorder(threading.local):

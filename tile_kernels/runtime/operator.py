@@ -416,10 +416,12 @@ class Operator(registry.Registered):
         launches = self._launches(record, *specs) or ()
         return (launches,) if isinstance(launches, (Launch, Host)) else tuple(launches)
 
-    @staticmethod
-    def _requests(launches: Sequence[Any], record: Any) -> list[Request]:
+    def _requests(self, launches: Sequence[Any], record: Any) -> list[Request]:
         found = [each for each in launches if isinstance(each, Launch)]
-        return [Request(each.kernel, sized(each.problem, record)) for each in found]
+        return [
+            Request(each.kernel, sized(each.problem, record), (self, record, each))
+            for each in found
+        ]
 
     def _refer(self, device: torch.device, args: Any, given: Sequence[Tensor]) -> Any:
         """The reference, with its results in the caller's buffers."""
