@@ -4,7 +4,7 @@ from typing import Any
 
 from tilelang import language as T
 
-from tile_kernels.engram.grad_w.plan import MAX_AT_ONCE, Plan
+from tile_kernels.engram.grad_w.plan import Plan
 from tile_kernels.engram.weight.plan import BITS
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
@@ -19,7 +19,7 @@ def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
     access_bits=access_bits,
     pass_configs={**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True},
 )
-def reduce_gradients(dtype: str, vector: int, warps: int) -> Any:
+def reduce_gradients(dtype: str, vector: int, warps: int, max_at_once: int) -> Any:
     """With `S` the sum of parts, `S` times either weight is added to the other's gradient.
 
     The first `used` warps of a block have parts, `at_once` of them at a time. What others add is
@@ -44,7 +44,7 @@ def reduce_gradients(dtype: str, vector: int, warps: int) -> Any:
             warp = T.get_thread_binding() // WARP
             first = (block * WARP + lane) * vector
             warp_sums = T.alloc_shared((warps, WARP * vector), T.float32)
-            read = T.alloc_local((MAX_AT_ONCE * vector,), T.float32)
+            read = T.alloc_local((max_at_once * vector,), T.float32)
             sums = T.alloc_local((vector,), T.float32)
             # What a thread needs of its columns at the end is loaded first.
             old = T.alloc_local((iterations, 2), T.float32)
@@ -61,7 +61,7 @@ def reduce_gradients(dtype: str, vector: int, warps: int) -> Any:
                 sums[e] = T.float32(0)
             if first < columns and warp < used:
                 for iteration in T.serial(T.ceildiv(parts, used * at_once)):
-                    for i in T.unroll(MAX_AT_ONCE):
+                    for i in T.unroll(max_at_once):
                         part = (iteration * used + warp) * at_once + i
                         if i < at_once and part < parts:
                             for e in T.vectorized(vector):
@@ -69,7 +69,7 @@ def reduce_gradients(dtype: str, vector: int, warps: int) -> Any:
                         else:
                             for e in T.unroll(vector):
                                 read[i * vector + e] = T.float32(0)
-                    for i in T.unroll(MAX_AT_ONCE):
+                    for i in T.unroll(max_at_once):
                         for e in T.unroll(vector):
                             sums[e] = sums[e] + read[i * vector + e]
             for e in T.unroll(vector):

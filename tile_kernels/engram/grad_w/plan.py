@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tile_kernels.runtime.device import WARP, Device
 
 AT_ONCE = (1, 3, 6, 9, 12)  # parts that a thread reads at once
-MAX_AT_ONCE = AT_ONCE[-1]
+FEW_AT_ONCE, MAX_AT_ONCE = AT_ONCE[-2:]
 FEW_PARTS = 8
 MIN_WARPS, MAX_WARPS = 4, 16  # of a block; fewer may have parts
 MAX_GRID_WARPS = 4096  # enough for any device
@@ -34,13 +34,20 @@ def split(columns: int, parts: int, vector: int) -> Split:
 
 
 class Plan(NamedTuple):
-    """`warps` of a block, of which those that `split` names have parts."""
+    """`warps` of a block, and the most parts that a thread reads at once; `split` may use fewer."""
 
     dtype: str
     vector: int
     warps: int
+    max_at_once: int
 
 
 def plan(dtype: str, columns: int, parts: int, vector: int, device: Device) -> Plan:
-    """Blocks of 4, 8 or 16 warps: a kernel for each, whatever the number of parts."""
-    return Plan(dtype, vector, max(MIN_WARPS, split(columns, parts, vector).warps))
+    """Four kernels for any number of parts: 4, 8 or 16 warps, and fewer registers for 16.
+
+    With up to 9 parts at once, two blocks of 16 warps fit in the registers of a multiprocessor.
+    """
+    shares = split(columns, parts, vector)
+    few = shares.warps == MAX_WARPS and shares.at_once <= FEW_AT_ONCE
+    most = FEW_AT_ONCE if few else MAX_AT_ONCE
+    return Plan(dtype, vector, max(MIN_WARPS, shares.warps), most)
