@@ -410,10 +410,10 @@ def _index(model: Model, sizes: Indexer, num_queries: int, num_keys: int) -> Non
     if sizes.format == "e4m3":
         k = k, _empty(num_keys)
     weights = _empty(num_queries, sizes.heads)
-    bounds = [_empty(num_queries, dtype=torch.int32) for _ in range(2)]
-    logits = attention.indexer_logits(q, k, weights, *bounds)
-    attention.indexer_topk(logits, sizes.topk, bounds[1])
-    attention.indexer_select(q, k, weights, *bounds, sizes.topk)
+    start, end = (_empty(num_queries, dtype=torch.int32) for _ in range(2))
+    logits = attention.indexer_logits(q, k, weights, start, end)
+    attention.indexer_topk(logits, sizes.topk, end)
+    attention.indexer_select(q, k, weights, start, end, sizes.topk)
     if model.training and sizes.format != "e2m1":
         chosen = _empty(num_queries, sizes.topk, dtype=torch.int32)
         attention.indexer_logits_bwd(q, k, weights, chosen, _empty(num_queries, sizes.topk))

@@ -113,13 +113,14 @@ def model_compilations(
     """
     from tile_kernels.modeling import models
 
-    described_model = models.load_model(model)
-    changes = {"training": training, "max_tokens": max_tokens}
-    described_model = dataclasses.replace(
-        described_model, **{name: value for name, value in changes.items() if value is not None}
+    sizes = models.load_model(model)
+    sizes = dataclasses.replace(
+        sizes,
+        training=sizes.training if training is None else training,
+        max_tokens=sizes.max_tokens if max_tokens is None else max_tokens,
     )
     found: dict[Compilation, None] = {}
-    for part in models.computations(described_model):
+    for part in models.computations(sizes):
         for kernel, static in token_counts.variants(part.run, device, part.max_count):
             found[Compilation(kernel, static, device.arch)] = None
     return list(found)
