@@ -341,6 +341,23 @@ def test_source_emulated_and_kept(capsys: pytest.CaptureFixture[str], tmp_path: 
     )
 
 
+def test_warmup_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = {"hidden": 64, "experts": {"intermediate": 32, "experts": 4, "topk": 2}}
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(sizes))
+    words = ("warmup", "--model", str(path), "--max-tokens", "9", "--arch", "sm_80")
+    text = said(capsys, *words, "--list")
+    assert "group_count(4, 108, False)" in text
+    assert "kernels for sm_80 with 108 SMs" in text
+    assert len(said(capsys, *words, "--training", "--list")) > len(text)
+    path.write_text(json.dumps({**sizes, "expert": {}}))
+    assert "nearest key is 'experts'" in said(capsys, *words, status=2)
+    for wrong in (["--training"], ["--max-tokens", "4"], ["--list"]):
+        assert f"{wrong[0]}" in said(capsys, "warmup", *wrong, status=2)
+    message = "--model goes without an operator"
+    assert message in said(capsys, "warmup", "moe.aux_fi", "--model", "tiny-v4", status=2)
+
+
 @needs_nvcc
 def test_warmup_of_a_list_of_calls(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     calls = tmp_path / "calls.json"

@@ -81,6 +81,17 @@ def _parser() -> argparse.ArgumentParser:
         "arguments", nargs="*", metavar="NAME=VALUE", help="as scores=float32[8192,256] num_topk=8"
     )
     added.add_argument("--calls", type=Path, metavar="FILE", help="JSON list of [op, {arguments}]")
+    text = (
+        "all kernels that the layers of a model need, for any number of tokens: deepseek-v3, "
+        "v4-flash-like, v4-like, tiny-v4, or a .json or .toml file with its sizes"
+    )
+    added.add_argument("--model", metavar="PRESET|FILE", help=text)
+    text = "with --model: also the backward pass"
+    added.add_argument("--training", action="store_true", help=text)
+    text = "with --model: the most tokens of a call (16384)"
+    added.add_argument("--max-tokens", type=int, metavar="N", help=text)
+    text = "with --model: print the kernels and compile none"
+    added.add_argument("--list", action="store_true", help=text)
     takes_arch(added)
     added.add_argument("--jobs", type=int, metavar="N", help="compiles at a time")
     added = command("source", source, "the generated CUDA of an operator's kernels, without a GPU")

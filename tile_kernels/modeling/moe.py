@@ -83,6 +83,8 @@ def grouped_linear(
     if uses_grouped_mm(rows, engine):
         multiply: Callable[..., Tensor] = torch._grouped_mm
         return multiply(rows, weight.transpose(1, 2), offs=ends)
+    if rows.is_meta:  # the rows of experts are not known, nor are they needed for shapes
+        return rows @ weight[0].T
     parts = (part @ w.T for part, w in zip(rows.split(counts), weight))
     return torch.cat(list(parts))
 
@@ -276,7 +278,8 @@ class MoELayer(nn.Module):
 
         int64 and float32 `[num_tokens, num_topk]`.
         """
-        with torch.autocast(x.device.type, enabled=False):
+        device = "cpu" if x.is_meta else x.device.type  # meta tensors have no autocast
+        with torch.autocast(device, enabled=False):
             logits = F.linear(x.float(), self.router.float())
         topk_idx, weights = moe.top2_sum_gate(
             logits, self.expert_bias.float(), self.num_topk, self.num_topk_groups, self.num_groups,

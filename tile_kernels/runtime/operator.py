@@ -30,6 +30,7 @@ from tile_kernels import config
 from tile_kernels.runtime import backends, checks, emulation, logs, registry
 from tile_kernels.runtime.autograd import no_gradient_message, refuse_tangents
 from tile_kernels.runtime.cases import Cases, Cost, tensors_in
+from tile_kernels.runtime.compilation import CompilationForbiddenError
 from tile_kernels.runtime.declaration import Host, Launch, Out, Spec
 from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.runtime.launch import Request, recorder
@@ -357,6 +358,8 @@ class Operator(registry.Registered):
                 sized = plan.size(record, self._outs(record), given, values)
             except (TypeError, ValueError) as error:
                 raise self._named(error) from None
+            except CompilationForbiddenError as error:
+                raise error.during(self._described(args)) from None
         self._remember(plan, sized, keys)
         return plan, sized
 
@@ -413,6 +416,8 @@ class Operator(registry.Registered):
             plan, sized = self._prepare(backend, device, args, given, values, keys)
         except (TypeError, ValueError) as error:
             raise self._named(error) from None
+        except CompilationForbiddenError as error:
+            raise error.during(self._described(args)) from None
         if device.type == "cuda" and device.index != current_device():
             with torch.cuda.device(device):
                 return plan.run(values, sized)
@@ -451,10 +456,12 @@ class Operator(registry.Registered):
         launches = self._launches(record, *specs) or ()
         return (launches,) if isinstance(launches, (Launch, Host)) else tuple(launches)
 
-    @staticmethod
-    def _requests(launches: Sequence[Any], record: Any) -> list[Request]:
+    def _requests(self, launches: Sequence[Any], record: Any) -> list[Request]:
         found = [each for each in launches if isinstance(each, Launch)]
-        return [Request(each.kernel, sized(each.problem, record)) for each in found]
+        return [
+            Request(each.kernel, sized(each.problem, record), (self, record, each))
+            for each in found
+        ]
 
     def _refer(self, device: torch.device, args: Any, given: Sequence[Tensor]) -> Any:
         """The reference, with its results in the caller's buffers."""
@@ -486,6 +493,7 @@ class Operator(registry.Registered):
         """Results without memory, from `outputs` alone; sizes may be symbolic."""
         self._checked(args)
         device = self._inspect(args)[0]
+        self._record(device, args)
         results = []
         for out in self._results(self.arguments(*args)):
             shape, strides, dtype = out.memory
@@ -498,8 +506,15 @@ class Operator(registry.Registered):
     def _fake_out(self, *args: Any) -> None:
         given, args = args[: self.num_results], args[self.num_results :]
         self._checked(args)
+        self._record(self._inspect(args, given)[0], args, given)
         for out, buffer in zip(self._results(self.arguments(*args)), given):
             check_output(out.name, buffer, out.shape, out.dtype, out.strides)
+
+    def _record(self, device: torch.device, args: Any, given: Sequence[Tensor] = ()) -> None:
+        """Records the launches of a call that autograd sees, on meta tensors."""
+        if recorder.requests is not None and device.type == "meta":
+            values = [*self._flat(args), *given]
+            self._prepare("meta", device, args, given, values, None)
 
     # ---- pieces ----
 
@@ -538,6 +553,11 @@ class Operator(registry.Registered):
             check(*args)
         except (TypeError, ValueError) as error:
             raise self._named(error) from None
+
+    def _described(self, args: Sequence[Any]) -> str:
+        """A call with its arguments, for messages."""
+        named = zip(self.parameters, args)
+        return f"{self.name}({', '.join(f'{k}={logs.describe(v)}' for k, v in named)})"
 
     def _named(self, error: Exception) -> Exception:
         return type(error)(f"{self._label}: {error}")
