@@ -56,16 +56,31 @@ def connected(part: HyperConnection | PlainResidual, residual: Tensor) -> Tensor
     if isinstance(part, PlainResidual):
         y = block(part.block.block, residual[..., 0, :].float())
         return residual + y[..., None, :].to(residual.dtype)
+    x, post, comb = read(part, residual)
+    y = block(part.block, x if part.block_dtype is None else x.to(part.block_dtype))
+    return written(y.bfloat16(), residual, post, comb)
+
+
+def read(part: HyperConnection, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the block of a connection is given, and the mixes with which its output is written."""
     m, settings = part.mhc_mult, part.settings
     pre, post, comb = projected(part, residual, settings.norm_eps).split((m, m, m * m), dim=-1)
     pre = (pre * part.scale[0] + part.base[:m]).sigmoid() + settings.pre_eps
     post = (post * part.scale[1] + part.base[m : 2 * m]).sigmoid() * settings.post_mult_value
     comb = (comb * part.scale[2] + part.base[2 * m :]).unflatten(-1, (m, m))
     comb = doubly_stochastic(comb, settings.sinkhorn_repeat, settings.sinkhorn_eps)
-    streams = residual.float()
-    x = (pre[..., None] * streams).sum(-2).bfloat16()
-    y = block(part.block, x.float()).bfloat16()
-    return (post[..., None] * y.float()[..., None, :] + comb.mT @ streams).bfloat16()
+    return (pre[..., None] * residual.float()).sum(-2).bfloat16(), post, comb
+
+
+def written(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """The streams mixed, and the output of a block added to each.
+
+    The product of `comb` is written as a sum over streams, which a compiler fuses with the rest.
+    """
+    mixed = post[..., None] * y.float()[..., None, :]
+    for i, stream in enumerate(residual.float().unbind(-2)):
+        mixed = mixed + comb[..., i, :, None] * stream[..., None, :]
+    return mixed.bfloat16()
 
 
 def left(head: HyperHead, residual: Tensor) -> Tensor:
@@ -76,9 +91,12 @@ def left(head: HyperHead, residual: Tensor) -> Tensor:
 
 
 def projected(part: HyperConnection | HyperHead, residual: Tensor, eps: float) -> Tensor:
-    """The mixes of a token: a projection of the RMS norm of all its streams."""
+    """The mixes of a token: a projection of the RMS norm of all its streams.
+
+    The norm is a number per token and is applied after the product, to few columns.
+    """
     rows = residual.flatten(-2).float()
-    return F.linear(F.rms_norm(rows, rows.shape[-1:], eps=eps), part.fn)
+    return F.linear(rows, part.fn) * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
 
 
 def doubly_stochastic(logits: Tensor, repeat: int, eps: float) -> Tensor:
