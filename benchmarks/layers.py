@@ -56,6 +56,7 @@ STEPS = ("forward", "training")
 MAX_BATCHES, TARGET_US = 7, 60_000  # of a measurement: repeats, and microseconds of one
 CYCLES_PER_US = 2000  # of the GPU at about its highest clock
 GRAPH = ", CUDA graph"
+COMPILED, REDUCED = "compiled", "compiled, reduce-overhead"
 
 
 @dataclass
@@ -76,12 +77,16 @@ class Forms:
 
 
 class Case(NamedTuple):
-    """A layer with its sizes, those without a GPU, and whether users compile the layer."""
+    """A layer with its sizes and those without a GPU.
+
+    `modes` are those of `torch.compile` by which the layer with kernels is timed, as users run it;
+    the plain one is always compiled, in these modes too.
+    """
 
     build: Callable[..., Forms]
     sizes: dict[str, int]
     small: dict[str, int]
-    compiled: bool = False
+    modes: tuple[str, ...] = ()
 
 
 def streams(*shape: int) -> Tensor:
@@ -145,7 +150,9 @@ class Indexer(nn.Module):
 
 def indexer(tokens: int, keys: int, heads: int, depth: int, topk: int) -> Forms:
     """The choice of `topk` keys for each query, all of which see at least so many."""
-    q, k = (torch.randn(*s, device=DEVICE).to(BF16) for s in ((tokens, heads, depth), (keys, depth)))
+    q, k = (
+        torch.randn(*s, device=DEVICE).to(BF16) for s in ((tokens, heads, depth), (keys, depth))
+    )
     weights = torch.randn(tokens, heads, device=DEVICE)
     end = torch.linspace(topk, keys, tokens, device=DEVICE).int()
     return Forms(
@@ -212,7 +219,8 @@ class Loss(nn.Module):
 
 def demo(hidden: int, rows: int, length: int, vocab: int = 60) -> Forms:
     """The demo's model and its loss."""
-    model = TinyV4(Config(vocab, hidden=hidden, intermediate=hidden)).to(DEVICE)
+    dtype = BF16 if CUDA else torch.float32
+    model = TinyV4(Config(vocab, hidden=hidden, intermediate=hidden, dtype=dtype)).to(DEVICE)
     ids = torch.randint(1, vocab, (rows, length + 1), device=DEVICE)
     return Forms(Loss(PlainTinyV4(model)), {"kernels": Loss(model)}, (ids,), {"kernels": 0.2})
 
@@ -256,15 +264,15 @@ CASES = {
          "experts": 64, "topk": 6},
         {"tokens": 16, "mult": 2, "hidden": 128, "heads": 2, "intermediate": 128, "experts": 4,
          "topk": 2},
-        compiled=True,
+        modes=(COMPILED,),
     ),
     "demo": Case(
         demo, {"hidden": 64, "rows": 8, "length": 64}, {"hidden": 32, "rows": 2, "length": 8},
-        compiled=True,
+        modes=(COMPILED, REDUCED),
     ),
     "demo.x8": Case(
         demo, {"hidden": 512, "rows": 8, "length": 64}, {"hidden": 64, "rows": 2, "length": 8},
-        compiled=True,
+        modes=(COMPILED, REDUCED),
     ),
 }  # fmt: skip
 TRACED = {"moe.4096": ("bf16", "fp8"), "mhc.7168": ("kernels",)}
@@ -326,20 +334,20 @@ def functions(case: Case, forms: Forms) -> Iterator[tuple[str, Any, tuple[Tensor
         yield name, other, inputs
     yield "plain", forms.plain, forms.inputs
     if CUDA:
-        yield "compiled", compiled(forms.plain), forms.inputs
-        if case.compiled:
-            yield "compiled, reduce-overhead", compiled(forms.plain, True), forms.inputs
+        for mode in dict.fromkeys((COMPILED, *case.modes)):
+            yield mode, compiled(forms.plain, mode), forms.inputs
     for name, ours in forms.ours.items():
         yield name, ours, forms.inputs
-        if CUDA and case.compiled:
-            yield f"{name}, compiled", compiled(ours), forms.inputs
-            yield f"{name}, reduce-overhead", compiled(ours, True), forms.inputs
+        if CUDA:
+            for mode in case.modes:
+                yield f"{name}, {mode}", compiled(ours, mode), forms.inputs
 
 
-def compiled(layer: nn.Module, reduce_overhead: bool = False) -> nn.Module:
-    """One graph of a layer; `reduce-overhead` replays it as CUDA graphs."""
-    mode = "reduce-overhead" if reduce_overhead else None
-    result: nn.Module = torch.compile(layer, fullgraph=True, mode=mode)  # type: ignore[assignment]
+def compiled(layer: nn.Module, mode: str) -> nn.Module:
+    """One graph of a layer; `REDUCED` replays it as CUDA graphs."""
+    torch._dynamo.reset()
+    chosen = "reduce-overhead" if mode == REDUCED else None
+    result: nn.Module = torch.compile(layer, fullgraph=True, mode=chosen)  # type: ignore[assignment]
     return result
 
 
@@ -439,7 +447,9 @@ def run(name: str, prepare: bool = False) -> list[dict[str, Any]]:
     results = [{**start, "form": form, "off": off} for form, off in compare(forms).items()]
     for form, function, inputs in functions(case, forms):
         for kind in STEPS if forms.trains else STEPS[:1]:
-            for graph in (False, True) if CUDA and "reduce" not in form else (False,):
+            for graph in (
+                (False, True) if CUDA and REDUCED not in form and not prepare else (False,)
+            ):
                 label = {**start, "form": form + GRAPH * graph, "step": kind}
                 try:
                     step = step_of(function, kind, inputs)
@@ -538,16 +548,16 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     if options.prepare:
         prepare(names)
         return []
+    machine = benchmark.machine()
+    path: Path = options.output / f"layers.{benchmark.slug(machine['device'])}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     results = []
     for name in names:
         results += run(name)
-        torch._dynamo.reset()
+        path.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
         gc.collect()
-        torch.cuda.empty_cache()
-    machine = benchmark.machine()
-    path = options.output / f"layers.{benchmark.slug(machine['device'])}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
+        if CUDA:
+            torch.cuda.empty_cache()
     return [path]
 
 

@@ -2,7 +2,7 @@
 
 No operator of this package runs here. Only the classes that hold the parameters are its own; what
 they compute is written out below as one would write it without kernels. Streams are bfloat16 and
-everything else is float32, as in the model. `torch.compile` makes one graph of all of it.
+everything else has the dtypes of the model. `torch.compile` makes one graph of all of it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class PlainTinyV4(nn.Module):
         model = self.model
         x = model.tokens(token_ids).bfloat16()
         residual = x[..., None, :].expand(-1, -1, model.streams, -1)
-        for i in range(model.config.layers):
-            if str(i) in model.memories:
-                residual = remembered(model.memories[str(i)], residual, token_ids)
-            residual = connected(model.parts[2 * i], residual)
-            residual = connected(model.parts[2 * i + 1], residual)
+        with model.autocast():
+            for i in range(model.config.layers):
+                if str(i) in model.memories:
+                    residual = remembered(model.memories[str(i)], residual, token_ids)
+                residual = connected(model.parts[2 * i], residual)
+                residual = connected(model.parts[2 * i + 1], residual)
         x = residual[..., 0, :] if model.leave is None else left(model.leave, residual)
         return model.head(model.norm(x.float()))
 
@@ -44,7 +45,7 @@ class PlainTinyV4(nn.Module):
 def block(part: Attention | FeedForward, x: Tensor) -> Tensor:
     """A part by itself; attention and the dense one are plain PyTorch as they are."""
     if isinstance(part, FeedForward) and part.experts is not None:
-        return mixture(part.experts, part.norm(x))
+        return mixture(part.experts, part.norm(x.float()).to(x.dtype))
     return part(x)
 
 
@@ -54,7 +55,7 @@ def block(part: Attention | FeedForward, x: Tensor) -> Tensor:
 def connected(part: HyperConnection | PlainResidual, residual: Tensor) -> Tensor:
     """The next residual: bfloat16 `[batch, length, streams, hidden]` to the same."""
     if isinstance(part, PlainResidual):
-        y = block(part.block.block, residual[..., 0, :].float())
+        y = block(part.block.block, residual[..., 0, :].to(part.block_dtype))
         return residual + y[..., None, :].to(residual.dtype)
     x, post, comb = read(part, residual)
     y = block(part.block, x if part.block_dtype is None else x.to(part.block_dtype))
@@ -96,7 +97,9 @@ def projected(part: HyperConnection | HyperHead, residual: Tensor, eps: float) -
     The norm is a number per token and is applied after the product, to few columns.
     """
     rows = residual.flatten(-2).float()
-    return F.linear(rows, part.fn) * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+    with torch.autocast(rows.device.type, enabled=False):
+        mixes = F.linear(rows, part.fn)
+    return mixes * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
 
 
 def doubly_stochastic(logits: Tensor, repeat: int, eps: float) -> Tensor:
@@ -168,7 +171,8 @@ def mixture(layer: MoELayer, x: Tensor) -> Tensor:
     That is `num_experts / num_topk` times the arithmetic, in two large products. In return nothing
     has a size that depends on who is chosen, so that the host never waits for the device.
     """
-    scores = F.linear(x, layer.router).sigmoid()
+    with torch.autocast(x.device.type, enabled=False):
+        scores = F.linear(x.float(), layer.router).sigmoid()
     chosen = (scores + layer.expert_bias).topk(layer.num_topk, dim=-1).indices
     weights = scores.gather(-1, chosen)
     weights = layer.routed_scaling_factor * weights / weights.sum(-1, keepdim=True)
