@@ -185,6 +185,7 @@ def block(
 ) -> Forms:
     """Attention and a mixture of experts, both between residual streams."""
     attend = Attention(Config(1, hidden, heads)).to(DEVICE, BF16)
+    attend.norm.float()  # as its input is
     norm = nn.RMSNorm(hidden, device=DEVICE, dtype=BF16)
     first = HyperConnection(attend, hidden, mult, device=DEVICE)
     sizes = (hidden, intermediate, experts, topk)
@@ -541,7 +542,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     if unknown:
         parser.error(f"there is no case {', '.join(unknown)}; cases are {', '.join(CASES)}")
     names = options.cases or list(CASES)
-    torch.set_float32_matmul_precision("high")  # TF32, to which the kernels of streams round too
+    if CUDA:  # TF32, to which the kernels of streams round too
+        torch.set_float32_matmul_precision("high")
     if options.trace:
         traced = [name for name in names if name in TRACED]
         return [path for name in traced for path in trace(name, options.trace)]

@@ -141,6 +141,80 @@ def layer() -> list[str]:
     return lines
 
 
+def layer_results() -> dict[str, Any] | None:
+    """What `benchmarks.layers` wrote; None before its first run."""
+    path = RESULTS.parent / f"layers.{RESULTS.name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def layer_times() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """The results of forms by name, for each case and kind of step."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for result in (layer_results() or {"results": []})["results"]:
+        if "wall_us" in result:
+            found.setdefault((result["case"], result["step"]), {})[result["form"]] = result
+    return found
+
+
+def in_graphs(forms: dict[str, dict[str, Any]], name: str) -> dict[str, Any] | None:
+    """The fastest of the ways to run a form as a CUDA graph or compiled, itself not counted."""
+    others = [result for form, result in forms.items() if form.startswith(f"{name}, ")]
+    return min(others, key=lambda result: result["wall_us"], default=None)
+
+
+OURS = ("kernels", "bf16", "fp8")  # forms with the kernels of this package
+PLAIN = ("plain", "compiled")  # and those without
+
+
+def layers() -> list[str]:
+    """One row per layer, precision and step: wall times, and what they are to compiled PyTorch."""
+    content = layer_results()
+    if content is None:
+        return ["Not measured yet: `python -m benchmarks.layers`."]
+    machine = content["machine"]
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "tilelang", "cuda"))
+    lines = [
+        f"{machine['device']} beside {machine['cpu']}; {versions}; {machine['date']}.",
+        "",
+        "| layer | step | plain | compiled | graph | kernels | graph | speedup | best/best |",
+        "|---" * 9 + "|",
+    ]
+    for (case, step), forms in layer_times().items():
+        rivals = [result for form, result in forms.items() if form.split(", ")[0] in PLAIN]
+        rival = min(result["wall_us"] for result in rivals)
+        for name in OURS:
+            if name not in forms:
+                continue
+            times = [forms.get("plain"), forms.get("compiled"), in_graphs(forms, "compiled")]
+            times += [forms[name], in_graphs(forms, name)]
+            best = min(result["wall_us"] for result in times[3:] if result)
+            compiled = forms.get("compiled", forms["plain"])["wall_us"]
+            label = f"`{case}`" if name == "kernels" else f"`{case}`, {name}"
+            shown = " | ".join(f"{r['wall_us'] / 1e3:.2f}" if r else "-" for r in times)
+            ratios = f"{compiled / forms[name]['wall_us']:.2f}x | {rival / best:.2f}x"
+            lines.append(f"| {label} | {step} | {shown} | {ratios} |")
+    lines += [
+        "",
+        "| layer | step | compiled: host, device, MiB | kernels: host, device, MiB |",
+        "|---|---|---|---|",
+    ]
+    for (case, step), forms in layer_times().items():
+        for name in OURS:
+            if name in forms:
+                label = f"`{case}`" if name == "kernels" else f"`{case}`, {name}"
+                pair = " | ".join(costs(forms.get(form)) for form in ("compiled", name))
+                lines.append(f"| {label} | {step} | {pair} |")
+    return lines
+
+
+def costs(result: dict[str, Any] | None) -> str:
+    """Host and device time in milliseconds, and memory."""
+    if result is None:
+        return "-"
+    times = (f"{result[key] / 1e3:.2f}" for key in ("host_us", "device_us"))
+    return ", ".join((*times, f"{result['memory_mib']:.0f}"))
+
+
 def demo() -> list[str]:
     """What a run of the small model reported: each way to train it, and its loss."""
     run = json.loads((RESULTS.parent / f"demo.{RESULTS.name}.json").read_text())
@@ -152,13 +226,17 @@ def demo() -> list[str]:
         "",
         "| forward and backward | letters per second |",
         "|---|---|",
-        *(f"| {way} | {speed:.0f} |" for way, speed in run["speeds"].items()),
+        *(
+            f"| {way} | {speed if isinstance(speed, str) else round(speed)} |"
+            for way, speed in run["speeds"].items()
+        ),
     ]
 
 
 TABLES = {"operators": (ROOT / "README.md", operators)}
 TABLES["arguments"] = (ROOT / "docs" / "moe.md", arguments)
 TABLES["layer"] = (ROOT / "docs" / "mhc.md", layer)
+TABLES["layers"] = (ROOT / "docs" / "layers.md", layers)
 TABLES["demo"] = (ROOT / "docs" / "demo.md", demo)
 TABLES["comparison"] = (ROOT / "docs" / "comparison.md", comparison)
 TABLES["benchmarks"] = (ROOT / "docs" / "benchmarks.md", benchmarks)
