@@ -119,8 +119,8 @@ def remembered(memory: EngramModule, residual: Tensor, token_ids: Tensor) -> Ten
     both = F.linear(rows, memory.projection.weight).bfloat16().float()
     keys, value = both.split((memory.num_streams * memory.hidden_size, memory.hidden_size), -1)
     gates = gate(memory, residual, keys.unflatten(-1, residual.shape[-2:]))
-    y = (gates[..., None] * value[..., None, :]).bfloat16()
-    return residual + (y + convolved(memory, y.float()).bfloat16())
+    y = (gates[..., None] * value[..., None, :]).bfloat16().float()
+    return residual + (y + convolved(memory, y).bfloat16()).bfloat16()
 
 
 def hashed(memory: EngramModule, token_ids: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ def convolve(*static: Any) -> Any:
 
 def gradients_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     weights = min(128, GRADIENT_VECTOR * BITS[Plan(*static).dtype])
-    return tuple(sorted({32, 64, weights})), (32, 64, 128)
+    return tuple(sorted({32, 64, weights})), (32, 128)
 
 
 @kernel(access_bits=gradients_access_bits, pass_configs=PASS_CONFIGS)
@@ -184,7 +184,7 @@ def convolve_gradients(*static: Any) -> Any:
         weight: T.Tensor[(streams, hidden), plan.dtype],
         tap: T.Tensor[(taps, streams, hidden), plan.dtype],
         starts: T.Tensor[(tokens,), T.int32],
-        normed_grad: T.Tensor[(tokens, streams, hidden), T.bfloat16],
+        normed_grad: T.Tensor[(tokens, streams, hidden), T.float32],
         sums: T.Tensor[(tokens, streams, tiles * warps), T.float32],
         partial: T.Tensor[(parts, taps + 1, streams, hidden), T.float32],
     ):
@@ -200,7 +200,7 @@ def convolve_gradients(*static: Any) -> Any:
             raw_tap = T.alloc_local((taps, width), plan.dtype)
             y_regs = T.alloc_local((width,), T.bfloat16)
             grad_regs = T.alloc_local((width,), T.bfloat16)
-            out_regs = T.alloc_local((width,), T.bfloat16)
+            out_regs = T.alloc_local((width,), T.float32)
             # Of the last tokens of the series, the newest first.
             rows = T.alloc_local((taps, width), T.float32)  # y / rms(y)
             slopes = T.alloc_local((taps, width), T.float32)  # gradients before the SiLU
@@ -285,7 +285,7 @@ def convolve_gradients(*static: Any) -> Any:
                         weight_sums[e] = weight_sums[e] + value * rows[last, e]
                         value = value * T.cast(raw_weight[e], T.float32)
                         product = product + value * rows[last, e]
-                        out_regs[e] = T.cast(value, T.bfloat16)
+                        out_regs[e] = value
                     if column < hidden:
                         for e in T.vectorized(width):
                             normed_grad[done, stream, column + e] = out_regs[e]
@@ -318,7 +318,7 @@ def row_gradients(*static: Any) -> Any:
         grad: T.Tensor[grad_shape, T.bfloat16],
         y: T.Tensor[(tokens, streams, hidden), T.bfloat16],
         rstd: T.Tensor[(tokens, streams), T.float32],
-        normed_grad: T.Tensor[(tokens, streams, hidden), T.bfloat16],
+        normed_grad: T.Tensor[(tokens, streams, hidden), T.float32],
         sums: T.Tensor[(tokens, streams, sums_of_row), T.float32],
         y_grad: T.Tensor[(tokens, streams, hidden), T.bfloat16],
     ):
@@ -335,15 +335,17 @@ def row_gradients(*static: Any) -> Any:
                 mean = mean + T.shfl_xor(mean, T.shift_left(1, d))
             mean = mean / T.float32(hidden)
             y_regs = T.alloc_local((VECTOR,), T.bfloat16)
-            normed_regs = T.alloc_local((VECTOR,), T.bfloat16)
+            normed_regs = T.alloc_local((VECTOR,), T.float32)
             grad_regs = T.alloc_local((VECTOR,), T.bfloat16)
             for s in T.serial(T.ceildiv(hidden, ROW_THREADS * VECTOR)):
                 column = (s * ROW_THREADS + tx) * VECTOR
                 if column < hidden:
                     for e in T.vectorized(VECTOR):
                         y_regs[e] = y[token, stream, column + e]
-                    for e in T.vectorized(VECTOR):
-                        normed_regs[e] = normed_grad[token, stream, column + e]
+                    for half in T.unroll(2):
+                        first = half * (VECTOR // 2)
+                        for e in T.vectorized(VECTOR // 2):
+                            normed_regs[first + e] = normed_grad[token, stream, column + first + e]
                     if plan.direct:
                         for e in T.vectorized(VECTOR):
                             grad_regs[e] = grad[token, stream, column + e]
@@ -351,10 +353,7 @@ def row_gradients(*static: Any) -> Any:
                         value = T.alloc_var(
                             T.float32,
                             init=scale
-                            * (
-                                T.cast(normed_regs[e], T.float32)
-                                - T.cast(y_regs[e], T.float32) * scale * mean
-                            ),
+                            * (normed_regs[e] - T.cast(y_regs[e], T.float32) * scale * mean),
                         )
                         if plan.direct:
                             value = value + T.cast(grad_regs[e], T.float32)

@@ -228,7 +228,7 @@ class BackwardArguments(NamedTuple):
     def scratch(self) -> tuple[Out, Out]:
         num_tokens, streams, hidden = self.y.shape
         return (
-            Out("normed_grad", self.y.shape, torch.bfloat16),
+            Out("normed_grad", self.y.shape, torch.float32),
             Out("sums", (num_tokens, streams, num_sums(hidden)), torch.float32),
         )
 

@@ -68,7 +68,7 @@ def engram_convolution_bwd(
     partial[:, num_taps].index_add_(0, part, grad * rows)
     grad = grad * weight
     mean = (grad * rows).mean(-1, keepdim=True)
-    y_grad = rstd[..., None] * (grad.to(y.dtype).to(rows.dtype) - rows * mean)
+    y_grad = rstd[..., None] * (grad - rows * mean)
     if add_grad:
         y_grad = y_grad + widened(grad_out)
     return y_grad.to(y.dtype), partial
