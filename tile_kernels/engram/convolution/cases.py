@@ -106,6 +106,16 @@ def _worked() -> Arguments:
     }
 
 
+def _worked_bwd() -> Arguments:
+    """Taps of one and zero: only the token itself counts, of which every norm is 1."""
+    arguments = {**_worked(), "taps": torch.tensor([1.0, 0.0])[:, None, None].repeat(1, 1, 8)}
+    del arguments["eps"]
+    ones = torch.ones(3, 1, 8).bfloat16()
+    return {**arguments, "grad_out": ones, "y": ones, "rstd": torch.ones(3, 1)}
+
+
+# The slope of SiLU at 1: the row's gradient is equal in all channels, which a norm takes away.
+_SLOPE = 0.9276705118714869
 _SILU_1, _SILU_M1 = 0.7310585786300049, -0.2689414213699951
 _rejects = [
     Reject("y", "another rank", edited("y", lambda x: x[0])),
@@ -141,6 +151,16 @@ CASES = {
         small=_small(_backward),
         large=_large(_backward),
         benchmarks=_benchmarks(_backward),
+        vectors=[
+            Vector(
+                "one tap that counts",
+                _worked_bwd,
+                lambda: (
+                    torch.zeros(3, 1, 8).bfloat16(),
+                    _SLOPE * torch.tensor([3.0, 2.0, 3.0])[None, :, None, None].repeat(1, 1, 1, 8),
+                ),
+            )
+        ],
         rejects=[*_rejects, Reject("rstd", "another shape", edited("rstd", lambda x: x[:, :0]))],
         compare=_compare,
     ),

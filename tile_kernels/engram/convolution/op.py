@@ -19,7 +19,6 @@ from tile_kernels.engram.convolution.plan import (
     plan_rows,
 )
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.autograd import last_gradients
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, alignment, dtype_name
 from tile_kernels.runtime.launch import Kernel
@@ -124,12 +123,7 @@ def _backward(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Any, ...]:
         grad_out.contiguous(), y, rstd, norm_weight, taps, starts, ctx.dilation, ctx.summed
     )
     total = partial.sum(0).to(taps.dtype)
-    grads = last_gradients(
-        "engram_convolution_fwd: there is no second derivative",
-        [grad_y, total[-1], total[:-1]],
-        (grad_out, y, norm_weight, taps),
-    )
-    return *grads, None, None, None, grad_out if ctx.summed else None
+    return grad_y, total[-1], total[:-1], None, None, None, grad_out if ctx.summed else None
 
 
 ENGRAM_CONVOLUTION_FWD = Operator(
@@ -264,7 +258,6 @@ ENGRAM_CONVOLUTION_BWD = Operator(
     reference=reference.engram_convolution_bwd,
     cost=cost_bwd,
     dynamic=_DYNAMIC,
-    differentiable=False,
 )
 
 
