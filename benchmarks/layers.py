@@ -72,21 +72,22 @@ class Forms:
     inputs: tuple[Tensor, ...]
     off: dict[str, float]
     others: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = field(default_factory=dict)
-    trains: bool = True
     distance: Callable[[Tensor, Tensor], float] | None = None
 
 
 class Case(NamedTuple):
     """A layer with its sizes and those without a GPU.
 
-    `modes` are those of `torch.compile` by which the layer with kernels is timed, as users run it;
-    the plain one is always compiled, in these modes too.
+    Small models, whose steps are mostly launches, are timed in more ways: `modes` of
+    `torch.compile` for the layer with kernels too, and a CUDA graph of the plain one. The plain
+    layer is always compiled.
     """
 
     build: Callable[..., Forms]
     sizes: dict[str, int]
     small: dict[str, int]
     modes: tuple[str, ...] = ()
+    steps: tuple[str, ...] = STEPS
 
 
 def streams(*shape: int) -> Tensor:
@@ -157,7 +158,7 @@ def indexer(tokens: int, keys: int, heads: int, depth: int, topk: int) -> Forms:
     end = torch.linspace(topk, keys, tokens, device=DEVICE).int()
     return Forms(
         PlainIndexer(topk), {"kernels": Indexer(topk)}, (q, k, weights, end), {"kernels": 0.05},
-        trains=False, distance=share_of_other_indices,
+        distance=share_of_other_indices,
     )  # fmt: skip
 
 
@@ -258,6 +259,7 @@ CASES = {
         indexer,
         {"tokens": 4096, "keys": 8192, "heads": 64, "depth": 128, "topk": 512},
         {"tokens": 8, "keys": 32, "heads": 2, "depth": 32, "topk": 4},
+        steps=("forward",),
     ),
     "block.4096": Case(
         block,
@@ -265,15 +267,14 @@ CASES = {
          "experts": 64, "topk": 6},
         {"tokens": 16, "mult": 2, "hidden": 128, "heads": 2, "intermediate": 128, "experts": 4,
          "topk": 2},
-        modes=(COMPILED,),
     ),
     "demo": Case(
         demo, {"hidden": 64, "rows": 8, "length": 64}, {"hidden": 32, "rows": 2, "length": 8},
-        modes=(COMPILED, REDUCED),
+        modes=(COMPILED, REDUCED), steps=("training",),
     ),
     "demo.x8": Case(
         demo, {"hidden": 512, "rows": 8, "length": 64}, {"hidden": 64, "rows": 2, "length": 8},
-        modes=(COMPILED, REDUCED),
+        steps=("training",),
     ),
 }  # fmt: skip
 TRACED = {"moe.4096": ("bf16", "fp8"), "mhc.7168": ("kernels",)}
@@ -352,16 +353,16 @@ def compiled(layer: nn.Module, mode: str) -> nn.Module:
     return result
 
 
-def compare(forms: Forms) -> dict[str, list[float]]:
+def compare(case: Case, forms: Forms) -> dict[str, list[float]]:
     """The distances of results and gradients from those of the plain form; raises if too far."""
     found: dict[str, list[float]] = {}
-    kind = "training" if forms.trains else "forward"
+    kind = case.steps[-1]
     expected = flat(step_of(forms.plain, kind, forms.inputs)())
     for name, ours in forms.ours.items():
         given = flat(step_of(ours, kind, forms.inputs)())
         near = forms.distance or relative
         found[name] = [near(given[0], expected[0])]
-        if forms.trains and given[0].dim():
+        if kind == "training" and given[0].dim():
             found[name].append(relative(given[1], expected[1]))
         if max(found[name]) > forms.off[name]:
             raise ValueError(f"{name} is off by {found[name]}, allowed is {forms.off[name]}")
@@ -438,6 +439,13 @@ def device_time(step: Callable[[], Any], host_us: float) -> float:
     return statistics.median(times)
 
 
+def graphs_are_timed(case: Case, form: str, prepare: bool) -> bool:
+    """Whether a form is also captured in a CUDA graph; the plain one is in small models only."""
+    if not CUDA or prepare or REDUCED in form:
+        return False
+    return "plain" not in form or bool(case.modes)
+
+
 def run(name: str, prepare: bool = False) -> list[dict[str, Any]]:
     """All forms of a case; a form that fails has its error in the place of numbers."""
     case = CASES[name]
@@ -445,12 +453,10 @@ def run(name: str, prepare: bool = False) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     forms = case.build(**sizes)
     start = {"case": name, "sizes": sizes}
-    results = [{**start, "form": form, "off": off} for form, off in compare(forms).items()]
+    results = [{**start, "form": form, "off": off} for form, off in compare(case, forms).items()]
     for form, function, inputs in functions(case, forms):
-        for kind in STEPS if forms.trains else STEPS[:1]:
-            for graph in (
-                (False, True) if CUDA and REDUCED not in form and not prepare else (False,)
-            ):
+        for kind in case.steps:
+            for graph in (False, True) if graphs_are_timed(case, form, prepare) else (False,):
                 label = {**start, "form": form + GRAPH * graph, "step": kind}
                 try:
                     step = step_of(function, kind, inputs)

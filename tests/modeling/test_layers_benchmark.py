@@ -33,7 +33,7 @@ def test_plain_layers_compute_the_same(name: str) -> None:
     torch.manual_seed(0)
     case = layers.CASES[name]
     forms = case.build(**case.small)
-    found = layers.compare(forms)
+    found = layers.compare(case, forms)
     assert found.keys() == forms.ours.keys() == forms.off.keys()
 
 
@@ -43,7 +43,7 @@ def test_other_results_are_refused() -> None:
     forms = case.build(**case.small)
     forms.plain.num_topk = 1  # type: ignore[assignment]
     with pytest.raises(ValueError, match="bf16 is off by"):
-        layers.compare(forms)
+        layers.compare(case, forms)
 
 
 def test_gradients_of_plain_experts_are_those_of_indexing() -> None:
