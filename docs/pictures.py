@@ -91,7 +91,7 @@ def draw_traces(traces: dict[str, Path], path: Path) -> None:
     )  # fmt: skip
     for axes, (title, trace) in zip(all_axes[:, 0], traces.items()):
         host, device = events_of(trace)
-        first = host[0]["ts"]
+        first = device[0]["ts"]
         bars: dict[str, list[tuple[float, float]]] = {name: [] for name in KINDS}
         for event in device:
             name = event["name"].lower()
@@ -104,7 +104,7 @@ def draw_traces(traces: dict[str, Path], path: Path) -> None:
         end = max(e["ts"] + e["dur"] - first for e in device) / 1e3
         axes.set_yticks([0.5, 1.5], ["device", "host"], fontsize=8)
         axes.set_title(f"{title}: {end:.2f} ms", fontsize=8, loc="left")
-        axes.set_ylim(0, 2)
+        axes.set(ylim=(0, 2), xlim=(-0.5, None))
         axes.grid(True, axis="x", linewidth=0.3, alpha=0.5)
     all_axes[-1, 0].set_xlabel("milliseconds")
     figure.legend(

@@ -1,8 +1,8 @@
 """Write the generated tables of the documents: `python docs/tables.py [--check]`.
 
 The README's operators come from the registry, the arguments on the page of routing from docstrings,
-the numbers of the benchmark page, of the comparison, of a layer with streams and of the demo from
-the results files.
+the numbers of the benchmark page, of the comparison, of whole layers and of the demo from the
+results files.
 """
 
 import inspect
@@ -122,25 +122,6 @@ def comparison() -> list[str]:
     ]
 
 
-def layer() -> list[str]:
-    """One row per size: a layer with streams beside the plain one."""
-    path = RESULTS / "mhc.layer.json"
-    if not path.exists():
-        return ["Not measured yet: `python -m benchmarks.mhc_layer`."]
-    times = {r.case.removeprefix("mhc.layer."): r.device_us for r in benchmark.load(path).results}
-    lines = [
-        "| tokens, streams, columns | plain, us | streams, us | plain in training | streams |",
-        "|---|---|---|---|---|",
-    ]
-    kinds = [
-        f"{name}.{kind}" for kind in ("inference", "training") for name in ("plain", "streams")
-    ]
-    for size in dict.fromkeys(case.split(".")[0] for case in times):
-        row = " | ".join(str(times[f"{size}.{kind}"]) for kind in kinds)
-        lines.append(f"| {size.replace('x', ', ')} | {row} |")
-    return lines
-
-
 def layer_results() -> dict[str, Any] | None:
     """What `benchmarks.layers` wrote; None before its first run."""
     path = RESULTS.parent / f"layers.{RESULTS.name}.json"
@@ -215,6 +196,47 @@ def costs(result: dict[str, Any] | None) -> str:
     return ", ".join((*times, f"{result['memory_mib']:.0f}"))
 
 
+def streams() -> list[str]:
+    """One row per size: a layer with streams beside the plain one, device times."""
+    times = layer_times()
+    cases = [case for case, step in times if case.startswith("mhc.") and step == "training"]
+    if not cases:
+        return ["Not measured yet: `python -m benchmarks.layers`."]
+    lines = [
+        "| tokens, streams, columns | plain, us | streams, us | plain in training | streams |",
+        "|---|---|---|---|---|",
+    ]
+    for case in cases:
+        forms = [
+            times[case, step][form]
+            for step in ("forward", "training")
+            for form in ("one stream, plain", "kernels")
+        ]
+        size = ", ".join(str(size) for size in forms[0]["sizes"].values())
+        lines.append(f"| {size} | {' | '.join(str(form['device_us']) for form in forms)} |")
+    return lines
+
+
+def fp8() -> list[str]:
+    """The expert layer in both precisions beside plain PyTorch: wall times and memory."""
+    times = {key: forms for key, forms in layer_times().items() if key[0].startswith("moe.")}
+    names = ("plain", "compiled", "bf16", "bf16, CUDA graph", "fp8", "fp8, CUDA graph")
+    lines = [
+        "| tokens, hidden, intermediate, experts, top | step | plain | compiled | `bf16` | graph "
+        "| `fp8` | graph | MiB: compiled, `bf16`, `fp8` | |",
+        "|---" * 10 + "|",
+    ]
+    for (_, step), forms in times.items():
+        size = ", ".join(str(size) for size in forms["plain"]["sizes"].values())
+        shown = " | ".join(f"{forms[name]['wall_us'] / 1e3:.2f}" for name in names)
+        memory = ", ".join(
+            f"{forms[name]['memory_mib']:.0f}" for name in ("compiled", "bf16", "fp8")
+        )
+        ratio = forms["compiled"]["wall_us"] / forms["fp8"]["wall_us"]
+        lines.append(f"| {size} | {step} | {shown} | {memory} | {ratio:.2f}x |")
+    return lines if times else ["Not measured yet: `python -m benchmarks.layers`."]
+
+
 def demo() -> list[str]:
     """What a run of the small model reported: each way to train it, and its loss."""
     run = json.loads((RESULTS.parent / f"demo.{RESULTS.name}.json").read_text())
@@ -235,7 +257,8 @@ def demo() -> list[str]:
 
 TABLES = {"operators": (ROOT / "README.md", operators)}
 TABLES["arguments"] = (ROOT / "docs" / "moe.md", arguments)
-TABLES["layer"] = (ROOT / "docs" / "mhc.md", layer)
+TABLES["layer"] = (ROOT / "docs" / "mhc.md", streams)
+TABLES["fp8"] = (ROOT / "docs" / "fp8-layer.md", fp8)
 TABLES["layers"] = (ROOT / "docs" / "layers.md", layers)
 TABLES["demo"] = (ROOT / "docs" / "demo.md", demo)
 TABLES["comparison"] = (ROOT / "docs" / "comparison.md", comparison)
