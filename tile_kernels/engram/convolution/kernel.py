@@ -176,6 +176,19 @@ def convolve_gradients(*static: Any) -> Any:
     tokens, parts = T.dynamic("tokens parts")
     last = taps - 1
 
+    @T.macro
+    def fetch(grad, y, rstd, starts, first, stream, column, i, next_y, next_grad, ahead, begin):
+        """Load what step `i` needs, a step before it is used."""
+        token = T.alloc_var(T.int32, init=first + i * dilation)
+        if i < CHUNK + 2 * last and token >= 0 and token < tokens and column < hidden:
+            ahead[0] = rstd[token, stream]
+            begin[0] = starts[token]
+            for e in T.vectorized(width):
+                next_y[e] = y[token, stream, column + e]
+            if i >= last:
+                for e in T.vectorized(width):
+                    next_grad[e] = grad[token, stream, column + e]
+
     @T.prim_func
     def gradients_of_columns(
         grad: T.Tensor[(tokens, streams, hidden), T.bfloat16],
@@ -201,6 +214,10 @@ def convolve_gradients(*static: Any) -> Any:
             y_regs = T.alloc_local((width,), T.bfloat16)
             grad_regs = T.alloc_local((width,), T.bfloat16)
             out_regs = T.alloc_local((width,), T.float32)
+            next_y = T.alloc_local((width,), T.bfloat16)
+            next_grad = T.alloc_local((width,), T.bfloat16)
+            ahead = T.alloc_local((1,), T.float32)
+            begin = T.alloc_local((1,), T.int32)
             # Of the last tokens of the series, the newest first.
             rows = T.alloc_local((taps, width), T.float32)  # y / rms(y)
             slopes = T.alloc_local((taps, width), T.float32)  # gradients before the SiLU
@@ -209,12 +226,16 @@ def convolve_gradients(*static: Any) -> Any:
             weight_sums = T.alloc_local((width,), T.float32)
             for e in T.unroll(width):
                 raw_weight[e] = T.cast(T.float32(0), plan.dtype)
+                next_y[e] = T.bfloat16(0)
+                next_grad[e] = T.bfloat16(0)
                 weight_sums[e] = T.float32(0)
                 for j in T.unroll(taps):
                     raw_tap[j, e] = T.cast(T.float32(0), plan.dtype)
                     rows[j, e] = T.float32(0)
                     slopes[j, e] = T.float32(0)
                     tap_sums[j, e] = T.float32(0)
+            ahead[0] = T.float32(0)
+            begin[0] = 0
             for j in T.unroll(taps):
                 start[j] = 0
             if column < hidden:
@@ -223,8 +244,19 @@ def convolve_gradients(*static: Any) -> Any:
                 for j in T.unroll(taps):
                     for e in T.vectorized(width):
                         raw_tap[j, e] = tap[j, stream, column + e]
+            first = T.alloc_var(T.int32, init=(part * CHUNK - last) * dilation + series)
+            fetch(grad, y, rstd, starts, first, stream, column, 0, next_y, next_grad, ahead, begin)
             for i in T.serial(CHUNK + 2 * last):
-                token = T.alloc_var(T.int32, init=(part * CHUNK + i - last) * dilation + series)
+                token = T.alloc_var(T.int32, init=first + i * dilation)
+                scale = T.alloc_var(T.float32, init=ahead[0])
+                newest = T.alloc_var(T.int32, init=begin[0])
+                for e in T.unroll(width):
+                    y_regs[e] = next_y[e]
+                    grad_regs[e] = next_grad[e]
+                fetch(
+                    grad, y, rstd, starts, first, stream, column, i + 1, next_y, next_grad, ahead,
+                    begin,
+                )  # fmt: skip
                 for j in T.unroll(last):
                     start[last - j] = start[last - 1 - j]
                     for e in T.unroll(width):
@@ -235,15 +267,10 @@ def convolve_gradients(*static: Any) -> Any:
                     rows[0, e] = T.float32(0)
                     slopes[0, e] = T.float32(0)
                 if token >= 0 and token < tokens and column < hidden:
-                    scale = T.alloc_var(T.float32, init=rstd[token, stream])
-                    start[0] = starts[token]
-                    for e in T.vectorized(width):
-                        y_regs[e] = y[token, stream, column + e]
+                    start[0] = newest
                     for e in T.unroll(width):
                         rows[0, e] = T.cast(y_regs[e], T.float32) * scale
                     if i >= last:
-                        for e in T.vectorized(width):
-                            grad_regs[e] = grad[token, stream, column + e]
                         for e in T.unroll(width):
                             total = T.alloc_var(
                                 T.float32, init=rows[0, e] * T.cast(raw_tap[0, e], T.float32)
