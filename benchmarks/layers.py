@@ -42,6 +42,7 @@ from benchmarks.plain_layers import (
 )
 from examples.tiny_v4.model import Attention, Config, TinyV4
 from examples.tiny_v4.plain import PlainTinyV4
+from examples.tiny_v4.speed import captured
 from tile_kernels import attention
 from tile_kernels.modeling.attention import KVCompressor
 from tile_kernels.modeling.engram import EngramHasher, EngramModule
@@ -311,25 +312,6 @@ def direction(y: Tensor) -> Tensor:
     return torch.randn(y.shape, device=y.device, generator=draw).to(y.dtype)
 
 
-def graphed(step: Callable[[], Any]) -> Callable[[], Any]:
-    """Replays a CUDA graph of the step."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = step()
-
-    def replay() -> Any:
-        graph.replay()
-        return kept
-
-    return replay
-
-
 def functions(case: Case, forms: Forms) -> Iterator[tuple[str, Any, tuple[Tensor, ...]]]:
     """What is timed: name, function and arguments."""
     for name, (other, inputs) in forms.others.items():
@@ -464,7 +446,9 @@ def run(name: str, prepare: bool = False) -> list[dict[str, Any]]:
                         step()
                         step()
                         continue
-                    found: dict[str, Any] = measure(graphed(step) if graph else step, graph)
+                    found: dict[str, Any] = measure(
+                        captured(step)[0].replay if graph else step, graph
+                    )
                 except Exception as error:
                     if not CUDA:
                         raise

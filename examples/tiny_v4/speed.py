@@ -40,8 +40,8 @@ def per_second(step: Step, tokens: int, repeats: int) -> float:
     return repeats * tokens / run(repeats)
 
 
-def captured(step: Step) -> Step:
-    """Replays a CUDA graph of the step."""
+def captured(step: Step) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of the step, and the results that a replay writes."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -50,8 +50,8 @@ def captured(step: Step) -> Step:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+        results = step()
+    return graph, results
 
 
 def compare(
@@ -89,7 +89,7 @@ def compare(
                 lambda: step_of(torch.compile(form, mode="reduce-overhead"))  # noqa: B023
             )
         if batch.is_cuda:
-            found[f"{name}, {GRAPH}"] = speed(lambda: captured(step_of(form)))  # noqa: B023
+            found[f"{name}, {GRAPH}"] = speed(lambda: captured(step_of(form))[0].replay)  # noqa: B023
     return found
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from examples.tiny_v4.model import Config, TinyV4
 from examples.tiny_v4.plain import PlainTinyV4
+from examples.tiny_v4.speed import captured
 from examples.tiny_v4.step import EAGER_STEPS, TrainingStep, loss_of, optimizer_of
 from tests.examples.small import distance
 from tile_kernels.modeling.attention import KVCompressor
@@ -183,15 +184,7 @@ def test_replay_is_eager_bit_for_bit(build: Callable[[str], Built]) -> None:
     torch.manual_seed(0)
     built = build("cuda")
     step = step_of(built.layer, built)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, found = captured(step)
     with torch.no_grad():
         for x in built.inputs:
             other = (
@@ -202,8 +195,8 @@ def test_replay_is_eager_bit_for_bit(build: Callable[[str], Built]) -> None:
             weight.add_(0.01 * torch.randn_like(weight))
     graph.replay()
     expected = step()
-    assert len(captured) == len(expected)
-    for one, other in zip(captured, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
