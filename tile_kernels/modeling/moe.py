@@ -82,7 +82,8 @@ def grouped_linear(
         )
     if uses_grouped_mm(rows, engine):
         multiply: Callable[..., Tensor] = torch._grouped_mm
-        return multiply(rows, weight.transpose(1, 2), offs=ends)
+        # Autocast does not know this product: it would leave weights in float32.
+        return multiply(rows, weight.to(rows.dtype).transpose(1, 2), offs=ends)
     if rows.is_meta:  # the rows of experts are not known, nor are they needed for shapes
         return rows @ weight[0].T
     parts = (part @ w.T for part, w in zip(rows.split(counts), weight))
