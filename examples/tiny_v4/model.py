@@ -7,6 +7,7 @@ with an Engram memory of the last tokens (`EngramModule`). Every one of the thre
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -166,11 +167,11 @@ class TinyV4(nn.Module):
         x = residual[..., 0, :] if self.leave is None else self.leave(residual)
         return self.head(self.norm(x.float()))
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Products in the dtype of the parts."""
-        dtype = self.config.dtype
-        kind = self.tokens.weight.device.type
-        return torch.autocast(kind, torch.bfloat16, enabled=dtype is torch.bfloat16)
+        if self.config.dtype is not torch.bfloat16:
+            return contextlib.nullcontext()
+        return torch.autocast(self.tokens.weight.device.type, torch.bfloat16)
 
     def experts(self) -> list[MoELayer]:
         """The mixtures of experts, in order."""
