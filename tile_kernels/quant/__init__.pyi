@@ -22,6 +22,8 @@ from tile_kernels.quant.per_token.op import (
     per_token_cast_with_sf_only as per_token_cast_with_sf_only,
 )
 from tile_kernels.quant.swiglu.op import (
+    swiglu_backward as swiglu_backward,
     swiglu_backward_and_per_token_cast as swiglu_backward_and_per_token_cast,
+    swiglu_forward as swiglu_forward,
     swiglu_forward_and_per_token_cast as swiglu_forward_and_per_token_cast,
 )
