@@ -10,8 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tile_kernels import moe
+from tile_kernels import moe, quant
 from tile_kernels.gemm.tiling import BLOCK
+from tile_kernels.modeling.bf16_experts import (
+    ENGINES,
+    ROWS,
+    Groups,
+    bf16_experts,
+    bf16_experts_of_rows,
+    map_rows,
+    uses_grouped_mm,
+)
 from tile_kernels.modeling.fp8_experts import (
     MAX_MASKED_TOKENS,
     WeightCache,
@@ -21,7 +30,6 @@ from tile_kernels.modeling.fp8_experts import (
 )
 from tile_kernels.modeling.quant import swiglu_cast
 from tile_kernels.moe.gates import check_groups
-from tile_kernels.moe.mapping.reference import max_expanded_tokens
 from tile_kernels.moe.plan import MAX_SLOTS
 from tile_kernels.moe.topk.plan import MAX_EXPERTS
 from tile_kernels.runtime import checks
@@ -33,27 +41,10 @@ SCORING_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax")
 BALANCING = ("bias", "loss", "none")
 PRECISIONS = ("bf16", "fp8")
 PARAMETER_DTYPES = (torch.bfloat16, torch.float32)  # of experts in FP8
-ENGINES = ("auto", "loop", "grouped_mm")
 _EXPERT_WEIGHTS = ("w_in", "w_out", "shared_in", "shared_out")
-ROWS = 16  # each expert's rows are a multiple of this, as grouped products want it
 
 
 # ---- products of all experts --------------------------------------------------------------------
-
-
-def grouped_mm_is_available(x: Tensor) -> bool:
-    """Whether PyTorch multiplies all experts in one launch for such rows."""
-    return (
-        x.is_cuda
-        and x.dtype is torch.bfloat16
-        and hasattr(torch, "_grouped_mm")
-        and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    )
-
-
-def uses_grouped_mm(x: Tensor, engine: str) -> bool:
-    """Whether `grouped_linear` multiplies in one launch, and needs no counts on the host."""
-    return engine != "loop" and grouped_mm_is_available(x)
 
 
 def grouped_linear(
@@ -75,16 +66,8 @@ def grouped_linear(
     >>> grouped_linear(rows, weight, [1, 2], torch.tensor([1, 3]).int()).tolist()
     [[2.0], [2.0], [2.0]]
     """
-    if engine == "grouped_mm" and not grouped_mm_is_available(rows):
-        raise ValueError(
-            "grouped_linear: engine grouped_mm needs bfloat16 on a CUDA device of capability 9.0 "
-            f"or more, got {rows.dtype} on {rows.device}"
-        )
-    if uses_grouped_mm(rows, engine):
-        multiply: Callable[..., Tensor] = torch._grouped_mm
-        return multiply(rows, weight.transpose(1, 2), offs=ends)
-    parts = (part @ w.T for part, w in zip(rows.split(counts), weight))
-    return torch.cat(list(parts))
+    groups = Groups(ends, None if uses_grouped_mm(rows, engine) else counts)
+    return groups.multiply(rows, weight.transpose(1, 2))
 
 
 def _expert_of_rows(num_rows: int, last: Tensor, ends: Tensor) -> Tensor:
@@ -302,16 +285,14 @@ class MoELayer(nn.Module):
             y = self._over_ranks(self.ep, tokens, topk_idx, weights)
         elif self.precision == "fp8":
             y = self._fp8_experts(tokens, weights, topk_idx, "w_in", "w_out")
+        elif self.fp8:
+            on_device = uses_grouped_mm(tokens, self.engine)
+            rows, groups = map_rows(topk_idx, self.num_experts, on_device)
+            results = self._rounded_experts(rows.expand(tokens), groups)
+            y = moe.reduce_fused(results, weights, rows.token_topk_to_pos)
         else:
-            num_rows = 0  # as many as needed: the host waits for their number
-            if uses_grouped_mm(tokens, self.engine):
-                num_rows = max_expanded_tokens(topk_idx.numel(), self.num_experts, ROWS)
-            pos_to_expert, _, _, token_topk_to_pos, _, ends, _, counts = moe.get_fused_mapping(
-                topk_idx, self.num_experts, num_expanded_tokens=num_rows, alignment=ROWS,
-                force_no_sync=num_rows == 0 and uses_grouped_mm(tokens, self.engine),
-            )  # fmt: skip
-            rows = moe.expand_to_fused(tokens, token_topk_to_pos, pos_to_expert)
-            y = moe.reduce_fused(self._experts(rows, counts, ends), weights, token_topk_to_pos)
+            x_in, w_in, w_out = self._in_autocast_dtype(tokens)
+            y = bf16_experts(x_in, weights, topk_idx, w_in, w_out, self.engine)
         if self.shared_in is not None and self.shared_out is not None:
             y = y + self._shared(tokens, self.shared_in, self.shared_out)
         return y.view(x.shape)
@@ -339,9 +320,18 @@ class MoELayer(nn.Module):
         choice = tokens.new_zeros(len(tokens), 1, dtype=torch.int64)
         return self._fp8_experts(tokens, weights, choice, "shared_in", "shared_out")
 
-    def _experts(self, rows: Tensor, counts: list[int], ends: Tensor) -> Tensor:
-        rows = grouped_linear(rows, self.w_in, counts, ends, self.engine)
-        return grouped_linear(self._activated(rows), self.w_out, counts, ends, self.engine)
+    def _in_autocast_dtype(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and weights in the dtype of products: autocast's where it is enabled."""
+        given, kind = (tokens, self.w_in, self.w_out), tokens.device.type
+        if not torch.is_autocast_enabled(kind):
+            return given
+        x, w_in, w_out = (each.to(torch.get_autocast_dtype(kind)) for each in given)
+        return x, w_in, w_out
+
+    def _rounded_experts(self, rows: Tensor, groups: Groups) -> Tensor:
+        """The experts with activations in e4m3 and everything else in the dtype of the weights."""
+        h = groups.multiply(rows, self.w_in.transpose(1, 2))
+        return groups.multiply(self._activated(h), self.w_out.transpose(1, 2))
 
     def _over_ranks(
         self, ep: ElasticBuffer, tokens: Tensor, topk_idx: Tensor, weights: Tensor
@@ -360,14 +350,21 @@ class MoELayer(nn.Module):
             expert = _expert_of_rows(len(rows), last, ends)
             results = self._fp8_experts(rows, row_weights[:, None], expert, "w_in", "w_out")
             return ep.combine(results, handle)[0]
-        results = self._experts(rows, counts, ends)
-        weighted = (results.float() * row_weights[:, None]).to(results.dtype)
-        return ep.combine(weighted, handle)[0]
+        if self.fp8:
+            groups = Groups(ends, None if uses_grouped_mm(rows, self.engine) else counts)
+            results = self._rounded_experts(rows, groups)
+            weighted = (results.float() * row_weights[:, None]).to(results.dtype)
+            return ep.combine(weighted, handle)[0]
+        x_in, w_in, w_out = self._in_autocast_dtype(rows)
+        results = bf16_experts_of_rows(x_in, row_weights, last, counts, w_in, w_out, self.engine)
+        return ep.combine(results, handle)[0]
 
     def _activated(self, rows: Tensor) -> Tensor:
         if self.fp8:
             group = 128 if rows.shape[-1] % 256 == 0 else 32
             return swiglu_cast(rows.bfloat16(), num_per_channels=group)[0].to(rows.dtype)
+        if rows.dtype in (torch.bfloat16, torch.float32):
+            return quant.swiglu_forward(rows, "bf16" if rows.dtype == torch.bfloat16 else "fp32")
         gate, value = rows.chunk(2, dim=-1)
         return F.silu(gate) * value
 

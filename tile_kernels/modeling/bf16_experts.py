@@ -1,0 +1,329 @@
+"""The experts of a mixture-of-experts layer in the dtype of their weights, as one function.
+
+Forward and backward are a fixed sequence of operators and grouped products:
+
+| pass | steps |
+|---|---|
+| forward | rows of tokens, first product, weighted SwiGLU, second product, sum over choices |
+| backward | rows of gradients, product, gradient of SwiGLU and SwiGLU again, three products, sum |
+
+Of what is computed only the result of the first product is kept for the backward pass; the rows of
+tokens and the activations are computed again. The weight of a choice is applied to the activation,
+so that the gradient of the weight needs no result of the second product.
+
+With `grouped_mm` (one launch per product, bfloat16 on Hopper and later) the number of rows is an
+upper bound that the host knows: the host does not wait for the GPU, and forward and backward can be
+captured in a CUDA graph. With `loop` (one product per expert, any device and dtype) the host waits
+for the number of rows of each expert.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tile_kernels import moe, quant
+from tile_kernels.modeling.fp8_experts import needs_gradients
+from tile_kernels.moe.mapping.reference import max_expanded_tokens
+
+ENGINES = ("auto", "loop", "grouped_mm")
+ROWS = 16  # each expert's rows are a multiple of this, as grouped products want it
+
+
+# ---- products of all experts --------------------------------------------------------------------
+
+
+def grouped_mm_is_available(x: Tensor) -> bool:
+    """Whether PyTorch multiplies all experts in one launch for such rows.
+
+    Meta tensors stand for those of a GPU that can.
+    """
+    if x.dtype is not torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
+        return False
+    return x.is_meta or (x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0))
+
+
+def uses_grouped_mm(x: Tensor, engine: str) -> bool:
+    """Whether products take one launch, and need no counts on the host.
+
+    Raises:
+        ValueError: If `engine` is `grouped_mm` and rows like `x` cannot use it.
+    """
+    available = grouped_mm_is_available(x)
+    if engine == "grouped_mm" and not available:
+        raise ValueError(
+            "engine grouped_mm needs bfloat16 on a CUDA device of capability 9.0 or more, got "
+            f"{x.dtype} on {x.device}"
+        )
+    return engine != "loop" and available
+
+
+class Groups(NamedTuple):
+    """The rows of each expert: where they end, padding included, and for `loop` their numbers."""
+
+    ends: Tensor
+    counts: list[int] | None
+
+    def multiply(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Each row times the matrix of its expert: `[N, K]` by `[E, K, M]` to `[N, M]`.
+
+        With `grouped_mm` rows behind the last end are undefined.
+        """
+        if len(rows) == 0:
+            return rows.new_empty(0, weight.shape[2])
+        if self.counts is None:
+            return _grouped_mm(rows, weight, offs=self.ends)
+        parts = (part @ w for part, w in zip(rows.split(self.counts), weight))
+        return torch.cat(list(parts))
+
+    def multiply_transposed(self, a: Tensor, b: Tensor) -> Tensor:
+        """The sum over an expert's rows of their outer products: `[N, M]`, `[N, K]` to `[E, M, K]`.
+
+        Padding rows must be zero.
+        """
+        if len(a) == 0:
+            return a.new_zeros(len(self.ends), a.shape[1], b.shape[1])
+        if self.counts is None:
+            return _grouped_mm(a.t(), b, offs=self.ends)
+        parts = zip(a.split(self.counts), b.split(self.counts))
+        return torch.stack([left.t() @ right for left, right in parts])
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    multiply: Callable[..., Tensor] = torch._grouped_mm
+    return multiply(a, b, offs=offs)
+
+
+# ---- rows ---------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Which rows exist and which tokens they belong to.
+
+    Rows of tokens have the three maps of `moe.get_fused_mapping`. Rows that arrived from other
+    ranks have `last`, one past the last row of each expert, and no maps: they are in place.
+    """
+
+    last: Tensor | None
+    pos_to_expert: Tensor | None
+    pos_to_token_topk: Tensor | None
+    token_topk_to_pos: Tensor | None
+
+    def expand(self, x: Tensor) -> Tensor:
+        """The rows of tokens, zeros for padding."""
+        if self.token_topk_to_pos is None or self.pos_to_expert is None:
+            return x
+        return moe.expand_to_fused(x, self.token_topk_to_pos, self.pos_to_expert)
+
+    def reduce(self, rows: Tensor) -> Tensor:
+        """The sum of each token's rows, in the order of its choices."""
+        if self.token_topk_to_pos is None:
+            return rows
+        return moe.reduce_fused(rows, None, self.token_topk_to_pos)
+
+    def activate(self, h: Tensor, weights: Tensor) -> Tensor:
+        """SwiGLU of rows times their weights; zeros for padding."""
+        z = quant.swiglu_forward(
+            _plain(h), _FMT[_plain_dtype(h)], self.last, weights, alignment=ROWS,
+            pos_to_token_topk=self.pos_to_token_topk,
+        )  # fmt: skip
+        return z.to(h.dtype)
+
+    def activate_backward(
+        self, h: Tensor, grad: Tensor, weights: Tensor, recompute: bool
+    ) -> tuple[Tensor, ...]:
+        """The gradients of `h` and of the weights, and the activation if it is asked for."""
+        found = quant.swiglu_backward(
+            _plain(h), _plain(grad), _FMT[_plain_dtype(h)], self.last, weights,
+            do_recompute=recompute, alignment=ROWS, pos_to_token_topk=self.pos_to_token_topk,
+            token_topk_to_pos=self.token_topk_to_pos,
+        )  # fmt: skip
+        grad_h, grad_weights, *z = found
+        return grad_h.to(h.dtype), grad_weights, *(each.to(h.dtype) for each in z)
+
+
+_FMT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def _plain_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which SwiGLU takes `x`: float32 instead of float16."""
+    return x.dtype if x.dtype in _FMT else torch.float32
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.to(_plain_dtype(x))
+
+
+def map_rows(topk_idx: Tensor, num_experts: int, on_device: bool) -> tuple[Rows, Groups]:
+    """Lays rows out for the products.
+
+    With `on_device` there are as many rows as can be needed, and the host does not wait.
+    """
+    num_rows = max_expanded_tokens(topk_idx.numel(), num_experts, ROWS) if on_device else 0
+    expert, _, slot, position, _, ends, _, counts = moe.get_fused_mapping(
+        topk_idx, num_experts, num_expanded_tokens=num_rows, alignment=ROWS, force_no_sync=on_device
+    )
+    return Rows(None, expert, slot, position), Groups(ends, None if on_device else counts)
+
+
+def received_rows(last: Tensor, counts: list[int] | None) -> tuple[Rows, Groups]:
+    """Rows that are in place, expert after expert, each from a multiple of `ROWS` on.
+
+    Args:
+        last: `[E]`, int32: one past the last row of each expert.
+        counts: The rows of each expert with padding on the host, or None where products take the
+            ends from the device.
+    """
+    ends = (last + (ROWS - 1)).div(ROWS, rounding_mode="floor") * ROWS
+    return Rows(last, None, None, None), Groups(ends, counts)
+
+
+# ---- experts ------------------------------------------------------------------------------------
+
+
+def bf16_experts(
+    x: Tensor,
+    weights: Tensor,
+    topk_idx: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    engine: str = "auto",
+) -> Tensor:
+    """Applies the chosen experts to each token, with gradients, in the dtype of the weights.
+
+    An expert is `w_out @ (silu(gate) * value)` with `gate, value = w_in @ x`. The weighted results
+    of a token are added in the order of its choices.
+
+    If a weight has the attribute `main_grad` (float32, of its shape), its gradient is added to that
+    and the weight itself gets none, as frameworks that accumulate over micro-batches expect.
+
+    Args:
+        x: `[num_tokens, hidden]`, bfloat16, float32 or float16, contiguous.
+        weights: `[num_tokens, num_topk]`, float32: the weight of each choice.
+        topk_idx: `[num_tokens, num_topk]`, int64: the chosen experts, -1 for none.
+        w_in: `[E, 2 * intermediate, hidden]`, dtype of `x`.
+        w_out: `[E, hidden, intermediate]`, dtype of `x`.
+        engine: `"grouped_mm"`: one launch of PyTorch's for each product, bfloat16 on Hopper and
+            later; `"loop"`: one product per expert; `"auto"`: the first where it is available.
+
+    Returns:
+        `[num_tokens, hidden]`, dtype of `x`.
+
+    Raises:
+        ValueError: If `engine` is `"grouped_mm"` and not available.
+    """
+    on_device = uses_grouped_mm(x, engine)
+    with _without_autocast(x):
+        if needs_gradients(x, weights, w_in, w_out):
+            y: Tensor = _Experts.apply(x, weights, topk_idx, None, w_in, w_out, on_device, None)
+            return y
+        rows, groups = map_rows(topk_idx, len(w_in), on_device)
+        return _forward(x, weights, rows, groups, w_in, w_out)[0]
+
+
+def bf16_experts_of_rows(
+    x: Tensor, weights: Tensor, last: Tensor, counts: list[int], w_in: Tensor, w_out: Tensor,
+    engine: str = "auto",
+) -> Tensor:  # fmt: skip
+    """As `bf16_experts` for rows that are in place: the weighted result of each row.
+
+    Args:
+        x: `[num_rows, hidden]`, contiguous: the rows of experts, each from a multiple of 16 on,
+            zeros for padding.
+        weights: `[num_rows]`, float32: the weight of each row.
+        last: `[E]`, int32: one past the last row of each expert.
+        counts: The rows of each expert with padding; needed where the products are a loop.
+        w_in, w_out, engine: As in `bf16_experts`.
+
+    Returns:
+        `[num_rows, hidden]`, dtype of `x`; rows of padding are undefined.
+    """
+    given = None if uses_grouped_mm(x, engine) else counts
+    with _without_autocast(x):
+        if needs_gradients(x, weights, w_in, w_out):
+            y: Tensor = _Experts.apply(x, weights, None, last, w_in, w_out, given is None, given)
+            return y
+        return _forward(x, weights, *received_rows(last, given), w_in, w_out)[0]
+
+
+def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Dtypes stay as they are; entered only where autocast is enabled, for the host's sake."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _forward(
+    x: Tensor, weights: Tensor, rows: Rows, groups: Groups, w_in: Tensor, w_out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The result, and for the backward pass the first product."""
+    h = groups.multiply(rows.expand(x), w_in.transpose(1, 2))
+    o = groups.multiply(rows.activate(h, weights), w_out.transpose(1, 2))
+    return rows.reduce(o), h
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, topk_idx: Tensor | None, last: Tensor | None,
+        w_in: Tensor, w_out: Tensor, on_device: bool, counts: list[int] | None,
+    ) -> Tensor:  # fmt: skip
+        if topk_idx is not None:
+            rows, groups = map_rows(topk_idx, len(w_in), on_device)
+        elif last is not None:
+            rows, groups = received_rows(last, counts)
+        else:
+            raise ValueError("topk_idx or last must be given")
+        y, h = _forward(x, weights, rows, groups, w_in, w_out)
+        ctx.save_for_backward(x, weights, h, w_in, w_out, groups.ends, *rows)
+        ctx.counts = groups.counts
+        # Not among the saved tensors: recomputed ones would lack the attribute.
+        ctx.main_grads = [getattr(w, "main_grad", None) for w in (w_in, w_out)]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, h, w_in, w_out, ends, *maps = ctx.saved_tensors
+        _release_saved_tensors(ctx)
+        rows, groups = Rows(*maps), Groups(ends, ctx.counts)
+        needs_x, needs_weights, _, _, needs_in, needs_out = ctx.needs_input_grad[:6]
+        main_in, main_out = ctx.main_grads
+        grad_x = grad_in = grad_out = None
+        with _without_autocast(x):
+            # An empty expanded tensor counts as contiguous whatever its strides are.
+            grad_y = grad_y.contiguous() if grad_y.numel() else grad_y.new_empty(grad_y.shape)
+            grad_rows = rows.expand(grad_y)
+            grad_z = groups.multiply(grad_rows, w_out)
+            grad_h, grad_weights, *z = rows.activate_backward(h, grad_z, weights, needs_out)
+            del h, grad_z  # freed here, which bounds the memory at the largest products below
+            if needs_out:
+                grad_out = _added(main_out, groups.multiply_transposed(grad_rows, z.pop()))
+            del grad_rows
+            if needs_in:
+                grad_in = _added(main_in, groups.multiply_transposed(grad_h, rows.expand(x)))
+            if needs_x:
+                grad_x = rows.reduce(groups.multiply(grad_h, w_in))
+        return (
+            grad_x, grad_weights if needs_weights else None, None, None, grad_in, grad_out, None,
+            None,
+        )  # fmt: skip
+
+
+def _release_saved_tensors(ctx: Any) -> None:
+    """Lets go of the saved tensors unless the graph is retained; PyTorch 2.10 and later can."""
+    if not torch.compiler.is_compiling() and hasattr(ctx, "maybe_clear_saved_tensors"):
+        ctx.maybe_clear_saved_tensors()
+
+
+def _added(main: Tensor | None, grad: Tensor) -> Tensor | None:
+    """The gradient, or None if it was added to the `main_grad`."""
+    if main is None:
+        return grad
+    main.add_(grad)
+    return None
