@@ -218,7 +218,7 @@ def bf16_experts(
         ValueError: If `engine` is `"grouped_mm"` and not available.
     """
     on_device = uses_grouped_mm(x, engine)
-    with _without_autocast(x):
+    with without_autocast(x):
         if needs_gradients(x, weights, w_in, w_out):
             y: Tensor = _Experts.apply(x, weights, topk_idx, None, w_in, w_out, on_device, None)
             return y
@@ -244,16 +244,21 @@ def bf16_experts_of_rows(
         `[num_rows, hidden]`, dtype of `x`; rows of padding are undefined.
     """
     given = None if uses_grouped_mm(x, engine) else counts
-    with _without_autocast(x):
+    with without_autocast(x):
         if needs_gradients(x, weights, w_in, w_out):
             y: Tensor = _Experts.apply(x, weights, None, last, w_in, w_out, given is None, given)
             return y
         return _forward(x, weights, *received_rows(last, given), w_in, w_out)[0]
 
 
-def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+def uses_autocast(x: Tensor) -> bool:
+    """Whether autocast changes dtypes of products with `x`."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Dtypes stay as they are; entered only where autocast is enabled, for the host's sake."""
-    if torch.is_autocast_enabled(x.device.type):
+    if uses_autocast(x):
         return torch.autocast(x.device.type, enabled=False)
     return contextlib.nullcontext()
 
@@ -295,7 +300,7 @@ class _Experts(torch.autograd.Function):
         needs_x, needs_weights, _, _, needs_in, needs_out = ctx.needs_input_grad[:6]
         main_in, main_out = ctx.main_grads
         grad_x = grad_in = grad_out = None
-        with _without_autocast(x):
+        with without_autocast(x):
             # An empty expanded tensor counts as contiguous whatever its strides are.
             grad_y = grad_y.contiguous() if grad_y.numel() else grad_y.new_empty(grad_y.shape)
             grad_rows = rows.expand(grad_y)

@@ -19,7 +19,9 @@ from tile_kernels.modeling.bf16_experts import (
     bf16_experts,
     bf16_experts_of_rows,
     map_rows,
+    uses_autocast,
     uses_grouped_mm,
+    without_autocast,
 )
 from tile_kernels.modeling.fp8_experts import (
     MAX_MASKED_TOKENS,
@@ -259,7 +261,7 @@ class MoELayer(nn.Module):
 
         int64 and float32 `[num_tokens, num_topk]`.
         """
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             logits = F.linear(x.float(), self.router.float())
         topk_idx, weights = moe.top2_sum_gate(
             logits, self.expert_bias.float(), self.num_topk, self.num_topk_groups, self.num_groups,
@@ -322,10 +324,11 @@ class MoELayer(nn.Module):
 
     def _in_autocast_dtype(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens and weights in the dtype of products: autocast's where it is enabled."""
-        given, kind = (tokens, self.w_in, self.w_out), tokens.device.type
-        if not torch.is_autocast_enabled(kind):
+        given = tokens, self.w_in, self.w_out
+        if not uses_autocast(tokens):
             return given
-        x, w_in, w_out = (each.to(torch.get_autocast_dtype(kind)) for each in given)
+        dtype = torch.get_autocast_dtype(tokens.device.type)
+        x, w_in, w_out = (each.to(dtype) for each in given)
         return x, w_in, w_out
 
     def _rounded_experts(self, rows: Tensor, groups: Groups) -> Tensor:
