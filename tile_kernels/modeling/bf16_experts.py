@@ -76,6 +76,8 @@ class Groups(NamedTuple):
         """
         if len(rows) == 0:
             return rows.new_empty(0, weight.shape[2])
+        if rows.is_meta:  # which has no numbers of rows; shapes are enough
+            return rows @ weight[0]
         if self.counts is None:
             return _grouped_mm(rows, weight, offs=self.ends)
         parts = (part @ w for part, w in zip(rows.split(self.counts), weight))
@@ -86,7 +88,7 @@ class Groups(NamedTuple):
 
         Padding rows must be zero.
         """
-        if len(a) == 0:
+        if len(a) == 0 or a.is_meta:
             return a.new_zeros(len(self.ends), a.shape[1], b.shape[1])
         if self.counts is None:
             return _grouped_mm(a.t(), b, offs=self.ends)
@@ -164,6 +166,7 @@ def map_rows(topk_idx: Tensor, num_experts: int, on_device: bool) -> tuple[Rows,
 
     With `on_device` there are as many rows as can be needed, and the host does not wait.
     """
+    on_device = on_device or topk_idx.is_meta
     num_rows = max_expanded_tokens(topk_idx.numel(), num_experts, ROWS) if on_device else 0
     expert, _, slot, position, _, ends, _, counts = moe.get_fused_mapping(
         topk_idx, num_experts, num_expanded_tokens=num_rows, alignment=ROWS, force_no_sync=on_device

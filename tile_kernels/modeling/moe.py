@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from tile_kernels import moe, quant
 from tile_kernels.gemm.tiling import BLOCK
@@ -34,6 +35,7 @@ from tile_kernels.modeling.quant import swiglu_cast
 from tile_kernels.moe.gates import check_groups
 from tile_kernels.moe.plan import MAX_SLOTS
 from tile_kernels.moe.topk.plan import MAX_EXPERTS
+from tile_kernels.moe.weight.reference import topk_weights_backward
 from tile_kernels.runtime import checks
 
 if TYPE_CHECKING:
@@ -91,6 +93,58 @@ def _as_one_expert(weight: Tensor) -> Tensor:
     if main_grad is not None:
         view.main_grad = main_grad[None]  # type: ignore[attr-defined]
     return view
+
+
+# ---- the router ---------------------------------------------------------------------------------
+
+
+def _routed(
+    x: Tensor, router: Tensor, bias: Tensor, num_topk: int, num_topk_groups: int, num_groups: int,
+    factor: float, scoring_func: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The logits in float32, the chosen experts and their weights."""
+    with without_autocast(x):
+        logits = F.linear(x.float(), router.float())
+    topk_idx, weights = moe.top2_sum_gate(
+        logits, bias, num_topk, num_topk_groups, num_groups,
+        use_shared_as_routed=False, num_shared_experts=0, routed_scaling_factor=factor, ep_rank=0,
+        num_ep_ranks=1, tp_rank=0, num_tp_ranks=1, scoring_func=scoring_func,
+    )  # fmt: skip
+    return logits, topk_idx, weights
+
+
+class _Route(torch.autograd.Function):
+    """`_routed` with its gradient: keeps tokens as they are, not in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, router: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        logits, topk_idx, weights = _routed(x, router, *rest)
+        ctx.save_for_backward(x, router, logits, topk_idx)
+        ctx.scoring_func, ctx.factor = rest[-1], rest[-2]
+        ctx.mark_non_differentiable(topk_idx)
+        ctx.set_materialize_grads(False)
+        return logits, topk_idx, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logits: Tensor | None, _: Any, grad_weights: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, router, logits, topk_idx = ctx.saved_tensors
+        if grad_weights is not None:
+            grad = topk_weights_backward(
+                grad_weights, logits, topk_idx, ctx.scoring_func, ctx.factor
+            )
+            grad_logits = grad if grad_logits is None else grad + grad_logits
+        grad_x = grad_router = None
+        if grad_logits is not None:
+            needs_x, needs_router = ctx.needs_input_grad[:2]
+            with without_autocast(x):
+                if needs_x:
+                    grad_x = (grad_logits @ router.float()).to(x.dtype)
+                if needs_router:
+                    grad_router = (grad_logits.t() @ x.float()).to(router.dtype)
+        return (grad_x, grad_router, *[None] * 6)
 
 
 # ---- the layer ----------------------------------------------------------------------------------
@@ -246,6 +300,29 @@ class MoELayer(nn.Module):
             self.expert_bias = bias.to(self.expert_bias.device)
         return self
 
+    def freeze_quantized_weights(self, frozen: bool = True) -> None:
+        """Lets CUDA graphs use quantized weights as they are now: with `precision="fp8"`.
+
+        Without it a captured graph quantizes the weights at every replay. With it, graphs captured
+        afterwards read copies that this call brings up to date; after a change of the weights, call
+        it again (or the layer, outside of a graph), which updates what those graphs read. A replay
+        by itself does not notice changes, a capture with copies that are not current raises.
+
+        Args:
+            frozen: False for graphs captured afterwards to quantize again; those that read the
+                copies must not be replayed any more.
+        """
+        if self.precision != "fp8":
+            raise ValueError(
+                f'MoELayer: freeze_quantized_weights needs precision="fp8", got {self.precision!r}'
+            )
+        for name, cache in self._quantized.items():
+            weight = getattr(self, name)
+            if not frozen:
+                cache.unfreeze()
+            elif weight is not None:
+                cache.freeze(weight)
+
     def extra_repr(self) -> str:
         """What the layer is made of."""
         shared = f", {self.num_shared_experts} shared" if self.num_shared_experts else ""
@@ -261,14 +338,15 @@ class MoELayer(nn.Module):
 
         int64 and float32 `[num_tokens, num_topk]`.
         """
-        with without_autocast(x):
-            logits = F.linear(x.float(), self.router.float())
-        topk_idx, weights = moe.top2_sum_gate(
-            logits, self.expert_bias.float(), self.num_topk, self.num_topk_groups, self.num_groups,
-            use_shared_as_routed=False, num_shared_experts=0,
-            routed_scaling_factor=self.routed_scaling_factor, ep_rank=0, num_ep_ranks=1, tp_rank=0,
-            num_tp_ranks=1, scoring_func=self.scoring_func,
+        settings = (
+            self.num_topk, self.num_topk_groups, self.num_groups, self.routed_scaling_factor,
+            self.scoring_func,
         )  # fmt: skip
+        bias = self.expert_bias.float()
+        if needs_gradients(x, self.router):
+            logits, topk_idx, weights = _Route.apply(x, self.router, bias, *settings)
+        else:
+            logits, topk_idx, weights = _routed(x, self.router, bias, *settings)
         self.load = moe.group_count(topk_idx, self.num_experts)
         if self.balancing == "loss":
             self._balance_loss = self._loss_of(logits, topk_idx)
