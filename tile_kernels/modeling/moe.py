@@ -35,7 +35,6 @@ from tile_kernels.modeling.quant import swiglu_cast
 from tile_kernels.moe.gates import check_groups
 from tile_kernels.moe.plan import MAX_SLOTS
 from tile_kernels.moe.topk.plan import MAX_EXPERTS
-from tile_kernels.moe.weight.reference import topk_weights_backward
 from tile_kernels.runtime import checks
 
 if TYPE_CHECKING:
@@ -132,8 +131,8 @@ class _Route(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x, router, logits, topk_idx = ctx.saved_tensors
         if grad_weights is not None:
-            grad = topk_weights_backward(
-                grad_weights, logits, topk_idx, ctx.scoring_func, ctx.factor
+            grad = moe.topk_weights_backward(
+                grad_weights.contiguous(), logits, topk_idx, ctx.scoring_func, ctx.factor
             )
             grad_logits = grad if grad_logits is None else grad + grad_logits
         grad_x = grad_router = None
