@@ -20,6 +20,7 @@ from tile_kernels.modeling.bf16_experts import (
     bf16_experts,
     bf16_experts_of_rows,
     map_rows,
+    received_rows,
     uses_autocast,
     uses_grouped_mm,
     without_autocast,
@@ -31,6 +32,7 @@ from tile_kernels.modeling.fp8_experts import (
     fp8_experts_masked,
     needs_gradients,
 )
+from tile_kernels.modeling.fp8_experts_ep import fp8_experts_over_ranks, send
 from tile_kernels.modeling.quant import swiglu_cast
 from tile_kernels.moe.gates import check_groups
 from tile_kernels.moe.plan import MAX_SLOTS
@@ -71,18 +73,6 @@ def grouped_linear(
     """
     groups = Groups(ends, None if uses_grouped_mm(rows, engine) else counts)
     return groups.multiply(rows, weight.transpose(1, 2))
-
-
-def _expert_of_rows(num_rows: int, last: Tensor, ends: Tensor) -> Tensor:
-    """The expert of each row, int64 `[num_rows, 1]`, -1 for padding.
-
-    `last` is one past the last row of each expert, `ends` the same with padding.
-    """
-    index = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
-    expert = torch.searchsorted(ends, index, right=True)
-    known = expert.clamp(max=len(ends) - 1)
-    is_row = (expert < len(ends)) & (index < last[known])
-    return torch.where(is_row, expert, -1)[:, None]
 
 
 def _as_one_expert(weight: Tensor) -> Tensor:
@@ -417,21 +407,21 @@ class MoELayer(nn.Module):
         self, ep: ElasticBuffer, tokens: Tensor, topk_idx: Tensor, weights: Tensor
     ) -> Tensor:
         """Tokens to the ranks of their experts and back; each result is weighted where it is."""
-        rows, _, row_weights, handle, _ = ep.dispatch(
-            tokens, topk_idx, weights, num_experts=self.num_experts,
-            expert_alignment=ROWS, do_expand=True,
-        )  # fmt: skip
-        if not isinstance(rows, Tensor) or row_weights is None:
-            raise RuntimeError("unreachable: one tensor was sent, with weights")
+        if self.precision == "fp8":
+            quantized = self._quantized["w_in"](self.w_in), self._quantized["w_out"](self.w_out)
+            y = fp8_experts_over_ranks(
+                ep, self.num_experts, tokens.bfloat16(), weights, topk_idx, self.w_in, self.w_out,
+                quantized,
+            )  # fmt: skip
+            return y.to(tokens.dtype)
+        on_device = uses_grouped_mm(tokens, self.engine)
+        rows, row_weights, handle = send(
+            ep, tokens, topk_idx, weights, self.num_experts, ROWS, may_wait=not on_device
+        )
         counts = handle.num_recv_tokens_per_expert_list
         last = handle.psum_num_recv_tokens_per_expert
-        ends = (last + ROWS - 1).div(ROWS, rounding_mode="floor") * ROWS  # with padding
-        if self.precision == "fp8":
-            expert = _expert_of_rows(len(rows), last, ends)
-            results = self._fp8_experts(rows, row_weights[:, None], expert, "w_in", "w_out")
-            return ep.combine(results, handle)[0]
         if self.fp8:
-            groups = Groups(ends, None if uses_grouped_mm(rows, self.engine) else counts)
+            _, groups = received_rows(last, None if on_device else counts)
             results = self._rounded_experts(rows, groups)
             weighted = (results.float() * row_weights[:, None]).to(results.dtype)
             return ep.combine(weighted, handle)[0]
