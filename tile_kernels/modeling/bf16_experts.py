@@ -122,11 +122,11 @@ class Rows(NamedTuple):
             return x
         return moe.expand_to_fused(x, self.token_topk_to_pos, self.pos_to_expert)
 
-    def reduce(self, rows: Tensor) -> Tensor:
-        """The sum of each token's rows, in the order of its choices."""
+    def reduce(self, rows: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The sum of each token's rows, weighted if there are weights, in the order of choices."""
         if self.token_topk_to_pos is None:
             return rows
-        return moe.reduce_fused(rows, None, self.token_topk_to_pos)
+        return moe.reduce_fused(rows, weights, self.token_topk_to_pos)
 
     def activate(self, h: Tensor, weights: Tensor) -> Tensor:
         """SwiGLU of rows times their weights; zeros for padding."""

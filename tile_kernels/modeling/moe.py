@@ -358,7 +358,7 @@ class MoELayer(nn.Module):
             on_device = uses_grouped_mm(tokens, self.engine)
             rows, groups = map_rows(topk_idx, self.num_experts, on_device)
             results = self._rounded_experts(rows.expand(tokens), groups)
-            y = moe.reduce_fused(results, weights, rows.token_topk_to_pos)
+            y = rows.reduce(results, weights)
         else:
             x_in, w_in, w_out = self._in_autocast_dtype(tokens)
             y = bf16_experts(x_in, weights, topk_idx, w_in, w_out, self.engine)

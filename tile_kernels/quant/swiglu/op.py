@@ -578,7 +578,8 @@ class PlainArguments(NamedTuple):
 
 def plain_cost(x: Tensor, fmt: str, **_: Any) -> Cost:
     """`x` and the result; the index and the weights are small."""
-    return Cost(bytes=x.numel() * (x.element_size() + layout.OUT_DTYPES[fmt].itemsize / 2))
+    written = x.numel() // 2 * layout.OUT_DTYPES[fmt].itemsize
+    return Cost(bytes=x.numel() * x.element_size() + written)
 
 
 def _save_plain(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
@@ -752,8 +753,9 @@ class PlainBackwardArguments(NamedTuple):
 
 def plain_backward_cost(x: Tensor, fmt: str, do_recompute: bool = False, **_: Any) -> Cost:
     """`x`, the gradient of its activation, and the results; weights and maps are small."""
-    written = layout.OUT_DTYPES[fmt].itemsize * (1.5 if do_recompute else 1)
-    return Cost(bytes=x.numel() * (1.5 * x.element_size() + written))
+    half = x.numel() // 2
+    written = half * layout.OUT_DTYPES[fmt].itemsize * (3 if do_recompute else 2)
+    return Cost(bytes=3 * half * x.element_size() + written)
 
 
 SWIGLU_BACKWARD = Operator(
