@@ -21,6 +21,7 @@ from tile_kernels.quant.per_token.op import (
     per_token_cast_with_precomputed_sf as per_token_cast_with_precomputed_sf,
     per_token_cast_with_sf_only as per_token_cast_with_sf_only,
 )
+from tile_kernels.quant.split.op import split_to_bf16 as split_to_bf16
 from tile_kernels.quant.swiglu.op import (
     swiglu_backward as swiglu_backward,
     swiglu_backward_and_per_token_cast as swiglu_backward_and_per_token_cast,
