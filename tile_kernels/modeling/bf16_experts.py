@@ -45,7 +45,19 @@ def grouped_mm_is_available(x: Tensor) -> bool:
     """
     if x.dtype is not torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
         return False
-    return x.is_meta or (x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0))
+    return x.is_meta or (x.is_cuda and compute_capability(x) >= (9, 0))
+
+
+_CAPABILITIES: dict[int, tuple[int, int]] = {}
+
+
+def compute_capability(x: Tensor) -> tuple[int, int]:
+    """The compute capability of the GPU of `x`, which PyTorch takes some microseconds to find."""
+    index = x.get_device()
+    found = _CAPABILITIES.get(index)
+    if found is None:
+        found = _CAPABILITIES[index] = torch.cuda.get_device_capability(index)
+    return found
 
 
 def uses_grouped_mm(x: Tensor, engine: str) -> bool:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from tile_kernels import moe, quant
 from tile_kernels.gemm.tiling import BLOCK
@@ -23,7 +22,6 @@ from tile_kernels.modeling.bf16_experts import (
     received_rows,
     uses_autocast,
     uses_grouped_mm,
-    without_autocast,
 )
 from tile_kernels.modeling.fp8_experts import (
     MAX_MASKED_TOKENS,
@@ -34,6 +32,7 @@ from tile_kernels.modeling.fp8_experts import (
 )
 from tile_kernels.modeling.fp8_experts_ep import fp8_experts_over_ranks, send
 from tile_kernels.modeling.quant import swiglu_cast
+from tile_kernels.modeling.router import routed, routed_with_gradients
 from tile_kernels.moe.gates import check_groups
 from tile_kernels.moe.plan import MAX_SLOTS
 from tile_kernels.moe.topk.plan import MAX_EXPERTS
@@ -82,58 +81,6 @@ def _as_one_expert(weight: Tensor) -> Tensor:
     if main_grad is not None:
         view.main_grad = main_grad[None]  # type: ignore[attr-defined]
     return view
-
-
-# ---- the router ---------------------------------------------------------------------------------
-
-
-def _routed(
-    x: Tensor, router: Tensor, bias: Tensor, num_topk: int, num_topk_groups: int, num_groups: int,
-    factor: float, scoring_func: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The logits in float32, the chosen experts and their weights."""
-    with without_autocast(x):
-        logits = F.linear(x.float(), router.float())
-    topk_idx, weights = moe.top2_sum_gate(
-        logits, bias, num_topk, num_topk_groups, num_groups,
-        use_shared_as_routed=False, num_shared_experts=0, routed_scaling_factor=factor, ep_rank=0,
-        num_ep_ranks=1, tp_rank=0, num_tp_ranks=1, scoring_func=scoring_func,
-    )  # fmt: skip
-    return logits, topk_idx, weights
-
-
-class _Route(torch.autograd.Function):
-    """`_routed` with its gradient: keeps tokens as they are, not in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, router: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        logits, topk_idx, weights = _routed(x, router, *rest)
-        ctx.save_for_backward(x, router, logits, topk_idx)
-        ctx.scoring_func, ctx.factor = rest[-1], rest[-2]
-        ctx.mark_non_differentiable(topk_idx)
-        ctx.set_materialize_grads(False)
-        return logits, topk_idx, weights
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_logits: Tensor | None, _: Any, grad_weights: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        x, router, logits, topk_idx = ctx.saved_tensors
-        if grad_weights is not None:
-            grad = moe.topk_weights_backward(
-                grad_weights.contiguous(), logits, topk_idx, ctx.scoring_func, ctx.factor
-            )
-            grad_logits = grad if grad_logits is None else grad + grad_logits
-        grad_x = grad_router = None
-        if grad_logits is not None:
-            needs_x, needs_router = ctx.needs_input_grad[:2]
-            with without_autocast(x):
-                if needs_x:
-                    grad_x = (grad_logits @ router.float()).to(x.dtype)
-                if needs_router:
-                    grad_router = (grad_logits.t() @ x.float()).to(router.dtype)
-        return (grad_x, grad_router, *[None] * 6)
 
 
 # ---- the layer ----------------------------------------------------------------------------------
@@ -332,10 +279,8 @@ class MoELayer(nn.Module):
             self.scoring_func,
         )  # fmt: skip
         bias = self.expert_bias.float()
-        if needs_gradients(x, self.router):
-            logits, topk_idx, weights = _Route.apply(x, self.router, bias, *settings)
-        else:
-            logits, topk_idx, weights = _routed(x, self.router, bias, *settings)
+        route = routed_with_gradients if needs_gradients(x, self.router) else routed
+        logits, topk_idx, weights = route(x, self.router, bias, *settings)
         self.load = moe.group_count(topk_idx, self.num_experts)
         if self.balancing == "loss":
             self._balance_loss = self._loss_of(logits, topk_idx)
