@@ -19,13 +19,16 @@ PLACES = [
     ("cpu", "loop"),
     ("cpu", "grouped_mm"),
     pytest.param("cuda", "loop", marks=pytest.mark.gpu),
+    ("cpu", "m_grouped"),
     pytest.param("cuda", "grouped_mm", marks=pytest.mark.gpu),
+    pytest.param("cuda", "m_grouped", marks=pytest.mark.gpu),
 ]
 
 
 @pytest.fixture
 def allow_grouped_mm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "grouped_mm_is_available", lambda x: x.dtype == torch.bfloat16)
+    for name in ("grouped_mm_is_available", "m_grouped_is_available"):
+        monkeypatch.setattr(module, name, lambda x: x.dtype == torch.bfloat16)
 
 
 def of_engine(engine: str) -> Any:
@@ -177,3 +180,32 @@ def test_no_host_wait() -> None:
         layer(x).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.usefixtures("allow_grouped_mm")
+def test_engine_is_chosen_by_rows_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    product = module.gemm.m_grouped_bf16_gemm_nt_contiguous
+    monkeypatch.setattr(
+        module.gemm, "m_grouped_bf16_gemm_nt_contiguous",
+        lambda *args: called.append(len(args[0])) or product(*args),
+    )  # fmt: skip
+    leaves, topk_idx = problem(512)
+    num_experts = len(leaves[2])
+    few = 128 * num_experts // topk_idx.shape[1] - 1
+    x, weights, w_in, w_out = leaves
+    bf16_experts(x, weights, topk_idx, w_in, w_out)
+    with torch.no_grad():
+        bf16_experts(x[:few], weights[:few], topk_idx[:few], w_in, w_out)
+        assert called == []
+        found = bf16_experts(x, weights, topk_idx, w_in, w_out)
+        assert len(called) == 2
+        expected = bf16_experts(x, weights, topk_idx, w_in, w_out, "loop")
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_engines_that_are_not_available() -> None:
+    leaves, topk_idx = problem(4)
+    for engine in ("grouped_mm", "m_grouped"):
+        with pytest.raises(ValueError, match=f"engine {engine} needs bfloat16"):
+            bf16_experts(leaves[0], leaves[1], topk_idx, leaves[2], leaves[3], engine)

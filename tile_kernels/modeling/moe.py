@@ -100,7 +100,7 @@ class MoELayer(nn.Module):
     | `balancing` | `bias`: see `update_bias`; `loss`: see `balance_loss`; `none` |
     | `precision` | `bf16`: products in the dtype of the weights; `fp8`: all products in e4m3 |
     | `fp8` | activations inside the experts are rounded to e4m3 (`modeling.quant.swiglu_cast`) |
-    | `engine` | of the products: `auto`, `loop` or `grouped_mm`; see `grouped_linear` |
+    | `engine` | of the products: `auto`, `loop`, `grouped_mm` or `m_grouped`; see `bf16_experts` |
     | `ep` | an `ep.ElasticBuffer`: the experts are spread over its ranks |
 
     An expert is `w_out . (silu(gate) * value)` with `gate, value = w_in . x`. Tokens are sorted by
