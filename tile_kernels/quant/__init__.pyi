@@ -14,6 +14,7 @@ from tile_kernels.quant.per_channel.op import (
     per_channel_cast as per_channel_cast,
     per_channel_cast_and_transpose as per_channel_cast_and_transpose,
     per_channel_cast_fused as per_channel_cast_fused,
+    per_channel_cast_fused_and_transpose as per_channel_cast_fused_and_transpose,
     swiglu_forward_and_per_channel_cast_and_transpose as swiglu_forward_and_per_channel_cast_and_transpose,
 )
 from tile_kernels.quant.per_token.op import (
