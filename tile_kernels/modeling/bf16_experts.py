@@ -183,35 +183,36 @@ class Rows(NamedTuple):
 
     def activate(self, h: Tensor, weights: Tensor) -> Tensor:
         """SwiGLU of rows times their weights; zeros for padding."""
+        dtype = h.dtype
+        h = _plain(h)
         z = quant.swiglu_forward(
-            _plain(h), _FMT[_plain_dtype(h)], self.last, weights, alignment=ROWS,
+            h, _FMT[h.dtype], self.last, weights, alignment=ROWS,
             pos_to_token_topk=self.pos_to_token_topk,
         )  # fmt: skip
-        return z.to(h.dtype)
+        return z if z.dtype is dtype else z.to(dtype)
 
     def activate_backward(
         self, h: Tensor, grad: Tensor, weights: Tensor, recompute: bool
     ) -> tuple[Tensor, ...]:
         """The gradients of `h` and of the weights, and the activation if it is asked for."""
+        dtype = h.dtype
+        h, grad = _plain(h), _plain(grad)
         found = quant.swiglu_backward(
-            _plain(h), _plain(grad), _FMT[_plain_dtype(h)], self.last, weights,
-            do_recompute=recompute, alignment=ROWS, pos_to_token_topk=self.pos_to_token_topk,
-            token_topk_to_pos=self.token_topk_to_pos,
+            h, grad, _FMT[h.dtype], self.last, weights, do_recompute=recompute, alignment=ROWS,
+            pos_to_token_topk=self.pos_to_token_topk, token_topk_to_pos=self.token_topk_to_pos,
         )  # fmt: skip
+        if h.dtype is dtype:
+            return found
         grad_h, grad_weights, *z = found
-        return grad_h.to(h.dtype), grad_weights, *(each.to(h.dtype) for each in z)
+        return grad_h.to(dtype), grad_weights, *(each.to(dtype) for each in z)
 
 
 _FMT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-def _plain_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which SwiGLU takes `x`: float32 instead of float16."""
-    return x.dtype if x.dtype in _FMT else torch.float32
-
-
 def _plain(x: Tensor) -> Tensor:
-    return x.to(_plain_dtype(x))
+    """`x` in a dtype that SwiGLU takes: float32 instead of float16."""
+    return x if x.dtype in _FMT else x.float()
 
 
 def map_rows(
@@ -320,14 +321,15 @@ def bf16_experts_of_rows(
 
 def uses_autocast(x: Tensor) -> bool:
     """Whether autocast changes dtypes of products with `x`."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    return not x.is_meta and torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
+
+
+_NO_CHANGE: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Dtypes stay as they are; entered only where autocast is enabled, for the host's sake."""
-    if uses_autocast(x):
-        return torch.autocast(x.device.type, enabled=False)
-    return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if uses_autocast(x) else _NO_CHANGE
 
 
 def _forward(

@@ -278,10 +278,11 @@ class MoELayer(nn.Module):
             self.num_topk, self.num_topk_groups, self.num_groups, self.routed_scaling_factor,
             self.scoring_func,
         )  # fmt: skip
-        bias = self.expert_bias.float()
-        route = routed_with_gradients if needs_gradients(x, self.router) else routed
-        logits, topk_idx, weights = route(x, self.router, bias, *settings)
-        self.load = moe.group_count(topk_idx, self.num_experts)
+        router, bias = self.router, self.expert_bias.float()
+        route = routed_with_gradients if needs_gradients(x, router) else routed
+        logits, topk_idx, weights = route(x, router, bias, *settings)
+        # As `self.load = ...`, which spends microseconds on finding out that it is a buffer.
+        self._buffers["load"] = moe.group_count(topk_idx, self.num_experts)
         if self.balancing == "loss":
             self._balance_loss = self._loss_of(logits, topk_idx)
         return topk_idx, weights
@@ -293,7 +294,9 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"MoELayer: x must have {self.hidden} channels, got shape {tuple(x.shape)}"
             )
-        tokens = x.reshape(-1, self.hidden).contiguous()
+        # A view, and its node in the graph of gradients, only where one is needed.
+        tokens = x if x.dim() == 2 else x.reshape(-1, self.hidden)
+        tokens = tokens.contiguous()
         topk_idx, weights = self.route(tokens)
         if self.ep is not None:
             y = self._over_ranks(self.ep, tokens, topk_idx, weights)
@@ -309,7 +312,7 @@ class MoELayer(nn.Module):
             y = bf16_experts(x_in, weights, topk_idx, w_in, w_out, self.engine)
         if self.shared_in is not None and self.shared_out is not None:
             y = y + self._shared(tokens, self.shared_in, self.shared_out)
-        return y.view(x.shape)
+        return y if x.dim() == 2 else y.view(x.shape)
 
     def _fp8_experts(
         self, tokens: Tensor, weights: Tensor, topk_idx: Tensor, first: str, second: str
@@ -323,8 +326,10 @@ class MoELayer(nn.Module):
         few = 0 < len(tokens) <= MAX_MASKED_TOKENS
         if few and not needs_gradients(tokens, weights, w_in, w_out):
             copies = (weight.forward for weight in quantized)
-            return fp8_experts_masked(rows, weights, topk_idx, *copies).to(tokens.dtype)
-        return fp8_experts(rows, weights, topk_idx, w_in, w_out, quantized).to(tokens.dtype)
+            y = fp8_experts_masked(rows, weights, topk_idx, *copies)
+        else:
+            y = fp8_experts(rows, weights, topk_idx, w_in, w_out, quantized)
+        return y.to(tokens.dtype)
 
     def _shared(self, tokens: Tensor, shared_in: Tensor, shared_out: Tensor) -> Tensor:
         """The experts that every token takes."""
