@@ -61,6 +61,8 @@ _CAPABILITIES: dict[int, tuple[int, int]] = {}
 
 def compute_capability(x: Tensor) -> tuple[int, int]:
     """The compute capability of the GPU of `x`, which PyTorch takes some microseconds to find."""
+    if torch.compiler.is_compiling():  # where a table would be part of what is traced
+        return torch.cuda.get_device_capability(x.device)
     index = x.get_device()
     found = _CAPABILITIES.get(index)
     if found is None:
