@@ -125,6 +125,14 @@ def test_logits_do_not_depend_on_other_tokens() -> None:
         assert torch.equal(split_logits(x[first:last], parts), logits[first:last])
 
 
+@pytest.mark.gpu
+def test_tokens_at_any_address() -> None:
+    layer = MoELayer(64, 64, 8, 2, device="cuda", dtype=torch.bfloat16)
+    flat = torch.randn(3 * 64 + 1, device="cuda").bfloat16()
+    x = flat[1:].view(3, 64)
+    torch.testing.assert_close(layer.route(x)[1], layer.route(x.clone())[1], rtol=1e-4, atol=1e-5)
+
+
 def test_meta_tensors_and_other_sizes() -> None:
     """Meta tensors take the path of a Hopper GPU; sizes that tensor cores cannot take do not."""
     for num_experts in (8, 6):

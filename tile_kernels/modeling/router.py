@@ -42,9 +42,11 @@ def splits_are_available(x: Tensor, router: Tensor) -> bool:
     """
     if x.dtype is not torch.bfloat16 or router.dtype is not torch.float32:
         return False
-    if router.shape[0] % 8 or router.shape[1] % 8:  # rows of operands start on 16 bytes
-        return False
-    return x.is_meta or (x.is_cuda and compute_capability(x) == (9, 0))
+    if router.shape[0] % 8 or router.shape[1] % 8:
+        return False  # rows of operands must start on 16 bytes
+    if not x.is_cuda or compute_capability(x) != (9, 0):
+        return x.is_meta
+    return torch.compiler.is_compiling() or x.data_ptr() % 16 == 0
 
 
 def split_router(router: Tensor) -> Tensor:
