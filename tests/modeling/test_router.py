@@ -88,7 +88,9 @@ def test_is_the_router_in_float32(
     def run() -> list[Tensor]:
         leaves = [x.clone().requires_grad_(), router.clone().requires_grad_()]
         logits, topk_idx, weights = routed_with_gradients(*leaves, bias, *SETTINGS)
-        loss = (weights * torch.tensor([1.0, -2.0], device=device)).sum() + logits.square().mean()
+        loss = (
+            weights * torch.tensor([1.0, -2.0], device=device)
+        ).sum() + 1e-3 * logits.square().sum()
         return [logits, weights, *torch.autograd.grad(loss, leaves), topk_idx]
 
     found = run()
@@ -98,8 +100,8 @@ def test_is_the_router_in_float32(
     assert torch.equal(found[-1], expected[-1])
     for one, other in zip(found[:-1], expected[:-1]):
         assert one.dtype == other.dtype
-        tolerance = 2e-5 if one.dtype == torch.float32 else 2**-7
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=1e-5, equal_nan=True)
+        bound = 2e-5 if one.dtype == torch.float32 else 2**-8
+        assert (one - other).float().norm() <= bound * other.float().norm()
 
 
 def test_kernels_and_references_agree() -> None:
