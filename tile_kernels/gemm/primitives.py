@@ -50,6 +50,7 @@ COPY_REGISTERS, MATH_REGISTERS = 40, 232  # of a thread; 384 threads have 65,536
 # Where a warpgroup expands e2m1: 512 threads have 65,536.
 EXPAND_REGISTERS, MATH_REGISTERS_E2M1 = 96, 184
 EXPANDED_STAGES = 4
+TURN = 8  # named barriers, one for each warpgroup that waits for its turn; TileLang uses low ones
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -88,6 +89,11 @@ def build_product(*static: Any) -> Any:
     a_packed, b_packed = p.a_scale.endswith("ue8m0"), p.b_scale.endswith("ue8m0")
     packed = p.b_scale == SQUARE_E2M1
     pairs = p.cluster == 2
+    alternate = "O" in p.options  # warpgroups multiply in turn
+    scales_by_copier = "S" in p.options and promoted and not (p.b_scale in (ROW, ROW_UE8M0))
+    ahead = "A" in p.options
+    exclusive = "X" in p.options
+    expanders = 2 if p.rows == WARPGROUP_ROWS and "1" not in p.options else 1
     depth, stages, columns = p.depth, p.stages, p.columns
     halves = columns // WIDTH
     n = p.n
@@ -154,6 +160,9 @@ def build_product(*static: Any) -> Any:
         roles = [(0, WARPGROUP_ROWS, half, 1) for half in range(halves)]
     role_threads = [rows // WARPGROUP_ROWS * WARPGROUP for _, rows, _, _ in roles]
     threads = sum(role_threads)  # that multiply; after them one warp copies and three idle
+
+    sfb_ring_width = halves if scales_by_copier else columns
+    sfb_ring_dtype = T.float32 if scales_by_copier else scale_dtype[b_packed]
 
     # ---- regions ----
     def a_tile(a: Any, g: Any, row: Any, channel: Any) -> Any:
@@ -284,15 +293,30 @@ def build_product(*static: Any) -> Any:
         a, sfa, b, sfb, layout, first, rank, a_ring, b_ring, sfa_ring, sfb_ring, full, empty, tiles,
         at, done, shifts=None, shift_ring=None,
     ):  # fmt: skip
+        copied_scale = T.alloc_local((2,), T.float32)
         for iteration in T.serial(T.ceildiv(tiles[0] - first, clusters)):
             locate(iteration * clusters + first, layout, at)
             row = at[0] * p.rows
             column = (at[1] * p.cluster + rank) * columns
             g = at[2]
+            if scales_by_copier:
+                side = T.get_thread_binding() % halves
+                if at[4] > 0:
+                    copied_scale[1] = square_scale(sfb, g, square(column, side), at[3])
             for i in T.serial(at[4]):
                 step = at[3] + i
                 slot = done[0] % stages
+                if scales_by_copier:  # loaded one step ahead
+                    following = at[3] + T.min(i + 1, at[4] - 1)
+                    copied_scale[0] = copied_scale[1]
+                    copied_scale[1] = square_scale(
+                        sfb, g, square(column, T.get_thread_binding() % halves), following
+                    )
                 T.mbarrier_wait_parity(empty[slot], done[0] // stages % 2 ^ 1)
+                if scales_by_copier:
+                    lane = T.get_thread_binding() % 32
+                    if lane < halves:
+                        sfb_ring[slot, lane] = copied_scale[0]
                 T.tma_copy(
                     a_tile(a, g, row, step * depth), a_ring[slot, :, :], barrier=full[slot],
                     cluster_mask=3 if pairs else None,
@@ -323,45 +347,54 @@ def build_product(*static: Any) -> Any:
         layout, first, packed_ring, shift_ring, b_ring, full, empty, ready, free, tiles, at, done
     ):
         """Each stage from e2m1 to e4m3, by the threads after those that multiply."""
-        words = T.alloc_local((4,), T.uint32)
+        pieces = columns * depth // GROUP // WARPGROUP  # of a thread, one group of channels each
+        words = T.alloc_local((pieces * 4,), T.uint32)
+        row_shifts = T.alloc_local((pieces,), T.uint32)
         data = T.alloc_local((16,), T.float8_e4m3fn)
         octets = T.view(data, (4,), T.uint32)
         low = T.alloc_var(T.uint32, init=T.uint32(0))
         high = T.alloc_var(T.uint32, init=T.uint32(0))
         shift = T.alloc_var(T.uint32, init=T.uint32(0))
-        thread = T.get_thread_binding() - threads
+        expander = (T.get_thread_binding() - threads) // WARPGROUP
+        thread = (T.get_thread_binding() - threads) % WARPGROUP
+        group = thread % (depth // GROUP)
         for iteration in T.serial(T.ceildiv(tiles[0] - first, clusters)):
             locate(iteration * clusters + first, layout, at)
             for _ in T.serial(at[4]):
-                slot = done[0] % stages
-                target = done[0] % EXPANDED_STAGES
-                T.mbarrier_wait_parity(full[slot], done[0] // stages % 2)
-                T.mbarrier_wait_parity(free[target], done[0] // EXPANDED_STAGES % 2 ^ 1)
-                for c in T.unroll(columns * depth // GROUP // WARPGROUP):
-                    row = (c * WARPGROUP + thread) // (depth // GROUP)
-                    group = thread % (depth // GROUP)
-                    shift = T.cast(shift_ring[slot, row], T.uint32)
-                    shift = shift >> T.cast(group * 4, T.uint32) & T.uint32(15)
-                    low = T.uint32(LOW + LEAST_SHIFT * LOW_STEP) + shift * T.uint32(LOW_STEP)
-                    high = T.uint32(HIGH + LEAST_SHIFT * HIGH_STEP) + shift * T.uint32(HIGH_STEP)
-                    if shift == T.uint32(ZERO_SHIFT):
-                        low = T.uint32(0)
-                        high = T.uint32(0)
-                    if shift == T.uint32(NAN_SHIFT):
-                        low = T.uint32(0x7F7F7F7F)
-                        high = T.uint32(0x7F7F7F7F)
-                    for e in T.vectorized(4):
-                        words[e] = packed_ring[slot, row, group * 4 + e]
-                    for half in T.unroll(2):
-                        bytes_of(words[half * 2], low, high, octets, 0)
-                        bytes_of(words[half * 2 + 1], low, high, octets, 2)
-                        for e in T.vectorized(16):
-                            b_ring[target, row, group * GROUP + half * 16 + e] = data[e]
-                T.fence_proxy_async()  # the tensor cores read what these threads wrote
-                T.sync_warp()
-                if thread % 32 == 0:
-                    T.mbarrier_arrive(ready[target])
-                    T.mbarrier_arrive(empty[slot])
+                if done[0] % expanders == expander:
+                    slot = done[0] % stages
+                    target = done[0] % EXPANDED_STAGES
+                    T.mbarrier_wait_parity(full[slot], done[0] // stages % 2)
+                    T.mbarrier_wait_parity(free[target], done[0] // EXPANDED_STAGES % 2 ^ 1)
+                    # All loads first: the compiler cannot move them across the stores.
+                    for c in T.unroll(pieces):
+                        row = (c * WARPGROUP + thread) // (depth // GROUP)
+                        row_shifts[c] = T.cast(shift_ring[slot, row], T.uint32)
+                        for e in T.vectorized(4):
+                            words[c * 4 + e] = packed_ring[slot, row, group * 4 + e]
+                    for c in T.unroll(pieces):
+                        row = (c * WARPGROUP + thread) // (depth // GROUP)
+                        shift = row_shifts[c] >> T.cast(group * 4, T.uint32) & T.uint32(15)
+                        low = T.uint32(LOW + LEAST_SHIFT * LOW_STEP) + shift * T.uint32(LOW_STEP)
+                        high = T.uint32(HIGH + LEAST_SHIFT * HIGH_STEP) + shift * T.uint32(
+                            HIGH_STEP
+                        )
+                        if shift == T.uint32(ZERO_SHIFT):
+                            low = T.uint32(0)
+                            high = T.uint32(0)
+                        if shift == T.uint32(NAN_SHIFT):
+                            low = T.uint32(0x7F7F7F7F)
+                            high = T.uint32(0x7F7F7F7F)
+                        for half in T.unroll(2):
+                            bytes_of(words[c * 4 + half * 2], low, high, octets, 0)
+                            bytes_of(words[c * 4 + half * 2 + 1], low, high, octets, 2)
+                            for e in T.vectorized(16):
+                                b_ring[target, row, group * GROUP + half * 16 + e] = data[e]
+                    T.fence_proxy_async()  # the tensor cores read what these threads wrote
+                    T.sync_warp()
+                    if thread % 32 == 0:
+                        T.mbarrier_arrive(ready[target])
+                        T.mbarrier_arrive(empty[slot])
                 done[0] += 1
 
     def element(tensor: Any, g: Any, row: Any, column: Any) -> Any:
@@ -386,6 +419,9 @@ def build_product(*static: Any) -> Any:
             b_scale = T.alloc_local((num_halves,), T.float32)
             next_scale = T.alloc_local((num_halves,), T.float32)
             kept = T.alloc_fragment((rows,), T.int32)
+            fragment_registers = rows * WIDTH // own_threads
+            if alternate and number_of_role == 1:
+                T.named_barrier_arrive(TURN, 2 * WARPGROUP)  # the first warpgroup begins
             for iteration in T.serial(T.ceildiv(tiles[0] - first, clusters)):
                 locate(iteration * clusters + first, layout, at)
                 row = at[0] * p.rows + first_row
@@ -393,35 +429,33 @@ def build_product(*static: Any) -> Any:
                 g = at[2]
                 for side in sides:
                     T.clear(totals[side])
-                if promoted and not sfb_by_row:
+                if promoted and not sfb_by_row and not scales_by_copier:
                     if at[4] > 0:
                         for side in sides:
                             next_scale[side] = square_scale(sfb, g, square(column, side), at[3])
+                if ahead:
+                    if at[4] > 0:
+                        T.mbarrier_wait_parity(full[done[0] % stages], done[0] // stages % 2)
                 for i in T.serial(at[4]):
                     step = at[3] + i
                     slot = done[0] % stages
-                    if promoted and not sfb_by_row:
+                    if promoted and not sfb_by_row and not scales_by_copier:
                         # Loaded one step ahead: the compiler multiplies scales between the
                         # instructions of a product, which would wait for a load of this step.
                         following = at[3] + T.min(i + 1, at[4] - 1)
                         for side in sides:
                             b_scale[side] = next_scale[side]
                             next_scale[side] = square_scale(sfb, g, square(column, side), following)
-                    T.mbarrier_wait_parity(full[slot], done[0] // stages % 2)
+                    if not ahead:
+                        T.mbarrier_wait_parity(full[slot], done[0] // stages % 2)
                     if packed:
                         T.mbarrier_wait_parity(
                             ready[b_stage(slot, done)], done[0] // EXPANDED_STAGES % 2
                         )
-                    if promoted:
-                        for r in T.Parallel(rows):
-                            a_scale[r] = number(sfa_ring[slot, first_row + r], step, a_packed)
                     for side in sides:
-                        if sfb_by_row:
-                            for j in T.Parallel(WIDTH):
-                                b_scales[j] = number(
-                                    sfb_ring[slot, (first_half + side) * WIDTH + j], step, b_packed
-                                )
-                        T.gemm(
+                        if alternate:
+                            T.sync_threads(TURN + number_of_role, 2 * WARPGROUP)
+                        T.wgmma_gemm(
                             a_ring[slot, first_row : first_row + rows, :],
                             b_ring[
                                 b_stage(slot, done),
@@ -431,8 +465,38 @@ def build_product(*static: Any) -> Any:
                             part if promoted else totals[side], transpose_B=True,
                             clear_accum=promoted, policy=T.GemmWarpPolicy.FullRow,
                         )  # fmt: skip
+                        if alternate and not exclusive:
+                            T.named_barrier_arrive(TURN + 1 - number_of_role, 2 * WARPGROUP)
+                        if promoted and side == 0:
+                            for r in T.Parallel(rows):
+                                a_scale[r] = number(sfa_ring[slot, first_row + r], step, a_packed)
+                            if scales_by_copier:
+                                for each in sides:
+                                    b_scale[each] = sfb_ring[slot, first_half + each]
+                        if ahead and side == num_halves - 1:
+                            if i + 1 < at[4]:
+                                T.mbarrier_wait_parity(
+                                    full[(done[0] + 1) % stages], (done[0] + 1) // stages % 2
+                                )
+                        T.wait_wgmma(0)
+                        if alternate and exclusive:
+                            T.named_barrier_arrive(TURN + 1 - number_of_role, 2 * WARPGROUP)
+                        if promoted:
+                            T.warpgroup_fence_operand(part, num_regs=fragment_registers)
+                        else:
+                            T.warpgroup_fence_operand(totals[side], num_regs=fragment_registers)
+                        if sfb_by_row:
+                            for j in T.Parallel(WIDTH):
+                                b_scales[j] = number(
+                                    sfb_ring[slot, (first_half + side) * WIDTH + j], step, b_packed
+                                )
+                        if promoted and sfb_by_row:
+                            for r, j in T.Parallel(rows, WIDTH):
+                                totals[side][r, j] += part[r, j] * (a_scale[r] * b_scales[j])
                         if side == num_halves - 1:  # the warp has read what it needs of the stage
                             lane = T.get_thread_binding() % 32
+                            if sfb_by_row:
+                                T.sync_warp()  # all lanes have read their scales
                             if pairs:
                                 if lane < 2:
                                     T.mbarrier_arrive(empty[slot], cta_id=lane)
@@ -440,10 +504,7 @@ def build_product(*static: Any) -> Any:
                                 T.mbarrier_arrive(empty[slot])
                                 if packed:
                                     T.mbarrier_arrive(free[b_stage(slot, done)])
-                        if promoted and sfb_by_row:
-                            for r, j in T.Parallel(rows, WIDTH):
-                                totals[side][r, j] += part[r, j] * (a_scale[r] * b_scales[j])
-                        elif promoted:
+                        if promoted and not sfb_by_row:
                             for r, j in T.Parallel(rows, WIDTH):
                                 totals[side][r, j] += part[r, j] * (a_scale[r] * b_scale[side])
                     done[0] += 1
@@ -481,6 +542,8 @@ def build_product(*static: Any) -> Any:
                         T.fence_proxy_async()
                         T.sync_threads(barrier, own_threads)
                         T.tma_copy(d_tile, result_tile(d, g, row, rows, column + side * WIDTH))
+            if alternate and number_of_role == 0:
+                T.sync_threads(TURN, 2 * WARPGROUP)
             if not direct:
                 T.tma_store_wait()
 
@@ -503,7 +566,7 @@ def build_product(*static: Any) -> Any:
             c: c_type,
             d: d_type,
         ):
-            with T.Kernel(T.min(p.blocks, max_tiles), threads=threads + 2 * WARPGROUP) as block:
+            with T.Kernel(T.min(p.blocks, max_tiles), threads=threads + (1 + expanders) * WARPGROUP) as block:
                 tx = T.get_thread_binding()
                 a_ring = T.alloc_shared((stages, p.rows, depth), dtype)
                 packed_ring = T.alloc_shared((stages, columns, depth // 8), T.uint32)
@@ -519,9 +582,9 @@ def build_product(*static: Any) -> Any:
                 done = T.alloc_local((1,), T.int32)  # steps, of all tiles
                 done[0] = 0
                 count_tiles(layout, tiles)
-                if tx >= threads + WARPGROUP:
+                if tx >= threads + expanders * WARPGROUP:
                     T.dec_max_nreg(COPY_REGISTERS)
-                    if tx < threads + WARPGROUP + 32:
+                    if tx < threads + expanders * WARPGROUP + 32:
                         copy_tiles(
                             a, sfa, b, sfb, layout, block, 0, a_ring, packed_ring, sfa_ring, None,
                             full, empty, tiles, at, done, shifts, shift_ring,
@@ -564,7 +627,7 @@ def build_product(*static: Any) -> Any:
             a_ring = T.alloc_shared((stages, p.rows, depth), dtype)
             b_ring = T.alloc_shared((stages, columns, depth), dtype)
             sfa_ring = T.alloc_shared((stages, p.rows), scale_dtype[a_packed])
-            sfb_ring = T.alloc_shared((stages, columns), scale_dtype[b_packed])
+            sfb_ring = T.alloc_shared((stages, sfb_ring_width), sfb_ring_dtype)
             full = T.alloc_barrier([32] * stages)
             empty = stage_readers()
             first = block // p.cluster

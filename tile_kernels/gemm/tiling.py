@@ -40,6 +40,7 @@ class Tile(NamedTuple):
     panel: int
     separate: bool
     cluster: int
+    options: str = ""
 
 
 class Problem(NamedTuple):
@@ -82,6 +83,7 @@ class Plan(NamedTuple):
     panel: int
     separate: bool
     cluster: int
+    options: str
     blocks: int
 
     @property
