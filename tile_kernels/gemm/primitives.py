@@ -40,7 +40,11 @@ from tile_kernels.gemm.tiling import (
     ZERO_SHIFT,
     Plan,
 )
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.kernels.e2m1 import HIGH, HIGH_STEP, LOW, LOW_STEP, bytes_of
+
+# All barriers are written out. TileLang would add one before each store to shared memory.
+PASS_CONFIGS = {**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True}
 
 WARPGROUP = 128  # threads
 WARPGROUP_ROWS = 64
@@ -49,7 +53,7 @@ PACKED = 4  # exponents in a word
 COPY_REGISTERS, MATH_REGISTERS = 40, 232  # of a thread; 384 threads have 65,536
 # Where a warpgroup expands e2m1: 512 threads have 65,536.
 EXPAND_REGISTERS, MATH_REGISTERS_E2M1 = 96, 184
-EXPANDED_STAGES = 4
+EXPANDED_STAGES = 4  # of 128 columns
 TURN = 8  # named barriers, one for each warpgroup that waits for its turn; TileLang uses low ones
 
 
@@ -93,11 +97,15 @@ def build_product(*static: Any) -> Any:
     scales_by_copier = "S" in p.options and promoted and not (p.b_scale in (ROW, ROW_UE8M0))
     ahead = "A" in p.options
     exclusive = "X" in p.options
-    expanders = 2 if p.rows == WARPGROUP_ROWS and "1" not in p.options else 1
+    row_pairs = pairs and "R" in p.options  # blocks of a cluster share `b`, not `a`
+    row_span = p.rows * (2 if row_pairs else 1)
+    column_span = p.columns * (1 if row_pairs else p.cluster)
+    expanders = 2 if (p.rows, p.columns) == (WARPGROUP_ROWS, WIDTH) and "1" not in p.options else 1
     depth, stages, columns = p.depth, p.stages, p.columns
     halves = columns // WIDTH
+    expanded_stages = EXPANDED_STAGES // halves
     n = p.n
-    column_tiles = -(-n // (columns * p.cluster))  # of all blocks of a cluster
+    column_tiles = -(-n // column_span)  # of all blocks of a cluster
     clusters = p.blocks // p.cluster
     square_rows = -(-n // BLOCK)
     has_addend = p.addend != ""
@@ -200,9 +208,15 @@ def build_product(*static: Any) -> Any:
         region = (slice(row, row + rows), slice(column, column + WIDTH))
         return d[(g, *region)] if d_has_groups else d[region]
 
+    def first_column(at: Any, rank: Any) -> Any:
+        return at[1] * column_span + (0 if row_pairs else rank * columns)
+
+    def first_row_of(at: Any, rank: Any) -> Any:
+        return at[0] * row_span + (rank * p.rows if row_pairs else 0)
+
     def column_of(at: Any, rank: Any, half: int) -> Any:
         """An expression, not a variable: its divisibility is what allows wide accesses."""
-        return (at[1] * p.cluster + rank) * columns + half * WIDTH
+        return first_column(at, rank) + half * WIDTH
 
     def launch(num_tiles: Any) -> Any:
         if pairs:
@@ -215,7 +229,7 @@ def build_product(*static: Any) -> Any:
 
     def b_stage(slot: Any, done: Any) -> Any:
         """The stage of `b` that the tensor cores read in this step."""
-        return done[0] % EXPANDED_STAGES if packed else slot
+        return done[0] % expanded_stages if packed else slot
 
     # ---- which tile is next ----
     @T.macro
@@ -226,9 +240,9 @@ def build_product(*static: Any) -> Any:
             for g in T.serial(groups):
                 tiles[0] += T.ceildiv(T.min(T.max(layout[g], 0), m), p.rows) * column_tiles
         elif k_grouped:
-            tiles[0] = groups * T.ceildiv(m, p.rows) * column_tiles
+            tiles[0] = groups * T.ceildiv(m, row_span) * column_tiles
         else:
-            tiles[0] = T.ceildiv(m, p.rows) * column_tiles
+            tiles[0] = T.ceildiv(m, row_span) * column_tiles
 
     @T.macro
     def in_panel(tile, tiles_m, at):
@@ -240,7 +254,7 @@ def build_product(*static: Any) -> Any:
         at[1] = inside // height
 
     @T.macro
-    def locate(tile, layout, at):
+    def locate(tile, layout, at, rank):
         """Row, column, group, first step and number of steps of a tile; no steps: no product.
 
         `at[5]`: the row after the last one of the group, where rows belong to groups by their end.
@@ -260,7 +274,7 @@ def build_product(*static: Any) -> Any:
                     at[2] = g
                 at[6] += tiles_m * column_tiles
         elif k_grouped:
-            tiles_m = T.ceildiv(m, p.rows)
+            tiles_m = T.ceildiv(m, row_span)
             at[2] = tile // (tiles_m * column_tiles)
             in_panel(tile % (tiles_m * column_tiles), tiles_m, at)
             for g in T.serial(at[2]):
@@ -268,8 +282,25 @@ def build_product(*static: Any) -> Any:
             at[3] = T.min(at[3], max_steps)
             at[4] = T.min(T.max(layout[at[2]], 0) // depth, max_steps - at[3])
         else:
-            in_panel(tile, T.ceildiv(m, p.rows), at)
-            if p.layout == CONTIGUOUS:
+            in_panel(tile, T.ceildiv(m, row_span), at)
+            if row_pairs and p.layout == CONTIGUOUS:
+                # Both blocks take as many steps. One without a group multiplies like the other,
+                # and stores zeros.
+                at[2] = layout[at[0] * row_span]
+                at[6] = -1
+                if at[0] * row_span + p.rows < m:
+                    at[6] = layout[at[0] * row_span + p.rows]
+                if at[2] < 0 or at[2] >= groups:
+                    at[2] = at[6]
+                if at[6] < 0 or at[6] >= groups:
+                    at[6] = at[2]
+                if at[2] < 0 or at[2] >= groups:
+                    at[4] = 0
+                if at[2] == at[6]:
+                    at[5] = 1
+                if rank == 1:
+                    at[2] = at[6]
+            elif p.layout == CONTIGUOUS:
                 at[2] = layout[at[0] * p.rows]
                 if at[2] < 0 or at[2] >= groups:
                     at[4] = 0
@@ -295,9 +326,9 @@ def build_product(*static: Any) -> Any:
     ):  # fmt: skip
         copied_scale = T.alloc_local((2,), T.float32)
         for iteration in T.serial(T.ceildiv(tiles[0] - first, clusters)):
-            locate(iteration * clusters + first, layout, at)
-            row = at[0] * p.rows
-            column = (at[1] * p.cluster + rank) * columns
+            locate(iteration * clusters + first, layout, at, rank)
+            row = first_row_of(at, rank)
+            column = first_column(at, rank)
             g = at[2]
             if scales_by_copier:
                 side = T.get_thread_binding() % halves
@@ -319,11 +350,24 @@ def build_product(*static: Any) -> Any:
                         sfb_ring[slot, lane] = copied_scale[0]
                 T.tma_copy(
                     a_tile(a, g, row, step * depth), a_ring[slot, :, :], barrier=full[slot],
-                    cluster_mask=3 if pairs else None,
+                    cluster_mask=3 if pairs and not row_pairs else None,
                 )  # fmt: skip
-                T.tma_copy(
-                    b_tile(b, g, column, step * depth), b_ring[slot, :, :], barrier=full[slot]
-                )
+                if row_pairs and p.layout == CONTIGUOUS:
+                    if at[5] == 1:
+                        T.tma_copy(
+                            b_tile(b, g, column, step * depth), b_ring[slot, :, :],
+                            barrier=full[slot], cluster_mask=3,
+                        )  # fmt: skip
+                    else:
+                        T.tma_copy(
+                            b_tile(b, g, column, step * depth), b_ring[slot, :, :],
+                            barrier=full[slot],
+                        )  # fmt: skip
+                else:
+                    T.tma_copy(
+                        b_tile(b, g, column, step * depth), b_ring[slot, :, :],
+                        barrier=full[slot], cluster_mask=3 if row_pairs else None,
+                    )  # fmt: skip
                 if promoted:
                     T.tma_copy(
                         row_scales(sfa, masked, a_packed, g, step, row, p.rows),
@@ -359,13 +403,13 @@ def build_product(*static: Any) -> Any:
         thread = (T.get_thread_binding() - threads) % WARPGROUP
         group = thread % (depth // GROUP)
         for iteration in T.serial(T.ceildiv(tiles[0] - first, clusters)):
-            locate(iteration * clusters + first, layout, at)
+            locate(iteration * clusters + first, layout, at, 0)
             for _ in T.serial(at[4]):
                 if done[0] % expanders == expander:
                     slot = done[0] % stages
-                    target = done[0] % EXPANDED_STAGES
+                    target = done[0] % expanded_stages
                     T.mbarrier_wait_parity(full[slot], done[0] // stages % 2)
-                    T.mbarrier_wait_parity(free[target], done[0] // EXPANDED_STAGES % 2 ^ 1)
+                    T.mbarrier_wait_parity(free[target], done[0] // expanded_stages % 2 ^ 1)
                     # All loads first: the compiler cannot move them across the stores.
                     for c in T.unroll(pieces):
                         row = (c * WARPGROUP + thread) // (depth // GROUP)
@@ -423,9 +467,9 @@ def build_product(*static: Any) -> Any:
             if alternate and number_of_role == 1:
                 T.named_barrier_arrive(TURN, 2 * WARPGROUP)  # the first warpgroup begins
             for iteration in T.serial(T.ceildiv(tiles[0] - first, clusters)):
-                locate(iteration * clusters + first, layout, at)
-                row = at[0] * p.rows + first_row
-                column = (at[1] * p.cluster + rank) * columns + first_half * WIDTH
+                locate(iteration * clusters + first, layout, at, rank)
+                row = first_row_of(at, rank) + first_row
+                column = first_column(at, rank) + first_half * WIDTH
                 g = at[2]
                 for side in sides:
                     T.clear(totals[side])
@@ -450,7 +494,7 @@ def build_product(*static: Any) -> Any:
                         T.mbarrier_wait_parity(full[slot], done[0] // stages % 2)
                     if packed:
                         T.mbarrier_wait_parity(
-                            ready[b_stage(slot, done)], done[0] // EXPANDED_STAGES % 2
+                            ready[b_stage(slot, done)], done[0] // expanded_stages % 2
                         )
                     for side in sides:
                         if alternate:
@@ -511,7 +555,12 @@ def build_product(*static: Any) -> Any:
                 if grouped_rows:
                     for r in T.Parallel(rows):
                         if p.layout == CONTIGUOUS:
-                            kept[r] = T.if_then_else(layout[row + r] == g, 1, 0)
+                            if row_pairs:
+                                kept[r] = 0
+                                if row + r < m:
+                                    kept[r] = T.if_then_else(layout[row + r] == g, 1, 0)
+                            else:
+                                kept[r] = T.if_then_else(layout[row + r] == g, 1, 0)
                         else:
                             kept[r] = T.if_then_else(row + r < at[5], 1, 0)
                     for side in sides:
@@ -570,13 +619,13 @@ def build_product(*static: Any) -> Any:
                 tx = T.get_thread_binding()
                 a_ring = T.alloc_shared((stages, p.rows, depth), dtype)
                 packed_ring = T.alloc_shared((stages, columns, depth // 8), T.uint32)
-                b_ring = T.alloc_shared((EXPANDED_STAGES, columns, depth), dtype)
+                b_ring = T.alloc_shared((expanded_stages, columns, depth), dtype)
                 sfa_ring = T.alloc_shared((stages, p.rows), scale_dtype[a_packed])
                 shift_ring = T.alloc_shared((stages, columns), T.int16)
                 full = T.alloc_barrier([32] * stages)
                 empty = T.alloc_barrier([threads // 32 + WARPGROUP // 32] * stages)
-                ready = T.alloc_barrier([WARPGROUP // 32] * EXPANDED_STAGES)
-                free = T.alloc_barrier([threads // 32] * EXPANDED_STAGES)
+                ready = T.alloc_barrier([WARPGROUP // 32] * expanded_stages)
+                free = T.alloc_barrier([threads // 32] * expanded_stages)
                 tiles = T.alloc_local((1,), T.int32)
                 at = T.alloc_local((7,), T.int32)
                 done = T.alloc_local((1,), T.int32)  # steps, of all tiles
