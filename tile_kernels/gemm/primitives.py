@@ -463,30 +463,43 @@ def build_product(*static: Any) -> Any:
             b_scale = T.alloc_local((num_halves,), T.float32)
             next_scale = T.alloc_local((num_halves,), T.float32)
             kept = T.alloc_fragment((rows,), T.int32)
+            now = T.alloc_local((7,), T.int32)
             fragment_registers = rows * WIDTH // own_threads
             if alternate and number_of_role == 1:
                 T.named_barrier_arrive(TURN, 2 * WARPGROUP)  # the first warpgroup begins
-            for iteration in T.serial(T.ceildiv(tiles[0] - first, clusters)):
-                locate(iteration * clusters + first, layout, at, rank)
-                row = first_row_of(at, rank) + first_row
-                column = first_column(at, rank) + first_half * WIDTH
-                g = at[2]
+            num_tiles = T.ceildiv(tiles[0] - first, clusters)
+            if num_tiles > 0:
+                locate(first, layout, at, rank)
+            for iteration in T.serial(num_tiles):
+                for e in T.unroll(7):
+                    now[e] = at[e]
+                row = first_row_of(now, rank) + first_row
+                column = first_column(now, rank) + first_half * WIDTH
+                g = now[2]
+                if p.layout == CONTIGUOUS:  # loaded long before they are compared
+                    for r in T.Parallel(rows):
+                        if row_pairs:
+                            kept[r] = -1
+                            if row + r < m:
+                                kept[r] = layout[row + r]
+                        else:
+                            kept[r] = layout[row + r]
                 for side in sides:
                     T.clear(totals[side])
                 if promoted and not sfb_by_row and not scales_by_copier:
-                    if at[4] > 0:
+                    if now[4] > 0:
                         for side in sides:
-                            next_scale[side] = square_scale(sfb, g, square(column, side), at[3])
+                            next_scale[side] = square_scale(sfb, g, square(column, side), now[3])
                 if ahead:
-                    if at[4] > 0:
+                    if now[4] > 0:
                         T.mbarrier_wait_parity(full[done[0] % stages], done[0] // stages % 2)
-                for i in T.serial(at[4]):
-                    step = at[3] + i
+                for i in T.serial(now[4]):
+                    step = now[3] + i
                     slot = done[0] % stages
                     if promoted and not sfb_by_row and not scales_by_copier:
                         # Loaded one step ahead: the compiler multiplies scales between the
                         # instructions of a product, which would wait for a load of this step.
-                        following = at[3] + T.min(i + 1, at[4] - 1)
+                        following = now[3] + T.min(i + 1, now[4] - 1)
                         for side in sides:
                             b_scale[side] = next_scale[side]
                             next_scale[side] = square_scale(sfb, g, square(column, side), following)
@@ -518,7 +531,7 @@ def build_product(*static: Any) -> Any:
                                 for each in sides:
                                     b_scale[each] = sfb_ring[slot, first_half + each]
                         if ahead and side == num_halves - 1:
-                            if i + 1 < at[4]:
+                            if i + 1 < now[4]:
                                 T.mbarrier_wait_parity(
                                     full[(done[0] + 1) % stages], (done[0] + 1) // stages % 2
                                 )
@@ -548,21 +561,23 @@ def build_product(*static: Any) -> Any:
                                 T.mbarrier_arrive(empty[slot])
                                 if packed:
                                     T.mbarrier_arrive(free[b_stage(slot, done)])
-                        if promoted and not sfb_by_row:
+                        if promoted and not sfb_by_row and "N" in p.options:
+                            if i == now[4] - 1:
+                                for r, j in T.Parallel(rows, WIDTH):
+                                    totals[side][r, j] += part[r, j] * (a_scale[r] * b_scale[side])
+                        elif promoted and not sfb_by_row:
                             for r, j in T.Parallel(rows, WIDTH):
                                 totals[side][r, j] += part[r, j] * (a_scale[r] * b_scale[side])
                     done[0] += 1
+                # Its loads take as long as the results of this tile need to leave.
+                if iteration + 1 < num_tiles:
+                    locate((iteration + 1) * clusters + first, layout, at, rank)
                 if grouped_rows:
                     for r in T.Parallel(rows):
                         if p.layout == CONTIGUOUS:
-                            if row_pairs:
-                                kept[r] = 0
-                                if row + r < m:
-                                    kept[r] = T.if_then_else(layout[row + r] == g, 1, 0)
-                            else:
-                                kept[r] = T.if_then_else(layout[row + r] == g, 1, 0)
+                            kept[r] = T.if_then_else(kept[r] == g, 1, 0)
                         else:
-                            kept[r] = T.if_then_else(row + r < at[5], 1, 0)
+                            kept[r] = T.if_then_else(row + r < now[5], 1, 0)
                     for side in sides:
                         for r, j in T.Parallel(rows, WIDTH):
                             if kept[r] == 0:
@@ -573,7 +588,7 @@ def build_product(*static: Any) -> Any:
                         # All loads first, into registers that are free now; then the sum.
                         for r, j, e in T.Parallel(rows, WIDTH // 2, 2):  # pairs of a thread
                             if row + r < m and here + j * 2 < n:
-                                to = column_of(at, rank, first_half + side) + j * 2 + e
+                                to = column_of(now, rank, first_half + side) + j * 2 + e
                                 addend = element(c if p.addend == "c" else d, g, row + r, to)
                                 part[r, j * 2 + e] = T.cast(addend, T.float32)
                         for r, j in T.Parallel(rows, WIDTH):
@@ -581,7 +596,7 @@ def build_product(*static: Any) -> Any:
                     if direct:
                         for r, j, e in T.Parallel(rows, WIDTH // 2, 2):
                             if row + r < m and here + j * 2 < n:
-                                to = column_of(at, rank, first_half + side) + j * 2 + e
+                                to = column_of(now, rank, first_half + side) + j * 2 + e
                                 where = (g, row + r, to) if d_has_groups else (row + r, to)
                                 d[where] = totals[side][r, j * 2 + e]
                     else:
