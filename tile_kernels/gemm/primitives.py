@@ -96,6 +96,8 @@ def build_product(*static: Any) -> Any:
     alternate = "O" in p.options  # warpgroups multiply in turn
     scales_by_copier = "S" in p.options and promoted and not (p.b_scale in (ROW, ROW_UE8M0))
     ahead = "A" in p.options
+    read_before = "B" in p.options  # scales are read before the products start
+    release_late = "E" in p.options  # a stage is released after the promotion
     exclusive = "X" in p.options
     row_pairs = pairs and "R" in p.options  # blocks of a cluster share `b`, not `a`
     row_span = p.rows * (2 if row_pairs else 1)
@@ -170,6 +172,8 @@ def build_product(*static: Any) -> Any:
     threads = sum(role_threads)  # that multiply; after them one warp copies and three idle
 
     sfb_ring_width = halves if scales_by_copier else columns
+    # Static shared memory has room beside the barriers; the dynamic part is full.
+    sfb_ring_scope = "shared" if scales_by_copier else "shared.dyn"
     sfb_ring_dtype = T.float32 if scales_by_copier else scale_dtype[b_packed]
 
     # ---- regions ----
@@ -510,6 +514,17 @@ def build_product(*static: Any) -> Any:
                             ready[b_stage(slot, done)], done[0] // expanded_stages % 2
                         )
                     for side in sides:
+                        if promoted and side == 0 and read_before:
+                            for r in T.Parallel(rows):
+                                a_scale[r] = number(sfa_ring[slot, first_row + r], step, a_packed)
+                            if scales_by_copier:
+                                for each in sides:
+                                    b_scale[each] = sfb_ring[slot, first_half + each]
+                        if sfb_by_row and read_before:
+                            for j in T.Parallel(WIDTH):
+                                b_scales[j] = number(
+                                    sfb_ring[slot, (first_half + side) * WIDTH + j], step, b_packed
+                                )
                         if alternate:
                             T.sync_threads(TURN + number_of_role, 2 * WARPGROUP)
                         T.wgmma_gemm(
@@ -524,7 +539,7 @@ def build_product(*static: Any) -> Any:
                         )  # fmt: skip
                         if alternate and not exclusive:
                             T.named_barrier_arrive(TURN + 1 - number_of_role, 2 * WARPGROUP)
-                        if promoted and side == 0:
+                        if promoted and side == 0 and not read_before:
                             for r in T.Parallel(rows):
                                 a_scale[r] = number(sfa_ring[slot, first_row + r], step, a_packed)
                             if scales_by_copier:
@@ -542,17 +557,17 @@ def build_product(*static: Any) -> Any:
                             T.warpgroup_fence_operand(part, num_regs=fragment_registers)
                         else:
                             T.warpgroup_fence_operand(totals[side], num_regs=fragment_registers)
-                        if sfb_by_row:
+                        if sfb_by_row and not read_before:
                             for j in T.Parallel(WIDTH):
                                 b_scales[j] = number(
                                     sfb_ring[slot, (first_half + side) * WIDTH + j], step, b_packed
                                 )
-                        if promoted and sfb_by_row:
+                        if promoted and sfb_by_row and not (read_before and not release_late):
                             for r, j in T.Parallel(rows, WIDTH):
                                 totals[side][r, j] += part[r, j] * (a_scale[r] * b_scales[j])
                         if side == num_halves - 1:  # the warp has read what it needs of the stage
                             lane = T.get_thread_binding() % 32
-                            if sfb_by_row:
+                            if sfb_by_row and not read_before:
                                 T.sync_warp()  # all lanes have read their scales
                             if pairs:
                                 if lane < 2:
@@ -561,6 +576,9 @@ def build_product(*static: Any) -> Any:
                                 T.mbarrier_arrive(empty[slot])
                                 if packed:
                                     T.mbarrier_arrive(free[b_stage(slot, done)])
+                        if promoted and sfb_by_row and read_before and not release_late:
+                            for r, j in T.Parallel(rows, WIDTH):
+                                totals[side][r, j] += part[r, j] * (a_scale[r] * b_scales[j])
                         if promoted and not sfb_by_row and "N" in p.options:
                             if i == now[4] - 1:
                                 for r, j in T.Parallel(rows, WIDTH):
@@ -691,7 +709,9 @@ def build_product(*static: Any) -> Any:
             a_ring = T.alloc_shared((stages, p.rows, depth), dtype)
             b_ring = T.alloc_shared((stages, columns, depth), dtype)
             sfa_ring = T.alloc_shared((stages, p.rows), scale_dtype[a_packed])
-            sfb_ring = T.alloc_shared((stages, sfb_ring_width), sfb_ring_dtype)
+            sfb_ring = T.alloc_shared(
+                (stages, sfb_ring_width), sfb_ring_dtype, scope=sfb_ring_scope
+            )
             full = T.alloc_barrier([32] * stages)
             empty = stage_readers()
             first = block // p.cluster
