@@ -254,10 +254,9 @@ def _by_rows(x: Tensor) -> QuantTensor:
 def _gathered_by_rows(x: Tensor | QuantTensor, rows: Rows) -> QuantTensor:
     """The rows of experts from tokens, scales along rows, data transposed."""
     group = BLOCK if isinstance(x, tuple) else None
-    data, scales = quant.per_channel_cast_fused(
-        x, FMT, BLOCK, num_per_channels=group, pos_to_token=rows.pos_to_token
+    return quant.per_channel_cast_fused(
+        x, FMT, BLOCK, num_per_channels=group, pos_to_token=rows.pos_to_token, transposed=True
     )
-    return transpose.transpose(data), scales
 
 
 def _weight_gradient(

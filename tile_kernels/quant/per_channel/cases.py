@@ -163,6 +163,7 @@ def _fused(
     dtype: torch.dtype = BF16,
     special: bool = False,
     round_sf: bool = False,
+    transposed: bool = False,
 ) -> Arguments:
     """`positions` of random rows, some of them padding; without, the rows as they are."""
     plain = numbers(rows, width, dtype, device, special=special)
@@ -183,10 +184,11 @@ def _fused(
         "round_sf": round_sf,
         "num_per_channels": 128 if scales else None,
         "pos_to_token": index,
+        "transposed": transposed,
     }
 
 
-def worked_example(scales: bool) -> Arguments:
+def worked_example(scales: bool, transposed: bool = False) -> Arguments:
     """Rows 2, none, 0 and 1 of a small `x`, in blocks as far apart as the operator needs them."""
     x = torch.tensor([[1.0, 2.0], [3.0, -4.0], [5.0, 6.0]])
     return {
@@ -196,6 +198,7 @@ def worked_example(scales: bool) -> Arguments:
         "round_sf": scales,
         "num_per_channels": 128 if scales else None,
         "pos_to_token": torch.tensor([2, *[-1] * 31, 0, 1], dtype=torch.int32),
+        "transposed": transposed,
     }
 
 
@@ -203,6 +206,8 @@ def worked_codes(first: str, *others: str) -> torch.Tensor:
     """The codes of that example from those of its rows."""
     return hexed("/".join([first, *["0000"] * 31, *others]), _E4M3)
 
+
+_WORKED_SCALES = torch.tensor([[0.0111607146, 0.0133928573], [0.0066964286, 0.0089285718]])
 
 _PER_CHANNEL_CAST_FUSED = Cases(
     small=[
@@ -225,6 +230,13 @@ _PER_CHANNEL_CAST_FUSED = Cases(
         Sample("padding of nothing.scales", _fused(0, 24, 32, 7, padding=2.0, scales=True)),
         Sample("strided", _fused(40, 64, 128, 40, extra=3)),
         Sample("float32", _fused(20, 132, 32, 140, dtype=FP32)),
+        Sample("transposed", _fused(40, 24, 32, 128, transposed=True)),
+        Sample("transposed.odd", _fused(40, 25, 128, 50, transposed=True)),
+        Sample("transposed.scales", _fused(30, 272, 128, 144, scales=True, transposed=True)),
+        Sample(
+            "transposed.scales.special",
+            _fused(40, 160, 32, 64, scales=True, special=True, dtype=FP32, transposed=True),
+        ),
     ],
     large=[
         *(
@@ -239,16 +251,26 @@ _PER_CHANNEL_CAST_FUSED = Cases(
         Sample("4001x128", _fused(4001, 128, 128, 7001, scales=True)),
         Sample("300001x7168", _fused(4001, 7168, 128, 300_001, scales=True)),  # beyond 2^31
         Sample("of 300001x7168", _fused(300_001, 7168, 128, 4001)),
+        Sample("transposed", _fused(4096, 7168, 128, 24_576, transposed=True)),
+        Sample("transposed.sf", _fused(4096, 7168, 128, 24_576, scales=True, transposed=True)),
     ],
-    benchmarks=[Benchmark("sf", _fused(8192, 7168, 128, scales=True), goal_us=30.4)],
+    benchmarks=[
+        Benchmark("sf", _fused(8192, 7168, 128, scales=True), goal_us=30.4),
+        Benchmark("sf.t", _fused(4096, 7168, 128, 8192, scales=True, transposed=True)),
+    ],
     vectors=[
         # That with scales is elsewhere: PyTorch's check of operators has no float8 inputs.
         Vector(
             "gathered",
             lambda: worked_example(scales=False),
+            lambda: (worked_codes("7E7E", "7176", "7EFE"), _WORKED_SCALES),
+        ),
+        Vector(
+            "transposed",
+            lambda: worked_example(scales=False, transposed=True),
             lambda: (
-                worked_codes("7E7E", "7176", "7EFE"),
-                torch.tensor([[0.0111607146, 0.0133928573], [0.0066964286, 0.0089285718]]),
+                worked_codes("7E7E", "7176", "7EFE").view(torch.uint8).T.contiguous().view(_E4M3),
+                _WORKED_SCALES,
             ),
         ),
     ],

@@ -191,6 +191,7 @@ class FusedArguments(NamedTuple):
     round_sf: bool
     num_per_channels: int | None
     pos_to_token: Tensor | None
+    transposed: bool = False
 
     def check(self) -> None:
         layout.check_plain_or_pair(self.x)
@@ -215,16 +216,18 @@ class FusedArguments(NamedTuple):
             checks.tensor(
                 "pos_to_token", self.pos_to_token, ("num_positions",), torch.int32, contiguous=True
             )
+        checks.boolean("transposed", self.transposed)
 
     def outputs(self) -> tuple[Out, Out]:
-        return _outputs((_num_positions(self), self.x.shape[1]), self.num_per_tokens)
+        shape = (_num_positions(self), self.x.shape[1])
+        return _outputs(shape, self.num_per_tokens, transposed=self.transposed)
 
     def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
         x, x_sf = self.x, self.x_sf
         if x.numel() == 0:  # all positions are padding
             x, x_sf = _row_of_zeros(x), None if x_sf is None else _row_of_zeros(x_sf)
         source = Source(x, x_sf, self.pos_to_token, Size(_num_positions))
-        return _launch(self, source, out, out_sf)
+        return _launch(self, source, out, out_sf, self.transposed)
 
     def check_values(self) -> None:
         """Negative positions are padding, the others name a row of `x`."""
@@ -250,12 +253,13 @@ def _fused_reference(
     round_sf: bool,
     num_per_channels: int | None,
     pos_to_token: Tensor | None,
+    transposed: bool,
 ) -> QuantTensor:
     source = x if x_sf is None else (x, x_sf)
     if pos_to_token is not None:
         pos_to_token = pos_to_token.masked_fill(pos_to_token >= x.shape[0], -1)
     return reference.per_channel_cast_fused(
-        source, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token
+        source, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token, transposed
     )
 
 
@@ -287,6 +291,7 @@ def per_channel_cast_fused(
     round_sf: bool = False,
     num_per_channels: int | None = None,
     pos_to_token: Tensor | None = None,
+    transposed: bool = False,
     out: QuantTensor | None = None,
 ) -> QuantTensor:
     """Quantizes gathered tokens, plain or quantized ones, as `per_channel_cast` does.
@@ -302,10 +307,12 @@ def per_channel_cast_fused(
             `[num_tokens, ceil(hidden / 128)]` float32, any strides.
         num_per_channels: 128 for a quantized `x`; ignored for a plain one.
         pos_to_token: `[num_positions]`, int32, contiguous; or None.
+        transposed: True for transposed data, as `per_channel_cast_and_transpose` returns them.
         fmt, num_per_tokens, round_sf, out: As in `per_channel_cast`.
 
     Returns:
-        `(data, scales)`: `[num_positions, hidden]` float8_e4m3fn, and
+        `(data, scales)`: `[num_positions, hidden]` float8_e4m3fn, or `[hidden, num_positions]` if
+        transposed, and
         `[ceil(num_positions / num_per_tokens), hidden]` float32, both contiguous.
 
     Raises:
@@ -321,8 +328,9 @@ def per_channel_cast_fused(
     """
     data, sf = layout.pair(x)
     return PER_CHANNEL_CAST_FUSED(
-        data, sf, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token, out=out
-    )
+        data, sf, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token, transposed,
+        out=out,
+    )  # fmt: skip
 
 
 # ---- of SwiGLU -----------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ def per_channel_cast_fused(
     round_sf: bool = False,
     num_per_channels: int | None = None,
     pos_to_token: torch.Tensor | None = None,
+    transposed: bool = False,
 ) -> QuantTensor:
     """Gathered rows to e4m3, with a scale factor for every `num_per_tokens` rows of a channel.
 
@@ -38,7 +39,7 @@ def per_channel_cast_fused(
     | `x` | `[T, H]` | bfloat16, float32 |
     | or `x`, in blocks of `(1, num_per_channels)` | `([T, H], sf)` | e4m3, float32 or int32 |
     | `pos_to_token`, optional | `[T_out]`, below `T`, negative for a row of `+0` | int32, int64 |
-    | returns data | `[T_out, H]` | float8_e4m3fn |
+    | returns data | `[T_out, H]`, or `[H, T_out]` if `transposed` | float8_e4m3fn |
     | returns scale factors | `[ceil(T_out / num_per_tokens), H]` | float32 |
 
     `num_per_channels` is ignored for an `x` without scale factors. Without `pos_to_token` the rows
@@ -56,7 +57,8 @@ def per_channel_cast_fused(
     values = to_float32(x, x_block_size)
     if pos_to_token is not None:
         values = gather_or_zero(values, pos_to_token)
-    return quantize(values, formats.E4M3, (num_per_tokens, 1), ScaleFlags(round_sf))
+    data, sf = quantize(values, formats.E4M3, (num_per_tokens, 1), ScaleFlags(round_sf))
+    return transpose(data) if transposed else data, sf
 
 
 def per_channel_cast_and_transpose(
