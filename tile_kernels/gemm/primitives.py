@@ -35,8 +35,8 @@ from tile_kernels.gemm.tiling import (
     ROW,
     ROW_UE8M0,
     SQUARE_E2M1,
-    SQUARE_TURNED,
-    SQUARE_TURNED_UE8M0,
+    SQUARE_TRANSPOSED,
+    SQUARE_TRANSPOSED_UE8M0,
     ZERO_SHIFT,
     Plan,
 )
@@ -89,12 +89,12 @@ def build_product(*static: Any) -> Any:
     b_has_groups, d_has_groups = grouped_rows or masked, masked or k_grouped
     promoted = p.a_scale != NONE
     sfb_by_row = p.b_scale in (ROW, ROW_UE8M0)
-    sfb_turned = p.b_scale in (SQUARE_TURNED, SQUARE_TURNED_UE8M0)
+    sfb_transposed = p.b_scale in (SQUARE_TRANSPOSED, SQUARE_TRANSPOSED_UE8M0)
     a_packed, b_packed = p.a_scale.endswith("ue8m0"), p.b_scale.endswith("ue8m0")
     packed = p.b_scale == SQUARE_E2M1
     pairs = p.cluster == 2
     alternate = "O" in p.options  # warpgroups multiply in turn
-    scales_by_copier = "S" in p.options and promoted and not (p.b_scale in (ROW, ROW_UE8M0))
+    scales_by_copier = "S" in p.options and promoted and p.b_scale not in (ROW, ROW_UE8M0)
     ahead = "A" in p.options
     read_before = "B" in p.options  # scales are read before the products start
     release_late = "E" in p.options  # a stage is released after the promotion
@@ -146,7 +146,7 @@ def build_product(*static: Any) -> Any:
     elif sfb_by_row:
         sfb_type = T.StridedTensor[(sfb_steps, n), (sfb_stride, 1), scale_dtype[b_packed]]
     else:
-        shape = (sfb_steps, square_rows) if sfb_turned else (square_rows, sfb_steps)
+        shape = (sfb_steps, square_rows) if sfb_transposed else (square_rows, sfb_steps)
         shape = (groups, *shape) if b_has_groups else shape
         sfb_type = T.Tensor[shape, scale_dtype[b_packed]]
     if packed:
@@ -196,7 +196,7 @@ def build_product(*static: Any) -> Any:
 
     def square_scale(sfb: Any, g: Any, block: Any, step: Any) -> Any:
         position = step // PACKED if b_packed else step
-        where = (position, block) if sfb_turned else (block, position)
+        where = (position, block) if sfb_transposed else (block, position)
         return number(sfb[(g, *where)] if b_has_groups else sfb[where], step, b_packed)
 
     def square(column: Any, side: int) -> Any:
@@ -648,7 +648,9 @@ def build_product(*static: Any) -> Any:
             c: c_type,
             d: d_type,
         ):
-            with T.Kernel(T.min(p.blocks, max_tiles), threads=threads + (1 + expanders) * WARPGROUP) as block:
+            with T.Kernel(
+                T.min(p.blocks, max_tiles), threads=threads + (1 + expanders) * WARPGROUP
+            ) as block:
                 tx = T.get_thread_binding()
                 a_ring = T.alloc_shared((stages, p.rows, depth), dtype)
                 packed_ring = T.alloc_shared((stages, columns, depth // 8), T.uint32)

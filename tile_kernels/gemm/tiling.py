@@ -16,8 +16,8 @@ DENSE, CONTIGUOUS, PSUM, MASKED, K_GROUPED = "dense", "contiguous", "psum", "mas
 # Scales of an operand: none; one for each row; one for 128 rows, contiguous or with the last two
 # dimensions swapped. `_ue8m0`: four packed exponents in a word instead of a float32.
 NONE, ROW, ROW_UE8M0 = "none", "row", "row_ue8m0"
-SQUARE, SQUARE_TURNED = "square", "square_turned"
-SQUARE_UE8M0, SQUARE_TURNED_UE8M0 = "square_ue8m0", "square_turned_ue8m0"
+SQUARE, SQUARE_TRANSPOSED = "square", "square_transposed"
+SQUARE_UE8M0, SQUARE_TRANSPOSED_UE8M0 = "square_ue8m0", "square_transposed_ue8m0"
 # As SQUARE, of packed e2m1 codes with a 4-bit shift for each 32 channels of a row: a code is
 # multiplied by two to the power of `shift + LEAST_SHIFT`, or it is zero or NaN for two shifts.
 SQUARE_E2M1 = "square_e2m1"

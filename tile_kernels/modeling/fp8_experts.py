@@ -62,8 +62,8 @@ def quantize_weights(weight: Tensor) -> ExpertWeights:
     codes, scales = quant.per_block_cast(flat, FMT, (BLOCK, BLOCK))
     codes = codes.view(-1, rows, channels)
     scales = scales.view(-1, rows // BLOCK, channels // BLOCK)
-    turned = transpose.batched_transpose(codes)
-    return ExpertWeights((codes, scales), (turned, scales.transpose(1, 2)))
+    transposed = transpose.batched_transpose(codes)
+    return ExpertWeights((codes, scales), (transposed, scales.transpose(1, 2)))
 
 
 class WeightCache:

@@ -153,16 +153,16 @@ def _k_major(operand: Operand) -> Operand:
     """`[K, rows]` with scales `[steps, ...]` as `[rows, K]`; copied unless it lies so in memory."""
     data, sf = operand
     by_rows = sf.shape[1] == data.shape[1]
-    turned = sf.T.contiguous() if by_rows and not operands.is_mn_major(sf.T) else sf.T
-    return data.T if data.T.is_contiguous() else transpose(data), turned
+    transposed = sf.T.contiguous() if by_rows and not operands.is_mn_major(sf.T) else sf.T
+    return data.T if data.T.is_contiguous() else transpose(data), transposed
 
 
-def _swapped(a: Any, b: Any, turn_a: bool, turn_b: bool) -> tuple[Operand, Operand]:
+def _swapped(a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> tuple[Operand, Operand]:
     for name, operand in (("a", a), ("b", b)):
         operands.check_pair(name, operand)
         for part in operand:
             checks.tensor(name, part, ("rows", "columns"))
-    return _k_major(a) if turn_a else a, _k_major(b) if turn_b else b
+    return _k_major(a) if transpose_a else a, _k_major(b) if transpose_b else b
 
 
 def fp8_gemm_nn(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **more: Any) -> Tensor:

@@ -105,7 +105,7 @@ def _vector(label: str, x: torch.Tensor, data: torch.Tensor, sf: torch.Tensor) -
     return Vector(label, lambda: arguments, lambda: (data, sf))
 
 
-def _vectors(turned: bool) -> list[Vector]:
+def _vectors(transposed: bool) -> list[Vector]:
     worked = [
         ("padding", _PAIR, "7E7E/0000", _PAIR_SF),
         (
@@ -120,8 +120,8 @@ def _vectors(turned: bool) -> list[Vector]:
     found = []
     for label, x, codes, sf in worked:
         data = hexed(codes, _E4M3)
-        turned_data = data.view(torch.uint8).T.contiguous().view(_E4M3)
-        found.append(_vector(label, x, turned_data if turned else data, sf))
+        transposed_data = data.view(torch.uint8).T.contiguous().view(_E4M3)
+        found.append(_vector(label, x, transposed_data if transposed else data, sf))
     return found
 
 
@@ -129,7 +129,7 @@ _PER_CHANNEL_CAST = Cases(
     small=_samples(),
     large=_large((300_001, 7168)),
     benchmarks=[Benchmark("8192x7168", _plain(8192, 7168, 128), goal_us=44.7)],
-    vectors=_vectors(turned=False),
+    vectors=_vectors(transposed=False),
     rejects=_flag_rejects(),
 )
 
@@ -140,7 +140,7 @@ _PER_CHANNEL_CAST_AND_TRANSPOSE = Cases(
         Sample("16x9000000", _plain(16, 9_000_000, 32)),  # the other axis of the grid
     ],
     benchmarks=[Benchmark("8192x7168", _plain(8192, 7168, 128), goal_us=44.7)],
-    vectors=_vectors(turned=True),
+    vectors=_vectors(transposed=True),
     rejects=_flag_rejects(),
 )
 

@@ -220,7 +220,7 @@ def cast_columns(*static: Any) -> Any:
                             out[first_row + r, first + c * store + v] = codes[c * store + v]
 
     @T.macro
-    def turn_channel(column, factor, tile, place, channel):
+    def transpose_channel(column, factor, tile, place, channel):
         """The values of the thread's rows in one channel to the transposed tile."""
         codes = T.alloc_local((held,), out_dtype)
         for r in T.unroll(held):
@@ -231,7 +231,7 @@ def cast_columns(*static: Any) -> Any:
             tile[channel, place + r] = codes[r]
 
     @T.macro
-    def turn(kept, row_scales, inverse, tile, row, g):
+    def transpose_tile(kept, row_scales, inverse, tile, row, g):
         """The thread's rows to the transposed tile, channel by channel."""
         column = T.alloc_local((held,), T.float32)
         place = ((row // slots) ^ (g % chunks)) * slots + row % slots
@@ -240,20 +240,20 @@ def cast_columns(*static: Any) -> Any:
             for v in T.unroll(chunk // 2):
                 for r in T.unroll(held):
                     column[r] = low_half(words[r, v])
-                turn_channel(column, inverse[2 * v], tile, place, g * chunk + 2 * v)
+                transpose_channel(column, inverse[2 * v], tile, place, g * chunk + 2 * v)
                 for r in T.unroll(held):
                     column[r] = high_half(words[r, v])
-                turn_channel(column, inverse[2 * v + 1], tile, place, g * chunk + 2 * v + 1)
+                transpose_channel(column, inverse[2 * v + 1], tile, place, g * chunk + 2 * v + 1)
         else:
             for v in T.unroll(chunk):
                 for r in T.unroll(held):
                     column[r] = T.cast(kept[r, v], T.float32)
                     if scaled:
                         column[r] = T.ieee_mul(column[r], row_scales[r])
-                turn_channel(column, inverse[v], tile, place, g * chunk + v)
+                transpose_channel(column, inverse[v], tile, place, g * chunk + v)
 
     @T.macro
-    def store_turned(tile, out, first_row, first_col, tx):
+    def store_transposed(tile, out, first_row, first_col, tx):
         line = T.alloc_local((store,), out_dtype)
         for step in T.unroll(out_steps) if out_steps <= MAX_UNROLLED else T.serial(out_steps):
             column = (step * threads + tx) // out_lanes
@@ -327,9 +327,9 @@ def cast_columns(*static: Any) -> Any:
                 inverse[v] = meeting[row_groups + row // group, g * chunk + v]
             if plan.transposed:
                 tile = T.alloc_shared((columns, tile_rows), out_dtype)
-                turn(kept, row_scales, inverse, tile, row, g)
+                transpose_tile(kept, row_scales, inverse, tile, row, g)
                 T.sync_threads()
-                store_turned(tile, out, first_row, first_col, tx)
+                store_transposed(tile, out, first_row, first_col, tx)
             else:
                 store_rows(kept, row_scales, inverse, out, first_row + row, first_col + g * chunk)
 
