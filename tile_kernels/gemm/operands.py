@@ -227,6 +227,50 @@ def check_bf16(name: str, x: Any, dims: tuple[str, ...], **more: Any) -> None:
         raise ValueError(f"{name} must have a multiple of 8 channels, got {x.shape[-1]}")
 
 
+def fp8_launches(
+    kernel: Kernel,
+    x: Any,
+    head: tuple[Any, ...],
+    layout: str,
+    tensor: Any,
+    strides: tuple[int, int],
+    buffers: Sequence[Spec],
+) -> list[Any]:
+    """The launch of a product of e4m3 rows, after those that bring row-major scales into order.
+
+    Args:
+        kernel: What multiplies.
+        x: The record of the operator: `a`, `a_sf`, `b`, `b_sf`, `d`; `c` and `accumulate` where
+            something can be added; `rows_per_scale` of e4m3 weights or `b_shifts` of e2m1 ones.
+        head: What comes before the fields of `Problem`.
+        layout: A layout of rows.
+        tensor: What the layout is read from, or None.
+        strides: Of the rows of `a` and of `d`.
+        buffers: The scratch memory of the call.
+    """
+    a, b, d = x.a, x.b, x.d
+    c, accumulate = getattr(x, "c", None), getattr(x, "accumulate", False)
+    shifts = getattr(x, "b_shifts", None)
+    if d.numel() == 0:
+        return []
+    if b.numel() == 0:
+        return without_product(d, c, accumulate)
+    named = (("a", a), ("b", b), ("the shifts of b", shifts), ("d", d), ("c", c))
+    for name, data in named:
+        check_address(name, data)
+    if shifts is None:
+        a_sf, b_sf, before = scales_and_launches(x.a_sf, x.b_sf, x.rows_per_scale, buffers)
+        weights, b_scale = (b, b_sf), b_scale_kind(x.b_sf, x.rows_per_scale)
+    else:
+        (a_sf,), before = row_scale_launches({"a": x.a_sf}, buffers)
+        weights, b_scale = (b.view(torch.uint32), shifts, x.b_sf), tiling.SQUARE_E2M1
+    problem = (
+        *head, layout, dtype_name(a), 0, b.shape[-2], a.shape[-1], *strides, dtype_name(d),
+        addend(c, accumulate), a_scale_kind(x.a_sf), b_scale,
+    )  # fmt: skip
+    return [*before, Launch(kernel, problem, (a, a_sf, *weights, tensor, c, d))]
+
+
 def bf16_launches(
     kernel: Kernel,
     x: Any,

@@ -14,7 +14,7 @@ from tile_kernels.gemm.operands import Operand, Recipe
 from tile_kernels.gemm.tiling import BLOCK, DENSE
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.declaration import Host, Launch, Size, Spec, dtype_name
+from tile_kernels.runtime.declaration import Host, Launch, Size, Spec
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
 from tile_kernels.transpose import transpose
@@ -45,24 +45,9 @@ class Arguments(NamedTuple):
         operands.check_result(self.d, self.c, ("M", "N"), (m, n), _RESULTS, contiguous=False)
 
     def launches(self, *buffers: Spec) -> list[Launch | Host]:
-        a: Any
-        a, b, d, c = self.a, self.b, self.d, self.c
-        if d.numel() == 0:
-            return []
-        if a.shape[1] == 0:
-            return operands.without_product(d, c, self.accumulate)
-        for name, data in (("a", a), ("b", b), ("d", d), ("c", c)):
-            operands.check_address(name, data)
-        a_sf, b_sf, before = operands.scales_and_launches(
-            self.a_sf, self.b_sf, self.rows_per_scale, buffers
-        )
-        problem = (
-            Size(lambda x: x.a.shape[0]), DENSE, dtype_name(a), 0, b.shape[0], a.shape[1],
-            operands.row_stride(a), operands.row_stride(d), dtype_name(d),
-            operands.addend(c, self.accumulate), operands.a_scale_kind(self.a_sf),
-            operands.b_scale_kind(self.b_sf, self.rows_per_scale),
-        )  # fmt: skip
-        return [*before, Launch(_KERNEL, problem, (a, a_sf, b, b_sf, None, c, d))]
+        head = (Size(lambda x: x.a.shape[0]),)
+        strides = operands.row_stride(self.a), operands.row_stride(self.d)
+        return operands.fp8_launches(_KERNEL, self, head, DENSE, None, strides, buffers)
 
 
 def cost(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **_: Any) -> Cost:
