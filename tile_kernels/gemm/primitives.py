@@ -97,7 +97,9 @@ def build_product(*static: Any) -> Any:
     scales_by_copier = "S" in p.options and promoted and p.b_scale not in (ROW, ROW_UE8M0)
     ahead = "A" in p.options
     read_before = "B" in p.options  # scales are read before the products start
-    release_late = "E" in p.options  # a stage is released after the promotion
+    # A stage is released when the products of the next one have started: they overwrite `part`, so
+    # that the promotion before has its scales, whose loads may still be under way earlier.
+    deferred = "D" in p.options and p.b_scale in (ROW, ROW_UE8M0)
     exclusive = "X" in p.options
     row_pairs = pairs and "R" in p.options  # blocks of a cluster share `b`, not `a`
     row_span = p.rows * (2 if row_pairs else 1)
@@ -448,6 +450,16 @@ def build_product(*static: Any) -> Any:
     def element(tensor: Any, g: Any, row: Any, column: Any) -> Any:
         return tensor[(g, row, column) if d_has_groups else (row, column)]
 
+    @T.macro
+    def release(empty, slot):
+        """The warp gives a stage back, in all blocks of the cluster."""
+        lane = T.get_thread_binding() % 32
+        if pairs:
+            if lane < 2:
+                T.mbarrier_arrive(empty[slot], cta_id=lane)
+        elif lane == 0:
+            T.mbarrier_arrive(empty[slot])
+
     def multiplier(number_of_role: int) -> Any:
         """A macro: what the threads of one role do."""
         first_row, rows, first_half, num_halves = roles[number_of_role]
@@ -539,6 +551,9 @@ def build_product(*static: Any) -> Any:
                         )  # fmt: skip
                         if alternate and not exclusive:
                             T.named_barrier_arrive(TURN + 1 - number_of_role, 2 * WARPGROUP)
+                        if deferred and side == 0:
+                            if done[0] > 0:
+                                release(empty, (done[0] + stages - 1) % stages)
                         if promoted and side == 0 and not read_before:
                             for r in T.Parallel(rows):
                                 a_scale[r] = number(sfa_ring[slot, first_row + r], step, a_packed)
@@ -562,21 +577,18 @@ def build_product(*static: Any) -> Any:
                                 b_scales[j] = number(
                                     sfb_ring[slot, (first_half + side) * WIDTH + j], step, b_packed
                                 )
-                        if promoted and sfb_by_row and not (read_before and not release_late):
+                        if promoted and sfb_by_row and not read_before:
                             for r, j in T.Parallel(rows, WIDTH):
                                 totals[side][r, j] += part[r, j] * (a_scale[r] * b_scales[j])
-                        if side == num_halves - 1:  # the warp has read what it needs of the stage
-                            lane = T.get_thread_binding() % 32
+                        if side == num_halves - 1 and not deferred:
+                            # The warp has read what it needs of the stage.
                             if sfb_by_row and not read_before:
                                 T.sync_warp()  # all lanes have read their scales
-                            if pairs:
-                                if lane < 2:
-                                    T.mbarrier_arrive(empty[slot], cta_id=lane)
-                            elif lane == 0:
-                                T.mbarrier_arrive(empty[slot])
-                                if packed:
+                            release(empty, slot)
+                            if packed:
+                                if T.get_thread_binding() % 32 == 0:
                                     T.mbarrier_arrive(free[b_stage(slot, done)])
-                        if promoted and sfb_by_row and read_before and not release_late:
+                        if promoted and sfb_by_row and read_before:
                             for r, j in T.Parallel(rows, WIDTH):
                                 totals[side][r, j] += part[r, j] * (a_scale[r] * b_scales[j])
                         if promoted and not sfb_by_row and "N" in p.options:
