@@ -453,6 +453,8 @@ def build_product(*static: Any) -> Any:
     @T.macro
     def release(empty, slot):
         """The warp gives a stage back, in all blocks of the cluster."""
+        if promoted:
+            T.sync_warp()  # all lanes have read their scales
         lane = T.get_thread_binding() % 32
         if pairs:
             if lane < 2:
@@ -582,8 +584,6 @@ def build_product(*static: Any) -> Any:
                                 totals[side][r, j] += part[r, j] * (a_scale[r] * b_scales[j])
                         if side == num_halves - 1 and not deferred:
                             # The warp has read what it needs of the stage.
-                            if sfb_by_row and not read_before:
-                                T.sync_warp()  # all lanes have read their scales
                             release(empty, slot)
                             if packed:
                                 if T.get_thread_binding() % 32 == 0:
