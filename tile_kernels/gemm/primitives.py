@@ -96,15 +96,16 @@ def build_product(*static: Any) -> Any:
     alternate = "O" in p.options  # warpgroups multiply in turn
     scales_by_copier = "S" in p.options and promoted and p.b_scale not in (ROW, ROW_UE8M0)
     ahead = "A" in p.options
-    read_before = "B" in p.options  # scales are read before the products start
-    # A stage is released when the products of the next one have started: they overwrite `part`, so
-    # that the promotion before has its scales, whose loads may still be under way earlier.
-    deferred = "D" in p.options and p.b_scale in (ROW, ROW_UE8M0)
-    exclusive = "X" in p.options
+    # Scales of the rows of `b` are read before a product starts, so that no load of a stage is
+    # under way when it is released. A tile of 128 x 256 has no registers for that: it reads them
+    # after the product, and releases a stage when the products of the next one have started. They
+    # overwrite `part`, so that the promotion before has its scales.
+    deferred = sfb_by_row and (p.rows, p.columns) == (BLOCK, 2 * WIDTH)
+    read_before = sfb_by_row and not deferred
     row_pairs = pairs and "R" in p.options  # blocks of a cluster share `b`, not `a`
     row_span = p.rows * (2 if row_pairs else 1)
     column_span = p.columns * (1 if row_pairs else p.cluster)
-    expanders = 2 if (p.rows, p.columns) == (WARPGROUP_ROWS, WIDTH) and "1" not in p.options else 1
+    expanders = 2 if (p.rows, p.columns) == (WARPGROUP_ROWS, WIDTH) else 1
     depth, stages, columns = p.depth, p.stages, p.columns
     halves = columns // WIDTH
     expanded_stages = EXPANDED_STAGES // halves
@@ -551,7 +552,7 @@ def build_product(*static: Any) -> Any:
                             part if promoted else totals[side], transpose_B=True,
                             clear_accum=promoted, policy=T.GemmWarpPolicy.FullRow,
                         )  # fmt: skip
-                        if alternate and not exclusive:
+                        if alternate:
                             T.named_barrier_arrive(TURN + 1 - number_of_role, 2 * WARPGROUP)
                         if deferred and side == 0:
                             if done[0] > 0:
@@ -568,8 +569,6 @@ def build_product(*static: Any) -> Any:
                                     full[(done[0] + 1) % stages], (done[0] + 1) // stages % 2
                                 )
                         T.wait_wgmma(0)
-                        if alternate and exclusive:
-                            T.named_barrier_arrive(TURN + 1 - number_of_role, 2 * WARPGROUP)
                         if promoted:
                             T.warpgroup_fence_operand(part, num_regs=fragment_registers)
                         else:
@@ -591,11 +590,7 @@ def build_product(*static: Any) -> Any:
                         if promoted and sfb_by_row and read_before:
                             for r, j in T.Parallel(rows, WIDTH):
                                 totals[side][r, j] += part[r, j] * (a_scale[r] * b_scales[j])
-                        if promoted and not sfb_by_row and "N" in p.options:
-                            if i == now[4] - 1:
-                                for r, j in T.Parallel(rows, WIDTH):
-                                    totals[side][r, j] += part[r, j] * (a_scale[r] * b_scale[side])
-                        elif promoted and not sfb_by_row:
+                        if promoted and not sfb_by_row:
                             for r, j in T.Parallel(rows, WIDTH):
                                 totals[side][r, j] += part[r, j] * (a_scale[r] * b_scale[side])
                     done[0] += 1
