@@ -261,14 +261,17 @@ def properties(arch: str, num_sms: int | None = None) -> SimpleNamespace:
     )
 
 
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
 def _answers(arch: str, num_sms: int | None) -> dict[str, Callable[..., Any]]:
     """Functions of `torch.cuda` by name."""
     device = properties(arch, num_sms)
     stream = _Stream()
     nothing = ("synchronize", "set_device", "empty_cache", "ipc_collect", "init", "_lazy_init",
-               "reset_peak_memory_stats", "reset_max_memory_allocated", "set_stream",
-               "reset_accumulated_memory_stats", "set_per_process_memory_fraction", "_sleep",
-               "manual_seed", "manual_seed_all")  # fmt: skip
+               "reset_peak_memory_stats", "reset_max_memory_allocated", "set_stream", "_sleep",
+               "reset_accumulated_memory_stats", "set_per_process_memory_fraction")  # fmt: skip
     zero = ("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved",
             "max_memory_reserved")  # fmt: skip
     yes = ("is_available", "is_initialized", "is_bf16_supported", "is_tf32_supported")
@@ -281,8 +284,8 @@ def _answers(arch: str, num_sms: int | None) -> dict[str, Callable[..., Any]]:
     answers |= {n: constant(True) for n in yes}
     answers |= {
         # The CPU's generator is the only one: a seed for the GPU seeds it.
-        "manual_seed": lambda seed: torch.manual_seed(seed) and None,
-        "manual_seed_all": lambda seed: torch.manual_seed(seed) and None,
+        "manual_seed": _seed,
+        "manual_seed_all": _seed,
         "device_count": constant(1),
         "is_current_stream_capturing": constant(False),
         "get_device_name": constant(device.name),
@@ -311,7 +314,7 @@ def cuda_on_cpu(
     arch: str = "sm_90a",
     *,
     num_sms: int | None = None,
-    note: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None] = lambda _text: None,
 ) -> Iterator[None]:
     """Answer PyTorch's CUDA interface with CPU tensors for the length of the block.
 

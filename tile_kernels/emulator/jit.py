@@ -188,7 +188,7 @@ def _make_kernel_class() -> Any:
             results = [values[i] for i in self.result_idx]
             return results[0] if len(results) == 1 else results or None
 
-        def get_kernel_source(self, kernel_only: bool = True) -> str:
+        def get_kernel_source(self, kernel_only: bool = True) -> str:  # noqa: ARG002
             return self.emulated.source
 
         def get_host_source(self) -> str:
@@ -219,6 +219,7 @@ def _make_kernel_class() -> Any:
                     split_shared=settings.split_shared,
                     keep=keep,
                 )
+                emulated.check_static_limits()
             except EmulationError as error:
                 session.failures.append(error)
                 raise
@@ -307,10 +308,9 @@ def _tune_nothing(session: Session, result_class: Any) -> Callable[..., Any]:
                 session.note(f"configuration {number} of the autotuner does not compile: {error}")
                 continue
             del session.failures[failures:]  # of configurations that a tuner would leave out
-            session.note(
-                f"the autotuner's configuration {number} of {len(configs)} is used: {configs[number]}"
-            )
-            return kernel, configs[number]
+            config, count = configs[number], len(configs)
+            session.note(f"the autotuner's configuration {number} of {count} is used: {config}")
+            return kernel, config
         raise AssertionError("unreachable: the last configuration returns or raises")
 
     return run
@@ -318,10 +318,10 @@ def _tune_nothing(session: Session, result_class: Any) -> Callable[..., Any]:
 
 def _patch_tilelang(patches: Patches, session: Session) -> None:
     import tilelang
-    import tilelang.autotuner.tuner as tuner
     import tilelang.profiler
-    import tilelang.utils.device as device
+    from tilelang.autotuner import tuner
     from tilelang.contrib import nvcc
+    from tilelang.utils import device
 
     kernel_class = _make_kernel_class()
     arch = session.settings.arch

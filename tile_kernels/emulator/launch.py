@@ -15,9 +15,8 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from . import build as _build
-from . import cache
+from . import cache, pointers
 from . import debug as _debug
-from . import pointers
 from .errors import EmulationError
 from .lowering import DEFAULT_ARCH, Kernel, Lowered, Param, compile_expressions, lower
 from .report import KernelRun, Report, Traffic
@@ -547,7 +546,8 @@ class Emulated:
             _debug.write_launch(self.keep, kernel.name, launch, values, tensors)
         t0 = time.perf_counter()
         if launcher.function(ctypes.byref(launch), pointers):
-            raise self._error(kernel, launch.failure.contents, tensors)
+            error = self._error(kernel, launch.failure.contents, tensors)
+            raise KeyboardInterrupt(str(error)) if error.kind == "interrupted" else error
         seconds = time.perf_counter() - t0
         return KernelRun(
             name=kernel.name,
@@ -560,6 +560,13 @@ class Emulated:
             async_ops=launch.async_ops,
             seconds=seconds,
         )
+
+    def check_static_limits(self) -> None:
+        """Refuse launches that a GPU would refuse, where their size depends on no argument."""
+        for launcher in self._launchers:
+            with contextlib.suppress(NameError):
+                *size, dyn = launcher.sizes({})
+                self._check_limits(launcher.kernel, tuple(size[:3]), tuple(size[3:]), dyn)
 
     def _check_limits(
         self, kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], dyn: int

@@ -105,10 +105,14 @@ def _supervise(options: argparse.Namespace) -> int:
     package_root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, _CHILD: "1", "PYTHONPATH": path}
-    # A session of its own, so that the script's own processes end with it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    signal.signal(signal.SIGTERM, _end)
+    # A separate session, so that the script's own processes end with it.
     child = subprocess.Popen(_command(options), env=environment, start_new_session=True)
     limit_bytes = _memory_limit(options.memory_limit)
-    deadline = time.monotonic() + options.time_limit + _GRACE_SECONDS if options.time_limit else None
+    deadline = (
+        time.monotonic() + options.time_limit + _GRACE_SECONDS if options.time_limit else None
+    )
     try:
         while True:
             try:
@@ -128,6 +132,10 @@ def _supervise(options: argparse.Namespace) -> int:
         return INTERRUPTED
     finally:
         _stop(child)
+
+
+def _end(_signal: int, _frame: Any) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def _exceeded(
@@ -184,7 +192,7 @@ class TimeLimitError(Exception):
 
 
 @contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Raise after so many seconds; a running kernel ends with its position (runtime.cpp)."""
 
     def stop(_signal: int, _frame: Any) -> None:
@@ -224,7 +232,7 @@ def _run_here(options: argparse.Namespace) -> int:
     status: int
     with emulated_tilelang(_settings(options)) as session:
         try:
-            with _time_limit(options.time_limit):
+            with time_limit(options.time_limit):
                 status = _execute(options.script, options.arguments)
         except KeyboardInterrupt:
             _say("interrupted")

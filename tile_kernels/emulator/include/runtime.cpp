@@ -14,6 +14,9 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <unistd.h>
 #include <ucontext.h>
 
 #include <cstdarg>
@@ -466,6 +469,69 @@ static void on_fault(int signal, siginfo_t *info, void *context) {
   regs[REG_RIP] = reinterpret_cast<greg_t>(&fail_at_fault);
   regs[REG_RSP] = reinterpret_cast<greg_t>(cur->top) - 8;            // as after a call
 }
+
+// ---- requests to stop: Ctrl-C, and the alarm of a time limit ----------------------------------------------------------
+// A kernel is left only where its own code runs: anywhere else (the allocator, printf) something may be half done. There
+// the request is repeated until it meets the kernel. Python's handlers are put back after the launch.
+static constexpr int kStops[] = {SIGINT, SIGALRM, SIGVTALRM};   // the last one repeats a request
+static struct sigaction old_stops[3];
+static bool catches_stops = false;
+static volatile sig_atomic_t stop_signal = 0;
+[[noreturn]] static void stop_kernel() {
+  static const char *const doing[] = {"", "in a block barrier", "in a warp operation", "at an mbarrier", "in the grid barrier"};
+  Block *b = cur->blk;
+  char text[300];
+  int count[5] = {}, done = 0, used = 0;
+  for (Fiber *f : b->f) {
+    if (f->state == DONE) ++done;
+    else if (f->state == BLOCKED) ++count[f->why];
+  }
+  used = snprintf(text, sizeof text, "%d of its block's threads have not ended", b->n - done);
+  for (int i = 1; i < 5; ++i)
+    if (count[i]) used += snprintf(text + used, sizeof text - size_t(used), ", %d wait %s", count[i], doing[i]);
+  bool limit = stop_signal != SIGINT;
+  stop_signal = 0;
+  fail(limit ? "timeout" : "interrupted", "%s while this thread was running; %s", limit ? "the time limit was reached" : "interrupted", text);
+}
+static void repeat_stop(bool on) {
+  itimerval every{};
+  if (on) every.it_value.tv_usec = 10000;
+  setitimer(ITIMER_VIRTUAL, &every, nullptr);
+}
+static void on_stop(int signal, siginfo_t *, void *context) {
+  if (signal != SIGVTALRM) stop_signal = signal;
+  if (!stop_signal || !catches_stops || failed) return;
+  if (!pthread_equal(owner, pthread_self())) { pthread_kill(owner, SIGVTALRM); return; }
+  greg_t *regs = static_cast<ucontext_t *>(context)->uc_mcontext.gregs;
+  char *pc = reinterpret_cast<char *>(regs[REG_RIP]);
+  if (!cur || pc < image_lo || pc >= image_hi) return repeat_stop(true);
+  hook_pc = pc + 1;
+  regs[REG_RIP] = reinterpret_cast<greg_t>(&stop_kernel);
+  regs[REG_RSP] = reinterpret_cast<greg_t>(cur->top) - 8;
+}
+static bool has_handler(int signal) {
+  struct sigaction now{};
+  sigaction(signal, nullptr, &now);
+  return now.sa_handler != SIG_DFL && now.sa_handler != SIG_IGN;
+}
+static void catch_stops() {
+  stop_signal = 0;
+  catches_stops = getpid() == pid_t(syscall(SYS_gettid)) && (has_handler(SIGINT) || has_handler(SIGALRM));
+  if (!catches_stops) return;
+  struct sigaction action{};
+  action.sa_sigaction = on_stop;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
+  for (size_t i = 0; i < 3; ++i)
+    if (kStops[i] == SIGVTALRM || has_handler(kStops[i])) sigaction(kStops[i], &action, &old_stops[i]);
+    else sigaction(kStops[i], nullptr, &old_stops[i]);
+}
+static void release_stops() {
+  if (!catches_stops) return;
+  repeat_stop(false);
+  catches_stops = false;
+  for (size_t i = 0; i < 3; ++i) sigaction(kStops[i], &old_stops[i], nullptr);
+  if (int missed = stop_signal) { stop_signal = 0; raise(missed); }   // the kernel ended first: for Python
+}
 static void catch_faults() {
   owner = pthread_self();
   stack_t s{};
@@ -538,7 +604,9 @@ int launch(Launch *l, void (*entry)(void **), void **args) {
   }
   if (!failed) {
     catch_faults();
+    catch_stops();
     run_grid(total, n);
+    release_stops();
     release_faults();
   }
   for (Shadow &s : range_shadows) shadow_trim(s);
@@ -554,6 +622,7 @@ int launch(Launch *l, void (*entry)(void **), void **args) {
 static inline void hook(void *p, size_t n, emu::Access kind, void *pc, bool aligned = true) {
   if (!emu::L || !emu::L->check) return;
   emu::hook_pc = pc;
+  if (__builtin_expect(emu::stop_signal, 0)) emu::stop_kernel();
   emu::any_alignment = !aligned;
   emu::check(p, n, kind);
   emu::any_alignment = false;
