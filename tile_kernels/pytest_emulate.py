@@ -32,8 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                     help="architecture that tests find (default: sm_90a)")  # fmt: skip
     group.addoption("--emulate-order", choices=("forward", "reverse", "random"), default="forward",
                     help="order in which threads and blocks run")  # fmt: skip
-    group.addoption("--emulate-config", type=int, metavar="N",
-                    help="the autotuner's configuration (default: the first that compiles)")  # fmt: skip
+    text = "the autotuner's configuration (default: the first that compiles)"
+    group.addoption("--emulate-config", type=int, metavar="N", help=text)
     group.addoption("--emulate-time-limit", type=float, default=0.0, metavar="S",
                     help="seconds after which a test fails (default: none)")  # fmt: skip
 

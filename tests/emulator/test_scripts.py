@@ -111,7 +111,8 @@ def test_tensors_on_the_gpu_are_cpu_tensors_that_behave() -> None:
         b[0] = 5
         assert a[0] == 1  # another memory, as on a GPU
         assert b.cuda() is b
-        assert not (b.cpu().is_cuda or a.is_cuda)
+        assert not b.cpu().is_cuda
+        assert not a.is_cuda
         c = b.cpu()
         c[1] = 7
         assert b[1] == 1
