@@ -173,8 +173,9 @@ static void describe_deadlock(const std::vector<Fiber *> &fibers) {
       sep = ", ";
     }
 }
-// Runs the fibers of the resident blocks until all have ended. Copies in flight land only when nothing else can run.
-static void run_blocks(const std::vector<Block *> &blocks) {
+// Runs the fibers of the resident blocks until all have ended. Copies in flight land only when nothing else can run. Where
+// the blocks only poll, `start_another` brings in one more, since they may wait for it; nullptr when there is none.
+template <class F> static void run_blocks(std::vector<Block *> &blocks, F start_another) {
   std::vector<Fiber *> fibers;
   for (Block *b : blocks) fibers.insert(fibers.end(), b->f.begin(), b->f.end());
   if (L->order == 1) std::reverse(fibers.begin(), fibers.end());
@@ -198,10 +199,22 @@ static void run_blocks(const std::vector<Block *> &blocks) {
       describe_deadlock(fibers);
       for (Fiber *f : fibers) if (f->state == BLOCKED) { probing = true; resume(f); probing = false; return; }
     }
-    if (++spins > 20000) {
+    if (++spins == kPollsBeforeNext) {
+      if (Block *b = start_another()) {
+        blocks.push_back(b);
+        fibers.insert(fibers.end(), b->f.begin(), b->f.end());
+        grid_live += b->n;
+        resident = blocks;
+        spins = 0;
+        continue;
+      }
+    }
+    if (failed) return;
+    if (spins > 20000) {
       for (Fiber *f : fibers) if (f->state == READY) {
         cur = f;
-        note_failure("deadlock", "no progress: threads spin on memory that nobody writes (a wait for another block needs cooperative=True)");
+        note_failure("deadlock", "no progress: threads spin on memory that nobody writes, with %zu blocks of %llu resident", blocks.size(),
+                     (unsigned long long)gridDim.x * gridDim.y * gridDim.z);
         cur = nullptr;
         return;
       }
@@ -556,7 +569,7 @@ static void run_grid(uint64_t total, int n) {
   };
   if (L->cooperative) {
     for (uint64_t i = 0; i < total && take(); ++i) reset_block(blocks.back(), i);
-    if (total && !failed) run_blocks(blocks);
+    if (total && !failed) run_blocks(blocks, []() -> Block * { return nullptr; });
     L->blocks = total; L->threads = total * uint64_t(n);
   } else if (total && take()) {
     std::vector<uint32_t> shuffled;
@@ -565,11 +578,21 @@ static void run_grid(uint64_t total, int n) {
       for (uint64_t i = 0; i < total; ++i) shuffled[i] = uint32_t(i);
       std::shuffle(shuffled.begin(), shuffled.end(), rng);
     }
-    for (uint64_t i = 0; i < total && !failed; ++i) {
-      readers.clear();
-      reset_block(blocks[0], L->order == 1 ? total - 1 - i : L->order == 2 ? shuffled[i] : i);
-      run_blocks(blocks);
+    uint64_t started = 0;
+    size_t used = 0;
+    auto start = [&]() -> Block * {
+      if (started == total || used == kMaxResident || (used == blocks.size() && !take())) return nullptr;
+      uint64_t i = started++;
+      Block *b = blocks[used++];
+      reset_block(b, L->order == 1 ? total - 1 - i : L->order == 2 ? shuffled[i] : i);
       L->blocks++; L->threads += uint64_t(n);
+      return b;
+    };
+    while (started < total && !failed) {
+      readers.clear();
+      used = 0;
+      std::vector<Block *> running{start()};
+      run_blocks(running, start);
     }
   }
   for (Block *b : blocks) if (pool.size() < 4) pool.push_back(b); else drop_block(b);
