@@ -111,13 +111,13 @@ def _architecture(target: Any, default: str) -> str:
 
 def _scalar(value: Any) -> Any:
     """A Python number from the number types that TileLang accepts as scalars."""
-    if isinstance(value, (bool, int, float)) or value is None:
+    if isinstance(value, (bool, int, float, torch.Tensor)) or value is None:
         return value
-    if isinstance(value, torch.Tensor) or not hasattr(value, "item"):
-        with contextlib.suppress(TypeError):
-            return operator.index(value)
-        return value
-    return value.item()  # NumPy's
+    if hasattr(value, "item"):  # NumPy's
+        return value.item()
+    with contextlib.suppress(TypeError):
+        return operator.index(value)
+    return value
 
 
 class Outputs:
