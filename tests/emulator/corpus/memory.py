@@ -374,7 +374,7 @@ def dropout_philox():
         def kernel(x: T.Tensor((n,), "float32"), seed: T.int32, y: T.Tensor((n,), "float32")):
             with T.Kernel(n // 64, threads=64) as b:
                 t = T.get_thread_binding()
-                state = T.rng_init(seed, b * 64 + t)
+                T.rng_init(seed, b * 64 + t)
                 y[b * 64 + t] = T.if_then_else(T.rng_rand_float() < 0.25, 0.0, x[b * 64 + t] / 0.75)
 
         return kernel
