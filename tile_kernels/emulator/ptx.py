@@ -22,8 +22,8 @@ _C_TYPES = {
     "f16x2": "__half2", "bf16x2": "__nv_bfloat162",
 }  # fmt: skip
 _SPECIAL = {
-    "laneid": "uint32_t(tl::get_lane_idx())", "warpid": "uint32_t(tl::get_warp_idx())", "smid": "0u",
-    "nsmid": "1u", "clock": "uint32_t(clock64())", "clock64": "uint64_t(clock64())",
+    "laneid": "uint32_t(tl::get_lane_idx())", "warpid": "uint32_t(tl::get_warp_idx())",
+    "smid": "0u", "nsmid": "1u", "clock": "uint32_t(clock64())", "clock64": "uint64_t(clock64())",
     "globaltimer": "uint64_t(clock64())", "lanemask_lt": "((1u << tl::get_lane_idx()) - 1)",
     "lanemask_le": "(~0u >> (31 - tl::get_lane_idx()))", "lanemask_eq": "(1u << tl::get_lane_idx())",
     "lanemask_ge": "(~0u << tl::get_lane_idx())", "lanemask_gt": "(~0u << tl::get_lane_idx() << 1)",

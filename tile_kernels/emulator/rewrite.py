@@ -29,7 +29,7 @@ _UNSUPPORTED = [
     (re.compile(r"\b(?:asm|__asm__)\b"), "inline PTX, which has no meaning on a CPU"),
     (re.compile(r"\btl::tcgen05|\btcgen05"), "tcgen05 (tensor memory of sm_100)"),
     (re.compile(r"\bcurandState(?!Philox4_32_10)\w*"), "a generator of cuRAND other than Philox"),
-    (re.compile(r"\bcluster_|__cluster_dims__"), "thread-block clusters"),
+    (re.compile(r"\bclc_\w+"), "cluster launch control (sm_100)"),
     (re.compile(r"_rs_sat\b"), "stochastic rounding, whose random bits only the hardware defines"),
 ]
 
@@ -97,10 +97,10 @@ def refuse_unsupported(source: str) -> None:
     for pattern, what in _UNSUPPORTED:
         m = pattern.search(body)
         if m:
-            what = ptx.refusal(body[m.start() :]) or what
+            reason = ptx.refusal(body) if "asm" in m[0] else what
             line = body[body.rfind("\n", 0, m.start()) + 1 : body.find("\n", m.start())].strip()
             raise EmulationError(
-                f"the kernel uses {what}; the emulator does not provide it: {line}"
+                f"the kernel uses {reason}; the emulator does not provide it: {line}"
             )
 
 

@@ -188,6 +188,7 @@ static void check_cell(Cell &c, Region *r, char *p, size_t n, Access kind, Fiber
   }
 }
 
+static void stamp_async(Block *b, char *p, size_t n, uint32_t clock);
 // ---- the access check ---------------------------------------------------------------------------------------------
 static Region *find_shared(Block *b, char *p, size_t n) {
   for (Region &r : b->regions) if (p >= r.base && p + n <= r.base + r.size) return &r;
@@ -231,6 +232,13 @@ static void check(const void *ptr, size_t n, Access kind) {
     if (Region *r = find_shared(b, p, n)) return check_region(r, p, n, kind, f);
   } else {
     for (Region &r : tensors) if (p >= r.base && p + n <= r.base + r.size) return check_region(&r, p, n, kind, f);
+    if (cluster_size > 1)
+      for (Block *o : resident) {
+        if (o->cluster != b->cluster || p < o->arena || p >= o->arena + kArena) continue;
+        if (!find_shared(o, p, n)) fail("out of bounds", "out of bounds: %zu-byte %s shared memory of block %d of the cluster", n, kVerb[kind], o->rank);
+        if (kind != READ) stamp_async(o, p, n, 0);
+        return;
+      }
     if (p >= image_lo && p < image_hi) return;                        // constants of the kernel itself
     if (p >= b->stacks && p < b->stacks + kStack * size_t(b->n)) return;  // a collective writes its peers' registers
   }
