@@ -417,7 +417,7 @@ def _tensor_map(args: list[Any]) -> TensorMap:
         return _im2col_map(args, rank)
     if not what.endswith("tiled"):
         raise EmulationError(
-            f"the kernel builds a TMA descriptor with {what}; the emulator has tiled and im2col ones"
+            f"the kernel builds a TMA descriptor with {what}, which the emulator does not know"
         )
     parts = [tuple(to_python(e) for e in args[5 + i * rank : 5 + (i + 1) * rank]) for i in range(4)]
     if any(step != "1" for step in parts[3]):

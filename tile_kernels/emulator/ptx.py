@@ -25,7 +25,8 @@ _SPECIAL = {
     "laneid": "uint32_t(tl::get_lane_idx())", "warpid": "uint32_t(tl::get_warp_idx())",
     "smid": "0u", "nsmid": "1u", "clock": "uint32_t(clock64())", "clock64": "uint64_t(clock64())",
     "globaltimer": "uint64_t(clock64())", "lanemask_lt": "((1u << tl::get_lane_idx()) - 1)",
-    "lanemask_le": "(~0u >> (31 - tl::get_lane_idx()))", "lanemask_eq": "(1u << tl::get_lane_idx())",
+    "lanemask_le": "(~0u >> (31 - tl::get_lane_idx()))",
+    "lanemask_eq": "(1u << tl::get_lane_idx())",
     "lanemask_ge": "(~0u << tl::get_lane_idx())", "lanemask_gt": "(~0u << tl::get_lane_idx() << 1)",
 }  # fmt: skip
 for _axis in "xyz":
@@ -38,15 +39,15 @@ for _axis in "xyz":
 _BINARY = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _UNARY = {
-    "ex2": "std::exp2", "lg2": "std::log2", "rcp": "tl::fast_rcp", "rsqrt": "rsqrtf", "sqrt": "std::sqrt",
-    "tanh": "std::tanh", "sin": "std::sin", "cos": "std::cos",
+    "ex2": "std::exp2", "lg2": "std::log2", "rcp": "tl::fast_rcp", "rsqrt": "rsqrtf",
+    "sqrt": "std::sqrt", "tanh": "std::tanh", "sin": "std::sin", "cos": "std::cos",
 }  # fmt: skip
 _ROUND = {"rni": "nearbyint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 _NOTHING = {"prefetch", "prefetchu", "discard", "applypriority", "griddepcontrol", "setmaxnreg",
             "createpolicy", "pmevent"}  # fmt: skip
 
 
-class Unknown(Exception):
+class UnknownError(Exception):
     """An instruction, or a form of one, that is not translated."""
 
 
@@ -66,7 +67,7 @@ def translate(source: str) -> str:
     for start, end, text in _statements(source):
         try:
             code = _convert(text)
-        except Unknown:
+        except UnknownError:
             continue
         out += [source[at:start], code, "\n" * source.count("\n", start, end)]
         at = end
@@ -78,7 +79,7 @@ def refusal(source: str) -> str | None:
     for _, _, text in _statements(source):
         try:
             _convert(text)
-        except Unknown as error:
+        except UnknownError as error:
             return str(error)
     return None
 
@@ -128,12 +129,12 @@ def _convert(text: str) -> str:
         for part in filter(str.strip, _split(section, ",")):
             m = _OPERAND.match(part.strip())
             if m is None:
-                raise Unknown(f"the operand {part.strip()}")
+                raise UnknownError(f"the operand {part.strip()}")
             if m[1]:
                 asm.names[m[1]] = str(len(asm.operands))
             asm.operands.append(f"({m[3].strip()})")
     template = re.sub(r"//.*|/\*.*?\*/", "", template)
-    # The braces of a block disappear (it starts a statement, or follows one); those of vectors stay.
+    # The braces of a block disappear (they follow a statement, or nothing); those of vectors stay.
     flat = re.sub(r";\s*\}", ";", re.sub(r"(^|;)\s*\{", r"\1", template))
     code = [_instruction(asm, s) for s in flat.split(";")]
     return "{ " + " ".join(c for c in code if c) + " }"
@@ -148,7 +149,7 @@ def _value(asm: _Asm, word: str) -> str:
     if word.startswith("%%") or (word.startswith("%") and word[1:] in _SPECIAL):
         name = word.lstrip("%")
         if name not in _SPECIAL:
-            raise Unknown(f"the special register %{name}")
+            raise UnknownError(f"the special register %{name}")
         return _SPECIAL[name]
     if m := re.fullmatch(r"%(\d+)", word):
         return asm.operands[int(m[1])]
@@ -164,12 +165,12 @@ def _value(asm: _Asm, word: str) -> str:
         return f"!{_value(asm, word[1:])}"
     if word in asm.registers:
         return f"ptx_{word}"
-    raise Unknown(f"the operand {word}")
+    raise UnknownError(f"the operand {word}")
 
 
 def _as(asm: _Asm, word: str, kind: str) -> str:
     if kind not in _C_TYPES:
-        raise Unknown(f"the type .{kind}")
+        raise UnknownError(f"the type .{kind}")
     return f"emu::ptx_as<{_C_TYPES[kind]}>({_value(asm, word)})"
 
 
@@ -188,7 +189,7 @@ def _vector(word: str) -> list[str]:
 def _address(asm: _Asm, word: str, space: str) -> str:
     m = re.fullmatch(r"\[\s*([^\]+]+?)\s*(?:\+\s*(-?\w+))?\s*\]", word.strip())
     if m is None:
-        raise Unknown(f"the address {word.strip()}")
+        raise UnknownError(f"the address {word.strip()}")
     at = f"emu::ptx_as<uint64_t>({_value(asm, m[1])})" + (f" + {m[2]}" if m[2] else "")
     if space.startswith("shared"):
         return f"emu::smem_ptr(uint32_t({at}))"
@@ -215,19 +216,19 @@ def _instruction(asm: _Asm, text: str) -> str:
     if parts[0] in _NOTHING:
         return ""
     if translate_one is None:
-        raise Unknown(f"the PTX instruction {opcode}")
+        raise UnknownError(f"the PTX instruction {opcode}")
     try:
         return translate_one(asm, parts, operands)
-    except Unknown as error:
-        raise Unknown(f"the PTX instruction {opcode} with {error}") from None
+    except UnknownError as error:
+        raise UnknownError(f"the PTX instruction {opcode} with {error}") from None
     except (IndexError, ValueError):
-        raise Unknown(f"the PTX instruction {opcode} in this form") from None
+        raise UnknownError(f"the PTX instruction {opcode} in this form") from None
 
 
 def _declare(asm: _Asm, text: str) -> str:
     kind, names = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", text).groups()  # type: ignore[union-attr]
     if kind not in _C_TYPES or "<" in names:
-        raise Unknown(f"the declaration {text}")
+        raise UnknownError(f"the declaration {text}")
     for name in names.split(","):
         asm.registers[name.strip()] = kind
     return " ".join(f"{_C_TYPES[kind]} ptx_{n.strip()} {{}};" for n in names.split(","))
@@ -313,7 +314,7 @@ def _lop3(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
 
 def _prmt(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
     if parts[-1] != "b32":
-        raise Unknown(f"the mode {parts[-1]}")
+        raise UnknownError(f"the mode {parts[-1]}")
     a, b, c = (_as(asm, x, "b32") for x in args[1:4])
     return _store(asm, args[0], f"emu::ptx_prmt({a}, {b}, {c})")
 
@@ -338,7 +339,7 @@ def _cvt(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
         kind = "__NV_E4M3" if source == "e4m3x2" else "__NV_E5M2"
         return _store(asm, args[0], f"__tl_cvt_fp8x2_to_half2({_as(asm, args[1], 'u16')}, {kind})")
     if target not in _C_TYPES or source not in _C_TYPES or target.endswith("x2"):
-        raise Unknown(f"the types .{target}.{source}")
+        raise UnknownError(f"the types .{target}.{source}")
     a, to_float = _as(asm, args[1], source), target.startswith(("f", "bf"))
     from_float = source.startswith(("f", "bf"))
     if "sat" in how and to_float:
@@ -353,13 +354,13 @@ def _cvt(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
     if "sat" in how:
         return _store(asm, args[0], f"emu::ptx_saturate<{_C_TYPES[target]}>({a})")
     if to_float and how & {"rz", "rm", "rp"}:
-        raise Unknown("a directed rounding")
+        raise UnknownError("a directed rounding")
     return _store(asm, args[0], f"{_C_TYPES[target]}({a})")
 
 
 def _setp(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
     if parts[1] not in _COMPARE or len(parts) != 3:
-        raise Unknown(f"the comparison {'.'.join(parts[1:-1])}")
+        raise UnknownError(f"the comparison {'.'.join(parts[1:-1])}")
     a, b = (_as(asm, x, parts[-1]) for x in args[1:3])
     return _store(asm, args[0], f"{a} {_COMPARE[parts[1]]} {b}")
 
@@ -371,7 +372,7 @@ def _selp(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
 
 def _function(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
     if parts[-1] not in {"f32", "f64"}:
-        raise Unknown(f"the type .{parts[-1]}")
+        raise UnknownError(f"the type .{parts[-1]}")
     kind = _C_TYPES[parts[-1]]
     return _store(asm, args[0], f"{kind}({_UNARY[parts[0]]}({_as(asm, args[1], parts[-1])}))")
 
@@ -393,10 +394,10 @@ def _memory(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
     """ld and st: spaces, vectors; cache hints and a policy operand have no meaning here."""
     space = next((p for p in parts if p.startswith(("shared", "global", "local", "const"))), "")
     if space.startswith(("local", "const", "shared::cluster")):
-        raise Unknown(f"the state space .{space}")
+        raise UnknownError(f"the state space .{space}")
     kind, count = parts[-1], next((int(p[1:]) for p in parts if p in {"v2", "v4", "v8"}), 1)
     if kind not in _C_TYPES or kind == "pred":
-        raise Unknown(f"the type .{kind}")
+        raise UnknownError(f"the type .{kind}")
     load = parts[0] == "ld"
     where, data = (args[1], args[0]) if load else (args[0], args[1])
     registers, c_type = _vector(data), _C_TYPES[kind]
@@ -422,7 +423,7 @@ def _memory(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
 
 def _cp(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
     if parts[1:2] != ["async"] or "bulk" in parts:
-        raise Unknown("a bulk copy")
+        raise UnknownError("a bulk copy")
     if "commit_group" in parts:
         return "emu::cp_commit();"
     if "wait_all" in parts:
@@ -439,7 +440,7 @@ def _shfl(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
     mode = {"bfly": "XOR", "idx": "IDX", "up": "UP", "down": "DOWN"}[parts[2]]
     target = args[0].split("|")[0]
     if "|" in args[0]:
-        raise Unknown("a predicate result")
+        raise UnknownError("a predicate result")
     value, lane, clamp, mask = (_as(asm, x, "b32") for x in args[1:5])
     width = f"int(32u - ({clamp} >> 8 & 31u))"
     return _store(asm, target, f"emu::shfl<emu::{mode}>({mask}, {value}, int({lane}), {width})")
@@ -453,7 +454,7 @@ def _vote(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
 def _redux(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
     name, kind = f"__reduce_{parts[2]}_sync", parts[-1]
     if name not in {f"__reduce_{n}_sync" for n in ("add", "min", "max", "and", "or", "xor")}:
-        raise Unknown(f"the operation {parts[2]}")
+        raise UnknownError(f"the operation {parts[2]}")
     return _store(asm, args[0], f"{name}({_as(asm, args[2], 'b32')}, {_as(asm, args[1], kind)})")
 
 
@@ -467,14 +468,15 @@ def _elect(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
 
 def _bar(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
     if "cluster" in parts:
-        raise Unknown("a cluster")
+        raise UnknownError("a cluster")
     if parts[1:2] == ["warp"]:
         return f"__syncwarp({_as(asm, args[0], 'b32')});"
     action = next((p for p in parts if p in {"sync", "arrive"}), None)
     if action is None:
-        raise Unknown("a reduction")
+        raise UnknownError("a reduction")
+    number, wait = _value(asm, args[0]), "true" if action == "sync" else "false"
     count = _value(asm, args[1]) if len(args) > 1 else "0"
-    return f"emu::bar_sync(int({_value(asm, args[0])}), int({count}), {str(action == 'sync').lower()});"
+    return f"emu::bar_sync(int({number}), int({count}), {wait});"
 
 
 def _fence(asm: _Asm, parts: Sequence[str], args: Sequence[str]) -> str:
