@@ -123,7 +123,7 @@ def strided_input():
     assert torch.equal(y, x * 2)
 
 
-@case()
+@case(quick=True)
 def reshape_of_global_tensor():
     rows, columns = 16, 64
 
@@ -220,7 +220,7 @@ def convolution_2d():
     close(tilelang.compile(kernel, out_idx=-1)(x, w), want.permute(0, 2, 3, 1), 2e-2, 5e-2)
 
 
-@case()
+@case(quick=True)
 def convolution_2d_im2col():
     """The same with the copy engine's im2col mode."""
     N, H, W, C, F, R = 1, 8, 8, 64, 64, 3
@@ -363,7 +363,7 @@ def hadamard_transform():
     close(tilelang.compile(kernel, out_idx=-1)(x), x @ h.cuda(), 1e-4, 1e-4)
 
 
-@case()
+@case(quick=True)
 def dropout_philox():
     """Random numbers of cuRAND's Philox generator: the share of zeros, and repeatability."""
     n = 512

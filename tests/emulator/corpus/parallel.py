@@ -140,7 +140,7 @@ def chained_scan_over_blocks():
     chained_sums("up")
 
 
-@case()
+@case(quick=True)
 def blocks_wait_for_later_blocks():
     chained_sums("down")
 
@@ -190,7 +190,7 @@ def warp_votes_and_matches():
     assert torch.equal(tilelang.compile(kernel, out_idx=-1)(x), want)
 
 
-@case()
+@case(quick=True)
 def cluster_reduction():
     """Blocks of a cluster read each other's shared memory."""
     blocks, width, cluster = 4, 32, 2
@@ -212,7 +212,7 @@ def cluster_reduction():
     close(tilelang.compile(kernel, out_idx=-1)(x), pairs, 1e-6, 1e-6)
 
 
-@case()
+@case(quick=True)
 def multicast_copy():
     """A matrix product in which the copy engine loads B once for both blocks of a cluster."""
     M, N, K = 128, 64, 64
@@ -275,7 +275,7 @@ __device__ __forceinline__ unsigned bytes(unsigned a, unsigned b) {
 """
 
 
-@case()
+@case(quick=True)
 def inline_ptx():
     n = 32
 

@@ -287,7 +287,7 @@ def packed_fp4_cast():
     assert torch.equal(values, table[codes])
 
 
-@case()
+@case(quick=True)
 def int4_operands():
     """Packed int4 operands of an integer product (mma.sync of sm_80)."""
     M = N = K = 64

@@ -474,7 +474,7 @@ char *smem_ptr(uint32_t a) { return cur->blk->arena + (a & (kArena - 1)); }
 #include "runtime_async.h"
 
 // ---- launch -------------------------------------------------------------------------------------------------------
-static void find_image(void *inside) {
+static void find_image(void *inside, char *&image_lo, char *&image_hi) {
   struct Query { char *p, *lo, *hi; } q{static_cast<char *>(inside), nullptr, nullptr};
   dl_iterate_phdr([](dl_phdr_info *i, size_t, void *data) -> int {
     Query &q = *static_cast<Query *>(data);
@@ -660,7 +660,8 @@ static void run_grid(uint64_t total, int n) {
 }
 int launch(Launch *l, void (*entry)(void **), void **args) {
   L = l; entry_args = args;
-  if (entry_fn != entry) find_image(reinterpret_cast<void *>(entry));
+  if (entry_fn != entry) find_image(reinterpret_cast<void *>(entry), image_lo, image_hi);
+  if (!own_lo) find_image(&threadIdx, own_lo, own_hi);
   entry_fn = entry;
   failed = probing = false;
   cur = nullptr; self = nullptr; hook_pc = nullptr; num_suspects = 0; any_alignment = false;
@@ -732,6 +733,23 @@ void emu::require_aligned(const void *p, size_t n, Access kind) {
 EMU_HOOK(1) EMU_HOOK(2) EMU_HOOK(4) EMU_HOOK(8) EMU_HOOK(16)
 EMU_API void __tsan_read_range(void *p, size_t n) { hook(p, n, emu::READ, __builtin_return_address(0)); }
 EMU_API void __tsan_write_range(void *p, size_t n) { hook(p, n, emu::WRITE, __builtin_return_address(0)); }
+// clang replaces these three, and reports the table of virtual functions, which kernels do not have.
+EMU_API void *__tsan_memcpy(void *d, const void *s, size_t n) {
+  void *pc = __builtin_return_address(0);
+  hook(const_cast<void *>(s), n, emu::READ, pc, false);
+  hook(d, n, emu::WRITE, pc, false);
+  return memcpy(d, s, n);
+}
+EMU_API void *__tsan_memmove(void *d, const void *s, size_t n) {
+  void *pc = __builtin_return_address(0);
+  hook(const_cast<void *>(s), n, emu::READ, pc, false);
+  hook(d, n, emu::WRITE, pc, false);
+  return memmove(d, s, n);
+}
+EMU_API void *__tsan_memset(void *d, int v, size_t n) {
+  hook(d, n, emu::WRITE, __builtin_return_address(0), false);
+  return memset(d, v, n);
+}
 EMU_API void __tsan_init() {}
 EMU_API void __tsan_func_entry(void *) {}
 EMU_API void __tsan_func_exit() {}

@@ -70,6 +70,7 @@ static Stamp stamp(const Fiber *f, bool atomic) {
   return {b->serial, b->now[f->warp], b->wepoch[f->warp], uint16_t(f->lin + 1), uint8_t(atomic), 0};
 }
 static char *image_lo = nullptr, *image_hi = nullptr;   // the kernel's own library
+static char *own_lo = nullptr, *own_hi = nullptr;       // the runtime's: clang also reports reads of threadIdx
 static uint32_t short_pc() {
   char *pc = static_cast<char *>(hook_pc);
   return pc >= image_lo && pc < image_hi ? uint32_t(pc - image_lo) : 0;
@@ -240,6 +241,7 @@ static void check(const void *ptr, size_t n, Access kind) {
         return;
       }
     if (p >= image_lo && p < image_hi) return;                        // constants of the kernel itself
+    if (p >= own_lo && p < own_hi && kind == READ) return;
     if (p >= b->stacks && p < b->stacks + kStack * size_t(b->n)) return;  // a collective writes its peers' registers
   }
   const Region *near = shared ? nearest(b->regions, p) : nearest(tensors, p);

@@ -114,10 +114,10 @@ template <class T> inline T ptx_bfe(T a, uint32_t at, uint32_t count) {
   constexpr uint32_t bits = 8 * sizeof(T);
   at &= 255; count &= 255;
   if (!count) return 0;
-  bool sign = std::is_signed_v<T> && (U(a) >> std::min(at + count - 1, bits - 1) & 1);
+  bool sign = std::is_signed_v<T> && (U(a) >> (at + count < bits ? at + count - 1 : bits - 1) & 1);
   U v = at < bits ? U(U(a) >> at) : U(0);
   if (count < bits) v &= (U(1) << count) - 1;
-  uint32_t have = std::min(count, bits);
+  uint32_t have = (count < bits ? count : bits);
   return T(sign && have < bits ? v | ~((U(1) << have) - 1) : v);
 }
 template <class T, class V> inline T ptx_saturate(V v) {
