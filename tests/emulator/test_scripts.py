@@ -1,6 +1,7 @@
 """Other people's scripts and test files, unmodified, on the emulator."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,7 +47,8 @@ def test_script_with_every_entry_point() -> None:
 def test_endless_loop_ends_with_its_position() -> None:
     status, _, err = finish(start("--time-limit", 8, SCRIPTS / "endless_loop.py"))
     assert status == 124, err
-    assert "spin_kernel: the time limit was reached while this thread was running; 64 of" in err
+    # Threads run one after the other; some may have ended by then.
+    assert re.search(r"the time limit was reached while this thread was running; \d+ of its", err)
     assert "[block (0, 0, 0) thread (" in err
     assert "endless_loop.py" in err
     assert "1.000100e+00" in err  # the line of the loop's body

@@ -217,11 +217,15 @@ class _DeviceContext:
         pass
 
 
+_TorchGenerator = torch.Generator  # the name in torch is replaced while the block runs
+
+
 class _Generator(torch.Generator):
     """A generator that was asked for on the GPU."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        return torch.Generator.__new__(cls, "cpu" if is_cuda_device(device) else device)  # type: ignore[call-arg]
+        name = "cpu" if is_cuda_device(device) else device
+        return _TorchGenerator.__new__(cls, name)  # type: ignore[call-arg]
 
 
 def _no_graphs(*_args: Any, **_kwargs: Any) -> Any:

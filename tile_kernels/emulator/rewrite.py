@@ -98,7 +98,7 @@ def refuse_unsupported(source: str) -> None:
     for pattern, what in _UNSUPPORTED:
         m = pattern.search(body)
         if m:
-            reason = ptx.refusal(body) if "asm" in m[0] else what
+            reason = f"inline PTX: {ptx.refusal(body)}" if "asm" in m[0] else what
             line = body[body.rfind("\n", 0, m.start()) + 1 : body.find("\n", m.start())].strip()
             raise EmulationError(
                 f"the kernel uses {reason}; the emulator does not provide it: {line}"
