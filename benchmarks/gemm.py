@@ -6,7 +6,8 @@ it can be imported. A rival that is missing or raises is recorded with its reaso
 compared with float64 on some rows. The results are a file `gemm.<device>.json`.
 
 `--variants` times other tiles than those that the plans choose, each in a separate process, since
-some of them have never run: `gemm.variants.<device>.json`.
+some of them have never run. They are the entry `variants` of the same file; each run replaces what
+it has measured and keeps the rest.
 """
 
 from __future__ import annotations
@@ -111,14 +112,17 @@ CASES = [
     Case(GROUPED, 8, 4096, 4096, 7168, 0, E2M1_WEIGHTS),
     Case(DENSE, 1, 128, 4096, 7168, 0, E2M1_WEIGHTS),
 ]
-# rows, columns, stages, panel, separate, cluster
+# rows, columns, stages, panel, separate, cluster, ahead, alternate, copied_scales
 _ROW_TILES = {
+    "wide.fp8": tiling.WIDE_FP8,
+    "wide.fp8.panel8": tiling.WIDE_FP8_GROUPED,
+    "wide.fp8.ahead": Tile(128, 256, 4, 8, True, 1, True, False, True),
     "wide": tiling.WIDE,
     "wide.panel8": Tile(128, 256, 4, 8, True, 1),
     "wide.panel16": Tile(128, 256, 4, 16, True, 1),
     "wide.panel32": Tile(128, 256, 4, 32, True, 1),
     "wide.stages3": Tile(128, 256, 3, 8, True, 1),
-    "wide.joint": tiling.WIDE_JOINT,
+    "wide.joint": tiling.WIDE_GROUPED,
     "wide.joint.panel4": Tile(128, 256, 4, 4, False, 1),
     "narrow": tiling.NARROW,
     "narrow.panel16": Tile(128, 128, 5, 16, True, 1),
@@ -135,6 +139,8 @@ _FEW_ROW_TILES = {
     "wide": tiling.WIDE,
 }
 _K_TILES = {
+    "wide": Tile(128, 256, 4, 8, True, 1, True),
+    "wide.alternate": Tile(128, 256, 4, 8, True, 1, True, True),
     "narrow": tiling.NARROW_FLOAT32,
     "narrow.panel4": Tile(128, 128, 6, 4, True, 1),
     "narrow.panel16": Tile(128, 128, 6, 16, True, 1),
@@ -443,6 +449,33 @@ def run(cases: Sequence[Case], repeats: int) -> list[dict[str, Any]]:
     return lines
 
 
+def merged(
+    kept: dict[str, Any], measured_now: dict[str, list[dict[str, Any]]], machine: dict[str, Any]
+) -> dict[str, Any]:
+    """The content of the results file: lines of cases that were measured now replace older ones.
+
+    A line that stays from an earlier run has the date of that run.
+    """
+    content = {
+        "machine": machine,
+        "method": "device time, cold L2 cache, median",
+        "copy_gb_per_s": round(timing.copy_bandwidth(), 1),
+        "results": kept.get("results", []),
+        "variants": kept.get("variants", []),
+    }
+    earlier = kept.get("machine", {}).get("date")
+    for entry, lines in measured_now.items():
+        again = {(line["case"], line["name"]) for line in lines}
+        old = [line for line in content[entry] if (line["case"], line["name"]) not in again]
+        content[entry] = lines + old
+    now = {id(line) for lines in measured_now.values() for line in lines}
+    for entry in ("results", "variants"):
+        content[entry] = [
+            line if id(line) in now else {"date": earlier, **line} for line in content[entry]
+        ]
+    return content
+
+
 def main(arguments: Sequence[str] | None = None) -> Path | None:
     """Measures, prints and saves; returns the file."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -471,21 +504,16 @@ def main(arguments: Sequence[str] | None = None) -> Path | None:
         return not options.case or any(part in name for part in options.case)
 
     if options.variants:
-        name = "gemm.variants"
-        lines = variants(
-            [each for each in VARIANTS if wanted(each)], options.seconds, options.repeats
-        )
+        chosen = [each for each in VARIANTS if wanted(each)]
+        measured_now = {"variants": variants(chosen, options.seconds, options.repeats)}
     else:
-        name = "gemm"
         lines = run([case for case in CASES if wanted(case.label)], options.repeats)
+        measured_now = {"results": lines}
     machine = benchmark.machine()
-    content = {
-        "machine": machine, "method": "device time, cold L2 cache, median", "results": lines,
-        "copy_gb_per_s": round(timing.copy_bandwidth(), 1),
-    }  # fmt: skip
-    path: Path = options.output / f"{name}.{benchmark.slug(machine['device'])}.json"
+    path: Path = options.output / f"gemm.{benchmark.slug(machine['device'])}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(merged(kept, measured_now, machine), indent=2) + "\n")
     return path
 
 

@@ -274,7 +274,11 @@ def _engram(s: Sizes) -> dict[str, Arguments]:
     gate = {"hidden_states": x, "k": k, "v": v, "weight_fused": weight}
     sums = [torch.rand(tokens, m) for _ in range(4)]
     kept = dict(zip(("dot", "gate_score", "rstd_x", "rstd_k"), sums))
+    starts = torch.zeros(tokens, dtype=torch.int32)
+    filters = {"norm_weight": weight, "taps": torch.rand(4, m, h), "starts": starts, "dilation": 3}
     return {
+        "engram_convolution_bwd": {"grad_out": x, "y": x, "rstd": sums[0], **filters},
+        "engram_convolution_fwd": {"y": x, **filters, "eps": 1e-6},
         "engram_gate_bwd": {**gate, **kept, "grad_out": x, "clamp_value": 1e-6},
         "engram_gate_fwd": {**gate, "eps": 1e-6, "clamp_value": 1e-6},
         "engram_hash": {
@@ -632,6 +636,8 @@ PLAIN: dict[str, Plain | str] = {
     "attention.kv_compress_packed": compress_packed,
     "attention.kv_compress_packed_bwd": differentiated(compress_packed, "grad_out"),
     "attention.kv_compress_step": SAME,  # a scatter into the state, and kv_compress of a window
+    "engram.engram_convolution_bwd": SAME,
+    "engram.engram_convolution_fwd": SAME,
     "engram.engram_gate_bwd": gate_bwd,
     "engram.engram_gate_fwd": SAME,
     "engram.engram_hash": SAME,

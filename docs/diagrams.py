@@ -324,7 +324,7 @@ def fp8_flow() -> None:
         (f"dx [T, H]   {BF16}", ""),
     ]
     chain(ax, 57, 145, backward)
-    gathered = "quant.per_channel_cast_fused\ngathers rows, then transpose.transpose"
+    gathered = "per_channel_cast_fused_and_transpose\nof quant: gathers rows, in one pass"
     turned = "per_channel_cast_and_transpose\nof quant: both in one pass"
     by_rows = f"{E4M3}\nscales 1x128 along R"
     weight_gradient(

@@ -1,7 +1,9 @@
 """Draw what the results files hold, for the documents: `python docs/pictures.py`."""
 
+import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 from matplotlib import pyplot
 from tables import RESULTS, compared  # beside this file
@@ -57,10 +59,73 @@ def draw_accumulation(numbers: Path, path: Path) -> None:
     pyplot.close(figure)
 
 
+# Colors of what runs on the device, by a part of the kernel's name; the first that fits.
+KINDS = {
+    "matrix products": ("#2c5f8a", ("gemm", "cutlass", "nvjet", "xmma", "grouped")),
+    "copies, fills": ("#999999", ("memcpy", "memset", "fill", "copy", "cat")),
+    "PyTorch, element by element": ("#b55d4c", ("at::native", "triton")),
+    "other kernels": ("#6fa36f", ("",)),
+}
+
+
+def events_of(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The outermost operators of the host, and the work of the device, of a Chrome trace."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    timed = sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"]))
+    host: list[dict[str, Any]] = []
+    ends: dict[int, float] = {}
+    for event in timed:
+        on_host = event["cat"] in ("cpu_op", "cuda_runtime", "cuda_driver")
+        outermost = event["ts"] >= ends.get(event["tid"], -1)
+        if on_host and outermost and "Synchronize" not in event["name"]:
+            host.append(event)
+            ends[event["tid"]] = event["ts"] + event["dur"]
+    return host, [e for e in timed if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
+
+
+def draw_traces(traces: dict[str, Path], path: Path) -> None:
+    """The host and the device of training steps on one time axis, in milliseconds."""
+    figure, all_axes = pyplot.subplots(
+        len(traces), figsize=(9, 0.6 + 1.2 * len(traces)), layout="constrained", sharex=True,
+        squeeze=False,
+    )  # fmt: skip
+    for axes, (title, trace) in zip(all_axes[:, 0], traces.items()):
+        host, device = events_of(trace)
+        first = device[0]["ts"]
+        bars: dict[str, list[tuple[float, float]]] = {name: [] for name in KINDS}
+        for event in device:
+            name = event["name"].lower()
+            kind = next(k for k, (_, parts) in KINDS.items() if any(p in name for p in parts))
+            bars[kind].append(((event["ts"] - first) / 1e3, event["dur"] / 1e3))
+        on_host = [((event["ts"] - first) / 1e3, event["dur"] / 1e3) for event in host]
+        axes.broken_barh(on_host, (1.1, 0.8), color="0.3", linewidth=0)
+        for kind, (color, _) in KINDS.items():
+            axes.broken_barh(bars[kind], (0.1, 0.8), color=color, linewidth=0, label=kind)
+        end = max(e["ts"] + e["dur"] - first for e in device) / 1e3
+        axes.set_yticks([0.5, 1.5], ["device", "host"], fontsize=8)
+        axes.set_title(f"{title}: {end:.2f} ms", fontsize=8, loc="left")
+        axes.set(ylim=(0, 2), xlim=(-0.5, None))
+        axes.grid(True, axis="x", linewidth=0.3, alpha=0.5)
+    all_axes[-1, 0].set_xlabel("milliseconds")
+    figure.legend(
+        *all_axes[0, 0].get_legend_handles_labels(), fontsize=7, ncol=4, loc="outside upper right"
+    )
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
 def main() -> None:
     """Write all pictures of measured times and errors."""
     benchmark.plot_families(benchmark.load_all(RESULTS), FOLDER, ["svg"])
     draw_comparison(FOLDER / f"{RESULTS.name}.tilekernels.svg")
+    for name in ("moe.4096.bf16", "moe.4096.fp8", "mhc.7168.kernels"):
+        traces = {
+            f"{name}, {when}": FOLDER / "traces" / f"{when}.{name}.json.gz"
+            for when in ("before", "after")
+        }
+        found = {title: trace for title, trace in traces.items() if trace.exists()}
+        if found:
+            draw_traces(found, FOLDER / f"trace.{name}.svg")
     draw_accumulation(FOLDER / "accumulation_error.json", FOLDER / "accumulation_error.svg")
 
 

@@ -1,8 +1,8 @@
 """Write the generated tables of the documents: `python docs/tables.py [--check]`.
 
 The README's operators come from the registry, the arguments on the page of routing from docstrings,
-the numbers of the benchmark page, of the comparison, of a layer with streams and of the demo from
-the results files.
+the numbers of the benchmark page, of the comparison, of whole layers and of the demo from the
+results files.
 """
 
 import inspect
@@ -122,23 +122,119 @@ def comparison() -> list[str]:
     ]
 
 
-def layer() -> list[str]:
-    """One row per size: a layer with streams beside the plain one."""
-    path = RESULTS / "mhc.layer.json"
-    if not path.exists():
-        return ["Not measured yet: `python -m benchmarks.mhc_layer`."]
-    times = {r.case.removeprefix("mhc.layer."): r.device_us for r in benchmark.load(path).results}
+def layer_results() -> dict[str, Any] | None:
+    """What `benchmarks.layers` wrote; None before its first run."""
+    path = RESULTS.parent / f"layers.{RESULTS.name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def layer_times() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """The results of forms by name, for each case and kind of step."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for result in (layer_results() or {"results": []})["results"]:
+        if "wall_us" in result:
+            found.setdefault((result["case"], result["step"]), {})[result["form"]] = result
+    return found
+
+
+def in_graphs(forms: dict[str, dict[str, Any]], name: str) -> dict[str, Any] | None:
+    """The fastest of the ways to run a form as a CUDA graph or compiled, itself not counted."""
+    others = [result for form, result in forms.items() if form.startswith(f"{name}, ")]
+    return min(others, key=lambda result: result["wall_us"], default=None)
+
+
+OURS = ("kernels", "bf16", "fp8")  # forms with the kernels of this package
+PLAIN = ("plain", "compiled")  # and those without
+
+
+def layers() -> list[str]:
+    """One row per layer, precision and step: wall times, and what they are to compiled PyTorch."""
+    content = layer_results()
+    if content is None:
+        return ["Not measured yet: `python -m benchmarks.layers`."]
+    machine = content["machine"]
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "tilelang", "cuda"))
+    lines = [
+        f"{machine['device']} beside {machine['cpu']}; {versions}; {machine['date']}.",
+        "",
+        "| layer | step | plain | compiled | graph | kernels | graph | speedup | best/best |",
+        "|---" * 9 + "|",
+    ]
+    for (case, step), forms in layer_times().items():
+        rivals = [result for form, result in forms.items() if form.split(", ")[0] in PLAIN]
+        rival = min(result["wall_us"] for result in rivals)
+        for name in OURS:
+            if name not in forms:
+                continue
+            times = [forms.get("plain"), forms.get("compiled"), in_graphs(forms, "compiled")]
+            times += [forms[name], in_graphs(forms, name)]
+            best = min(result["wall_us"] for result in times[3:] if result)
+            compiled = forms.get("compiled", forms["plain"])["wall_us"]
+            label = f"`{case}`" if name == "kernels" else f"`{case}`, {name}"
+            shown = " | ".join(f"{r['wall_us'] / 1e3:.2f}" if r else "-" for r in times)
+            ratios = f"{compiled / forms[name]['wall_us']:.2f}x | {rival / best:.2f}x"
+            lines.append(f"| {label} | {step} | {shown} | {ratios} |")
+    lines += [
+        "",
+        "| layer | step | compiled: host, device, MiB | kernels: host, device, MiB |",
+        "|---|---|---|---|",
+    ]
+    for (case, step), forms in layer_times().items():
+        for name in OURS:
+            if name in forms:
+                label = f"`{case}`" if name == "kernels" else f"`{case}`, {name}"
+                pair = " | ".join(costs(forms.get(form)) for form in ("compiled", name))
+                lines.append(f"| {label} | {step} | {pair} |")
+    return lines
+
+
+def costs(result: dict[str, Any] | None) -> str:
+    """Host and device time in milliseconds, and memory."""
+    if result is None:
+        return "-"
+    times = (f"{result[key] / 1e3:.2f}" for key in ("host_us", "device_us"))
+    return ", ".join((*times, f"{result['memory_mib']:.0f}"))
+
+
+def streams() -> list[str]:
+    """One row per size: a layer with streams beside the plain one, device times."""
+    times = layer_times()
+    cases = [case for case, step in times if case.startswith("mhc.") and step == "training"]
+    if not cases:
+        return ["Not measured yet: `python -m benchmarks.layers`."]
     lines = [
         "| tokens, streams, columns | plain, us | streams, us | plain in training | streams |",
         "|---|---|---|---|---|",
     ]
-    kinds = [
-        f"{name}.{kind}" for kind in ("inference", "training") for name in ("plain", "streams")
-    ]
-    for size in dict.fromkeys(case.split(".")[0] for case in times):
-        row = " | ".join(str(times[f"{size}.{kind}"]) for kind in kinds)
-        lines.append(f"| {size.replace('x', ', ')} | {row} |")
+    for case in cases:
+        forms = [
+            times[case, step][form]
+            for step in ("forward", "training")
+            for form in ("one stream, plain", "kernels")
+        ]
+        size = ", ".join(str(size) for size in forms[0]["sizes"].values())
+        lines.append(f"| {size} | {' | '.join(str(form['device_us']) for form in forms)} |")
     return lines
+
+
+def fp8() -> list[str]:
+    """The expert layer in both precisions beside plain PyTorch: wall times and memory."""
+    times = {key: forms for key, forms in layer_times().items() if key[0].startswith("moe.")}
+    names = ("plain", "compiled", "bf16", "bf16, CUDA graph", "fp8", "fp8, CUDA graph")
+    lines = [
+        "| tokens, hidden, intermediate, experts, top | step | plain | compiled | `bf16` | graph "
+        "| `fp8` | graph | MiB: compiled, `bf16`, `fp8` | |",
+        "|---" * 10 + "|",
+    ]
+    for (_, step), forms in times.items():
+        size = ", ".join(str(size) for size in forms["plain"]["sizes"].values())
+        shown = " | ".join(f"{forms[name]['wall_us'] / 1e3:.2f}" for name in names)
+        memory = ", ".join(
+            f"{forms[name]['memory_mib']:.0f}" for name in ("compiled", "bf16", "fp8")
+        )
+        ratio = forms["compiled"]["wall_us"] / forms["fp8"]["wall_us"]
+        lines.append(f"| {size} | {step} | {shown} | {memory} | {ratio:.2f}x |")
+    return lines if times else ["Not measured yet: `python -m benchmarks.layers`."]
 
 
 def demo() -> list[str]:
@@ -152,13 +248,18 @@ def demo() -> list[str]:
         "",
         "| forward and backward | letters per second |",
         "|---|---|",
-        *(f"| {way} | {speed:.0f} |" for way, speed in run["speeds"].items()),
+        *(
+            f"| {way} | {speed if isinstance(speed, str) else round(speed)} |"
+            for way, speed in run["speeds"].items()
+        ),
     ]
 
 
 TABLES = {"operators": (ROOT / "README.md", operators)}
 TABLES["arguments"] = (ROOT / "docs" / "moe.md", arguments)
-TABLES["layer"] = (ROOT / "docs" / "mhc.md", layer)
+TABLES["layer"] = (ROOT / "docs" / "mhc.md", streams)
+TABLES["fp8"] = (ROOT / "docs" / "fp8-layer.md", fp8)
+TABLES["layers"] = (ROOT / "docs" / "layers.md", layers)
 TABLES["demo"] = (ROOT / "docs" / "demo.md", demo)
 TABLES["comparison"] = (ROOT / "docs" / "comparison.md", comparison)
 TABLES["benchmarks"] = (ROOT / "docs" / "benchmarks.md", benchmarks)

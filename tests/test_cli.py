@@ -20,6 +20,7 @@ import tile_kernels
 from tests.requirements import needs_nvcc
 from tile_kernels import cli
 from tile_kernels.commands import check, pool
+from tile_kernels.mhc.pre.op import pre_gradients
 from tile_kernels.runtime import emulation, logs, registry, terminal
 from tile_kernels.runtime.declaration import Host
 from tile_kernels.runtime.operator import Operator
@@ -245,6 +246,12 @@ def test_every_saved_call_can_be_replayed(
     if op.name == "moe.top2_sum_gate":  # has an operator for calls with a gradient
         arguments = op.cases.ordinary().build("cpu")
         op.function(**{**arguments, "logits": arguments["logits"].requires_grad_()})
+    if op.name == "mhc.mhc_pre_fwd":  # has operators for its gradients
+        *tensors, rms_eps, _, sinkhorn_eps, post_mult, repeat = sample.build("cpu").values()
+        results = op.function(*tensors, rms_eps, 0.0, sinkhorn_eps, post_mult, repeat)
+        numbers = rms_eps, sinkhorn_eps, post_mult, repeat
+        for total in (None, torch.zeros_like(tensors[0])):
+            pre_gradients((*tensors, *results[3:]), results[:3], total, numbers)
     tile_kernels.set_log_level(0)
     files = {path.name.partition("-")[0]: path for path in dumps.iterdir()}
     assert {op.name, *serving} <= set(files)
@@ -332,6 +339,23 @@ def test_source_emulated_and_kept(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "--keep goes with --emulate" in said(
         capsys, "source", "moe.topk_gate", "--keep", str(tmp_path), status=2
     )
+
+
+def test_warmup_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = {"hidden": 64, "experts": {"intermediate": 32, "experts": 4, "topk": 2}}
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(sizes))
+    words = ("warmup", "--model", str(path), "--max-tokens", "9", "--arch", "sm_80")
+    text = said(capsys, *words, "--list")
+    assert "group_count(4, 108, False)" in text
+    assert "kernels for sm_80 with 108 SMs" in text
+    assert len(said(capsys, *words, "--training", "--list")) > len(text)
+    path.write_text(json.dumps({**sizes, "expert": {}}))
+    assert "nearest key is 'experts'" in said(capsys, *words, status=2)
+    for wrong in (["--training"], ["--max-tokens", "4"], ["--list"]):
+        assert f"{wrong[0]}" in said(capsys, "warmup", *wrong, status=2)
+    message = "--model goes without an operator"
+    assert message in said(capsys, "warmup", "moe.aux_fi", "--model", "tiny-v4", status=2)
 
 
 @needs_nvcc

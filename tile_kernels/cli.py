@@ -11,9 +11,11 @@ from typing import Any
 import tile_kernels
 from tile_kernels.commands.bench import bench
 from tile_kernels.commands.check import check
+from tile_kernels.commands.emulate import emulate
 from tile_kernels.commands.ep_model import ep_model
 from tile_kernels.commands.info import info, list_ops
 from tile_kernels.commands.kernels import source, warmup
+from tile_kernels.emulator import runner
 from tile_kernels.runtime import backends
 from tile_kernels.runtime.device import DESCRIBED
 
@@ -81,6 +83,17 @@ def _parser() -> argparse.ArgumentParser:
         "arguments", nargs="*", metavar="NAME=VALUE", help="as scores=float32[8192,256] num_topk=8"
     )
     added.add_argument("--calls", type=Path, metavar="FILE", help="JSON list of [op, {arguments}]")
+    text = (
+        "all kernels that the layers of a model need, for any number of tokens: deepseek-v3, "
+        "v4-flash-like, v4-like, tiny-v4, or a .json or .toml file with its sizes"
+    )
+    added.add_argument("--model", metavar="PRESET|FILE", help=text)
+    text = "with --model: also the backward pass"
+    added.add_argument("--training", action="store_true", help=text)
+    text = "with --model: the most tokens of a call (16384)"
+    added.add_argument("--max-tokens", type=int, metavar="N", help=text)
+    text = "with --model: print the kernels and compile none"
+    added.add_argument("--list", action="store_true", help=text)
     takes_arch(added)
     added.add_argument("--jobs", type=int, metavar="N", help="compiles at a time")
     added = command("source", source, "the generated CUDA of an operator's kernels, without a GPU")
@@ -91,6 +104,10 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--emulate", action="store_true", help=text)
     text = "with --emulate: leave source, inputs and a script that steps through them in gdb"
     added.add_argument("--keep", type=Path, metavar="FOLDER", help=text)
+    text = "run a TileLang script or test file, unmodified, on this CPU; every access is checked"
+    added = command("emulate", emulate, text)
+    added.allow_abbrev = False  # an abbreviation might be the script's option
+    runner.add_arguments(added)
     added = command("ep-model", ep_model, "SMs, queue pairs, buffers and times of a topology")
     for name, default, text in (
         ("--nodes", 2, "machines"),

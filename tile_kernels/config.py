@@ -1,7 +1,8 @@
-"""The SM budget of kernels that size their grid by the number of multiprocessors.
+"""Settings of the process: the SM budget, and whether kernels may be compiled.
 
-On a machine without CUDA the numbers are those of the described default device (an H200), which
-emulation and compiling ahead of time assume.
+The SM budget is for kernels that size their grid by the number of multiprocessors. On a machine
+without CUDA the numbers are those of the described default device (an H200), which emulation and
+compiling ahead of time assume.
 """
 
 from __future__ import annotations
@@ -12,8 +13,21 @@ import threading
 import torch
 
 from tile_kernels.runtime import device as _device
+from tile_kernels.runtime.compilation import (
+    CompilationForbiddenError,
+    compilation_count,
+    forbid_compilation,
+)
 
-__all__ = ["get_device_num_sms", "get_max_smem_per_sm", "get_num_sms", "set_num_sms"]
+__all__ = [
+    "CompilationForbiddenError",
+    "compilation_count",
+    "forbid_compilation",
+    "get_device_num_sms",
+    "get_max_smem_per_sm",
+    "get_num_sms",
+    "set_num_sms",
+]
 
 _lock = threading.Lock()
 _budget: int | None = None

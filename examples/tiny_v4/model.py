@@ -7,6 +7,7 @@ with an Engram memory of the last tokens (`EngramModule`). Every one of the thre
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -39,6 +40,9 @@ class Config:
     moe: bool = True
     fp8: bool = True
     precision: str = "bf16"
+    # What attention and experts multiply in; parameters are float32. Any CPU has float32; with
+    # bfloat16 on a GPU nothing waits for the host, so that a step can be a CUDA graph.
+    dtype: torch.dtype = torch.float32
 
 
 class Attention(nn.Module):
@@ -53,7 +57,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, length, hidden]` to the same."""
-        heads = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1))
+        heads = self.qkv(self.norm(x.float()).to(x.dtype)).unflatten(-1, (3, self.heads, -1))
         q, k, v = heads.movedim(-3, 0).transpose(-2, -3)
         mixed = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
         return self.out(mixed.transpose(-2, -3).flatten(-2))
@@ -88,7 +92,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[batch, length, hidden]` to the same."""
-        x = self.norm(x)
+        x = self.norm(x.float()).to(x.dtype)
         if self.experts is not None:
             return self.experts(x)
         gate, value = self.gate_and_value(x).chunk(2, dim=-1)
@@ -98,13 +102,13 @@ class FeedForward(nn.Module):
 class PlainResidual(nn.Module):
     """`x + block(x)` where a `HyperConnection` could stand, for one stream."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, block_dtype: torch.dtype) -> None:
         super().__init__()
-        self.block = block
+        self.block, self.block_dtype = block, block_dtype
 
     def forward(self, residual: Tensor) -> Tensor:
         """`[..., 1, hidden]` to the same."""
-        return residual + self.block(residual.float()).to(residual.dtype)
+        return residual + self.block(residual.to(self.block_dtype)).to(residual.dtype)
 
 
 class _OnOneStream(nn.Module):
@@ -146,20 +150,28 @@ class TinyV4(nn.Module):
 
     def _between_streams(self, part: nn.Module) -> nn.Module:
         if not self.config.mhc:
-            return PlainResidual(_OnOneStream(part))
-        # Streams are bfloat16; the parts compute in float32, which any CPU can.
-        return HyperConnection(part, self.config.hidden, self.streams, block_dtype=torch.float32)
+            return PlainResidual(_OnOneStream(part), self.config.dtype)
+        return HyperConnection(
+            part, self.config.hidden, self.streams, block_dtype=self.config.dtype
+        )
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Logits of the next token: int64 `[batch, length]` to `[batch, length, vocab]`."""
         residual = expand_from_embedding(self.tokens(token_ids).bfloat16(), self.streams)
-        for i in range(self.config.layers):
-            if str(i) in self.memories:
-                residual = self.memories[str(i)](residual, token_ids).contiguous()
-            residual = self.parts[2 * i](residual)
-            residual = self.parts[2 * i + 1](residual)
+        with self.autocast():
+            for i in range(self.config.layers):
+                if str(i) in self.memories:
+                    residual = self.memories[str(i)](residual, token_ids).contiguous()
+                residual = self.parts[2 * i](residual)
+                residual = self.parts[2 * i + 1](residual)
         x = residual[..., 0, :] if self.leave is None else self.leave(residual)
         return self.head(self.norm(x.float()))
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Products in the dtype of the parts."""
+        if self.config.dtype is not torch.bfloat16:
+            return contextlib.nullcontext()
+        return torch.autocast(self.tokens.weight.device.type, torch.bfloat16)
 
     def experts(self) -> list[MoELayer]:
         """The mixtures of experts, in order."""

@@ -2,7 +2,7 @@
 
 No operator of this package runs here. Only the classes that hold the parameters are its own; what
 they compute is written out below as one would write it without kernels. Streams are bfloat16 and
-everything else is float32, as in the model. `torch.compile` makes one graph of all of it.
+everything else has the dtypes of the model. `torch.compile` makes one graph of all of it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class PlainTinyV4(nn.Module):
         model = self.model
         x = model.tokens(token_ids).bfloat16()
         residual = x[..., None, :].expand(-1, -1, model.streams, -1)
-        for i in range(model.config.layers):
-            if str(i) in model.memories:
-                residual = remembered(model.memories[str(i)], residual, token_ids)
-            residual = connected(model.parts[2 * i], residual)
-            residual = connected(model.parts[2 * i + 1], residual)
+        with model.autocast():
+            for i in range(model.config.layers):
+                if str(i) in model.memories:
+                    residual = remembered(model.memories[str(i)], residual, token_ids)
+                residual = connected(model.parts[2 * i], residual)
+                residual = connected(model.parts[2 * i + 1], residual)
         x = residual[..., 0, :] if model.leave is None else left(model.leave, residual)
         return model.head(model.norm(x.float()))
 
@@ -44,7 +45,7 @@ class PlainTinyV4(nn.Module):
 def block(part: Attention | FeedForward, x: Tensor) -> Tensor:
     """A part by itself; attention and the dense one are plain PyTorch as they are."""
     if isinstance(part, FeedForward) and part.experts is not None:
-        return mixture(part.experts, part.norm(x))
+        return mixture(part.experts, part.norm(x.float()).to(x.dtype))
     return part(x)
 
 
@@ -54,18 +55,33 @@ def block(part: Attention | FeedForward, x: Tensor) -> Tensor:
 def connected(part: HyperConnection | PlainResidual, residual: Tensor) -> Tensor:
     """The next residual: bfloat16 `[batch, length, streams, hidden]` to the same."""
     if isinstance(part, PlainResidual):
-        y = block(part.block.block, residual[..., 0, :].float())
+        y = block(part.block.block, residual[..., 0, :].to(part.block_dtype))
         return residual + y[..., None, :].to(residual.dtype)
+    x, post, comb = read(part, residual)
+    y = block(part.block, x if part.block_dtype is None else x.to(part.block_dtype))
+    return written(y.bfloat16(), residual, post, comb)
+
+
+def read(part: HyperConnection, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the block of a connection is given, and the mixes with which its output is written."""
     m, settings = part.mhc_mult, part.settings
     pre, post, comb = projected(part, residual, settings.norm_eps).split((m, m, m * m), dim=-1)
     pre = (pre * part.scale[0] + part.base[:m]).sigmoid() + settings.pre_eps
     post = (post * part.scale[1] + part.base[m : 2 * m]).sigmoid() * settings.post_mult_value
     comb = (comb * part.scale[2] + part.base[2 * m :]).unflatten(-1, (m, m))
     comb = doubly_stochastic(comb, settings.sinkhorn_repeat, settings.sinkhorn_eps)
-    streams = residual.float()
-    x = (pre[..., None] * streams).sum(-2).bfloat16()
-    y = block(part.block, x.float()).bfloat16()
-    return (post[..., None] * y.float()[..., None, :] + comb.mT @ streams).bfloat16()
+    return (pre[..., None] * residual.float()).sum(-2).bfloat16(), post, comb
+
+
+def written(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """The streams mixed, and the output of a block added to each.
+
+    The product of `comb` is written as a sum over streams, which a compiler fuses with the rest.
+    """
+    mixed = post[..., None] * y.float()[..., None, :]
+    for i, stream in enumerate(residual.float().unbind(-2)):
+        mixed = mixed + comb[..., i, :, None] * stream[..., None, :]
+    return mixed.bfloat16()
 
 
 def left(head: HyperHead, residual: Tensor) -> Tensor:
@@ -76,9 +92,14 @@ def left(head: HyperHead, residual: Tensor) -> Tensor:
 
 
 def projected(part: HyperConnection | HyperHead, residual: Tensor, eps: float) -> Tensor:
-    """The mixes of a token: a projection of the RMS norm of all its streams."""
+    """The mixes of a token: a projection of the RMS norm of all its streams.
+
+    The norm is a number per token and is applied after the product, to few columns.
+    """
     rows = residual.flatten(-2).float()
-    return F.linear(F.rms_norm(rows, rows.shape[-1:], eps=eps), part.fn)
+    with torch.autocast(rows.device.type, enabled=False):
+        mixes = F.linear(rows, part.fn)
+    return mixes * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
 
 
 def doubly_stochastic(logits: Tensor, repeat: int, eps: float) -> Tensor:
@@ -98,8 +119,8 @@ def remembered(memory: EngramModule, residual: Tensor, token_ids: Tensor) -> Ten
     both = F.linear(rows, memory.projection.weight).bfloat16().float()
     keys, value = both.split((memory.num_streams * memory.hidden_size, memory.hidden_size), -1)
     gates = gate(memory, residual, keys.unflatten(-1, residual.shape[-2:]))
-    y = (gates[..., None] * value[..., None, :]).bfloat16()
-    return residual + (y + convolved(memory, y.float()).bfloat16())
+    y = (gates[..., None] * value[..., None, :]).bfloat16().float()
+    return residual + (y + convolved(memory, y).bfloat16()).bfloat16()
 
 
 def hashed(memory: EngramModule, token_ids: Tensor) -> Tensor:
@@ -150,7 +171,8 @@ def mixture(layer: MoELayer, x: Tensor) -> Tensor:
     That is `num_experts / num_topk` times the arithmetic, in two large products. In return nothing
     has a size that depends on who is chosen, so that the host never waits for the device.
     """
-    scores = F.linear(x, layer.router).sigmoid()
+    with torch.autocast(x.device.type, enabled=False):
+        scores = F.linear(x.float(), layer.router).sigmoid()
     chosen = (scores + layer.expert_bias).topk(layer.num_topk, dim=-1).indices
     weights = scores.gather(-1, chosen)
     weights = layer.routed_scaling_factor * weights / weights.sum(-1, keepdim=True)

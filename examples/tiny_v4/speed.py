@@ -1,13 +1,15 @@
 """How fast a model trains: with the kernels, and without them.
 
-Without them means `plain`: the same model and parameters in ordinary operations of PyTorch, as it
-is and with `torch.compile`.
+Without them means `plain`: the same model and parameters in ordinary operations of PyTorch. Both
+are timed as they are and, on a GPU, in each of the ways by which PyTorch removes the host's work:
+`torch.compile`, that with `mode="reduce-overhead"`, and a CUDA graph of the whole.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +17,41 @@ from torch import Tensor, nn
 from examples.tiny_v4.model import TinyV4
 from examples.tiny_v4.plain import PlainTinyV4
 
-COMPILED = "plain PyTorch, torch.compile"
+PLAIN = "plain PyTorch"
+COMPILED = "torch.compile"
+REDUCED = "torch.compile, reduce-overhead"
+GRAPH = "CUDA graph"
+
+Step = Callable[[], Any]
 
 
-def per_second(step: Callable[[], Tensor], tokens: int, repeats: int) -> float:
+def per_second(step: Step, tokens: int, repeats: int) -> float:
     """Tokens per second of a forward and a backward pass, without the first ones."""
 
     def run(times: int) -> float:
         begun = time.perf_counter()
         for _ in range(times):
-            step().backward()
+            step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter() - begun
 
-    run(2)
+    run(3)
     return repeats * tokens / run(repeats)
+
+
+def captured(step: Step) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of the step, and the results that a replay writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
 
 
 def compare(
@@ -42,23 +63,33 @@ def compare(
 ) -> dict[str, float | str]:
     """Tokens per second of each way to train `model` on a batch `[rows, length + 1]`.
 
-    Where `torch.compile` fails, which needs compilers that not every machine has, the reason stands
-    in the place of the number.
+    Where a way fails (`torch.compile` needs compilers that not every machine has), the reason
+    stands in the place of the number.
     """
     tokens = batch.shape[0] * (batch.shape[1] - 1)
-    plain = PlainTinyV4(model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def of(way: nn.Module) -> float:
-        return per_second(lambda: loss_of(way, batch), tokens, repeats)
+    def step_of(way: nn.Module) -> Step:
+        return lambda: torch.autograd.grad(loss_of(way, batch), parameters, allow_unused=True)
 
-    found: dict[str, float | str] = {"kernels": of(model), "plain PyTorch": of(plain)}
-    if compiled:
+    def speed(make: Callable[[], Step]) -> float | str:
         torch._dynamo.reset()
         try:
-            found[COMPILED] = of(torch.compile(plain))
+            return per_second(make(), tokens, repeats)
         except Exception as error:  # whatever a compiler has to say
-            found[COMPILED] = f"failed: {type(error).__name__}: {first_line(error)}"
-    model.zero_grad()
+            return f"failed: {type(error).__name__}: {first_line(error)}"
+
+    found: dict[str, float | str] = {}
+    for name, form in (("kernels", model), (PLAIN, PlainTinyV4(model))):
+        found[name] = per_second(step_of(form), tokens, repeats)
+        if compiled and (name == PLAIN or batch.is_cuda):
+            found[f"{name}, {COMPILED}"] = speed(lambda: step_of(torch.compile(form)))  # noqa: B023
+        if compiled and batch.is_cuda:
+            found[f"{name}, {REDUCED}"] = speed(
+                lambda: step_of(torch.compile(form, mode="reduce-overhead"))  # noqa: B023
+            )
+        if batch.is_cuda:
+            found[f"{name}, {GRAPH}"] = speed(lambda: captured(step_of(form))[0].replay)  # noqa: B023
     return found
 
 

@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor, nn
 
 from examples.tiny_v4 import speed
 from examples.tiny_v4.checkpoint import History, ResumeError, restore, save
 from examples.tiny_v4.model import Config, TinyV4
 from examples.tiny_v4.report import write_report
+from examples.tiny_v4.step import TrainingStep, loss_of, optimizer_of
 from examples.tiny_v4.text import Text
 from tile_kernels.gemm.tiling import BLOCK
 from tile_kernels.modeling.moe import PRECISIONS
@@ -94,12 +93,6 @@ def interruptible() -> Iterator[list[int]]:
 # ---- training -----------------------------------------------------------------------------------
 
 
-def loss_of(model: nn.Module, token_ids: Tensor) -> Tensor:
-    """Nats per letter of `[rows, length + 1]`."""
-    logits = model(token_ids[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), token_ids[:, 1:].flatten())
-
-
 def config_of(options: argparse.Namespace, vocab: int) -> Config:
     """The model that the command line asks for."""
     return Config(
@@ -107,6 +100,7 @@ def config_of(options: argparse.Namespace, vocab: int) -> Config:
         engram_layers=(options.layers - 1,), mhc=not options.no_mhc,
         engram=not options.no_engram, moe=not options.dense, precision=options.precision,
         fp8=options.fp8 == "on" and options.precision == "bf16",
+        dtype=torch.float32 if options.device == "cpu" else torch.bfloat16,
     )  # fmt: skip
 
 
@@ -115,7 +109,7 @@ def train(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     text = Text()
     torch.manual_seed(options.seed)
     model = TinyV4(config_of(options, len(text.letters))).to(options.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
+    optimizer = optimizer_of(model, options.learning_rate)
     checkpoint, history = options.out / "checkpoint.safetensors", History()
     if options.resume:
         history, planned = restore(checkpoint, model, optimizer, options)
@@ -153,33 +147,21 @@ def all_steps(
     )  # fmt: skip
     first, before = len(history.losses), history.seconds
     started = time.perf_counter()
+    learn = TrainingStep(model, optimizer)
     with interruptible() as asked, Progress(*columns, console=console) as progress:
         task = progress.add_task("train", total=options.steps, completed=first, loss=float("nan"))
         for step in range(first, options.steps):
             if asked:
                 break
-            for group in optimizer.param_groups:
-                group["lr"] = options.learning_rate * schedule(step, options.steps)
             batch = text.batch(step, options.seed, options.rows, options.length)
-            history.losses.append(one_step(model, optimizer, batch.to(options.device)))
+            loss = learn(batch, options.learning_rate * schedule(step, options.steps))
+            history.losses.append(loss.item())
             history.loads.append([layer.load.tolist() for layer in model.experts()])
             history.seconds = before + time.perf_counter() - started
             progress.update(task, completed=step + 1, loss=history.losses[-1])
             if (step + 1) % options.every == 0:
                 keep()
     return asked
-
-
-def one_step(model: TinyV4, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
-    """Learn from `[rows, length + 1]`; the loss before that."""
-    loss = loss_of(model, batch)
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    for layer in model.experts():
-        layer.update_bias(0.01)
-    return loss.item()
 
 
 def results(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch import Tensor
 
 import tile_kernels
+from tests.host_cost import counting, pytorch_operators
 from tile_kernels import torch as references
 from tile_kernels.attention import (
     indexer,
@@ -14,9 +18,12 @@ from tile_kernels.attention import (
     indexer_select,
 )
 from tile_kernels.attention.indexer_reference import scores
+from tile_kernels.attention.logits import op as logits_op
+from tile_kernels.attention.logits import plan as logits_plan
 from tile_kernels.attention.logits.cases import arguments
 from tile_kernels.attention.logits.reference import selected_gradients
 from tile_kernels.quant import formats
+from tile_kernels.runtime import emulation
 
 # ---- logits -------------------------------------------------------------------------------------
 
@@ -147,6 +154,94 @@ def test_gradients_of_any_size(backend: str) -> None:
             torch.testing.assert_close(found, expected * size, rtol=1e-5, atol=0)
         nothing = indexer_logits_bwd(q, k, weights, indices, torch.zeros_like(grad))[1]
         assert torch.equal(nothing, torch.zeros_like(nothing))
+
+
+def unit_of_shares(
+    q: Tensor, k_sf: Tensor | None, weights: Tensor, indices: Tensor, grad: Tensor, keys: int
+) -> float:
+    """The inverse of the unit in which gradients of keys are counted, by the formula."""
+    present = (indices >= 0) & (indices < keys)
+    if k_sf is not None:
+        grad = grad * k_sf[indices.where(present, 0)]
+    largest = torch.where(present, grad, 0).abs().amax() * weights.abs().sum(-1).amax()
+    largest = largest * (448 if k_sf is not None else q.abs().amax().float())
+    bits = 61 - math.ceil(math.log2(max(2, grad.numel())))
+    exponent = (bits - largest.log2().ceil()).clamp(-126, 126)
+    return torch.where(largest.isfinite(), exponent.exp2(), torch.nan).item()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens"),
+    [
+        (torch.bfloat16, 9),
+        (torch.float8_e4m3fn, 9),
+        (torch.float8_e4m3fn, logits_plan.MAX_SCALE_BLOCKS + 3),
+    ],
+)
+def test_unit_of_the_gradients_of_keys(dtype: torch.dtype, tokens: int) -> None:
+    """That of the formula, wherever the largest values are; and the integers become zero."""
+    torch.manual_seed(0)
+    heads, depth, keys, chosen = 5, 32, 100, 3
+    given = [
+        torch.randn(tokens, heads, depth).to(dtype),
+        torch.rand(keys) if dtype == torch.float8_e4m3fn else None,
+        torch.randn(tokens, heads),
+        torch.randint(-1, keys + 1, (tokens, chosen)).int(),
+        torch.randn(tokens, chosen),
+    ]
+    q, k_sf, weights, indices, grad = given
+    indices[-1] = torch.tensor([0, 1, 2])
+
+    def check(expected: float | None = None) -> None:
+        counted = torch.full((keys, depth), 7, dtype=torch.int64)
+        partials = torch.empty(logits_plan.MAX_SCALE_BLOCKS, 3, dtype=torch.int32)
+        scale, ticket = torch.empty(1), torch.zeros(1, dtype=torch.int32)
+        bits = 61 - math.ceil(math.log2(tokens * chosen))
+        problem = (indexer.SOURCES[dtype], heads, depth)
+        arguments = (*given, counted, partials, scale, ticket, 0, bits)
+        emulation.run(logits_op._SCALE, problem, *arguments)
+        assert not counted.any()
+        assert ticket.item() == 0
+        found = scale.item()
+        wanted = unit_of_shares(q, k_sf, weights, indices, grad, keys)
+        assert str(found) == str(wanted)  # so that NaN equals NaN
+        assert expected is None or str(found) == str(expected)
+
+    grad[-1, 2] = 2.0**40  # in the last token
+    check()
+    if tokens > logits_plan.MAX_SCALE_BLOCKS:
+        return
+    weights[3, 4] = -(2.0**20)
+    check()
+    if k_sf is None:
+        q[7, 2, 31] = -(2.0**9)
+        check()
+    grad *= 2.0**-120
+    weights *= 2.0**-60
+    check(2.0**126)
+    grad[-1, 2] = torch.nan
+    check(math.nan)
+    indices[-1, 2] = -1
+    check(2.0**126)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_gradients_take_three_launches(dtype: torch.dtype) -> None:
+    """And no step of PyTorch between them."""
+    q, k = torch.zeros(5, 4, 32).to(dtype), torch.zeros(7, 32).to(dtype)
+    keys = k if dtype == torch.bfloat16 else (k, torch.zeros(7))
+    weights, indices, grad = torch.zeros(5, 4), torch.zeros(5, 6).int(), torch.zeros(5, 6)
+
+    def step() -> None:
+        indexer_logits_bwd(q, keys, weights, indices, grad)
+
+    with counting() as counts:
+        step()
+        counts.clear()
+        step()
+        assert counts.launches == ["gradient_scale", "selected_gradients", "counted_gradient"]
+        assert (counts.slow, counts.allocations) == (0, 6)
+        assert not pytorch_operators(step)
 
 
 def test_gradients_that_are_not_finite_show() -> None:

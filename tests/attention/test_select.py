@@ -60,7 +60,7 @@ def test_limits_are_as_documented(
 
     def select(topk: int, short: bool) -> None:
         for of_keys, role in keys_and_roles:
-            plan_select(source, of_keys, heads, depth, topk, short, False, role, device)
+            plan_select(source, of_keys, heads, depth, topk, short, role, device)
 
     for short, most in ((True, few), (False, many)):
         if most:

@@ -426,11 +426,12 @@ def test_unknown_intrinsic_is_named() -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ('asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(y[0]));', "inline PTX"),
+        ('asm volatile("wmma.load.a %0, %1;" : "=r"(y[0]));', "inline PTX"),
         ("tl::tcgen05_ld(y);", "tcgen05"),
-        ("tl::cluster_sync();", "clusters"),
+        ("tl::clc_try_cancel(y, y);", "cluster launch control"),
+        ("tl::wgmma_sp_ss(y);", "sparse matrix product"),
         ("y[0] = __tl_cvt_f32x2_to_bf16x2_rs_sat(v, 1);", "stochastic rounding"),
-        ("curand_init(0, 0, 0, &y[0]);", "cuRAND"),
+        ("curandStateXORWOW_t state;", "cuRAND other than Philox"),
     ],
 )
 def test_known_gaps_are_refused_with_a_reason(line: str, why: str) -> None:
@@ -498,9 +499,9 @@ def test_ptx_with_another_form_for_a_cpu(condition: str, nested: bool) -> None:
 
 @pytest.mark.parametrize("condition", ["ifdef __CUDACC__", "if 1", "ifndef __CUDACC__"])
 def test_ptx_for_a_cpu_is_refused(condition: str) -> None:
-    inside = 'asm("mov.b32 %0, 2;" : "=r"(y[0]));'
+    inside = 'asm("wmma.store.d %0, 2;" : "=r"(y[0]));'
     body = f"#{condition}\ny[0] = 1;\n#endif\n{inside}\n"
     if condition != "ifdef __CUDACC__":
         body = f"#{condition}\n{inside}\n#endif\n"
-    with pytest.raises(EmulationError, match=r"inline PTX.*mov\.b32"):
+    with pytest.raises(EmulationError, match=r"inline PTX.*wmma\.store"):
         cuda_source(body, {"y": "int"})

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import fp8_convergence
+from benchmarks.fp8_convergence import SIZES, final_losses, run
 from examples.tiny_v4 import report, train
-from tests.examples.small import QUIET
-
-# The smallest model whose experts have sizes that FP8 products take.
-SIZES = ["--hidden", "128", "--intermediate", "128", "--layers", "1"]
-PRECISIONS = {"fp8": ["--precision", "fp8"], "bf16": ["--precision", "bf16", "--fp8", "off"]}
-SEEDS = 3
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -25,11 +21,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if metafunc.config.getoption("--full"):
             devices.append("cpu")
         metafunc.parametrize("device", devices)
-
-
-def run(out: Path, precision: str, *more: str) -> dict[str, Any]:
-    given = [*SIZES, *PRECISIONS[precision], "--out", str(out), *more]
-    return train.train(train.arguments(given), QUIET)
 
 
 def test_learns_in_forty_steps(tmp_path: Path) -> None:
@@ -44,21 +35,18 @@ def test_learns_in_forty_steps(tmp_path: Path) -> None:
     assert "products of experts in FP8" in page
 
 
-def test_final_loss_is_that_of_bf16(device: str, tmp_path: Path) -> None:
+def test_final_loss_is_that_of_bf16(device: str) -> None:
     """300 steps; the mean over the last 50 and over the seeds, whose own differences are larger."""
-    final = {
-        precision: statistics.fmean(
-            statistics.fmean(
-                run(
-                    tmp_path / f"{precision}{seed}", precision, "--steps", "300", "--seed",
-                    str(seed), "--device", device,
-                )["losses"][-50:]
-            )
-            for seed in range(SEEDS)
-        )
-        for precision in PRECISIONS
-    }  # fmt: skip
+    final = {name: statistics.fmean(found) for name, found in final_losses(device).items()}
     assert final["fp8"] == pytest.approx(final["bf16"], rel=0.01)
+
+
+def test_results_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = {"fp8": [1.0, 3.02], "bf16": [1.0, 3.0]}
+    monkeypatch.setattr(fp8_convergence, "final_losses", lambda *_: losses)
+    saved = json.loads(fp8_convergence.main(["--output", str(tmp_path)]).read_text())
+    assert saved["final_loss_by_seed"] == losses
+    assert saved["relative_difference"] == pytest.approx(0.005)
 
 
 @pytest.mark.parametrize("name", ["hidden", "intermediate"])

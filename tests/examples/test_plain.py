@@ -131,17 +131,19 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(torch, "compile", no_compiler)
     found = speed.compare(model_of(hidden=32), train.loss_of, ids_of(2, 9), repeats=1)
-    assert list(found) == ["kernels", "plain PyTorch", speed.COMPILED]
-    assert found[speed.COMPILED] == "failed: RuntimeError: no compiler found"
-    assert speed.in_words(found[speed.COMPILED]).startswith("failed")
+    compiled = f"{speed.PLAIN}, {speed.COMPILED}"
+    assert list(found) == ["kernels", speed.PLAIN, compiled]
+    assert found[compiled] == "failed: RuntimeError: no compiler found"
+    assert speed.in_words(found[compiled]).startswith("failed")
     assert speed.in_words(12.3) == "12 letters per second"
 
 
 @pytest.mark.gpu
 def test_speed_of_each_way_on_cuda() -> None:
-    model = model_of().cuda()
+    model = model_of(dtype=torch.bfloat16).cuda()
     found = speed.compare(model, train.loss_of, ids_of(8, 65).cuda(), repeats=3)
-    assert list(found) == ["kernels", "plain PyTorch", speed.COMPILED]
+    ways = ("", f", {speed.COMPILED}", f", {speed.REDUCED}", f", {speed.GRAPH}")
+    assert list(found) == [form + way for form in ("kernels", speed.PLAIN) for way in ways]
     assert all(isinstance(value, float) and value > 0 for value in found.values()), found
 
 

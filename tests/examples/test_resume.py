@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from examples.tiny_v4 import report, train
+from examples.tiny_v4 import report, step, train
 from examples.tiny_v4.checkpoint import FIXED, ResumeError
 from tests.examples.small import SMALL, run
 
@@ -32,13 +32,13 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(model, token_ids)
 
-    original = train.loss_of
+    original = step.loss_of
     assert threading.current_thread() is threading.main_thread()
-    monkeypatch.setattr(train, "loss_of", loss_of)
+    monkeypatch.setattr(step, "loss_of", loss_of)
     with pytest.raises(SystemExit) as stopped:
         run(tmp_path / "parts", *STEPS)
     assert stopped.value.code == 128 + signal.SIGTERM
-    monkeypatch.setattr(train, "loss_of", original)
+    monkeypatch.setattr(step, "loss_of", original)
     return tmp_path / "parts"
 
 

@@ -23,11 +23,14 @@ each_ground = pytest.mark.parametrize("ground", GROUNDS)
 # Tiles that give the same bits; those with clusters are not emulated.
 TILES = [
     tiling.WIDE,
-    tiling.WIDE_JOINT,
+    tiling.WIDE_GROUPED,
     tiling.NARROW,
     tiling.FEW_ROWS,
     Tile(64, 256, 4, 8, separate=True, cluster=1),
     Tile(128, 128, 3, 1, separate=False, cluster=1),
+    tiling.WIDE_FP8,
+    # Two stages: each is reused after one step.
+    Tile(128, 128, 2, 1, separate=True, cluster=1, ahead=True, alternate=True, copied_scales=True),
 ]
 TILES_OF_ROW_SCALES = [tile for tile in TILES if tile.rows == 64 or tile.columns == 128]
 

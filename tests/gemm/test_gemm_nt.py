@@ -108,12 +108,12 @@ def test_transposed_forms(device: str) -> None:
     a, b, d = dense(132, 264, 256, device)
     expected = gemm.fp8_gemm_nt(a, b, d.clone())
     for copied in (False, True):
-        turned_a, turned_b = (
+        transposed_a, transposed_b = (
             (data.T.contiguous() if copied else data.T, sf.T) for data, sf in (a, b)
         )
-        assert torch.equal(gemm.fp8_gemm_nn(a, turned_b, d.clone()), expected)
-        assert torch.equal(gemm.fp8_gemm_tn(turned_a, turned_b, d.clone()), expected)
-        assert torch.equal(gemm.fp8_gemm_tt(turned_a, b, d.clone()), expected)
+        assert torch.equal(gemm.fp8_gemm_nn(a, transposed_b, d.clone()), expected)
+        assert torch.equal(gemm.fp8_gemm_tn(transposed_a, transposed_b, d.clone()), expected)
+        assert torch.equal(gemm.fp8_gemm_tt(transposed_a, b, d.clone()), expected)
     with pytest.raises(TypeError, match=r"^fp8_gemm_nn: b must be a pair"):
         gemm.fp8_gemm_nn(a, b[0], d)
 

@@ -69,8 +69,8 @@ def test_tiles_have_the_same_bits(ground: tuple[str, str], monkeypatch: pytest.M
 def test_operands_by_rows() -> None:
     given = exact([128, 256], 132, 136, 0, "cpu")
     expected = product(**given).clone()
-    turned = {name: (given[name][0].T.contiguous(), given[name][1]) for name in ("a", "b")}
-    assert torch.equal(gemm.k_grouped_fp8_gemm_tn_contiguous(**{**given, **turned}), expected)
+    transposed = {name: (given[name][0].T.contiguous(), given[name][1]) for name in ("a", "b")}
+    assert torch.equal(gemm.k_grouped_fp8_gemm_tn_contiguous(**{**given, **transposed}), expected)
     with pytest.raises(TypeError, match=r"^k_grouped_fp8_gemm_tn_contiguous: a must be a pair"):
         gemm.k_grouped_fp8_gemm_tn_contiguous(**{**given, "a": given["a"][0]})
 

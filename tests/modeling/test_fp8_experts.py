@@ -332,6 +332,41 @@ def test_writes_past_the_version_counter_need_clear() -> None:
     assert torch.equal(cache(weight).forward[1], 2 * first.forward[1])
 
 
+def test_frozen_weights_keep_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture reads the copy; a change is an error in it, and goes to the same memory outside."""
+    capturing = False
+    monkeypatch.setattr(module, "_is_capturing", lambda _: capturing)
+    weight, cache = torch.nn.Parameter(torch.randn(2, 128, 256)), WeightCache()
+    cache.freeze(weight)
+    frozen = cache(weight)
+    capturing = True
+    assert cache(weight) is frozen
+    with torch.no_grad():
+        weight.mul_(-3)
+    with pytest.raises(RuntimeError, match="weights have changed since they were frozen"):
+        cache(weight)
+    capturing = False
+    cache.freeze(weight)
+    capturing = True
+    assert cache(weight) is frozen
+    for kept, fresh in zip(frozen, quantize_weights(weight)):
+        assert torch.equal(kept[0].view(torch.uint8), fresh[0].view(torch.uint8))
+        assert torch.equal(kept[1], fresh[1])
+    cache.unfreeze()
+    assert cache(weight) is not frozen
+    assert not copy.deepcopy(cache)._frozen
+
+
+def test_layer_freezes_its_quantized_weights() -> None:
+    layer = MoELayer(128, 128, 4, 2, precision="fp8", num_shared_experts=1)
+    layer.freeze_quantized_weights()
+    assert all(cache._frozen for cache in layer._quantized.values())
+    layer.freeze_quantized_weights(False)
+    assert not any(cache._frozen for cache in layer._quantized.values())
+    with pytest.raises(ValueError, match='freeze_quantized_weights needs precision="fp8"'):
+        MoELayer(128, 128, 4, 2).freeze_quantized_weights()
+
+
 def test_repeated_choices_in_the_masked_layout() -> None:
     """The rows that do not fit are dropped; the other tokens keep their results."""
     x, weights, w_in, w_out = (leaf.detach() for leaf in problem(4)[0])
@@ -408,6 +443,29 @@ def test_decoding_in_a_cuda_graph() -> None:
     many = torch.cat((x, torch.randn(512, 256, device="cuda").bfloat16()))
     assert torch.equal(captured, layer(x))
     assert torch.equal(captured, layer(many)[:64])  # by the contiguous layout
+
+
+@pytest.mark.gpu
+def test_a_graph_with_frozen_weights_follows_their_updates() -> None:
+    torch.manual_seed(0)
+    layer = MoELayer(256, 128, 8, 2, precision="fp8", device="cuda", dtype=torch.bfloat16)
+    layer.requires_grad_(False)
+    layer.freeze_quantized_weights()
+    x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16)
+    layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x)
+    graph.replay()
+    before = captured.clone()
+    assert torch.equal(before, layer(x))
+    layer.w_in.mul_(0.5)
+    graph.replay()
+    assert torch.equal(captured, before)
+    layer.freeze_quantized_weights()
+    graph.replay()
+    assert torch.equal(captured, layer(x))
+    assert not torch.equal(captured, before)
 
 
 @pytest.mark.gpu

@@ -106,6 +106,52 @@ def test_bfloat16_with_fp8_inside() -> None:
     torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
 
 
+def fp8_rank(group: LocalGroup, tokens: int, **options: Any) -> dict[str, Tensor]:
+    """Results and gradients of a rank with FP8 experts, and the bytes of a row that was sent."""
+    sent: list[Any] = []
+    buffer = ElasticBuffer(group, num_max_tokens_per_rank=48, hidden=256, num_topk=3, **options)
+    dispatch = buffer.dispatch
+    buffer.dispatch = lambda x, *args, **kwargs: (  # type: ignore[method-assign]
+        sent.append(x) or dispatch(x, *args, **kwargs)
+    )
+    layer = part_of(whole(**FP8), buffer, **FP8)
+    x = fp8_tokens(group.rank, tokens).requires_grad_()
+    y = layer(x)
+    y.float().square().sum().backward()
+    assert [each.dtype for each in sent[0]] == [torch.float8_e4m3fn, torch.float32]
+    assert sent[1].dtype is torch.bfloat16  # gradients
+    found = {"y": y, "x": x.grad, "w_in": layer.w_in.grad, "w_out": layer.w_out.grad}
+    return {name: each.detach() for name, each in {**found, "router": layer.router.grad}.items()}
+
+
+FP8: dict[str, Any] = {
+    "hidden": 256, "intermediate": 128, "precision": "fp8", "dtype": torch.bfloat16,
+}  # fmt: skip
+
+
+def fp8_tokens(rank: int, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(20 + rank)
+    return torch.randn(count, 256, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize("options", [{}, {"check_ranks": False}], ids=["counted", "static"])
+def test_fp8_tokens_travel_quantized(options: dict[str, Any]) -> None:
+    """Beside the sum over ranks, which is rounded on each, the numbers are those of one rank."""
+    counts = (40, 0)
+    results = run_ranks(2, lambda group: fp8_rank(group, counts[group.rank], **options))
+    layer = whole(**FP8)
+    x = torch.cat([fp8_tokens(rank, count) for rank, count in enumerate(counts)]).requires_grad_()
+    y = layer(x)
+    y.float().square().sum().backward()
+    wanted = {"y": y, "x": x.grad, "w_in": layer.w_in.grad, "w_out": layer.w_out.grad}
+    for name, expected in wanted.items():
+        found = torch.cat([each[name] for each in results])
+        assert found.shape == expected.shape
+        assert (found - expected).float().norm() < 0.02 * expected.float().norm(), name
+    total = sum(each["router"] for each in results)
+    assert (total - layer.router.grad).norm() < 0.05 * layer.router.grad.norm()
+
+
 def test_errors_and_words() -> None:
     def rank(group: LocalGroup) -> str:
         buffer = ElasticBuffer(group, num_max_tokens_per_rank=16, hidden=24)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.quant.helpers import INF, LAYOUTS, NAN, bits, float32, hex_rows
+from tile_kernels import quant
 from tile_kernels import torch as references
 from tile_kernels.quant import scales
 from tile_kernels.quant.swiglu.reference import activate, split_halves, swiglu_gradients
@@ -33,6 +34,34 @@ def close_to(found: torch.Tensor, *expected: float) -> None:
     """To the digits that the vectors give; the last bit of `exp` is the device's own."""
     torch.testing.assert_close(found, float32(*expected), rtol=3e-7, atol=1e-9)
     assert torch.signbit(found).tolist() == torch.signbit(float32(*expected)).tolist()
+
+
+# ---- without a cast ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["all", "ranges", "indexed"])
+def test_gradients_of_the_plain_forward(kind: str) -> None:
+    """Against autograd of the formula; rows that do not exist have none."""
+    torch.manual_seed(0)
+    x = torch.randn(9, 12, requires_grad=True)
+    exists, weights = torch.ones(9, dtype=torch.bool), torch.randn(9, requires_grad=True)
+    of_row, layout = weights, {}
+    if kind == "ranges":
+        layout = {"psum_num_tokens_per_expert": torch.tensor([3, 5]).int(), "alignment": 4}
+        exists = torch.tensor([1, 1, 1, 0, 1, 0, 0, 0, 0]).bool()
+    elif kind == "indexed":
+        weights = torch.randn(6, 2, requires_grad=True)
+        index = torch.tensor([5, -1, 0, 11, 3, 12, 2, -1, 7])
+        layout, exists = {"pos_to_token_topk": index.int()}, (index >= 0) & (index < 12)
+        of_row = weights.flatten()[index.clamp(0, 11)]
+    y = quant.swiglu_forward(x, "fp32", topk_weights=weights, routed_scaling_factor=2.5, **layout)
+    gate, value = x.chunk(2, 1)
+    wanted = torch.nn.functional.silu(gate) * value * of_row[:, None] * 2.5 * exists[:, None]
+    torch.testing.assert_close(y, wanted)
+    grad = torch.randn_like(y)
+    found = torch.autograd.grad(y, (x, weights), grad)
+    for one, other in zip(found, torch.autograd.grad(wanted, (x, weights), grad)):
+        torch.testing.assert_close(one, other)
 
 
 # ---- forward -----------------------------------------------------------------------------------

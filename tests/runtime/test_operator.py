@@ -19,6 +19,8 @@ from torch import Tensor
 from tests.selection import emulated_by_default, operators
 from tests.test_ops import copies
 from tile_kernels import attention, config, mhc, moe, transpose
+from tile_kernels.mhc.pre import reference as pre_reference
+from tile_kernels.mhc.pre.op import pre_gradients
 from tile_kernels.runtime import emulation, launch, operator, prepared, registry
 from tile_kernels.runtime.cases import assert_equal_results, moved, tensors_in
 from tile_kernels.runtime.declaration import Launch, Size, Spec
@@ -52,10 +54,10 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         Operator, "_prepare", lambda self, *args: found.append(self.name) or prepare(self, *args)
     )
     for each in OPERATORS:
-        each._plans.clear()
+        each.forget()
     yield found
     for each in OPERATORS:
-        each._plans.clear()
+        each.forget()
 
 
 def first_samples(op: Operator) -> list[Any]:
@@ -68,7 +70,9 @@ def first_samples(op: Operator) -> list[Any]:
 @each_operator
 def test_repeated_calls_give_the_reference(op: Operator, evaluated: list[str]) -> None:
     """The arguments of earlier calls are overwritten, so that nothing of them can be kept."""
-    for sample in first_samples(op):
+    samples = first_samples(op)
+    evaluated.clear()  # choosing the samples plans their kernels
+    for sample in samples:
         arguments = sample.build("cpu")
         expected = op.outcome(op.oracle, copies(arguments))
         for _ in range(3):
@@ -77,19 +81,40 @@ def test_repeated_calls_give_the_reference(op: Operator, evaluated: list[str]) -
             for tensor in tensors_in(given):
                 if 0 not in tensor.stride():
                     tensor.untyped_storage().fill_(0xA5)
-    assert len(evaluated) <= 2 * len(first_samples(op))
+    assert len(evaluated) <= 2 * len(samples)
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("adding", [False, True])
+def test_repeated_gradients_before_a_sublayer(adding: bool, evaluated: list[str]) -> None:
+    """An operator with scratch that passes from launch to launch, and one written argument."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        residual, fn = torch.randn(5, 2, 16).bfloat16(), torch.randn(8, 32) / 6
+        given = (residual, fn, torch.randn(3), torch.randn(8))
+        results = pre_reference.mhc_pre_fwd(*given, 1e-6, 0.0, 1e-6, 2.0, 3)
+        grads = [torch.randn_like(each) for each in results[:3]]
+        saved, numbers = (*given, *results[3:]), (1e-6, 1e-6, 2.0, 3)
+        totals = [torch.ones_like(residual) if adding else None for _ in range(2)]
+        found = pre_gradients(saved, (grads[0], grads[1], grads[2]), totals[0], numbers)
+        expected = pre_reference.mhc_pre_bwd(*grads, *saved, *numbers, totals[1])
+        assert not adding or found[0] is totals[0]
+        for one, other in zip(found, expected):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    assert len(evaluated) == 1
 
 
 @each_operator
 def test_dynamic_declaration_is_honest(op: Operator, evaluated: list[str]) -> None:
     """Calls with equal keys have equal launches, apart from `Size`."""
     launches: dict[Any, Any] = {}
-    key_of, launched = Operator._key, Operator._launched
+    call_key, launched = Operator._call_key, Operator._launched
     current: list[Any] = []
 
-    def key(self: Any, *args: Any) -> Any:
-        found = key_of(self, *args)
-        current[:] = [(self.name, found)]
+    def key(self: Any, args: Any, values: Any) -> Any:
+        found = call_key(self, args, values)
+        plan = None if found is None else self._keys(found, values, len(self._flat(args))).plan
+        current[:] = [(self.name, plan)]
         return None  # so that launches are evaluated every time
 
     def launch_all(self: Any, record: Any, specs: Any) -> Any:
@@ -105,7 +130,7 @@ def test_dynamic_declaration_is_honest(op: Operator, evaluated: list[str]) -> No
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Operator, "_key", key)
+        patch.setattr(Operator, "_call_key", key)
         patch.setattr(Operator, "_launched", launch_all)
         patch.setattr(launch.Kernel, "bound", lambda *_: None)  # nothing is compiled or launched
         patch.setattr(prepared.Plan, "run", lambda *_: None)
@@ -208,6 +233,7 @@ def test_caches_are_bounded_and_threads_agree(
 ) -> None:
     monkeypatch.setattr(operator, "MAX_PLANS", 4)
     monkeypatch.setattr(operator, "MAX_SIZES", 4)
+    monkeypatch.setattr(operator, "MAX_CALLS", 4)
     wrong: list[int] = []
 
     def work(seed: int) -> None:
@@ -222,7 +248,9 @@ def test_caches_are_bounded_and_threads_agree(
     for each in threads:
         each.join()
     assert not wrong
-    plans = registry.get("transpose.transpose")._plans
+    declared = registry.get("transpose.transpose")
+    plans = declared._plans
+    assert len(declared._calls) <= 8
     assert len(plans) <= 4 + 4  # a thread may be between the bound and its insertion
     assert all(len(plan.sizes) <= 8 for plan in plans.values())
 

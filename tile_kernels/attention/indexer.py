@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -239,6 +238,6 @@ def score(
 
 def merge(keys: Spec, names: Spec, out: Spec) -> Launch:
     """Chooses the best of `keys`, 0 for none, `[T, n]`; writes their `names` into `out`."""
-    vector = math.gcd(4, keys.shape[1])
-    problem = (out.shape[1], dtype_name(keys), vector, False, False)
+    topk = out.shape[1]  # which divides the columns, whatever the number of lists
+    problem = (topk, dtype_name(keys), keys.element_size(), topk, topk, 16, False, False)
     return Launch(BEST_OF_ROWS, problem, (keys, None, None, names, out))

@@ -39,15 +39,40 @@ def _plain(text: str) -> Any:
 
 def warmup(options: argparse.Namespace) -> int:
     """Compile ahead of time."""
+    if options.model and (options.op or options.calls):
+        raise ValueError("--model goes without an operator and without --calls")
+    if not options.model and (options.training or options.max_tokens is not None):
+        raise ValueError("--training and --max-tokens go with --model")
+    if options.list:
+        return _list_kernels(options)
     calls: Any = None
     if options.calls:
         calls = _calls_in(options.calls)
     elif options.op:
         calls = [_call(options.op, options.arguments)]
-    report = tile_kernels.warmup(calls, arch=options.arch, jobs=options.jobs)
+    report = tile_kernels.warmup(
+        calls, model=options.model, training=options.training or None,
+        max_tokens=options.max_tokens, arch=options.arch, jobs=options.jobs,
+    )  # fmt: skip
     rows = [[label, f"{seconds:.1f}"] for label, seconds in report.kernels.items()]
     columns = [("kernel", "left"), ("seconds", "right")]
     terminal.show_table(f"compiled for {report.arch} in {report.seconds:.1f} s", columns, rows)
+    return 0
+
+
+def _list_kernels(options: argparse.Namespace) -> int:
+    """Print the kernels of a model, and compile none."""
+    from tile_kernels.runtime.warmup import model_compilations, planned_device
+
+    if not options.model:
+        raise ValueError("--list goes with --model")
+    device = described(options.arch) if options.arch else planned_device()
+    items = model_compilations(
+        options.model, device, training=options.training or None, max_tokens=options.max_tokens
+    )
+    for item in items:
+        print(item.label)
+    print(f"{len(items)} kernels for {device.arch} with {device.num_sms} SMs")
     return 0
 
 

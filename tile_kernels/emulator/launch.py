@@ -8,14 +8,14 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
 
 from . import build as _build
-from . import cache
+from . import cache, pointers
 from . import debug as _debug
 from .errors import EmulationError
 from .lowering import DEFAULT_ARCH, Kernel, Lowered, Param, compile_expressions, lower
@@ -87,6 +87,7 @@ class CLaunch(ctypes.Structure):
         ("ranges", ctypes.POINTER(CRange)),
         ("failure", ctypes.POINTER(CFailure)),
         *_fields(ctypes.c_uint64, "blocks threads barriers warp_ops async_ops"),
+        ("cluster", ctypes.c_uint32 * 3),
     ]
 
 
@@ -97,7 +98,9 @@ class CTensorMap(ctypes.Structure):
         ("base", ctypes.c_void_p),
         *_fields(ctypes.c_int32, "elem_bytes rank swizzle kind"),
         *_fields(ctypes.c_int64 * 5, "dims strides"),
-        ("box", ctypes.c_int32 * 5),
+        *_fields(ctypes.c_int32 * 5, "box steps"),
+        *_fields(ctypes.c_int32 * 3, "lower upper offset"),
+        ("im2col", ctypes.c_int32),
     ]
 
 
@@ -148,14 +151,25 @@ def _span(t: torch.Tensor) -> int:
     ) * t.element_size()
 
 
+@contextlib.contextmanager
 def _addresses(
-    spans: Mapping[str, tuple[int, int]], totals: Mapping[str, list[int]], checked: bool
-) -> contextlib.AbstractContextManager[dict[str, int]]:
-    """Addresses for the kernels: of far apart copies, or in fast mode of the tensors themselves."""
+    spans: Mapping[str, tuple[int, int]],
+    totals: Mapping[str, list[int]],
+    checked: bool,
+    fixed: Set[str],
+) -> Iterator[dict[str, int]]:
+    """Addresses for the kernels: of far apart copies, or in fast mode of the tensors themselves.
+
+    `fixed` tensors stay where they are, because the kernel knows their addresses.
+    """
+    here = {n: address for n, (address, _) in spans.items()}
     if not checked:
-        return contextlib.nullcontext({n: address for n, (address, _) in spans.items()})
+        yield here
+        return
     written, atomic = _TRAFFIC.index("written"), _TRAFFIC.index("atomic")
-    return staged(spans, lambda n: bool(totals[n][written] or totals[n][atomic]))
+    movable = {n: s for n, s in spans.items() if n not in fixed}
+    with staged(movable, lambda n: bool(totals[n][written] or totals[n][atomic])) as copies:
+        yield here | copies
 
 
 class _TensorSlot:
@@ -180,6 +194,22 @@ class _TensorSlot:
             for i, e in enumerate(self.strides or ())
             if not e.isidentifier()
         ]
+
+    @classmethod
+    def of_bytes(cls, name: str) -> _TensorSlot:
+        """Memory that the kernel reaches through an address in a tensor."""
+        return cls(Param(name, "uint8", ("num_bytes",)), True)
+
+    def empty(self, sizes: Sequence[int]) -> torch.Tensor:
+        """A tensor of these (logical) sizes whose bytes are 0xFF: NaN, or -1."""
+        sizes = list(sizes)
+        if self.packed and sizes:
+            sizes[-1] //= 2
+        made = torch.empty(sizes, dtype=self.dtypes[0])
+        if made.dtype == torch.bool:
+            return made.fill_(True)
+        made.view(torch.uint8).fill_(0xFF)
+        return made
 
     def sizes(self, t: torch.Tensor) -> list[int]:
         sizes = list(t.shape)
@@ -313,6 +343,7 @@ class Emulated:
         self._slots: list[_TensorSlot | Param] = [
             p if p.shape is None else _TensorSlot(p, p.name in used) for p in lowered.params
         ]
+        self._workspaces = [_TensorSlot(p, True) for p in lowered.workspaces]
         self._maps = {
             name: (m, compile_expressions([*m.dims, *m.strides, *m.box]))
             for name, m in lowered.maps.items()
@@ -400,13 +431,21 @@ class Emulated:
         """
         if order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
+        with torch._C.DisableTorchFunction():  # modes may tell stories about tensors (cuda_api.py)
+            return self._run(args, order, seed, async_late)
+
+    def _run(self, args: tuple[Any, ...], order: str, seed: int, async_late: bool) -> Report:
         started = time.perf_counter()
         tensors, symbols = self._bind(args)
+        tensors |= self._allocate_workspaces(symbols)
+        targets = pointers.targets({n: tensors[n][1] for n in self.lowered.tables if n in tensors})
+        fixed = pointers.overlapping({n: t for n, (_, t) in tensors.items()}, targets)
+        tensors |= {n: (_TensorSlot.of_bytes(n), t) for n, t in targets.items()}
         checked = self.mode == "check"
         spans = {n: (t.data_ptr(), _span(t)) for n, (_, t) in tensors.items()}
         totals = {n: [0] * 5 for n in tensors}
         runs = []
-        with _lock, _addresses(spans, totals, checked) as addresses:
+        with _lock, _addresses(spans, totals, checked, fixed) as addresses:
             ranges = (CRange * max(1, len(tensors)))()
             for r, (slot, _) in zip(ranges, tensors.values(), strict=False):
                 r.name, r.base = slot.name.encode(), addresses[slot.name]
@@ -432,6 +471,34 @@ class Emulated:
         buffers = {n: Traffic(*t) for n, t in totals.items()} if checked else None
         seconds = time.perf_counter() - started
         return Report(self.name, self.mode, tuple(runs), buffers, seconds)
+
+    def symbols(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Values of the symbols in shapes and of the scalars; `None` stands for unknown tensors."""
+        found: dict[str, Any] = {}
+        with torch._C.DisableTorchFunction():
+            for slot, value in zip(self._slots, values, strict=True):
+                if value is None:
+                    continue
+                if isinstance(slot, Param):
+                    found[slot.name] = value
+                else:
+                    slot.bind(value, found)
+        return found
+
+    def empty(self, index: int, sizes: Sequence[int]) -> torch.Tensor:
+        """A new tensor for a parameter; its bytes are 0xFF, as those of no useful result."""
+        slot = self._slots[index]
+        if isinstance(slot, Param):
+            raise TypeError(f"{slot.name} is a scalar, which a kernel cannot return")
+        with torch._C.DisableTorchFunction():
+            return slot.empty(sizes)
+
+    def _allocate_workspaces(
+        self, symbols: dict[str, Any]
+    ) -> dict[str, tuple[_TensorSlot, torch.Tensor]]:
+        return {
+            s.name: (s, s.empty(compile_expressions(s.shape)(symbols))) for s in self._workspaces
+        }
 
     def _bind(
         self, args: tuple[Any, ...]
@@ -476,13 +543,15 @@ class Emulated:
         grid, block = tuple(size[:3]), tuple(size[3:])
         self._check_limits(kernel, grid, block, dyn)
         launch.grid[:], launch.block[:], launch.dyn_bytes = grid, block, dyn
+        launch.cluster[:] = kernel.cluster
         values = [self._argument(n, kind, addresses, symbols) for n, kind in kernel.args]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
         if self.keep is not None:
             _debug.write_launch(self.keep, kernel.name, launch, values, tensors)
         t0 = time.perf_counter()
         if launcher.function(ctypes.byref(launch), pointers):
-            raise self._error(kernel, launch.failure.contents, tensors)
+            error = self._error(kernel, launch.failure.contents, tensors)
+            raise KeyboardInterrupt(str(error)) if error.kind == "interrupted" else error
         seconds = time.perf_counter() - t0
         return KernelRun(
             name=kernel.name,
@@ -495,6 +564,13 @@ class Emulated:
             async_ops=launch.async_ops,
             seconds=seconds,
         )
+
+    def check_static_limits(self) -> None:
+        """Refuse launches that a GPU would refuse, where their size depends on no argument."""
+        for launcher in self._launchers:
+            with contextlib.suppress(NameError):
+                *size, dyn = launcher.sizes({})
+                self._check_limits(launcher.kernel, tuple(size[:3]), tuple(size[3:]), dyn)
 
     def _check_limits(
         self, kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], dyn: int
@@ -528,7 +604,7 @@ class Emulated:
         if kind == "map":
             spec, evaluate = self._maps[name]
             values, rank = evaluate(symbols), len(spec.dims)
-            dims, strides, box = (values[i * rank : (i + 1) * rank] for i in range(3))
+            dims, strides, box = values[:rank], values[rank : 2 * rank], values[2 * rank :]
             base = addresses[spec.tensor]
             _check_map(spec.tensor, base, strides[1:])
             m = CTensorMap(
@@ -538,7 +614,10 @@ class Emulated:
                 swizzle=spec.swizzle,
                 kind=spec.kind,
             )
-            m.dims[:rank], m.strides[:rank], m.box[:rank] = dims, strides, box
+            m.dims[:rank], m.strides[:rank], m.box[: len(box)] = dims, strides, box
+            if spec.pixels is not None:
+                m.im2col = 1
+                m.steps[:rank], m.lower[: rank - 2], m.upper[: rank - 2] = spec.pixels
             return m
         if name not in symbols:
             raise EmulationError(f"the kernel needs {name}, which no argument determines")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from . import cache
 from .errors import EmulationError
 
 DEFAULT_ARCH = "sm_90a"
+_DATA_FIELD = 1  # of DLTensor, in the numbering of tvm_struct_get
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class TensorMap:
     interleave: int
     swizzle: int
     fill: int
+    # of im2col, where `box` is (channels, pixels): traversal strides, lower and upper corner
+    pixels: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Kernel:
     block: tuple[str, str, str]
     dyn_bytes: str
     shared: dict[str, SharedBuffer]
+    cluster: tuple[int, ...] = (1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ class Lowered:
     kernels: tuple[Kernel, ...]  # in launch order
     maps: dict[str, TensorMap]
     cooperative: bool
+    workspaces: tuple[Param, ...] = ()  # tensors that the host code allocates (T.alloc_global)
+    tables: tuple[str, ...] = ()  # parameters whose elements are addresses of other tensors
 
     def to_json(self) -> str:
         """Serialise for the cache."""
@@ -83,10 +89,12 @@ class Lowered:
     def from_json(cls, text: str) -> Lowered:
         """Read back what `to_json` wrote."""
         d = json.loads(text)
-        d["params"] = tuple(
-            Param(p["name"], p["dtype"], _thaw(p["shape"]), _thaw(p["strides"]))
-            for p in d["params"]
-        )
+        for field in ("params", "workspaces"):
+            d[field] = tuple(
+                Param(p["name"], p["dtype"], _thaw(p["shape"]), _thaw(p["strides"]))
+                for p in d[field]
+            )
+        d["tables"] = tuple(d["tables"])
         d["kernels"] = tuple(
             Kernel(
                 name=k["name"],
@@ -95,6 +103,7 @@ class Lowered:
                 block=tuple(k["block"]),
                 dyn_bytes=k["dyn_bytes"],
                 shared={n: SharedBuffer(**s) for n, s in k["shared"].items()},
+                cluster=tuple(k["cluster"]),
             )
             for k in d["kernels"]
         )
@@ -106,7 +115,7 @@ class Lowered:
 
 def _thaw(value: Any) -> Any:
     """JSON has lists only; the dataclasses hold tuples."""
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_thaw, value)) if isinstance(value, list) else value
 
 
 # ---- Python expressions from TIR -------------------------------------------------------------
@@ -247,28 +256,109 @@ def _lower(prim_func: Any, arch: str, configs: dict[str, Any]) -> Lowered:
         artifact = tilelang_lower(prim_func, target=target)
     host = artifact.host_mod
     maps: dict[str, TensorMap] = {}
+    aliases: dict[str, str] = {}
+    workspaces: dict[str, Param] = {}
     for f in host.functions.values():
+        aliases |= _data_pointers(f, prim_func)
+        workspaces |= _workspaces(f)
         for var, args in dict((f.attrs or {}).get("tma_descriptor_args", {}) or {}).items():
-            maps[str(var.name)] = _tensor_map(list(args))
+            made = _tensor_map(list(args))
+            maps[str(var.name)] = replace(made, tensor=aliases.get(made.tensor, made.tensor))
     kernels = {}
     for f in artifact.device_mod.functions.values():
         kernel = _kernel(f, maps)
         kernels[kernel.name] = kernel
-    order = [n for f in host.functions.values() for n in _launch_order(f, kernels)]
+    launches = [n for f in host.functions.values() for n in _launch_order(f, kernels)]
     source = artifact.kernel_source
     return Lowered(
         name=str((prim_func.attrs or {}).get("global_symbol", "kernel")),
         arch=arch,
         source=source,
         params=tuple(_param(prim_func, p) for p in prim_func.params),
-        kernels=tuple(kernels[n] for n in order),
+        kernels=tuple(_with_arguments(kernels[n], args, aliases) for n, args in launches),
         maps=maps,
         cooperative="this_grid()" in source,
+        workspaces=tuple(workspaces.values()),
+        tables=_pointer_tables(prim_func),
     )
 
 
-def _launch_order(host: Any, kernels: Mapping[str, Kernel]) -> list[str]:
-    """Names of the kernels that a host function launches, one after the other.
+def _data_pointers(host: Any, prim_func: Any) -> dict[str, str]:
+    """Names under which the host code keeps the addresses of tensors -> names of the parameters.
+
+    They differ where a tensor is seen under another shape (`T.view`).
+    """
+    from tilelang import tvm
+
+    tirx = tvm.tirx
+    names = {str(p.name): str(b.name) for p, b in prim_func.buffer_map.items()}
+    found: dict[str, str] = {}
+
+    def visit(node: Any) -> None:
+        value = getattr(node, "value", None)
+        if not (hasattr(node, "var") and isinstance(value, tirx.Call)):
+            return
+        if not str(value.op.name).endswith("tvm_struct_get") or int(value.args[2]) != _DATA_FIELD:
+            return
+        handle = str(getattr(value.args[0], "name", ""))
+        if handle in names:
+            found[str(node.var.name)] = names[handle]
+
+    tirx.stmt_functor.post_order_visit(host.body, visit)
+    return found
+
+
+def _workspaces(host: Any) -> dict[str, Param]:
+    """Tensors that the host code allocates for its kernels, by name."""
+    from tilelang import tvm
+
+    found: dict[str, Param] = {}
+
+    def visit(node: Any) -> None:
+        kind = type(node).__name__
+        if kind == "AllocBuffer":
+            name, dtype, shape = str(node.buffer.data.name), node.buffer.dtype, node.buffer.shape
+        elif kind == "Allocate":
+            name, dtype, shape = str(node.buffer_var.name), node.dtype, node.extents
+        else:
+            return
+        found[name] = Param(name, str(dtype), tuple(to_python(e) for e in shape))
+
+    tvm.tirx.stmt_functor.post_order_visit(host.body, visit)
+    return found
+
+
+def _pointer_tables(prim_func: Any) -> tuple[str, ...]:
+    """Parameters whose elements the kernel uses as addresses (`T.Tensor(shape, T.ptr)`)."""
+    from tilelang import tvm
+
+    tirx = tvm.tirx
+    found: dict[str, None] = {}
+
+    def visit(node: Any) -> None:
+        if (
+            isinstance(node, tirx.Call)
+            and str(getattr(node.op, "name", "")).endswith("reinterpret")
+            and str(node.dtype) == "handle"
+            and isinstance(node.args[0], tirx.BufferLoad)
+        ):
+            found[str(node.args[0].buffer.name)] = None
+
+    tirx.stmt_functor.post_order_visit(prim_func.body, visit)
+    return tuple(found)
+
+
+def _with_arguments(kernel: Kernel, given: Sequence[Any], aliases: Mapping[str, str]) -> Kernel:
+    """The kernel with its arguments named as the host code passes them, not as it calls them."""
+    args = []
+    for (name, kind), value in zip(kernel.args, given, strict=False):
+        passed = str(getattr(value, "name", name))
+        args.append((aliases.get(passed, passed) if kind == "tensor" else name, kind))
+    return replace(kernel, args=tuple(args))
+
+
+def _launch_order(host: Any, kernels: Mapping[str, Kernel]) -> list[tuple[str, list[Any]]]:
+    """The kernels that a host function launches, one after the other, with their arguments.
 
     Under a host loop or branch the launches depend on values that only the host code computes, so
     running each once would be wrong.
@@ -277,14 +367,14 @@ def _launch_order(host: Any, kernels: Mapping[str, Kernel]) -> list[str]:
 
     tirx = tvm.tirx
 
-    def launches(node: Any) -> list[str]:
-        found: list[str] = []
+    def launches(node: Any) -> list[tuple[str, list[Any]]]:
+        found: list[tuple[str, list[Any]]] = []
 
         def visit(call: Any) -> None:
             if isinstance(call, tirx.Call) and call.args:
                 first = call.args[0]
                 if isinstance(first, tirx.StringImm) and str(first.value) in kernels:
-                    found.append(str(first.value))
+                    found.append((str(first.value), list(call.args[1:])))
 
         tirx.stmt_functor.post_order_visit(node, visit)
         return found
@@ -302,7 +392,7 @@ def _launch_order(host: Any, kernels: Mapping[str, Kernel]) -> list[str]:
             where = f"for {node.loop_var.name}" if isinstance(node, tirx.For) else node.condition
             raise EmulationError(
                 "kernel launches under host control flow are not supported: "
-                f"{', '.join(inside)} under `{where}`"
+                f"{', '.join(n for n, _ in inside)} under `{where}`"
             )
     return launches(host.body)
 
@@ -322,11 +412,13 @@ def _param(prim_func: Any, var: Any) -> Param:
 def _tensor_map(args: list[Any]) -> TensorMap:
     """Decode ("...create_tiled", desc, type, rank, base, dims, strides, box, steps, 4 options)."""
     what = str(args[0].value)
-    if "tiled" not in what:
-        raise EmulationError(
-            f"the kernel builds a TMA descriptor with {what}; the emulator has tiled ones only"
-        )
     rank = int(args[3])
+    if what.endswith("im2col"):
+        return _im2col_map(args, rank)
+    if not what.endswith("tiled"):
+        raise EmulationError(
+            f"the kernel builds a TMA descriptor with {what}, which the emulator does not know"
+        )
     parts = [tuple(to_python(e) for e in args[5 + i * rank : 5 + (i + 1) * rank]) for i in range(4)]
     if any(step != "1" for step in parts[3]):
         raise EmulationError(
@@ -342,6 +434,25 @@ def _tensor_map(args: list[Any]) -> TensorMap:
         interleave=interleave,
         swizzle=swizzle,
         fill=fill,
+    )
+
+
+def _im2col_map(args: list[Any], rank: int) -> TensorMap:
+    """Decode (..., base, dims, strides, steps, lower, upper, pixels, channels, 4 options)."""
+    rest = [to_python(e) for e in args[5:]]
+    dims, strides, steps = (tuple(rest[i * rank : (i + 1) * rank]) for i in range(3))
+    corners = [int(e) for e in rest[3 * rank : 5 * rank - 4]]
+    pixels, channels, interleave, swizzle, _promotion, fill = rest[5 * rank - 4 :]
+    return TensorMap(
+        tensor=str(args[4].name),
+        kind=int(args[2]),
+        dims=dims,
+        strides=strides,
+        box=(channels, pixels),
+        interleave=int(interleave),
+        swizzle=int(swizzle),
+        fill=int(fill),
+        pixels=(tuple(map(int, steps)), tuple(corners[: rank - 2]), tuple(corners[rank - 2 :])),
     )
 
 
@@ -363,6 +474,7 @@ def _kernel(f: Any, maps: Mapping[str, TensorMap]) -> Kernel:
         block=size("threadIdx"),
         dyn_bytes=to_python(f.attrs.get("dyn_shared_memory_buf", 0)),
         shared=_shared_buffers(f),
+        cluster=tuple(int(n) for n in f.attrs.get("cluster_dims", None) or (1, 1, 1)),
     )
 
 

@@ -1,3 +1,7 @@
+from tile_kernels.engram.convolution.op import (
+    engram_convolution_bwd as engram_convolution_bwd,
+    engram_convolution_fwd as engram_convolution_fwd,
+)
 from tile_kernels.engram.gate.op import (
     engram_gate as engram_gate,
     engram_gate_bwd as engram_gate_bwd,

@@ -148,6 +148,11 @@ each time; otherwise the source adds them all up, rounding once |
                 flush=True,
             )
 
+    @property
+    def can_avoid_host_waits(self) -> bool:
+        """Whether a dispatch with `do_cpu_sync=False` never waits for the device."""
+        return not self._check_ranks and self.allow_multiple_reduction
+
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, ...],
@@ -231,7 +236,7 @@ each time; otherwise the source adds them all up, rounding once |
     def _dispatch(
         self, arguments: DispatchArguments
     ) -> tuple[Received, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
-        may_be_static = not self._check_ranks and self.allow_multiple_reduction
+        may_be_static = self.can_avoid_host_waits
         request, error = checked(
             lambda: dispatch_request(
                 self._fabric, arguments, self.num_max_tokens_per_rank, may_be_static

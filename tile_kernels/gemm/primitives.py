@@ -35,12 +35,16 @@ from tile_kernels.gemm.tiling import (
     ROW,
     ROW_UE8M0,
     SQUARE_E2M1,
-    SQUARE_TURNED,
-    SQUARE_TURNED_UE8M0,
+    SQUARE_TRANSPOSED,
+    SQUARE_TRANSPOSED_UE8M0,
     ZERO_SHIFT,
     Plan,
 )
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.kernels.e2m1 import HIGH, HIGH_STEP, LOW, LOW_STEP, bytes_of
+
+# All barriers are written out. TileLang would add one before each store to shared memory.
+PASS_CONFIGS = {**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True}
 
 WARPGROUP = 128  # threads
 WARPGROUP_ROWS = 64
@@ -49,7 +53,8 @@ PACKED = 4  # exponents in a word
 COPY_REGISTERS, MATH_REGISTERS = 40, 232  # of a thread; 384 threads have 65,536
 # Where a warpgroup expands e2m1: 512 threads have 65,536.
 EXPAND_REGISTERS, MATH_REGISTERS_E2M1 = 96, 184
-EXPANDED_STAGES = 4
+EXPANDED_STAGES = 4  # of 128 columns
+TURN = 8  # named barriers, one for each warpgroup that waits for its turn; TileLang uses low ones
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -84,14 +89,25 @@ def build_product(*static: Any) -> Any:
     b_has_groups, d_has_groups = grouped_rows or masked, masked or k_grouped
     promoted = p.a_scale != NONE
     sfb_by_row = p.b_scale in (ROW, ROW_UE8M0)
-    sfb_turned = p.b_scale in (SQUARE_TURNED, SQUARE_TURNED_UE8M0)
+    sfb_transposed = p.b_scale in (SQUARE_TRANSPOSED, SQUARE_TRANSPOSED_UE8M0)
     a_packed, b_packed = p.a_scale.endswith("ue8m0"), p.b_scale.endswith("ue8m0")
     packed = p.b_scale == SQUARE_E2M1
     pairs = p.cluster == 2
+    alternate, ahead = p.alternate, p.ahead
+    scales_by_copier = p.copied_scales and promoted and not sfb_by_row
+    # Scales of the rows of `b` are read before a product starts, so that no load of a stage is
+    # under way when it is released. A tile of 128 x 256 has no registers for that: it reads them
+    # after the product, and releases a stage when the products of the next one have started. They
+    # overwrite `part`, so that the promotion before has its scales.
+    deferred = sfb_by_row and (p.rows, p.columns) == (BLOCK, 2 * WIDTH)
+    read_before = sfb_by_row and not deferred
+    column_span = p.columns * p.cluster
+    expanders = 2 if (p.rows, p.columns) == (WARPGROUP_ROWS, WIDTH) else 1
     depth, stages, columns = p.depth, p.stages, p.columns
     halves = columns // WIDTH
+    expanded_stages = EXPANDED_STAGES // halves
     n = p.n
-    column_tiles = -(-n // (columns * p.cluster))  # of all blocks of a cluster
+    column_tiles = -(-n // column_span)  # of all blocks of a cluster
     clusters = p.blocks // p.cluster
     square_rows = -(-n // BLOCK)
     has_addend = p.addend != ""
@@ -130,7 +146,7 @@ def build_product(*static: Any) -> Any:
     elif sfb_by_row:
         sfb_type = T.StridedTensor[(sfb_steps, n), (sfb_stride, 1), scale_dtype[b_packed]]
     else:
-        shape = (sfb_steps, square_rows) if sfb_turned else (square_rows, sfb_steps)
+        shape = (sfb_steps, square_rows) if sfb_transposed else (square_rows, sfb_steps)
         shape = (groups, *shape) if b_has_groups else shape
         sfb_type = T.Tensor[shape, scale_dtype[b_packed]]
     if packed:
@@ -155,6 +171,11 @@ def build_product(*static: Any) -> Any:
     role_threads = [rows // WARPGROUP_ROWS * WARPGROUP for _, rows, _, _ in roles]
     threads = sum(role_threads)  # that multiply; after them one warp copies and three idle
 
+    sfb_ring_width = halves if scales_by_copier else columns
+    # Static shared memory has room beside the barriers; the dynamic part is full.
+    sfb_ring_scope = "shared" if scales_by_copier else "shared.dyn"
+    sfb_ring_dtype = T.float32 if scales_by_copier else scale_dtype[b_packed]
+
     # ---- regions ----
     def a_tile(a: Any, g: Any, row: Any, channel: Any) -> Any:
         region = (slice(row, row + p.rows), slice(channel, channel + depth))
@@ -175,7 +196,7 @@ def build_product(*static: Any) -> Any:
 
     def square_scale(sfb: Any, g: Any, block: Any, step: Any) -> Any:
         position = step // PACKED if b_packed else step
-        where = (position, block) if sfb_turned else (block, position)
+        where = (position, block) if sfb_transposed else (block, position)
         return number(sfb[(g, *where)] if b_has_groups else sfb[where], step, b_packed)
 
     def square(column: Any, side: int) -> Any:
@@ -191,9 +212,12 @@ def build_product(*static: Any) -> Any:
         region = (slice(row, row + rows), slice(column, column + WIDTH))
         return d[(g, *region)] if d_has_groups else d[region]
 
+    def first_column(at: Any, rank: Any) -> Any:
+        return at[1] * column_span + rank * columns
+
     def column_of(at: Any, rank: Any, half: int) -> Any:
         """An expression, not a variable: its divisibility is what allows wide accesses."""
-        return (at[1] * p.cluster + rank) * columns + half * WIDTH
+        return first_column(at, rank) + half * WIDTH
 
     def launch(num_tiles: Any) -> Any:
         if pairs:
@@ -206,7 +230,7 @@ def build_product(*static: Any) -> Any:
 
     def b_stage(slot: Any, done: Any) -> Any:
         """The stage of `b` that the tensor cores read in this step."""
-        return done[0] % EXPANDED_STAGES if packed else slot
+        return done[0] % expanded_stages if packed else slot
 
     # ---- which tile is next ----
     @T.macro
@@ -231,7 +255,7 @@ def build_product(*static: Any) -> Any:
         at[1] = inside // height
 
     @T.macro
-    def locate(tile, layout, at):
+    def locate(tile, layout, at, rank):
         """Row, column, group, first step and number of steps of a tile; no steps: no product.
 
         `at[5]`: the row after the last one of the group, where rows belong to groups by their end.
@@ -284,15 +308,30 @@ def build_product(*static: Any) -> Any:
         a, sfa, b, sfb, layout, first, rank, a_ring, b_ring, sfa_ring, sfb_ring, full, empty, tiles,
         at, done, shifts=None, shift_ring=None,
     ):  # fmt: skip
+        copied_scale = T.alloc_local((2,), T.float32)
         for iteration in T.serial(T.ceildiv(tiles[0] - first, clusters)):
-            locate(iteration * clusters + first, layout, at)
+            locate(iteration * clusters + first, layout, at, rank)
             row = at[0] * p.rows
-            column = (at[1] * p.cluster + rank) * columns
+            column = first_column(at, rank)
             g = at[2]
+            if scales_by_copier:
+                side = T.get_thread_binding() % halves
+                if at[4] > 0:
+                    copied_scale[1] = square_scale(sfb, g, square(column, side), at[3])
             for i in T.serial(at[4]):
                 step = at[3] + i
                 slot = done[0] % stages
+                if scales_by_copier:  # loaded one step ahead
+                    following = at[3] + T.min(i + 1, at[4] - 1)
+                    copied_scale[0] = copied_scale[1]
+                    copied_scale[1] = square_scale(
+                        sfb, g, square(column, T.get_thread_binding() % halves), following
+                    )
                 T.mbarrier_wait_parity(empty[slot], done[0] // stages % 2 ^ 1)
+                if scales_by_copier:
+                    lane = T.get_thread_binding() % 32
+                    if lane < halves:
+                        sfb_ring[slot, lane] = copied_scale[0]
                 T.tma_copy(
                     a_tile(a, g, row, step * depth), a_ring[slot, :, :], barrier=full[slot],
                     cluster_mask=3 if pairs else None,
@@ -323,49 +362,70 @@ def build_product(*static: Any) -> Any:
         layout, first, packed_ring, shift_ring, b_ring, full, empty, ready, free, tiles, at, done
     ):
         """Each stage from e2m1 to e4m3, by the threads after those that multiply."""
-        words = T.alloc_local((4,), T.uint32)
+        pieces = columns * depth // GROUP // WARPGROUP  # of a thread, one group of channels each
+        words = T.alloc_local((pieces * 4,), T.uint32)
+        row_shifts = T.alloc_local((pieces,), T.uint32)
         data = T.alloc_local((16,), T.float8_e4m3fn)
         octets = T.view(data, (4,), T.uint32)
         low = T.alloc_var(T.uint32, init=T.uint32(0))
         high = T.alloc_var(T.uint32, init=T.uint32(0))
         shift = T.alloc_var(T.uint32, init=T.uint32(0))
-        thread = T.get_thread_binding() - threads
+        expander = (T.get_thread_binding() - threads) // WARPGROUP
+        thread = (T.get_thread_binding() - threads) % WARPGROUP
+        group = thread % (depth // GROUP)
         for iteration in T.serial(T.ceildiv(tiles[0] - first, clusters)):
-            locate(iteration * clusters + first, layout, at)
+            locate(iteration * clusters + first, layout, at, 0)
             for _ in T.serial(at[4]):
-                slot = done[0] % stages
-                target = done[0] % EXPANDED_STAGES
-                T.mbarrier_wait_parity(full[slot], done[0] // stages % 2)
-                T.mbarrier_wait_parity(free[target], done[0] // EXPANDED_STAGES % 2 ^ 1)
-                for c in T.unroll(columns * depth // GROUP // WARPGROUP):
-                    row = (c * WARPGROUP + thread) // (depth // GROUP)
-                    group = thread % (depth // GROUP)
-                    shift = T.cast(shift_ring[slot, row], T.uint32)
-                    shift = shift >> T.cast(group * 4, T.uint32) & T.uint32(15)
-                    low = T.uint32(LOW + LEAST_SHIFT * LOW_STEP) + shift * T.uint32(LOW_STEP)
-                    high = T.uint32(HIGH + LEAST_SHIFT * HIGH_STEP) + shift * T.uint32(HIGH_STEP)
-                    if shift == T.uint32(ZERO_SHIFT):
-                        low = T.uint32(0)
-                        high = T.uint32(0)
-                    if shift == T.uint32(NAN_SHIFT):
-                        low = T.uint32(0x7F7F7F7F)
-                        high = T.uint32(0x7F7F7F7F)
-                    for e in T.vectorized(4):
-                        words[e] = packed_ring[slot, row, group * 4 + e]
-                    for half in T.unroll(2):
-                        bytes_of(words[half * 2], low, high, octets, 0)
-                        bytes_of(words[half * 2 + 1], low, high, octets, 2)
-                        for e in T.vectorized(16):
-                            b_ring[target, row, group * GROUP + half * 16 + e] = data[e]
-                T.fence_proxy_async()  # the tensor cores read what these threads wrote
-                T.sync_warp()
-                if thread % 32 == 0:
-                    T.mbarrier_arrive(ready[target])
-                    T.mbarrier_arrive(empty[slot])
+                if done[0] % expanders == expander:
+                    slot = done[0] % stages
+                    target = done[0] % expanded_stages
+                    T.mbarrier_wait_parity(full[slot], done[0] // stages % 2)
+                    T.mbarrier_wait_parity(free[target], done[0] // expanded_stages % 2 ^ 1)
+                    # All loads first: the compiler cannot move them across the stores.
+                    for c in T.unroll(pieces):
+                        row = (c * WARPGROUP + thread) // (depth // GROUP)
+                        row_shifts[c] = T.cast(shift_ring[slot, row], T.uint32)
+                        for e in T.vectorized(4):
+                            words[c * 4 + e] = packed_ring[slot, row, group * 4 + e]
+                    for c in T.unroll(pieces):
+                        row = (c * WARPGROUP + thread) // (depth // GROUP)
+                        shift = row_shifts[c] >> T.cast(group * 4, T.uint32) & T.uint32(15)
+                        low = T.uint32(LOW + LEAST_SHIFT * LOW_STEP) + shift * T.uint32(LOW_STEP)
+                        high = T.uint32(HIGH + LEAST_SHIFT * HIGH_STEP) + shift * T.uint32(
+                            HIGH_STEP
+                        )
+                        if shift == T.uint32(ZERO_SHIFT):
+                            low = T.uint32(0)
+                            high = T.uint32(0)
+                        if shift == T.uint32(NAN_SHIFT):
+                            low = T.uint32(0x7F7F7F7F)
+                            high = T.uint32(0x7F7F7F7F)
+                        for half in T.unroll(2):
+                            bytes_of(words[c * 4 + half * 2], low, high, octets, 0)
+                            bytes_of(words[c * 4 + half * 2 + 1], low, high, octets, 2)
+                            for e in T.vectorized(16):
+                                b_ring[target, row, group * GROUP + half * 16 + e] = data[e]
+                    T.fence_proxy_async()  # the tensor cores read what these threads wrote
+                    T.sync_warp()
+                    if thread % 32 == 0:
+                        T.mbarrier_arrive(ready[target])
+                        T.mbarrier_arrive(empty[slot])
                 done[0] += 1
 
     def element(tensor: Any, g: Any, row: Any, column: Any) -> Any:
         return tensor[(g, row, column) if d_has_groups else (row, column)]
+
+    @T.macro
+    def release(empty, slot):
+        """The warp gives a stage back, in all blocks of the cluster."""
+        if promoted:
+            T.sync_warp()  # all lanes have read their scales
+        lane = T.get_thread_binding() % 32
+        if pairs:
+            if lane < 2:
+                T.mbarrier_arrive(empty[slot], cta_id=lane)
+        elif lane == 0:
+            T.mbarrier_arrive(empty[slot])
 
     def multiplier(number_of_role: int) -> Any:
         """A macro: what the threads of one role do."""
@@ -386,42 +446,62 @@ def build_product(*static: Any) -> Any:
             b_scale = T.alloc_local((num_halves,), T.float32)
             next_scale = T.alloc_local((num_halves,), T.float32)
             kept = T.alloc_fragment((rows,), T.int32)
-            for iteration in T.serial(T.ceildiv(tiles[0] - first, clusters)):
-                locate(iteration * clusters + first, layout, at)
-                row = at[0] * p.rows + first_row
-                column = (at[1] * p.cluster + rank) * columns + first_half * WIDTH
-                g = at[2]
+            now = T.alloc_local((7,), T.int32)
+            fragment_registers = rows * WIDTH // own_threads
+            if alternate and number_of_role == 1:
+                T.named_barrier_arrive(TURN, 2 * WARPGROUP)  # the first warpgroup begins
+            num_tiles = T.ceildiv(tiles[0] - first, clusters)
+            if num_tiles > 0:
+                locate(first, layout, at, rank)
+            for iteration in T.serial(num_tiles):
+                for e in T.unroll(7):
+                    now[e] = at[e]
+                row = now[0] * p.rows + first_row
+                column = first_column(now, rank) + first_half * WIDTH
+                g = now[2]
+                if p.layout == CONTIGUOUS:  # loaded long before they are compared
+                    for r in T.Parallel(rows):
+                        kept[r] = layout[row + r]
                 for side in sides:
                     T.clear(totals[side])
-                if promoted and not sfb_by_row:
-                    if at[4] > 0:
+                if promoted and not sfb_by_row and not scales_by_copier:
+                    if now[4] > 0:
                         for side in sides:
-                            next_scale[side] = square_scale(sfb, g, square(column, side), at[3])
-                for i in T.serial(at[4]):
-                    step = at[3] + i
+                            next_scale[side] = square_scale(sfb, g, square(column, side), now[3])
+                if ahead:
+                    if now[4] > 0:
+                        T.mbarrier_wait_parity(full[done[0] % stages], done[0] // stages % 2)
+                for i in T.serial(now[4]):
+                    step = now[3] + i
                     slot = done[0] % stages
-                    if promoted and not sfb_by_row:
+                    if promoted and not sfb_by_row and not scales_by_copier:
                         # Loaded one step ahead: the compiler multiplies scales between the
                         # instructions of a product, which would wait for a load of this step.
-                        following = at[3] + T.min(i + 1, at[4] - 1)
+                        following = now[3] + T.min(i + 1, now[4] - 1)
                         for side in sides:
                             b_scale[side] = next_scale[side]
                             next_scale[side] = square_scale(sfb, g, square(column, side), following)
-                    T.mbarrier_wait_parity(full[slot], done[0] // stages % 2)
+                    if not ahead:
+                        T.mbarrier_wait_parity(full[slot], done[0] // stages % 2)
                     if packed:
                         T.mbarrier_wait_parity(
-                            ready[b_stage(slot, done)], done[0] // EXPANDED_STAGES % 2
+                            ready[b_stage(slot, done)], done[0] // expanded_stages % 2
                         )
-                    if promoted:
-                        for r in T.Parallel(rows):
-                            a_scale[r] = number(sfa_ring[slot, first_row + r], step, a_packed)
                     for side in sides:
-                        if sfb_by_row:
+                        if promoted and side == 0 and read_before:
+                            for r in T.Parallel(rows):
+                                a_scale[r] = number(sfa_ring[slot, first_row + r], step, a_packed)
+                            if scales_by_copier:
+                                for each in sides:
+                                    b_scale[each] = sfb_ring[slot, first_half + each]
+                        if sfb_by_row and read_before:
                             for j in T.Parallel(WIDTH):
                                 b_scales[j] = number(
                                     sfb_ring[slot, (first_half + side) * WIDTH + j], step, b_packed
                                 )
-                        T.gemm(
+                        if alternate:
+                            T.sync_threads(TURN + number_of_role, 2 * WARPGROUP)
+                        T.wgmma_gemm(
                             a_ring[slot, first_row : first_row + rows, :],
                             b_ring[
                                 b_stage(slot, done),
@@ -431,28 +511,57 @@ def build_product(*static: Any) -> Any:
                             part if promoted else totals[side], transpose_B=True,
                             clear_accum=promoted, policy=T.GemmWarpPolicy.FullRow,
                         )  # fmt: skip
-                        if side == num_halves - 1:  # the warp has read what it needs of the stage
-                            lane = T.get_thread_binding() % 32
-                            if pairs:
-                                if lane < 2:
-                                    T.mbarrier_arrive(empty[slot], cta_id=lane)
-                            elif lane == 0:
-                                T.mbarrier_arrive(empty[slot])
-                                if packed:
-                                    T.mbarrier_arrive(free[b_stage(slot, done)])
-                        if promoted and sfb_by_row:
+                        if alternate:
+                            T.named_barrier_arrive(TURN + 1 - number_of_role, 2 * WARPGROUP)
+                        if deferred and side == 0:
+                            if done[0] > 0:
+                                release(empty, (done[0] + stages - 1) % stages)
+                        if promoted and side == 0 and not read_before:
+                            for r in T.Parallel(rows):
+                                a_scale[r] = number(sfa_ring[slot, first_row + r], step, a_packed)
+                            if scales_by_copier:
+                                for each in sides:
+                                    b_scale[each] = sfb_ring[slot, first_half + each]
+                        if ahead and side == num_halves - 1:
+                            if i + 1 < now[4]:
+                                T.mbarrier_wait_parity(
+                                    full[(done[0] + 1) % stages], (done[0] + 1) // stages % 2
+                                )
+                        T.wait_wgmma(0)
+                        if promoted:
+                            T.warpgroup_fence_operand(part, num_regs=fragment_registers)
+                        else:
+                            T.warpgroup_fence_operand(totals[side], num_regs=fragment_registers)
+                        if sfb_by_row and not read_before:
+                            for j in T.Parallel(WIDTH):
+                                b_scales[j] = number(
+                                    sfb_ring[slot, (first_half + side) * WIDTH + j], step, b_packed
+                                )
+                        if promoted and sfb_by_row and not read_before:
                             for r, j in T.Parallel(rows, WIDTH):
                                 totals[side][r, j] += part[r, j] * (a_scale[r] * b_scales[j])
-                        elif promoted:
+                        if side == num_halves - 1 and not deferred:
+                            # The warp has read what it needs of the stage.
+                            release(empty, slot)
+                            if packed:
+                                if T.get_thread_binding() % 32 == 0:
+                                    T.mbarrier_arrive(free[b_stage(slot, done)])
+                        if promoted and sfb_by_row and read_before:
+                            for r, j in T.Parallel(rows, WIDTH):
+                                totals[side][r, j] += part[r, j] * (a_scale[r] * b_scales[j])
+                        if promoted and not sfb_by_row:
                             for r, j in T.Parallel(rows, WIDTH):
                                 totals[side][r, j] += part[r, j] * (a_scale[r] * b_scale[side])
                     done[0] += 1
+                # Its loads take as long as the results of this tile need to leave.
+                if iteration + 1 < num_tiles:
+                    locate((iteration + 1) * clusters + first, layout, at, rank)
                 if grouped_rows:
                     for r in T.Parallel(rows):
                         if p.layout == CONTIGUOUS:
-                            kept[r] = T.if_then_else(layout[row + r] == g, 1, 0)
+                            kept[r] = T.if_then_else(kept[r] == g, 1, 0)
                         else:
-                            kept[r] = T.if_then_else(row + r < at[5], 1, 0)
+                            kept[r] = T.if_then_else(row + r < now[5], 1, 0)
                     for side in sides:
                         for r, j in T.Parallel(rows, WIDTH):
                             if kept[r] == 0:
@@ -463,7 +572,7 @@ def build_product(*static: Any) -> Any:
                         # All loads first, into registers that are free now; then the sum.
                         for r, j, e in T.Parallel(rows, WIDTH // 2, 2):  # pairs of a thread
                             if row + r < m and here + j * 2 < n:
-                                to = column_of(at, rank, first_half + side) + j * 2 + e
+                                to = column_of(now, rank, first_half + side) + j * 2 + e
                                 addend = element(c if p.addend == "c" else d, g, row + r, to)
                                 part[r, j * 2 + e] = T.cast(addend, T.float32)
                         for r, j in T.Parallel(rows, WIDTH):
@@ -471,7 +580,7 @@ def build_product(*static: Any) -> Any:
                     if direct:
                         for r, j, e in T.Parallel(rows, WIDTH // 2, 2):
                             if row + r < m and here + j * 2 < n:
-                                to = column_of(at, rank, first_half + side) + j * 2 + e
+                                to = column_of(now, rank, first_half + side) + j * 2 + e
                                 where = (g, row + r, to) if d_has_groups else (row + r, to)
                                 d[where] = totals[side][r, j * 2 + e]
                     else:
@@ -481,6 +590,8 @@ def build_product(*static: Any) -> Any:
                         T.fence_proxy_async()
                         T.sync_threads(barrier, own_threads)
                         T.tma_copy(d_tile, result_tile(d, g, row, rows, column + side * WIDTH))
+            if alternate and number_of_role == 0:
+                T.sync_threads(TURN, 2 * WARPGROUP)
             if not direct:
                 T.tma_store_wait()
 
@@ -503,25 +614,27 @@ def build_product(*static: Any) -> Any:
             c: c_type,
             d: d_type,
         ):
-            with T.Kernel(T.min(p.blocks, max_tiles), threads=threads + 2 * WARPGROUP) as block:
+            with T.Kernel(
+                T.min(p.blocks, max_tiles), threads=threads + (1 + expanders) * WARPGROUP
+            ) as block:
                 tx = T.get_thread_binding()
                 a_ring = T.alloc_shared((stages, p.rows, depth), dtype)
                 packed_ring = T.alloc_shared((stages, columns, depth // 8), T.uint32)
-                b_ring = T.alloc_shared((EXPANDED_STAGES, columns, depth), dtype)
+                b_ring = T.alloc_shared((expanded_stages, columns, depth), dtype)
                 sfa_ring = T.alloc_shared((stages, p.rows), scale_dtype[a_packed])
                 shift_ring = T.alloc_shared((stages, columns), T.int16)
                 full = T.alloc_barrier([32] * stages)
                 empty = T.alloc_barrier([threads // 32 + WARPGROUP // 32] * stages)
-                ready = T.alloc_barrier([WARPGROUP // 32] * EXPANDED_STAGES)
-                free = T.alloc_barrier([threads // 32] * EXPANDED_STAGES)
+                ready = T.alloc_barrier([WARPGROUP // 32] * expanded_stages)
+                free = T.alloc_barrier([threads // 32] * expanded_stages)
                 tiles = T.alloc_local((1,), T.int32)
                 at = T.alloc_local((7,), T.int32)
                 done = T.alloc_local((1,), T.int32)  # steps, of all tiles
                 done[0] = 0
                 count_tiles(layout, tiles)
-                if tx >= threads + WARPGROUP:
+                if tx >= threads + expanders * WARPGROUP:
                     T.dec_max_nreg(COPY_REGISTERS)
-                    if tx < threads + WARPGROUP + 32:
+                    if tx < threads + expanders * WARPGROUP + 32:
                         copy_tiles(
                             a, sfa, b, sfb, layout, block, 0, a_ring, packed_ring, sfa_ring, None,
                             full, empty, tiles, at, done, shifts, shift_ring,
@@ -564,7 +677,9 @@ def build_product(*static: Any) -> Any:
             a_ring = T.alloc_shared((stages, p.rows, depth), dtype)
             b_ring = T.alloc_shared((stages, columns, depth), dtype)
             sfa_ring = T.alloc_shared((stages, p.rows), scale_dtype[a_packed])
-            sfb_ring = T.alloc_shared((stages, columns), scale_dtype[b_packed])
+            sfb_ring = T.alloc_shared(
+                (stages, sfb_ring_width), sfb_ring_dtype, scope=sfb_ring_scope
+            )
             full = T.alloc_barrier([32] * stages)
             empty = stage_readers()
             first = block // p.cluster

@@ -14,7 +14,7 @@ from tile_kernels.utils import align, ceil_div
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 BLOCK = 128
-MN, ROW_MAJOR, PACKED, TURNED = "mn-major", "row-major", "packed", "turned"
+MN, ROW_MAJOR, PACKED, TRANSPOSED = "mn-major", "row-major", "packed", "transposed"
 
 # Tensor cores keep about 14 bits of a sum of e4m3 products; |a| |b|^T of 7168 channels is some 54
 # times the root mean square of the product.
@@ -72,7 +72,7 @@ def by_blocks(x: Tensor, layout: str = ROW_MAJOR) -> tuple[Tensor, Tensor]:
     data = data.flatten(-4, -3).flatten(-2)[..., :n, :].contiguous()
     if layout == PACKED:
         return data, _pack(exponents)
-    return data, sf.mT.contiguous().mT if layout == TURNED else sf
+    return data, sf.mT.contiguous().mT if layout == TRANSPOSED else sf
 
 
 def weights(shape: tuple[int, ...], by_row: bool, layout: str, device: torch.device) -> Any:

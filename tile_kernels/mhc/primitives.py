@@ -19,7 +19,9 @@ from tile_kernels.runtime.device import WARP
 class StreamTypes(NamedTuple):
     """The types of a kernel's parameters, by token: all streams, one row, a mix, a matrix of mixes.
 
-    Each is made anew for each parameter, which would otherwise be one buffer.
+    Each is made anew for each parameter, which would otherwise be one buffer. They have the shapes
+    of operators' arguments, so that these need no views; `as_streams` and `as_rows` are views of
+    parameters inside of a kernel.
     """
 
     num_tokens: Any
@@ -27,6 +29,8 @@ class StreamTypes(NamedTuple):
     row: Callable[[], Any]
     mix: Callable[[], Any]
     matrix: Callable[[], Any]
+    as_streams: Callable[[Any], Any]  # a row as one stream, `[num_tokens, 1, hidden]`
+    as_rows: Callable[[Any], Any]  # mixes or a matrix as a row, `[num_tokens, count]`
 
 
 def stream_types(streams: int, hidden: int) -> StreamTypes:
@@ -39,9 +43,11 @@ def stream_types(streams: int, hidden: int) -> StreamTypes:
     return StreamTypes(
         num_tokens,
         tensor(T.bfloat16, streams, hidden),
-        tensor(T.bfloat16, 1, hidden),
-        tensor(T.float32, streams),
-        tensor(T.float32, streams * streams),
+        tensor(T.bfloat16, hidden),
+        tensor(T.float32, streams, 1),
+        tensor(T.float32, streams, streams),
+        lambda row: T.reshape(row, (num_tokens, 1, hidden)),
+        lambda mixes: T.reshape(mixes, (num_tokens, mixes.shape[1] * mixes.shape[2])),
     )
 
 

@@ -113,5 +113,12 @@ def parameter(name: str, value: Tensor, size: int) -> None:
 
 
 def rows(value: Any, *last: int) -> Spec:
-    """A tensor as a kernel takes it: contiguous, with the leading dimensions as one."""
-    return value.contiguous().view(-1, *last)
+    """A tensor as a kernel takes it: contiguous, with the leading dimensions as one.
+
+    `last` are its other dimensions, or fewer of the same size, but none that it does not have: one
+    leading dimension needs no view.
+    """
+    packed = value.contiguous()
+    if packed.dim() == 1 + len(last) and tuple(packed.shape[1:]) == last:
+        return packed
+    return packed.view(-1, *last)

@@ -73,33 +73,76 @@ class WeightCache:
     when they write in place, or by another tensor or address. What bypasses the counter is not
     noticed: writes through `.data` and code that preserves versions or writes through raw
     pointers. Call `clear()` after those. In CUDA graph capture and under `torch.compile` weights
-    are quantized at every call, so that a replay uses the weights current at that time.
+    are quantized at every call, so that a replay uses the weights current at that time; for
+    captures `freeze` changes that.
     """
 
     def __init__(self) -> None:
         self._source: weakref.ref[Tensor] | None = None
         self._key: tuple[int, int] | None = None
         self._weights: ExpertWeights | None = None
+        self._frozen = False
 
     def __call__(self, weight: Tensor) -> ExpertWeights:
         """The quantized copy of `weight`."""
-        if torch.compiler.is_compiling() or _is_capturing(weight) or weight.is_inference():
+        if torch.compiler.is_compiling() or weight.is_inference():
+            return quantize_weights(weight)
+        capturing = _is_capturing(weight)
+        if capturing and not self._frozen:
             return quantize_weights(weight)
         source = None if self._source is None else self._source()
         key = weight._version, weight.data_ptr()
         if self._weights is None or source is not weight or key != self._key:
-            with torch.inference_mode(False):  # a later call may need gradients
-                self._weights = quantize_weights(weight)
+            if capturing:
+                raise RuntimeError(
+                    "weights have changed since they were frozen; call freeze_quantized_weights() "
+                    "again before the capture"
+                )
+            self._weights = self._quantized(weight)
             self._source, self._key = weakref.ref(weight), key
         return self._weights
 
+    def _quantized(self, weight: Tensor) -> ExpertWeights:
+        """A new copy, or the frozen one with new contents."""
+        with torch.inference_mode(False), torch.no_grad():  # a later call may need gradients
+            fresh, kept = quantize_weights(weight), self._weights
+            if not self._frozen or kept is None:
+                return fresh
+            # Codes are copied as bytes. The transposed scales are a view of the others.
+            for old, new in ((kept.forward, fresh.forward), (kept.transposed, fresh.transposed)):
+                old[0].view(torch.uint8).copy_(new[0].view(torch.uint8))
+            kept.forward[1].copy_(fresh.forward[1])
+            return kept
+
+    def freeze(self, weight: Tensor) -> None:
+        """Lets CUDA graphs captured from now on read the copy instead of quantizing in a replay.
+
+        After a change of the weights, the next call outside of a capture, or `freeze` again, writes
+        the new codes to the same memory, where the graphs read them. A replay cannot notice a
+        change by itself. A capture with a copy that is not current raises.
+
+        Raises:
+            ValueError: If `weight` is an inference tensor, whose changes PyTorch does not count.
+        """
+        if weight.is_inference():
+            raise ValueError("weights must not be inference tensors to be frozen")
+        self(weight)
+        self._frozen = True
+
+    def unfreeze(self) -> None:
+        """Graphs captured from now on quantize; those that read the copy need it no longer."""
+        self._frozen = False
+        self.clear()
+
     def clear(self) -> None:
-        """Forgets the copy; the next call quantizes."""
-        self._source = self._key = self._weights = None
+        """Forgets whether the copy is current; the next call quantizes."""
+        self._source = self._key = None
+        if not self._frozen:
+            self._weights = None
 
     def __getstate__(self) -> dict[str, Any]:
         """An empty cache: a copy of a layer quantizes its own weights."""
-        return {"_source": None, "_key": None, "_weights": None}
+        return {"_source": None, "_key": None, "_weights": None, "_frozen": False}
 
 
 def _is_capturing(x: Tensor) -> bool:
@@ -254,10 +297,9 @@ def _by_rows(x: Tensor) -> QuantTensor:
 def _gathered_by_rows(x: Tensor | QuantTensor, rows: Rows) -> QuantTensor:
     """The rows of experts from tokens, scales along rows, data transposed."""
     group = BLOCK if isinstance(x, tuple) else None
-    data, scales = quant.per_channel_cast_fused(
+    return quant.per_channel_cast_fused_and_transpose(
         x, FMT, BLOCK, num_per_channels=group, pos_to_token=rows.pos_to_token
     )
-    return transpose.transpose(data), scales
 
 
 def _weight_gradient(

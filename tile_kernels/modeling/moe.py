@@ -10,8 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tile_kernels import moe
+from tile_kernels import moe, quant
 from tile_kernels.gemm.tiling import BLOCK
+from tile_kernels.modeling.bf16_experts import (
+    ENGINES,
+    ROWS,
+    Groups,
+    bf16_experts,
+    bf16_experts_of_rows,
+    map_rows,
+    received_rows,
+    uses_autocast,
+    uses_grouped_mm,
+)
 from tile_kernels.modeling.fp8_experts import (
     MAX_MASKED_TOKENS,
     WeightCache,
@@ -19,9 +30,10 @@ from tile_kernels.modeling.fp8_experts import (
     fp8_experts_masked,
     needs_gradients,
 )
+from tile_kernels.modeling.fp8_experts_ep import fp8_experts_over_ranks, send
 from tile_kernels.modeling.quant import swiglu_cast
+from tile_kernels.modeling.router import routed, routed_with_gradients
 from tile_kernels.moe.gates import check_groups
-from tile_kernels.moe.mapping.reference import max_expanded_tokens
 from tile_kernels.moe.plan import MAX_SLOTS
 from tile_kernels.moe.topk.plan import MAX_EXPERTS
 from tile_kernels.runtime import checks
@@ -33,27 +45,10 @@ SCORING_FUNCTIONS = ("sigmoid", "sqrtsoftplus", "softmax")
 BALANCING = ("bias", "loss", "none")
 PRECISIONS = ("bf16", "fp8")
 PARAMETER_DTYPES = (torch.bfloat16, torch.float32)  # of experts in FP8
-ENGINES = ("auto", "loop", "grouped_mm")
 _EXPERT_WEIGHTS = ("w_in", "w_out", "shared_in", "shared_out")
-ROWS = 16  # each expert's rows are a multiple of this, as grouped products want it
 
 
 # ---- products of all experts --------------------------------------------------------------------
-
-
-def grouped_mm_is_available(x: Tensor) -> bool:
-    """Whether PyTorch multiplies all experts in one launch for such rows."""
-    return (
-        x.is_cuda
-        and x.dtype is torch.bfloat16
-        and hasattr(torch, "_grouped_mm")
-        and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    )
-
-
-def uses_grouped_mm(x: Tensor, engine: str) -> bool:
-    """Whether `grouped_linear` multiplies in one launch, and needs no counts on the host."""
-    return engine != "loop" and grouped_mm_is_available(x)
 
 
 def grouped_linear(
@@ -75,28 +70,8 @@ def grouped_linear(
     >>> grouped_linear(rows, weight, [1, 2], torch.tensor([1, 3]).int()).tolist()
     [[2.0], [2.0], [2.0]]
     """
-    if engine == "grouped_mm" and not grouped_mm_is_available(rows):
-        raise ValueError(
-            "grouped_linear: engine grouped_mm needs bfloat16 on a CUDA device of capability 9.0 "
-            f"or more, got {rows.dtype} on {rows.device}"
-        )
-    if uses_grouped_mm(rows, engine):
-        multiply: Callable[..., Tensor] = torch._grouped_mm
-        return multiply(rows, weight.transpose(1, 2), offs=ends)
-    parts = (part @ w.T for part, w in zip(rows.split(counts), weight))
-    return torch.cat(list(parts))
-
-
-def _expert_of_rows(num_rows: int, last: Tensor, ends: Tensor) -> Tensor:
-    """The expert of each row, int64 `[num_rows, 1]`, -1 for padding.
-
-    `last` is one past the last row of each expert, `ends` the same with padding.
-    """
-    index = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
-    expert = torch.searchsorted(ends, index, right=True)
-    known = expert.clamp(max=len(ends) - 1)
-    is_row = (expert < len(ends)) & (index < last[known])
-    return torch.where(is_row, expert, -1)[:, None]
+    groups = Groups(ends, None if uses_grouped_mm(rows, engine) else counts)
+    return groups.multiply(rows, weight.transpose(1, 2))
 
 
 def _as_one_expert(weight: Tensor) -> Tensor:
@@ -125,7 +100,7 @@ class MoELayer(nn.Module):
     | `balancing` | `bias`: see `update_bias`; `loss`: see `balance_loss`; `none` |
     | `precision` | `bf16`: products in the dtype of the weights; `fp8`: all products in e4m3 |
     | `fp8` | activations inside the experts are rounded to e4m3 (`modeling.quant.swiglu_cast`) |
-    | `engine` | of the products: `auto`, `loop` or `grouped_mm`; see `grouped_linear` |
+    | `engine` | of the products: `auto`, `loop`, `grouped_mm` or `m_grouped`; see `bf16_experts` |
     | `ep` | an `ep.ElasticBuffer`: the experts are spread over its ranks |
 
     An expert is `w_out . (silu(gate) * value)` with `gate, value = w_in . x`. Tokens are sorted by
@@ -261,6 +236,29 @@ class MoELayer(nn.Module):
             self.expert_bias = bias.to(self.expert_bias.device)
         return self
 
+    def freeze_quantized_weights(self, frozen: bool = True) -> None:
+        """Lets CUDA graphs use quantized weights as they are now: with `precision="fp8"`.
+
+        Without it a captured graph quantizes the weights at every replay. With it, graphs captured
+        afterwards read copies that this call brings up to date; after a change of the weights, call
+        it again (or the layer, outside of a graph), which updates what those graphs read. A replay
+        by itself does not notice changes, a capture with copies that are not current raises.
+
+        Args:
+            frozen: False for graphs captured afterwards to quantize again; those that read the
+                copies must not be replayed any more.
+        """
+        if self.precision != "fp8":
+            raise ValueError(
+                f'MoELayer: freeze_quantized_weights needs precision="fp8", got {self.precision!r}'
+            )
+        for name, cache in self._quantized.items():
+            weight = getattr(self, name)
+            if not frozen:
+                cache.unfreeze()
+            elif weight is not None:
+                cache.freeze(weight)
+
     def extra_repr(self) -> str:
         """What the layer is made of."""
         shared = f", {self.num_shared_experts} shared" if self.num_shared_experts else ""
@@ -276,15 +274,15 @@ class MoELayer(nn.Module):
 
         int64 and float32 `[num_tokens, num_topk]`.
         """
-        with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.float(), self.router.float())
-        topk_idx, weights = moe.top2_sum_gate(
-            logits, self.expert_bias.float(), self.num_topk, self.num_topk_groups, self.num_groups,
-            use_shared_as_routed=False, num_shared_experts=0,
-            routed_scaling_factor=self.routed_scaling_factor, ep_rank=0, num_ep_ranks=1, tp_rank=0,
-            num_tp_ranks=1, scoring_func=self.scoring_func,
+        settings = (
+            self.num_topk, self.num_topk_groups, self.num_groups, self.routed_scaling_factor,
+            self.scoring_func,
         )  # fmt: skip
-        self.load = moe.group_count(topk_idx, self.num_experts)
+        router, bias = self.router, self.expert_bias.float()
+        route = routed_with_gradients if needs_gradients(x, router) else routed
+        logits, topk_idx, weights = route(x, router, bias, *settings)
+        # As `self.load = ...`, which spends microseconds on finding out that it is a buffer.
+        self._buffers["load"] = moe.group_count(topk_idx, self.num_experts)
         if self.balancing == "loss":
             self._balance_loss = self._loss_of(logits, topk_idx)
         return topk_idx, weights
@@ -296,25 +294,25 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"MoELayer: x must have {self.hidden} channels, got shape {tuple(x.shape)}"
             )
-        tokens = x.reshape(-1, self.hidden).contiguous()
+        # A view, and its node in the graph of gradients, only where one is needed.
+        tokens = x if x.dim() == 2 else x.reshape(-1, self.hidden)
+        tokens = tokens.contiguous()
         topk_idx, weights = self.route(tokens)
         if self.ep is not None:
             y = self._over_ranks(self.ep, tokens, topk_idx, weights)
         elif self.precision == "fp8":
             y = self._fp8_experts(tokens, weights, topk_idx, "w_in", "w_out")
+        elif self.fp8:
+            on_device = uses_grouped_mm(tokens, self.engine)
+            rows, groups = map_rows(topk_idx, self.num_experts, on_device)
+            results = self._rounded_experts(rows.expand(tokens), groups)
+            y = rows.reduce(results, weights)
         else:
-            num_rows = 0  # as many as needed: the host waits for their number
-            if uses_grouped_mm(tokens, self.engine):
-                num_rows = max_expanded_tokens(topk_idx.numel(), self.num_experts, ROWS)
-            pos_to_expert, _, _, token_topk_to_pos, _, ends, _, counts = moe.get_fused_mapping(
-                topk_idx, self.num_experts, num_expanded_tokens=num_rows, alignment=ROWS,
-                force_no_sync=num_rows == 0 and uses_grouped_mm(tokens, self.engine),
-            )  # fmt: skip
-            rows = moe.expand_to_fused(tokens, token_topk_to_pos, pos_to_expert)
-            y = moe.reduce_fused(self._experts(rows, counts, ends), weights, token_topk_to_pos)
+            x_in, w_in, w_out = self._in_autocast_dtype(tokens)
+            y = bf16_experts(x_in, weights, topk_idx, w_in, w_out, self.engine)
         if self.shared_in is not None and self.shared_out is not None:
             y = y + self._shared(tokens, self.shared_in, self.shared_out)
-        return y.view(x.shape)
+        return y if x.dim() == 2 else y.view(x.shape)
 
     def _fp8_experts(
         self, tokens: Tensor, weights: Tensor, topk_idx: Tensor, first: str, second: str
@@ -328,8 +326,10 @@ class MoELayer(nn.Module):
         few = 0 < len(tokens) <= MAX_MASKED_TOKENS
         if few and not needs_gradients(tokens, weights, w_in, w_out):
             copies = (weight.forward for weight in quantized)
-            return fp8_experts_masked(rows, weights, topk_idx, *copies).to(tokens.dtype)
-        return fp8_experts(rows, weights, topk_idx, w_in, w_out, quantized).to(tokens.dtype)
+            y = fp8_experts_masked(rows, weights, topk_idx, *copies)
+        else:
+            y = fp8_experts(rows, weights, topk_idx, w_in, w_out, quantized)
+        return y.to(tokens.dtype)
 
     def _shared(self, tokens: Tensor, shared_in: Tensor, shared_out: Tensor) -> Tensor:
         """The experts that every token takes."""
@@ -339,35 +339,53 @@ class MoELayer(nn.Module):
         choice = tokens.new_zeros(len(tokens), 1, dtype=torch.int64)
         return self._fp8_experts(tokens, weights, choice, "shared_in", "shared_out")
 
-    def _experts(self, rows: Tensor, counts: list[int], ends: Tensor) -> Tensor:
-        rows = grouped_linear(rows, self.w_in, counts, ends, self.engine)
-        return grouped_linear(self._activated(rows), self.w_out, counts, ends, self.engine)
+    def _in_autocast_dtype(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and weights in the dtype of products: autocast's where it is enabled."""
+        given = tokens, self.w_in, self.w_out
+        if not uses_autocast(tokens):
+            return given
+        dtype = torch.get_autocast_dtype(tokens.device.type)
+        x, w_in, w_out = (each.to(dtype) for each in given)
+        return x, w_in, w_out
+
+    def _rounded_experts(self, rows: Tensor, groups: Groups) -> Tensor:
+        """The experts with activations in e4m3 and everything else in the dtype of the weights."""
+        rows, w_in, w_out = self._in_autocast_dtype(rows)
+        h = groups.multiply(rows, w_in.transpose(1, 2))
+        return groups.multiply(self._activated(h), w_out.transpose(1, 2))
 
     def _over_ranks(
         self, ep: ElasticBuffer, tokens: Tensor, topk_idx: Tensor, weights: Tensor
     ) -> Tensor:
         """Tokens to the ranks of their experts and back; each result is weighted where it is."""
-        rows, _, row_weights, handle, _ = ep.dispatch(
-            tokens, topk_idx, weights, num_experts=self.num_experts,
-            expert_alignment=ROWS, do_expand=True,
-        )  # fmt: skip
-        if not isinstance(rows, Tensor) or row_weights is None:
-            raise RuntimeError("unreachable: one tensor was sent, with weights")
+        if self.precision == "fp8":
+            quantized = self._quantized["w_in"](self.w_in), self._quantized["w_out"](self.w_out)
+            y = fp8_experts_over_ranks(
+                ep, self.num_experts, tokens.bfloat16(), weights, topk_idx, self.w_in, self.w_out,
+                quantized,
+            )  # fmt: skip
+            return y.to(tokens.dtype)
+        on_device = uses_grouped_mm(tokens, self.engine)
+        rows, row_weights, handle = send(
+            ep, tokens, topk_idx, weights, self.num_experts, ROWS, may_wait=not on_device
+        )
         counts = handle.num_recv_tokens_per_expert_list
         last = handle.psum_num_recv_tokens_per_expert
-        ends = (last + ROWS - 1).div(ROWS, rounding_mode="floor") * ROWS  # with padding
-        if self.precision == "fp8":
-            expert = _expert_of_rows(len(rows), last, ends)
-            results = self._fp8_experts(rows, row_weights[:, None], expert, "w_in", "w_out")
-            return ep.combine(results, handle)[0]
-        results = self._experts(rows, counts, ends)
-        weighted = (results.float() * row_weights[:, None]).to(results.dtype)
-        return ep.combine(weighted, handle)[0]
+        if self.fp8:
+            _, groups = received_rows(last, None if on_device else counts)
+            results = self._rounded_experts(rows, groups)
+            weighted = (results.float() * row_weights[:, None]).to(results.dtype)
+            return ep.combine(weighted, handle)[0]
+        x_in, w_in, w_out = self._in_autocast_dtype(rows)
+        results = bf16_experts_of_rows(x_in, row_weights, last, counts, w_in, w_out, self.engine)
+        return ep.combine(results, handle)[0]
 
     def _activated(self, rows: Tensor) -> Tensor:
         if self.fp8:
             group = 128 if rows.shape[-1] % 256 == 0 else 32
             return swiglu_cast(rows.bfloat16(), num_per_channels=group)[0].to(rows.dtype)
+        if rows.dtype in (torch.bfloat16, torch.float32):
+            return quant.swiglu_forward(rows, "bf16" if rows.dtype == torch.bfloat16 else "fp32")
         gate, value = rows.chunk(2, dim=-1)
         return F.silu(gate) * value
 

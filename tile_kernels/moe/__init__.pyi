@@ -19,4 +19,5 @@ from tile_kernels.moe.topk.op import (
 from tile_kernels.moe.weight.op import (
     normalize_weight as normalize_weight,
     topk_weights as topk_weights,
+    topk_weights_backward as topk_weights_backward,
 )

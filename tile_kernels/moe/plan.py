@@ -12,7 +12,7 @@ ACCESS_BYTES = 16  # the widest global access
 
 # ---- gates --------------------------------------------------------------------------------------
 
-SOFTMAX = int(ScoringFunc.SOFTMAX)
+SIGMOID, SOFTMAX = int(ScoringFunc.SIGMOID), int(ScoringFunc.SOFTMAX)
 REPLICA_STEP = 23333  # from a token's replica of an expert to the next token's
 MAX_SLOTS = 32  # chosen experts of a token: one per lane
 MAX_GROUPS = 64  # two per lane of a warp

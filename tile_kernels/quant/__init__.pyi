@@ -14,6 +14,7 @@ from tile_kernels.quant.per_channel.op import (
     per_channel_cast as per_channel_cast,
     per_channel_cast_and_transpose as per_channel_cast_and_transpose,
     per_channel_cast_fused as per_channel_cast_fused,
+    per_channel_cast_fused_and_transpose as per_channel_cast_fused_and_transpose,
     swiglu_forward_and_per_channel_cast_and_transpose as swiglu_forward_and_per_channel_cast_and_transpose,
 )
 from tile_kernels.quant.per_token.op import (
@@ -21,7 +22,10 @@ from tile_kernels.quant.per_token.op import (
     per_token_cast_with_precomputed_sf as per_token_cast_with_precomputed_sf,
     per_token_cast_with_sf_only as per_token_cast_with_sf_only,
 )
+from tile_kernels.quant.split.op import split_to_bf16 as split_to_bf16
 from tile_kernels.quant.swiglu.op import (
+    swiglu_backward as swiglu_backward,
     swiglu_backward_and_per_token_cast as swiglu_backward_and_per_token_cast,
+    swiglu_forward as swiglu_forward,
     swiglu_forward_and_per_token_cast as swiglu_forward_and_per_token_cast,
 )

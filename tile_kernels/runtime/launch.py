@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tile_kernels import config
-from tile_kernels.runtime import logs
+from tile_kernels.runtime import compilation
 from tile_kernels.runtime.device import Device
 
 Handle = Callable[..., Any]
@@ -56,20 +56,15 @@ class KernelDefinition:
 
     def compile(self, static: tuple[Any, ...], arch: str) -> Handle:
         """Compile for `arch` (or load from TileLang's disk cache) and return the bare callable."""
-        os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")  # our own log says it
+        os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")  # our own log has it
         import tilelang
 
-        started = time.perf_counter()
         compiled = tilelang.compile(
             self.prim_func(static),
             target={"kind": "cuda", "arch": arch},
             execution_backend="tvm_ffi",
             pass_configs=self.pass_configs,
         )
-        if logs.settings.level:
-            seconds = time.perf_counter() - started
-            name = f"{self.build.__name__}{tuple(static)}"
-            logs.logger.info("compiled %s for %s in %.1f s", name, arch, seconds)
         return _bare(compiled)
 
 
@@ -97,10 +92,14 @@ def kernel(
 
 @dataclass(frozen=True)
 class Request:
-    """A launch that was recorded instead of made: the kernel and the problem."""
+    """A launch that was recorded instead of made: the kernel and the problem.
+
+    `call` is the operator, the record of its arguments, and the launch that it declared.
+    """
 
     kernel: Kernel
     problem: tuple[Any, ...]
+    call: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
 
 class _Recorder(threading.local):
@@ -162,8 +161,16 @@ class Kernel:
         return handle
 
     def handle(self, static: tuple[Any, ...], arch: str) -> Handle:
-        """The compiled kernel, held or compiled now."""
-        return self.once((arch, static), lambda: self.definition.compile(static, arch))
+        """The compiled kernel: what the process has, or compiled now if that is allowed."""
+
+        def make() -> Handle:
+            compilation.begin(self.name, static, arch)
+            started = time.perf_counter()
+            handle = self.definition.compile(static, arch)
+            compilation.finish(self.name, static, arch, time.perf_counter() - started)
+            return handle
+
+        return self.once((arch, static), make)
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Handle]) -> Handle:
         """Make a handle exactly once, however many threads ask; the others wait for it."""

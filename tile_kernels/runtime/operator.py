@@ -2,10 +2,10 @@
 
     build the key -> look up the prepared call -> allocate -> launch
 
-The key of a call holds dtypes, devices, alignment, strides, scalars and the sizes that are not
-declared as dynamic. It finds a `Plan`; the dynamic sizes find a `Sized` in it. A new token count
-is a hit in the first cache and a miss in the second: `check` and `outputs` are evaluated,
-`launches` is not, and nothing is compiled.
+The key of a call holds shapes, dtypes, devices, alignment, strides and scalars. It finds the
+prepared call, a `Plan` and a `Sized`. If it does not, the key without the sizes that are declared
+as dynamic finds a `Plan`, and those sizes a `Sized` in it. For a new token count the plan is found:
+`check` and `outputs` are evaluated, `launches` is not, and nothing is compiled.
 
 CPU and meta tensors, other backends, logging, the checked mode, dispatch modes, tensor subclasses,
 functorch and autograd are not cached: such calls are checked and evaluated every time.
@@ -18,10 +18,10 @@ import importlib
 import inspect
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
@@ -30,6 +30,7 @@ from tile_kernels import config
 from tile_kernels.runtime import backends, checks, emulation, logs, registry
 from tile_kernels.runtime.autograd import no_gradient_message, refuse_tangents
 from tile_kernels.runtime.cases import Cases, Cost, tensors_in
+from tile_kernels.runtime.compilation import CompilationForbiddenError
 from tile_kernels.runtime.declaration import Host, Launch, Out, Spec
 from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.runtime.launch import Request, recorder
@@ -47,6 +48,7 @@ from tile_kernels.runtime.pytorch import (
 F = TypeVar("F", bound=Callable[..., Any])
 
 MAX_PLANS = 1024  # of one operator; the oldest is dropped first
+MAX_CALLS = 1024  # of one operator, with their sizes
 _SCALARS = frozenset({bool, int, str, type(None), torch.dtype})
 _METHODS = ("check", "outputs", "launches", "scratch", "check_values")
 
@@ -65,6 +67,14 @@ class _NullCache(dict[Any, Any]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
+
+
+class Keys(NamedTuple):
+    """The keys of a call: of these very sizes, of its plan, and of the sizes in that plan."""
+
+    call: tuple[Any, ...]
+    plan: tuple[Any, ...]
+    sizes: tuple[Any, ...]
 
 
 class _Dispatched(registry.Registered):
@@ -136,6 +146,7 @@ class Operator(registry.Registered):
         self._has_lists = list[Tensor] in hints.values()
         self._static_dims = tuple((dynamic or {}).get(each) for each in self.parameters)
         self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._calls: dict[tuple[Any, ...], tuple[Plan, Sized]] = {}
         returned = typing.get_type_hints(self._outputs).get("return")
         self._single = returned is Out
         self.num_results = 1 if self._single else len(typing.get_args(returned))
@@ -237,32 +248,41 @@ class Operator(registry.Registered):
         values = self._flat(args)
         given = () if out is None else self._buffers(out)
         values += given
-        sizes: list[Any] = []
-        key = self._key(args, values, len(values) - len(given), sizes)
-        plan = None if key is None else self._plans.get(key)
-        if plan is None:
-            return self._slow(args, given, values, key, sizes)
-        sized = plan.sizes.get(tuple(sizes))
-        if sized is None:
-            sized = self._resized(plan, args, given, values, sizes)
+        call = self._call_key(args, values)
+        if call is None:
+            return self._slow(args, given, values)
+        found = self._calls.get(call)
+        if found is None:
+            keys = self._keys(call, values, len(values) - len(given))
+            found = self._known(keys, args, given, values)
+            if found is None:
+                return self._slow(args, given, values, keys)
+        plan, sized = found
         if plan.device != current_device() or (
             plan.written and plan.conflicts(values, sized, self._in_place)
         ):
-            return self._slow(args, given, values, None, sizes)
+            return self._slow(args, given, values)
         return plan.run(values, sized)
 
     def remember_sizes(self, enabled: bool) -> None:
         """With False, every call is one with new sizes, for measuring such calls."""
         cache = dict if enabled else _NullCache
+        self._calls = cache()
         if not any(dims is not None for dims in self._static_dims):
             self._plans = cache()
         for plan in self._plans.values():
             plan.sizes = cache()
 
-    def _key(
-        self, args: tuple[Any, ...], values: list[Any], num_args: int, sizes: list[Any]
-    ) -> tuple[Any, ...] | None:
-        """The key of the plan; dynamic sizes go to `sizes`. None: the call must not be cached."""
+    def forget(self) -> None:
+        """Drops all prepared calls."""
+        self._calls.clear()
+        self._plans.clear()
+
+    def _call_key(self, args: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...] | None:
+        """The key of a call with these very sizes. None: the call must not be cached.
+
+        Each tensor has five entries, each other value two; `_keys` takes them apart.
+        """
         if (
             backends.overrides.count
             or logs.settings.level
@@ -273,30 +293,22 @@ class Operator(registry.Registered):
         ):
             return None
         key: list[Any] = [config.generation, len(values)]
-        dims = self._static_dims
         if self._has_lists:
-            key += [len(value) if isinstance(value, list) else -1 for value in args]
-        for i, value in enumerate(values):
+            key.append(tuple([len(x) if isinstance(x, list) else -1 for x in args]))
+        recorded = self.differentiable and torch.is_grad_enabled()
+        for value in values:
             kind = type(value)
             if kind is Tensor or kind is Parameter:
                 index = value.get_device()
                 if (
                     index < 0
-                    or value.layout is not torch.strided
+                    or value.layout is not strided
                     or value.is_neg()
-                    or (value.requires_grad and self.differentiable and torch.is_grad_enabled())
+                    or (recorded and value.requires_grad)
                 ):
                     return None
-                shape: Any = value.shape
                 stride = None if value.is_contiguous() else value.stride()
-                if i >= num_args:  # a buffer: compared with `outputs` for every new size
-                    sizes.append((shape, stride))
-                    shape = stride = None
-                elif not self._has_lists and (static := dims[i]) is not None and value.numel():
-                    leading = len(shape) - static
-                    sizes.append(shape[:leading])
-                    shape = (leading, shape[leading:])
-                key += (shape, stride, value.dtype, index, value.data_ptr() & 15)
+                key += (value.shape, stride, value.dtype, index, value.data_ptr() & 15)
             elif kind in _SCALARS:
                 key += (kind, value)  # 1 equals True: the kind tells them apart
             elif kind is float:
@@ -307,22 +319,55 @@ class Operator(registry.Registered):
                 return None
         return tuple(key)
 
-    def _resized(
-        self, plan: Plan, args: Any, given: Any, values: list[Any], sizes: list[Any]
-    ) -> Sized:
-        """A call of a known plan with new sizes."""
-        record = self.arguments(*args)
-        try:
-            self.check(record)
-            sized = plan.size(record, self._outs(record), given, values)
-        except (TypeError, ValueError) as error:
-            raise self._named(error) from None
-        remember(plan.sizes, tuple(sizes), sized, MAX_SIZES)
-        return sized
+    def _keys(self, call: tuple[Any, ...], values: list[Any], num_args: int) -> Keys:
+        """Takes the dynamic sizes out of the key of a call."""
+        at = 2 + self._has_lists
+        plan: list[Any] = [*call[:at]]
+        sizes: list[Any] = []
+        for i, value in enumerate(values):
+            if not isinstance(value, Tensor):
+                plan += call[at : at + 2]
+                at += 2
+                continue
+            shape, stride = call[at : at + 2]
+            if i >= num_args:  # a buffer: compared with `outputs` for every new size
+                sizes.append((shape, stride))
+                shape = stride = None
+            elif not self._has_lists and (dims := self._static_dims[i]) is not None and (
+                0 not in shape
+            ):  # fmt: skip
+                leading = len(shape) - dims
+                sizes.append(shape[:leading])
+                shape = (leading, shape[leading:])
+            plan += (shape, stride, *call[at + 2 : at + 5])
+            at += 5
+        return Keys(call, tuple(plan), tuple(sizes))
 
-    def _slow(
-        self, args: Any, given: Any, values: list[Any], key: tuple[Any, ...] | None, sizes: Any
-    ) -> Any:
+    def _known(
+        self, keys: Keys, args: Any, given: Any, values: list[Any]
+    ) -> tuple[Plan, Sized] | None:
+        """A call of a known plan, perhaps with new sizes."""
+        plan = self._plans.get(keys.plan)
+        if plan is None:
+            return None
+        sized = plan.sizes.get(keys.sizes)
+        if sized is None:
+            record = self.arguments(*args)
+            try:
+                self.check(record)
+                sized = plan.size(record, self._outs(record), given, values)
+            except (TypeError, ValueError) as error:
+                raise self._named(error) from None
+            except CompilationForbiddenError as error:
+                raise error.during(self._described(args)) from None
+        self._remember(plan, sized, keys)
+        return plan, sized
+
+    def _remember(self, plan: Plan, sized: Sized, keys: Keys) -> None:
+        remember(plan.sizes, keys.sizes, sized, MAX_SIZES)
+        remember(self._calls, keys.call, (plan, sized), MAX_CALLS)
+
+    def _slow(self, args: Any, given: Any, values: list[Any], keys: Keys | None = None) -> Any:
         """A call with nothing left out: checks, the dispatcher if something must see it."""
         args = tuple(map(checks.plain, args))  # NumPy's numbers become Python's
         if not self._has_lists:
@@ -340,7 +385,7 @@ class Operator(registry.Registered):
             if given and not plain and self._wants_gradient(args):
                 raise ValueError(f"{self._label}: out cannot be given with gradients")
             return self._dispatch(args, given)
-        return self._execute(device, args, given, values, key, sizes)
+        return self._execute(device, args, given, values, keys)
 
     def _dispatch(self, args: tuple[Any, ...], given: Sequence[Any]) -> Any:
         """Lets PyTorch's dispatcher see the call."""
@@ -355,8 +400,7 @@ class Operator(registry.Registered):
         args: Any,
         given: Sequence[Tensor] = (),
         values: list[Any] | None = None,
-        key: tuple[Any, ...] | None = None,
-        sizes: Sequence[Any] = (),
+        keys: Keys | None = None,
     ) -> Any:
         """Serves a checked call on plain tensors by its backend."""
         values = [*self._flat(args), *given] if values is None else values
@@ -369,9 +413,11 @@ class Operator(registry.Registered):
                 self.check_values(self.arguments(*args))
             if backend == "torch":
                 return self._refer(device, args, given)
-            plan, sized = self._prepare(backend, device, args, given, values, key, sizes)
+            plan, sized = self._prepare(backend, device, args, given, values, keys)
         except (TypeError, ValueError) as error:
             raise self._named(error) from None
+        except CompilationForbiddenError as error:
+            raise error.during(self._described(args)) from None
         if device.type == "cuda" and device.index != current_device():
             with torch.cuda.device(device):
                 return plan.run(values, sized)
@@ -384,16 +430,15 @@ class Operator(registry.Registered):
         args: Any,
         given: Sequence[Tensor],
         values: list[Any],
-        key: tuple[Any, ...] | None,
-        sizes: Sequence[Any],
+        keys: Keys | None,
     ) -> tuple[Plan, Sized]:
-        """Evaluates the declaration for a call that is checked; remembers it under `key`."""
+        """Evaluates the declaration for a call that is checked; remembers it under `keys`."""
         record = self.arguments(*args)
         outs = self._outs(record)
         specs = [Spec.of(x, i) if isinstance(x, Tensor) else x for i, x in enumerate(values)]
         num_args = len(values) - len(given)
         written = tuple(i for i in self._written(args) if isinstance(values[i], Tensor))
-        buffers, cached = specs[num_args:], key is not None
+        buffers, cached = specs[num_args:], keys is not None
         plan = Plan(outs, self.num_results, buffers, len(values), written, device, cached)
         launches = self._launched(self.arguments(*self._nested(args, specs)), plan.specs)
         if recorder.requests is not None:
@@ -402,19 +447,21 @@ class Operator(registry.Registered):
             launches = ()
         plan.finish(launches, functools.partial(_handle, device, backend))
         found = plan.size(record, outs, given, values)
-        if key is not None and not any(x.is_complex() for x in values if isinstance(x, Tensor)):
-            remember(self._plans, key, plan, MAX_PLANS)  # a complex tensor may be conjugated
-            remember(plan.sizes, tuple(sizes), found, MAX_SIZES)
+        if keys is not None and not any(x.is_complex() for x in values if isinstance(x, Tensor)):
+            remember(self._plans, keys.plan, plan, MAX_PLANS)  # a complex tensor may be conjugated
+            self._remember(plan, found, keys)
         return plan, found
 
     def _launched(self, record: Any, specs: Sequence[Spec]) -> tuple[Launch | Host, ...]:
         launches = self._launches(record, *specs) or ()
         return (launches,) if isinstance(launches, (Launch, Host)) else tuple(launches)
 
-    @staticmethod
-    def _requests(launches: Sequence[Any], record: Any) -> list[Request]:
+    def _requests(self, launches: Sequence[Any], record: Any) -> list[Request]:
         found = [each for each in launches if isinstance(each, Launch)]
-        return [Request(each.kernel, sized(each.problem, record)) for each in found]
+        return [
+            Request(each.kernel, sized(each.problem, record), (self, record, each))
+            for each in found
+        ]
 
     def _refer(self, device: torch.device, args: Any, given: Sequence[Tensor]) -> Any:
         """The reference, with its results in the caller's buffers."""
@@ -446,6 +493,7 @@ class Operator(registry.Registered):
         """Results without memory, from `outputs` alone; sizes may be symbolic."""
         self._checked(args)
         device = self._inspect(args)[0]
+        self._record(device, args)
         results = []
         for out in self._results(self.arguments(*args)):
             shape, strides, dtype = out.memory
@@ -458,8 +506,15 @@ class Operator(registry.Registered):
     def _fake_out(self, *args: Any) -> None:
         given, args = args[: self.num_results], args[self.num_results :]
         self._checked(args)
+        self._record(self._inspect(args, given)[0], args, given)
         for out, buffer in zip(self._results(self.arguments(*args)), given):
             check_output(out.name, buffer, out.shape, out.dtype, out.strides)
+
+    def _record(self, device: torch.device, args: Any, given: Sequence[Tensor] = ()) -> None:
+        """Records the launches of a call that autograd sees, on meta tensors."""
+        if recorder.requests is not None and device.type == "meta":
+            values = [*self._flat(args), *given]
+            self._prepare("meta", device, args, given, values, None)
 
     # ---- pieces ----
 
@@ -498,6 +553,11 @@ class Operator(registry.Registered):
             check(*args)
         except (TypeError, ValueError) as error:
             raise self._named(error) from None
+
+    def _described(self, args: Sequence[Any]) -> str:
+        """A call with its arguments, for messages."""
+        named = zip(self.parameters, args)
+        return f"{self.name}({', '.join(f'{k}={logs.describe(v)}' for k, v in named)})"
 
     def _named(self, error: Exception) -> Exception:
         return type(error)(f"{self._label}: {error}")

@@ -145,14 +145,16 @@ class Plan:
         constants, bound = self._constants, self._bound
         if self._sized_constants:
             constants = sized(constants, record)
-        spans = [(i, _byte_span(x)) for i, x in enumerate(values) if isinstance(x, Tensor)] if (
-            self.written) else ()  # fmt: skip
+        spans: list[tuple[int, int]] = []
+        if self.written:
+            spans = [(i, _byte_span(x)) for i, x in enumerate(values) if isinstance(x, Tensor)]
+        nonempty = tuple([(i, size) for i, size in spans if size])
         results = outs[: self._num_results]
         if results and not self._mutates and all(0 in out.shape for out in results):
-            return Sized(allocations, views, constants, (), (), tuple(spans))  # an empty grid
+            return Sized(allocations, views, constants, (), (), nonempty)  # an empty grid
         if bound is None or self._sized_problems:
             bound = self._bound = self._bind(record)
-        return Sized(allocations, views, constants, self._steps, bound, tuple(spans))
+        return Sized(allocations, views, constants, self._steps, bound, nonempty)
 
     def run(self, values: list[Any], sized: Sized) -> Any:
         """Allocates and launches. `values` holds the arguments and buffers, and is extended."""
@@ -177,20 +179,19 @@ class Plan:
 
         It may be the very tensor at one of the positions `in_place`.
         """
-        written = [values[i] for i in self.written]
-        if not torch.is_inference_mode_enabled() and any(x.is_inference() for x in written):
-            return True
-        same = [i for i in in_place if any(values[i] is x for x in written)]
-        spans = [
-            (values[i].data_ptr(), size, i in self.written)
-            for i, size in sized.spans if i not in same
-        ]  # fmt: skip
-        end = end_written = 0  # of what lies before
-        for start, size, is_written in sorted(spans):
-            if size and start < (end if is_written else end_written):
-                return True
-            end = max(end, start + size)
-            end_written = max(end_written, start + size) if is_written else end_written
+        written = self.written
+        if not torch.is_inference_mode_enabled():
+            for i in written:
+                if values[i].is_inference():
+                    return True
+        same = [i for i in in_place if any(values[i] is values[j] for j in written)]
+        spans = [(i, values[i].data_ptr(), size) for i, size in sized.spans if i not in same]
+        for i, start, size in spans:
+            if i in written:
+                end = start + size
+                for j, other, other_size in spans:
+                    if other < end and start < other + other_size and i != j:
+                        return True
         return False
 
     def _views(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.runtime.declaration import Spec
-from tile_kernels.runtime.pytorch import current_raw_stream
+from tile_kernels.runtime.pytorch import current_device, current_raw_stream
 
 _MAX_COUNTERS = 1 << 16
 
@@ -78,7 +78,7 @@ def _take_beside(x: Tensor) -> tuple[Tensor, int]:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    if device.index == torch.cuda.current_device():
+    if device.index == current_device():
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

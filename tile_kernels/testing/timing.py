@@ -29,8 +29,8 @@ _NOT_WORK_NAMES = frozenset(("Context Sync", "Event Sync", "Stream Sync", "Strea
 _MAX_FLUSH_BYTES = (2 << 30) - 8
 
 # Calls between two synchronisations when timing the host. The launch queue holds about a thousand
-# kernels; a full one would make the host wait for the device.
-_HOST_BATCH = 50
+# kernels; a full one would make the host wait for the device. Layers launch tens of them.
+_HOST_BATCH = 20
 
 
 class DeviceEvent(NamedTuple):

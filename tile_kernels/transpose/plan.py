@@ -49,6 +49,16 @@ class Plan(NamedTuple):
     rows_on_x: bool
 
 
+def store_width(widest: int, *starts: int) -> int:
+    """Elements per store of a transposed matrix, whose rows are as long as there were rows before.
+
+    These follow the number of tokens. Of 1-byte elements 8 at a time are left out, so that four
+    kernels serve every number.
+    """
+    store = math.gcd(widest, *starts)
+    return 4 if store == 8 < widest else store
+
+
 def plan(
     dtype: str,
     width: int,
@@ -66,7 +76,7 @@ def plan(
     """
     widest = ACCESS_BYTES // width
     starts = (cols, row_stride, batch_stride or 0, max(alignment // width, 1))
-    load, store = math.gcd(widest, *starts), math.gcd(widest, rows)
+    load, store = math.gcd(widest, *starts), store_width(widest, rows)
     tile = (WIDE if load == store == widest else NARROW)[width]
     if tile.rows * tile.cols * width * tile.blocks > device.smem_per_sm:
         tile = Tile(tile.rows // 2, tile.cols // 2, tile.threads // 2, tile.blocks)

@@ -3,8 +3,8 @@
 The gradients are those of scores at selected keys: a block per query, over tiles of its keys. What
 passes relu is a sum of two bfloat16, its rounding and the rest, so that products with queries and
 keys lose nothing that matters. A key is selected by many queries. Their shares of its gradient are
-added as integers, in units of a power of two that the host chooses so that nothing overflows:
-integers add up to the same sum in any order.
+added as integers, in units of a power of two that a first kernel chooses so that nothing overflows:
+integers add up to the same sum in any order. A last kernel makes them numbers of float32.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from tilelang import language as T
 
 from tile_kernels.attention.indexer_plan import E2M1, MARKED, MARKING, with_tile
 from tile_kernels.attention.list_primitives import NO_TYPED_SYNC
-from tile_kernels.attention.logits.plan import Plan
+from tile_kernels.attention.logits.plan import MAX_SCALE_BLOCKS, Plan
 from tile_kernels.attention.score_primitives import (
     Held,
     Work,
@@ -22,7 +22,8 @@ from tile_kernels.attention.score_primitives import (
     score_types,
     shared_memory,
 )
-from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
+from tile_kernels.runtime.device import WARP
+from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, is_last_block
 from tile_kernels.runtime.launch import kernel
 
 BITS = {"float32": 32, "bfloat16": 16}
@@ -111,6 +112,175 @@ def score_tiles(*static: Any) -> Any:
 # ---- gradients -----------------------------------------------------------------------------------
 
 KEYS, THREADS = 64, 256  # of a tile, of a block
+WARPS = THREADS // WARP
+VECTOR = 8  # bfloat16 of 16 bytes
+LARGEST_E4M3 = 448.0
+MAGNITUDE, EXPONENT = 0x7FFFFFFF, 0x7F800000  # bits of float32
+
+
+@T.macro
+def magnitude(value):
+    """The bits of `|value|`: as integers they have the order of the numbers, and NaN is largest."""
+    return T.reinterpret(value, T.int32) & T.int32(MAGNITUDE)
+
+
+@T.macro
+def max_over_block(most, of_warps):
+    """The three values of `most`, each the largest of all threads, in every thread. A barrier."""
+    tx = T.get_thread_binding()
+    for d in T.unroll(5):
+        for i in T.unroll(3):
+            most[i] = T.max(most[i], T.shfl_xor(most[i], T.shift_left(1, d)))
+    if tx % WARP == 0:
+        for i in T.unroll(3):
+            of_warps[i, tx // WARP] = most[i]
+    T.sync_threads()
+    for i in T.unroll(3):
+        for w in T.unroll(WARPS):
+            most[i] = T.max(most[i], of_warps[i, w])
+    T.sync_threads()
+
+
+@T.macro
+def power_of_two(exponent):
+    """`2^exponent` in float32, for a whole number in -126..127."""
+    return T.reinterpret((T.cast(exponent, T.int32) + 127) << 23, T.float32)
+
+
+@kernel(
+    access_bits=lambda source, *_: ((32, 128) if source == "bfloat16" else 32, (32, 64)),
+    pass_configs=EXPLICIT_GUARDS,
+)
+def gradient_scale(source: str, heads: int, depth: int) -> Any:
+    """The inverse of the power of two that shares of a key's gradient are counted in.
+
+    A share is at most `|grad| |k_sf| sum of |weights| max of |q|`, each the largest there is. Each
+    block has those of some tokens, the last one those of all. `sum_bits` are what a share may have.
+    The integers become zero on the way.
+    """
+    tokens, num_keys, chosen = T.dynamic("tokens num_keys chosen")
+    num_tickets = T.dynamic("num_tickets")
+    scaled = source != "bfloat16"
+    rows = THREADS // depth  # of zeros in a step
+
+    @T.macro
+    def clear(counted, block, blocks):
+        tx = T.get_thread_binding()
+        for step in T.serial(T.ceildiv(num_keys, rows * blocks)):
+            key = (step * blocks + block) * rows + tx // depth
+            if key < num_keys:
+                counted[key, tx % depth] = T.int64(0)
+
+    @T.macro
+    def of_token(q, k_sf, weights, indices, grad, token, most):
+        tx = T.get_thread_binding()
+        q_regs = T.alloc_local((VECTOR,), T.bfloat16)
+        for step in T.serial(T.ceildiv(chosen, THREADS)):
+            if step * THREADS + tx < chosen:
+                key = T.alloc_var(T.int32, init=indices[token, step * THREADS + tx])
+                if key >= 0 and key < num_keys:
+                    value = T.alloc_var(T.float32, init=grad[token, step * THREADS + tx])
+                    if scaled:
+                        value = T.ieee_mul(value, k_sf[key])
+                    most[0] = T.max(most[0], magnitude(value))
+        if tx < WARP:
+            total = T.alloc_var(T.float32, init=T.float32(0))
+            for step in T.unroll(-(-heads // WARP)):
+                if step * WARP + tx < heads:
+                    total = T.ieee_add(total, T.abs(weights[token, step * WARP + tx]))
+            for d in T.unroll(5):
+                total = T.ieee_add(total, T.shfl_xor(total, T.shift_left(1, d)))
+            most[1] = T.max(most[1], magnitude(total))
+        if not scaled:
+            for step in T.unroll(-(-heads * depth // (VECTOR * THREADS))):
+                first = (step * THREADS + tx) * VECTOR
+                if first < heads * depth:
+                    for v in T.vectorized(VECTOR):
+                        q_regs[v] = q[token, first // depth, first % depth + v]
+                    for v in T.unroll(VECTOR):
+                        most[2] = T.max(most[2], magnitude(T.cast(q_regs[v], T.float32)))
+
+    @T.prim_func
+    def scale_of_gradients(
+        q: T.Tensor[(tokens, heads, depth), source],
+        k_sf: T.Tensor[(num_keys,), T.float32],
+        weights: T.Tensor[(tokens, heads), T.float32],
+        indices: T.Tensor[(tokens, chosen), T.int32],
+        grad: T.Tensor[(tokens, chosen), T.float32],
+        counted: T.Tensor[(num_keys, depth), T.int64],
+        partials: T.Tensor[(MAX_SCALE_BLOCKS, 3), T.int32],
+        scale: T.Tensor[(1,), T.float32],
+        tickets: T.Tensor[(num_tickets,), T.int32],
+        ticket: T.int32,
+        sum_bits: T.int32,
+    ):
+        with T.Kernel(T.min(tokens, MAX_SCALE_BLOCKS), threads=THREADS) as block:
+            tx = T.get_thread_binding()
+            blocks = T.min(tokens, MAX_SCALE_BLOCKS)
+            most = T.alloc_local((3,), T.int32)
+            of_warps = T.alloc_shared((3, WARPS), T.int32)
+            for i in T.unroll(3):
+                most[i] = 0
+            clear(counted, block, blocks)
+            for turn in T.serial(T.ceildiv(tokens, blocks)):
+                if turn * blocks + block < tokens:
+                    of_token(q, k_sf, weights, indices, grad, turn * blocks + block, most)
+            max_over_block(most, of_warps)
+            if tx == 0:
+                for i in T.unroll(3):
+                    partials[block, i] = most[i]
+            if is_last_block(tickets, ticket, blocks):
+                for step in T.serial(T.ceildiv(blocks, THREADS)):
+                    if step * THREADS + tx < blocks:
+                        for i in T.unroll(3):
+                            most[i] = T.max(most[i], partials[step * THREADS + tx, i])
+                max_over_block(most, of_warps)
+                if tx == 0:
+                    largest = T.alloc_var(T.float32, init=T.reinterpret(most[0], T.float32))
+                    largest = T.ieee_mul(largest, T.reinterpret(most[1], T.float32))
+                    if scaled:
+                        largest = T.ieee_mul(largest, T.float32(LARGEST_E4M3))
+                    else:
+                        largest = T.ieee_mul(largest, T.reinterpret(most[2], T.float32))
+                    exponent = T.alloc_var(T.float32, init=T.ceil(T.log2(largest)))
+                    exponent = T.cast(sum_bits, T.float32) - exponent
+                    exponent = T.max(T.min(exponent, T.float32(126)), T.float32(-126))
+                    scale[0] = power_of_two(exponent)
+                    if magnitude(largest) >= EXPONENT:  # infinite or NaN
+                        scale[0] = T.reinterpret(T.int32(MAGNITUDE), T.float32)
+
+    return scale_of_gradients
+
+
+@kernel(access_bits=lambda *_: ((32, 128), 64), pass_configs=EXPLICIT_GUARDS)
+def counted_gradient(depth: int) -> Any:
+    """`counted / scale[0]`, rounded to float32."""
+    num_keys = T.dynamic("num_keys")
+    lanes = depth // 2
+    rows = THREADS // lanes
+
+    @T.prim_func
+    def gradient_of_keys(
+        counted: T.Tensor[(num_keys, depth), T.int64],
+        scale: T.Tensor[(1,), T.float32],
+        grad_k: T.Tensor[(num_keys, depth), T.float32],
+    ):
+        with T.Kernel(T.ceildiv(num_keys, rows), threads=THREADS) as block:
+            tx = T.get_thread_binding()
+            key = block * rows + tx // lanes
+            first = tx % lanes * 2
+            loaded = T.alloc_local((2,), T.int64)
+            found = T.alloc_local((2,), T.float32)
+            if key < num_keys:
+                unit = T.alloc_var(T.float64, init=T.float64(1) / T.cast(scale[0], T.float64))
+                for v in T.vectorized(2):
+                    loaded[v] = counted[key, first + v]
+                for v in T.unroll(2):
+                    found[v] = T.cast(T.cast(loaded[v], T.float64) * unit, T.float32)
+                for v in T.vectorized(2):
+                    grad_k[key, first + v] = found[v]
+
+    return gradient_of_keys
 
 
 @kernel(access_bits=lambda *_: ((32, 64, 128), 64), pass_configs=EXPLICIT_GUARDS)

@@ -11,8 +11,15 @@ from torch import Tensor
 from tile_kernels.attention import indexer
 from tile_kernels.attention.indexer_reference import Operand, in_range
 from tile_kernels.attention.logits import reference
-from tile_kernels.attention.logits.plan import padded_heads, plan, plan_gradients
-from tile_kernels.runtime import checks
+from tile_kernels.attention.logits.plan import (
+    MAX_SCALE_BLOCKS,
+    padded_heads,
+    plan,
+    plan_counted,
+    plan_gradients,
+    plan_scale,
+)
+from tile_kernels.runtime import checks, tickets
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec, dtype_name
 from tile_kernels.runtime.launch import Kernel
@@ -20,11 +27,13 @@ from tile_kernels.runtime.operator import Operator
 
 OUT_DTYPES = (torch.float32, torch.bfloat16)
 MAX_GRADIENT_ROW = 128 * 128  # heads times channels, whose gradient is in a block's registers
-_LARGEST_E4M3 = 448.0
 _SUM_BITS = 61  # of the integers that shares of a key's gradient are added as
 
-_SCORES = Kernel("tile_kernels.attention.logits.kernel", "score_tiles", plan)
-_GRADIENTS = Kernel("tile_kernels.attention.logits.kernel", "selected_gradients", plan_gradients)
+_MODULE = "tile_kernels.attention.logits.kernel"
+_SCORES = Kernel(_MODULE, "score_tiles", plan)
+_SCALE = Kernel(_MODULE, "gradient_scale", plan_scale)
+_GRADIENTS = Kernel(_MODULE, "selected_gradients", plan_gradients)
+_COUNTED = Kernel(_MODULE, "counted_gradient", plan_counted)
 
 # ---- indexer_logits -----------------------------------------------------------------------------
 
@@ -219,48 +228,39 @@ class BackwardArguments(NamedTuple):
         grad_weights: Spec,
         counted: Spec,
         scale: Spec,
+        partials: Spec,
     ) -> list[Launch | Host]:
         if 0 in (self.q.numel(), self.indices.numel(), self.k.numel()):
             return [Host(Tensor.zero_, (x,)) for x in (grad_q, grad_k, grad_weights)]
         problem = (indexer.SOURCES[self.q.dtype], self.q.shape[1], self.q.shape[2])
-        arguments = (
-            indexer.aligned(self.q), indexer.aligned(self.k), self.k_sf, self.weights,
-            self.indices, self.grad, scale, grad_q, counted, grad_weights,
+        q, others = indexer.aligned(self.q), (self.k_sf, self.weights, self.indices, self.grad)
+        bounds = (
+            q, *others, counted, partials, scale, *tickets.counter(q), Size(_share_bits)
+        )  # fmt: skip
+        gradients = (
+            q, indexer.aligned(self.k), *others, scale, grad_q, counted, grad_weights
         )  # fmt: skip
         return [
-            Host(Tensor.zero_, (counted,)),
-            Host(_choose_scale, (scale, *self)),
-            Launch(_GRADIENTS, problem, arguments),
-            Host(_divide, (grad_k, counted, scale)),
+            Launch(_SCALE, problem, bounds),
+            Launch(_GRADIENTS, problem, gradients),
+            Launch(_COUNTED, problem[2:], (counted, scale, grad_k)),
         ]
 
     def scratch(self) -> tuple[Out, ...]:
-        """The gradient of k in integers, and the inverse of their unit."""
-        return Out("counted", self.k.shape, torch.int64), Out("scale", (1,), torch.float32)
+        """The gradient of k in integers, the inverse of their unit, and what that follows from."""
+        return (
+            Out("counted", self.k.shape, torch.int64),
+            Out("scale", (1,), torch.float32),
+            Out("partials", (MAX_SCALE_BLOCKS, 3), torch.int32),
+        )
 
     def check_values(self) -> None:
         checks.in_range("indices", self.indices, -1, self.k.shape[0] - 1)
 
 
-def _choose_scale(
-    scale: Tensor, q: Tensor, k: Tensor, k_sf: Any, weights: Tensor, indices: Tensor, grad: Tensor
-) -> None:
-    """Writes the inverse of the power of two that shares of a key's gradient are counted in.
-
-    A share is at most `|grad| |k_sf| sum of |weights| max of |q|`; there are as many as indices.
-    """
-    present = (indices >= 0) & (indices < k.shape[0])
-    if k_sf is not None:
-        grad = grad * k_sf[indices.where(present, 0)]
-    largest = torch.where(present, grad, 0).abs().amax() * weights.abs().sum(-1).amax()
-    largest = largest * (q.abs().amax().float() if q.dtype == torch.bfloat16 else _LARGEST_E4M3)
-    bits = _SUM_BITS - math.ceil(math.log2(max(2, grad.numel())))
-    exponent = (bits - largest.log2().ceil()).clamp(-126, 126)
-    scale.copy_(torch.where(largest.isfinite(), exponent.exp2(), torch.nan))
-
-
-def _divide(grad_k: Tensor, counted: Tensor, scale: Tensor) -> None:
-    grad_k.copy_(counted.double() / scale.double())
+def _share_bits(a: BackwardArguments) -> int:
+    """The bits that the share of one index may have: there are as many as indices."""
+    return _SUM_BITS - math.ceil(math.log2(max(2, a.indices.numel())))
 
 
 def cost_bwd(q: Tensor, k: Operand, indices: Tensor, **_: Any) -> Cost:

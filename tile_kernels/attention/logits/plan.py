@@ -28,6 +28,8 @@ def plan(
 
 # ---- gradients ----------------------------------------------------------------------------------
 
+MAX_SCALE_BLOCKS = 512  # that look for the largest share of a key's gradient
+
 
 class GradientPlan(NamedTuple):
     """`padded`: heads, at least as many as rows of a matrix instruction."""
@@ -45,3 +47,17 @@ def plan_gradients(source: str, heads: int, depth: int, device: Device) -> Gradi
 
 def padded_heads(heads: int) -> int:
     return 64 if heads <= 64 else 128
+
+
+class ScalePlan(NamedTuple):
+    source: str
+    heads: int
+    depth: int
+
+
+def plan_scale(source: str, heads: int, depth: int, device: Device) -> ScalePlan:
+    return ScalePlan(source, heads, depth)
+
+
+def plan_counted(depth: int, device: Device) -> tuple[int]:
+    return (depth,)

@@ -41,7 +41,7 @@ def best_keys(*static: Any) -> Any:
 
     The last queries come first: with causal ranges they take longest.
     """
-    tile, topk, capacity, short, partial, role = with_tile(Plan, static)
+    tile, topk, capacity, short, role = with_tile(Plan, static)
     keys, queries = tile.keys, tile.queries
     warps, lanes = tile.threads // WARP, WARP // queries  # of a query
     per = TOGETHER * queries * keys // tile.threads  # keys of a query that a thread takes at a time
@@ -262,7 +262,7 @@ def best_keys(*static: Any) -> Any:
                                 out[first + t, share, position] = T.if_then_else(
                                     present, begin * keys + T.cast(ids[t, position], T.int32), -1
                                 )
-                                if partial:
+                                if shares > 1:  # one of several lists, which are merged
                                     out_keys[first + t, share, position] = T.if_then_else(
                                         present, best[t, position], T.uint32(0)
                                     )

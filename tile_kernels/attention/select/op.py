@@ -47,20 +47,21 @@ class Arguments(NamedTuple):
         if num_keys == 0:
             return [Host(Tensor.fill_, (out, -1))]
         share, shares = _shares(self)
-        partial = shares > 1
-        if partial:
+        merged = shares > 1
+        if merged:
             *buffers, names, scores = scratch
-        else:
-            buffers, names, scores = list(scratch), out.view(num_queries, 1, self.topk), None
+        else:  # nothing is written to scores then
+            buffers, names = list(scratch), out.view(num_queries, 1, self.topk)
+            scores = names.view(torch.uint32)
         bounds = (_bound(self.start, self.weights, 0), _bound(self.end, self.weights, num_keys))
         block_queries = indexer.queries_per_block(num_queries, shares, self.q.device)
-        problem = (self.topk, share <= MAX_SHORT, partial)
+        problem = (self.topk, share <= MAX_SHORT)
         results = (names, scores, share, block_queries)
         operands = (*self[:5], *bounds)
         found: list[Launch | Host] = [
             *indexer.score(_BEST_KEYS, problem, operands, buffers, results)
         ]
-        if scores is not None:
+        if merged:
             rows = (num_queries, shares * self.topk)
             found.append(indexer.merge(scores.view(*rows), names.view(*rows), out))
         return found

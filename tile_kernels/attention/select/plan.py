@@ -27,14 +27,13 @@ class Plan(NamedTuple):
     """A tile, and what lists need.
 
     `capacity`: entries of a list. `short`: it has keys in 16 bits, counted from the block's first.
-    `partial`: it is one of several lists of a query. `role`: which blocks a launch computes.
+    `role`: which blocks a launch computes.
     """
 
     tile: Tile
     topk: int
     capacity: int
     short: bool
-    partial: bool
     role: str
 
 
@@ -45,7 +44,6 @@ def plan(
     depth: int,
     topk: int,
     short: bool,
-    partial: bool,
     role: str,
     device: Device,
 ) -> tuple[Any, ...]:
@@ -77,4 +75,4 @@ def plan(
         if stages < tile.stages and entries * tile.threads < 2 * (topk + tile.keys):
             left += tile.bytes() - fewer.bytes()
             tile, entries = fewer, grown(entries, fewer, left)
-    return flat(*Plan(tile, topk, entries * tile.threads, short, partial, role))
+    return flat(*Plan(tile, topk, entries * tile.threads, short, role))

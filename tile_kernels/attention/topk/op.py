@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -45,16 +44,16 @@ class Arguments(NamedTuple):
         if end is None:
             like = Spec(logits.shape[:1], (1,), torch.int32, logits.device)
             end = logits.apply(_num_columns, like=like)
-        size, address = logits.element_size(), alignment(logits)
-
-        def vector(a: Arguments) -> int:
-            """Logits that are read at once: those that the start and the end of each row allow."""
-            columns = a.logits.shape[1]
-            stride = max(columns, 1) if a.logits.is_contiguous() else a.logits.stride(0)
-            return min(4, math.gcd(address, stride * size, columns * size) // size)
-
-        problem = (self.k, dtype_name(logits), Size(vector), self.start is not None, self.by_value)
+        problem = (
+            self.k, dtype_name(logits), logits.element_size(), Size(lambda a: a.logits.shape[1]),
+            Size(_stride), alignment(logits), self.start is not None, self.by_value,
+        )  # fmt: skip
         return Launch(BEST_OF_ROWS, problem, (logits, self.start, end, None, out))
+
+
+def _stride(a: Arguments) -> int:
+    """From a row to the next, in logits."""
+    return max(a.logits.shape[1], 1) if a.logits.is_contiguous() else a.logits.stride(0)
 
 
 def _num_columns(logits: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from tile_kernels.attention.indexer_plan import list_entries
@@ -30,7 +31,21 @@ class Plan(NamedTuple):
 
 
 def plan(
-    topk: int, dtype: str, vector: int, with_start: bool, by_value: bool, device: Device
+    topk: int,
+    dtype: str,
+    size: int,
+    columns: int,
+    stride: int,
+    alignment: int,
+    with_start: bool,
+    by_value: bool,
+    device: Device,
 ) -> Plan:
+    """As many logits at once as the start and the end of each row allow, up to 4.
+
+    `size` and `alignment` are bytes of a logit and of the address; `columns` and `stride` are those
+    of a row, in logits.
+    """
+    vector = min(4, math.gcd(alignment, stride * size, columns * size) // size)
     capacity = THREADS * list_entries(topk + TILE + SPARE_LIST, THREADS)
     return Plan(topk, dtype, vector, with_start, by_value, capacity)

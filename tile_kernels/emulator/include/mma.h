@@ -11,6 +11,8 @@ template <DataType D> EMU_RT double elem(const void *base, size_t i) {
   else if constexpr (D == DataType::kFloat8_e5m2) return float(float_e5m2_t::bitcast(uint8_t(p[i])));
   else if constexpr (D == DataType::kInt8) return int8_t(p[i]);
   else if constexpr (D == DataType::kUInt8) return uint8_t(p[i]);
+  else if constexpr (D == DataType::kInt4) return ((uint8_t(p[i / 2]) >> i % 2 * 4 & 15) ^ 8) - 8;
+  else if constexpr (D == DataType::kUInt4) return uint8_t(p[i / 2]) >> i % 2 * 4 & 15;
   else if constexpr (D == DataType::kTensorFloat32) { uint32_t u; memcpy(&u, p + 4 * i, 4); return __uint_as_float(u & 0xffffe000u); }
   else {
     static_assert(D == DataType::kFloat64, "mma element type not supported by the emulator");
@@ -20,7 +22,11 @@ template <DataType D> EMU_RT double elem(const void *base, size_t i) {
   }
 }
 template <DataType D> constexpr int bytes_of() {
+  static_assert(D != DataType::kInt4 && D != DataType::kUInt4, "half a byte");
   return D == DataType::kBFloat16 || D == DataType::kFloat16 ? 2 : D == DataType::kTensorFloat32 ? 4 : D == DataType::kFloat64 ? 8 : 1;
+}
+template <DataType D> constexpr int per_register() {   // elements in 32 bits
+  if constexpr (D == DataType::kInt4 || D == DataType::kUInt4) return 8; else return 4 / bytes_of<D>();
 }
 template <DataType C> EMU_RT void accumulate(void *c, int i, double s, bool keep) {
   if constexpr (C == DataType::kFloat32) {
@@ -41,7 +47,7 @@ template <DataType C> EMU_RT void accumulate(void *c, int i, double s, bool keep
 struct MmaArg { void *c; const void *a, *b; };
 template <DataType A, DataType B, DataType C, int K> EMU_RT void mma_fn(unsigned lanes, void **args) {
   if (lanes != ~0u) return emu::note_failure("divergence", "mma.sync needs all 32 lanes");
-  constexpr int EA = 4 / bytes_of<A>(), HALF = K / (4 * EA);     // elements per register, k-halves
+  constexpr int EA = per_register<A>(), HALF = K / (4 * EA);     // elements per register, k-halves
   double a[16][K], b[K][8];
   for (int l = 0; l < 32; ++l) {
     auto *x = static_cast<MmaArg *>(args[l]);

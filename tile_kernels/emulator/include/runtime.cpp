@@ -14,6 +14,9 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <unistd.h>
 #include <ucontext.h>
 
 #include <cstdarg>
@@ -126,6 +129,9 @@ static void reset_block(Block *b, uint64_t id) {
   b->bid = {unsigned(id % gridDim.x), unsigned(id / gridDim.x % gridDim.y), unsigned(id / (uint64_t(gridDim.x) * gridDim.y))};
   b->serial = next_serial++;
   b->live = b->n;
+  uint3 c = cluster_shape();
+  b->rank = int(b->bid.x % c.x + b->bid.y % c.y * c.x + b->bid.z % c.z * c.x * c.y);
+  b->cluster = b->bid.x / c.x + (b->bid.y / c.y + b->bid.z / c.z * (gridDim.y / c.y)) * (gridDim.x / c.x);
   b->acquired = b->acquired_here = b->seen = b->seen_here = 0;
   b->fenced = b->fenced_here = false;
   b->used = 0;
@@ -159,7 +165,7 @@ static bool any_flight(const std::vector<Block *> &blocks) {
   return false;
 }
 static void describe_deadlock(const std::vector<Fiber *> &fibers) {
-  static const char *const name[] = {"nothing", "a block barrier", "a warp operation", "an mbarrier", "the grid barrier"};
+  static const char *const name[] = {"nothing", "a block barrier", "a warp operation", "an mbarrier", "the barrier of the grid or the cluster"};
   int count[5] = {}, total = 0;
   for (Fiber *f : fibers) if (f->state == BLOCKED) { count[f->why]++; total++; }
   int used = snprintf(deadlock_text, sizeof deadlock_text, "deadlock: %d threads wait for ever:", total);
@@ -170,8 +176,9 @@ static void describe_deadlock(const std::vector<Fiber *> &fibers) {
       sep = ", ";
     }
 }
-// Runs the fibers of the resident blocks until all have ended. Copies in flight land only when nothing else can run.
-static void run_blocks(const std::vector<Block *> &blocks) {
+// Runs the fibers of the resident blocks until all have ended. Copies in flight land only when nothing else can run. Where
+// the blocks only poll, `start_another` brings in one more, since they may wait for it; nullptr when there is none.
+template <class F> static void run_blocks(std::vector<Block *> &blocks, F start_another) {
   std::vector<Fiber *> fibers;
   for (Block *b : blocks) fibers.insert(fibers.end(), b->f.begin(), b->f.end());
   if (L->order == 1) std::reverse(fibers.begin(), fibers.end());
@@ -195,10 +202,22 @@ static void run_blocks(const std::vector<Block *> &blocks) {
       describe_deadlock(fibers);
       for (Fiber *f : fibers) if (f->state == BLOCKED) { probing = true; resume(f); probing = false; return; }
     }
-    if (++spins > 20000) {
+    if (++spins == kPollsBeforeNext) {
+      if (Block *b = start_another()) {
+        blocks.push_back(b);
+        fibers.insert(fibers.end(), b->f.begin(), b->f.end());
+        grid_live += b->n;
+        resident = blocks;
+        spins = 0;
+        continue;
+      }
+    }
+    if (failed) return;
+    if (spins > 20000) {
       for (Fiber *f : fibers) if (f->state == READY) {
         cur = f;
-        note_failure("deadlock", "no progress: threads spin on memory that nobody writes (a wait for another block needs cooperative=True)");
+        note_failure("deadlock", "no progress: threads spin on memory that nobody writes, with %zu blocks of %llu resident", blocks.size(),
+                     (unsigned long long)gridDim.x * gridDim.y * gridDim.z);
         cur = nullptr;
         return;
       }
@@ -277,6 +296,50 @@ void grid_sync() {
   }
   L->barriers -= resident.size() - 1;     // one barrier, however many blocks
   release_time++;
+}
+
+// ---- clusters -----------------------------------------------------------------------------------------------------
+// The blocks of a cluster run together. Accesses to the shared memory of another block are checked for their bounds, not for
+// races: what the cluster barrier orders is a matter of two blocks, whose clocks are not comparable.
+uint3 cluster_shape() {
+  return {std::max(1u, L->cluster[0]), std::max(1u, L->cluster[1]), std::max(1u, L->cluster[2])};
+}
+int cluster_rank() { return cur->blk->rank; }
+static Block *cluster_block(int rank) {
+  for (Block *b : resident) if (b->cluster == cur->blk->cluster && b->rank == rank) return b;
+  fail("out of bounds", "out of bounds: block %d of a cluster of %d", rank, cluster_size);
+}
+char *map_shared(const void *p, int rank) { return cluster_block(rank)->arena + smem_addr(p); }
+static void complete_cluster(uint32_t cluster) {
+  ClusterBar &e = cluster_bars[cluster];
+  int started = 0, live = 0;
+  for (Block *b : resident) if (b->cluster == cluster) { ++started; live += b->live; }
+  if (!e.arrived || e.arrived < live + (cluster_size - started) * int(blockDim.x * blockDim.y * blockDim.z)) return;
+  e.arrived = 0;
+  e.phase++;
+  L->barriers++;
+  progress = true;
+  for (Block *b : resident) {
+    if (b->cluster != cluster) continue;
+    b->cluster_done = b->bars[17].released;
+    memset(&b->bars[17].released, 0, sizeof b->bars[17].released);
+    b->acquired = b->acquired_here = release_time;
+    for (Fiber *f : b->f) if (f->state == BLOCKED && f->bar == 17) { f->state = READY; f->bar = -1; }
+  }
+  release_time++;
+}
+void cluster_arrive() {
+  Block *b = cur->blk;
+  ClusterBar &e = cluster_bars[b->cluster];
+  cur->cluster_phase = e.phase;
+  e.arrived++;
+  release(b, cur->warp, b->bars[17].released);
+  complete_cluster(b->cluster);
+}
+void cluster_wait() {
+  Block *b = cur->blk;
+  if (cluster_bars[b->cluster].phase == cur->cluster_phase) { cur->bar = 17; block_on(IN_GRID_BARRIER); }
+  acquire(b, cur->warp, b->cluster_done);
 }
 
 // ---- ordering through atomics -------------------------------------------------------------------------------------
@@ -368,6 +431,7 @@ static void on_exit_fiber(Fiber *f) {
     if ((b->wwait[w] & need) == need) fire(b, w, need);
   }
   if (b->live && b->bars[0].arrived >= b->live) wake_bar(b, 0, -1);
+  if (cluster_size > 1) complete_cluster(b->cluster);
 }
 
 // ---- shared memory ------------------------------------------------------------------------------------------------
@@ -410,7 +474,7 @@ char *smem_ptr(uint32_t a) { return cur->blk->arena + (a & (kArena - 1)); }
 #include "runtime_async.h"
 
 // ---- launch -------------------------------------------------------------------------------------------------------
-static void find_image(void *inside) {
+static void find_image(void *inside, char *&image_lo, char *&image_hi) {
   struct Query { char *p, *lo, *hi; } q{static_cast<char *>(inside), nullptr, nullptr};
   dl_iterate_phdr([](dl_phdr_info *i, size_t, void *data) -> int {
     Query &q = *static_cast<Query *>(data);
@@ -466,6 +530,69 @@ static void on_fault(int signal, siginfo_t *info, void *context) {
   regs[REG_RIP] = reinterpret_cast<greg_t>(&fail_at_fault);
   regs[REG_RSP] = reinterpret_cast<greg_t>(cur->top) - 8;            // as after a call
 }
+
+// ---- requests to stop: Ctrl-C, and the alarm of a time limit ----------------------------------------------------------
+// A kernel is left only where its own code runs: anywhere else (the allocator, printf) something may be half done. There
+// the request is repeated until it meets the kernel. Python's handlers are put back after the launch.
+static constexpr int kStops[] = {SIGINT, SIGALRM, SIGVTALRM};   // the last one repeats a request
+static struct sigaction old_stops[3];
+static bool catches_stops = false;
+static volatile sig_atomic_t stop_signal = 0;
+[[noreturn]] static void stop_kernel() {
+  static const char *const doing[] = {"", "in a block barrier", "in a warp operation", "at an mbarrier", "in the grid barrier"};
+  Block *b = cur->blk;
+  char text[300];
+  int count[5] = {}, done = 0, used = 0;
+  for (Fiber *f : b->f) {
+    if (f->state == DONE) ++done;
+    else if (f->state == BLOCKED) ++count[f->why];
+  }
+  used = snprintf(text, sizeof text, "%d of its block's threads have not ended", b->n - done);
+  for (int i = 1; i < 5; ++i)
+    if (count[i]) used += snprintf(text + used, sizeof text - size_t(used), ", %d wait %s", count[i], doing[i]);
+  bool limit = stop_signal != SIGINT;
+  stop_signal = 0;
+  fail(limit ? "timeout" : "interrupted", "%s while this thread was running; %s", limit ? "the time limit was reached" : "interrupted", text);
+}
+static void repeat_stop(bool on) {
+  itimerval every{};
+  if (on) every.it_value.tv_usec = 10000;
+  setitimer(ITIMER_VIRTUAL, &every, nullptr);
+}
+static void on_stop(int signal, siginfo_t *, void *context) {
+  if (signal != SIGVTALRM) stop_signal = signal;
+  if (!stop_signal || !catches_stops || failed) return;
+  if (!pthread_equal(owner, pthread_self())) { pthread_kill(owner, SIGVTALRM); return; }
+  greg_t *regs = static_cast<ucontext_t *>(context)->uc_mcontext.gregs;
+  char *pc = reinterpret_cast<char *>(regs[REG_RIP]);
+  if (!cur || pc < image_lo || pc >= image_hi) return repeat_stop(true);
+  hook_pc = pc + 1;
+  regs[REG_RIP] = reinterpret_cast<greg_t>(&stop_kernel);
+  regs[REG_RSP] = reinterpret_cast<greg_t>(cur->top) - 8;
+}
+static bool has_handler(int signal) {
+  struct sigaction now{};
+  sigaction(signal, nullptr, &now);
+  return now.sa_handler != SIG_DFL && now.sa_handler != SIG_IGN;
+}
+static void catch_stops() {
+  stop_signal = 0;
+  catches_stops = getpid() == pid_t(syscall(SYS_gettid)) && (has_handler(SIGINT) || has_handler(SIGALRM));
+  if (!catches_stops) return;
+  struct sigaction action{};
+  action.sa_sigaction = on_stop;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
+  for (size_t i = 0; i < 3; ++i)
+    if (kStops[i] == SIGVTALRM || has_handler(kStops[i])) sigaction(kStops[i], &action, &old_stops[i]);
+    else sigaction(kStops[i], nullptr, &old_stops[i]);
+}
+static void release_stops() {
+  if (!catches_stops) return;
+  repeat_stop(false);
+  catches_stops = false;
+  for (size_t i = 0; i < 3; ++i) sigaction(kStops[i], &old_stops[i], nullptr);
+  if (int missed = stop_signal) { stop_signal = 0; raise(missed); }   // the kernel ended first: for Python
+}
 static void catch_faults() {
   owner = pthread_self();
   stack_t s{};
@@ -481,6 +608,13 @@ static void release_faults() {
   sigaltstack(&old_stack, nullptr);
 }
 
+static uint64_t block_number(uint64_t cluster, uint64_t member) {   // of the grid, counted along x first
+  uint3 c = cluster_shape();
+  uint64_t nx = gridDim.x / c.x, ny = gridDim.y / c.y;
+  uint64_t x = cluster % nx * c.x + member % c.x, y = cluster / nx % ny * c.y + member / c.x % c.y;
+  uint64_t z = cluster / (nx * ny) * c.z + member / (uint64_t(c.x) * c.y);
+  return x + (y + z * gridDim.y) * gridDim.x;
+}
 static void run_grid(uint64_t total, int n) {
   std::vector<Block *> blocks;
   auto take = [&] {
@@ -490,27 +624,44 @@ static void run_grid(uint64_t total, int n) {
   };
   if (L->cooperative) {
     for (uint64_t i = 0; i < total && take(); ++i) reset_block(blocks.back(), i);
-    if (total && !failed) run_blocks(blocks);
+    if (total && !failed) run_blocks(blocks, []() -> Block * { return nullptr; });
     L->blocks = total; L->threads = total * uint64_t(n);
   } else if (total && take()) {
     std::vector<uint32_t> shuffled;
+    uint64_t clusters = total / uint64_t(cluster_size);
     if (L->order == 2) {
-      shuffled.resize(total);
-      for (uint64_t i = 0; i < total; ++i) shuffled[i] = uint32_t(i);
+      shuffled.resize(clusters);
+      for (uint64_t i = 0; i < clusters; ++i) shuffled[i] = uint32_t(i);
       std::shuffle(shuffled.begin(), shuffled.end(), rng);
     }
-    for (uint64_t i = 0; i < total && !failed; ++i) {
-      readers.clear();
-      reset_block(blocks[0], L->order == 1 ? total - 1 - i : L->order == 2 ? shuffled[i] : i);
-      run_blocks(blocks);
+    uint64_t started = 0;
+    size_t used = 0;
+    auto start = [&]() -> Block * {
+      if (started == total || used == kMaxResident || (used == blocks.size() && !take())) return nullptr;
+      uint64_t member = started % uint64_t(cluster_size), i = started++ / uint64_t(cluster_size);
+      Block *b = blocks[used++];
+      reset_block(b, block_number(L->order == 1 ? clusters - 1 - i : L->order == 2 ? shuffled[i] : i, member));
       L->blocks++; L->threads += uint64_t(n);
+      return b;
+    };
+    while (started < total && !failed) {
+      readers.clear();
+      used = 0;
+      std::vector<Block *> running;
+      while (int(running.size()) < cluster_size) {
+        Block *b = start();
+        if (!b) break;
+        running.push_back(b);
+      }
+      if (!failed) run_blocks(running, start);
     }
   }
   for (Block *b : blocks) if (pool.size() < 4) pool.push_back(b); else drop_block(b);
 }
 int launch(Launch *l, void (*entry)(void **), void **args) {
   L = l; entry_args = args;
-  if (entry_fn != entry) find_image(reinterpret_cast<void *>(entry));
+  if (entry_fn != entry) find_image(reinterpret_cast<void *>(entry), image_lo, image_hi);
+  if (!own_lo) find_image(&threadIdx, own_lo, own_hi);
   entry_fn = entry;
   failed = probing = false;
   cur = nullptr; self = nullptr; hook_pc = nullptr; num_suspects = 0; any_alignment = false;
@@ -521,6 +672,11 @@ int launch(Launch *l, void (*entry)(void **), void **args) {
   rng.seed(l->seed);
   launch_serial = next_serial;
   release_time = 1;
+  cluster_bars.clear();
+  uint3 c = cluster_shape();
+  cluster_size = int(c.x * c.y * c.z);
+  if (gridDim.x % c.x || gridDim.y % c.y || gridDim.z % c.z)
+    note_failure("launch", "a grid of %u x %u x %u does not consist of clusters of %u x %u x %u", gridDim.x, gridDim.y, gridDim.z, c.x, c.y, c.z);
   released_at.clear();
   readers.clear();
   int n = int(blockDim.x * blockDim.y * blockDim.z);
@@ -538,7 +694,9 @@ int launch(Launch *l, void (*entry)(void **), void **args) {
   }
   if (!failed) {
     catch_faults();
+    catch_stops();
     run_grid(total, n);
+    release_stops();
     release_faults();
   }
   for (Shadow &s : range_shadows) shadow_trim(s);
@@ -554,6 +712,7 @@ int launch(Launch *l, void (*entry)(void **), void **args) {
 static inline void hook(void *p, size_t n, emu::Access kind, void *pc, bool aligned = true) {
   if (!emu::L || !emu::L->check) return;
   emu::hook_pc = pc;
+  if (__builtin_expect(emu::stop_signal, 0)) emu::stop_kernel();
   emu::any_alignment = !aligned;
   emu::check(p, n, kind);
   emu::any_alignment = false;
@@ -574,6 +733,23 @@ void emu::require_aligned(const void *p, size_t n, Access kind) {
 EMU_HOOK(1) EMU_HOOK(2) EMU_HOOK(4) EMU_HOOK(8) EMU_HOOK(16)
 EMU_API void __tsan_read_range(void *p, size_t n) { hook(p, n, emu::READ, __builtin_return_address(0)); }
 EMU_API void __tsan_write_range(void *p, size_t n) { hook(p, n, emu::WRITE, __builtin_return_address(0)); }
+// clang replaces these three, and reports the table of virtual functions, which kernels do not have.
+EMU_API void *__tsan_memcpy(void *d, const void *s, size_t n) {
+  void *pc = __builtin_return_address(0);
+  hook(const_cast<void *>(s), n, emu::READ, pc, false);
+  hook(d, n, emu::WRITE, pc, false);
+  return memcpy(d, s, n);
+}
+EMU_API void *__tsan_memmove(void *d, const void *s, size_t n) {
+  void *pc = __builtin_return_address(0);
+  hook(const_cast<void *>(s), n, emu::READ, pc, false);
+  hook(d, n, emu::WRITE, pc, false);
+  return memmove(d, s, n);
+}
+EMU_API void *__tsan_memset(void *d, int v, size_t n) {
+  hook(d, n, emu::WRITE, __builtin_return_address(0), false);
+  return memset(d, v, n);
+}
 EMU_API void __tsan_init() {}
 EMU_API void __tsan_func_entry(void *) {}
 EMU_API void __tsan_func_exit() {}

@@ -23,8 +23,10 @@ static bool shadow_start(Shadow &s, size_t bytes) {
   s.shift = 4; s.lo = SIZE_MAX; s.hi = 0;
   return shadow_reserve(s, bytes);
 }
-static void shadow_trim(Shadow &s) {      // give back what a large launch touched
-  if (s.hi > s.lo && (s.hi - s.lo) * sizeof(Cell) > (32u << 20)) madvise(s.cells, s.capacity * sizeof(Cell), MADV_DONTNEED);
+// Offer the system what a large launch touched. It takes the pages when it needs them: to give them back at once would
+// cost a page fault per 64 cells in the next launch, more than the checks themselves. Old cells are recognised by their serial.
+static void shadow_trim(Shadow &s) {
+  if (s.hi > s.lo && (s.hi - s.lo) * sizeof(Cell) > (32u << 20)) madvise(s.cells, s.capacity * sizeof(Cell), MADV_FREE);
 }
 static void shadow_split(Shadow &s, uint32_t shift) {
   if (s.hi > s.lo) {
@@ -68,6 +70,7 @@ static Stamp stamp(const Fiber *f, bool atomic) {
   return {b->serial, b->now[f->warp], b->wepoch[f->warp], uint16_t(f->lin + 1), uint8_t(atomic), 0};
 }
 static char *image_lo = nullptr, *image_hi = nullptr;   // the kernel's own library
+static char *own_lo = nullptr, *own_hi = nullptr;       // the runtime's: clang also reports reads of threadIdx
 static uint32_t short_pc() {
   char *pc = static_cast<char *>(hook_pc);
   return pc >= image_lo && pc < image_hi ? uint32_t(pc - image_lo) : 0;
@@ -186,6 +189,7 @@ static void check_cell(Cell &c, Region *r, char *p, size_t n, Access kind, Fiber
   }
 }
 
+static void stamp_async(Block *b, char *p, size_t n, uint32_t clock);
 // ---- the access check ---------------------------------------------------------------------------------------------
 static Region *find_shared(Block *b, char *p, size_t n) {
   for (Region &r : b->regions) if (p >= r.base && p + n <= r.base + r.size) return &r;
@@ -229,7 +233,15 @@ static void check(const void *ptr, size_t n, Access kind) {
     if (Region *r = find_shared(b, p, n)) return check_region(r, p, n, kind, f);
   } else {
     for (Region &r : tensors) if (p >= r.base && p + n <= r.base + r.size) return check_region(&r, p, n, kind, f);
+    if (cluster_size > 1)
+      for (Block *o : resident) {
+        if (o->cluster != b->cluster || p < o->arena || p >= o->arena + kArena) continue;
+        if (!find_shared(o, p, n)) fail("out of bounds", "out of bounds: %zu-byte %s shared memory of block %d of the cluster", n, kVerb[kind], o->rank);
+        if (kind != READ) stamp_async(o, p, n, 0);
+        return;
+      }
     if (p >= image_lo && p < image_hi) return;                        // constants of the kernel itself
+    if (p >= own_lo && p < own_hi && kind == READ) return;
     if (p >= b->stacks && p < b->stacks + kStack * size_t(b->n)) return;  // a collective writes its peers' registers
   }
   const Region *near = shared ? nearest(b->regions, p) : nearest(tensors, p);

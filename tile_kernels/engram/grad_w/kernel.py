@@ -19,8 +19,12 @@ def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
     access_bits=access_bits,
     pass_configs={**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True},
 )
-def reduce_gradients(dtype: str, vector: int, warps: int, at_once: int) -> Any:
-    """With `S` the sum of parts, `S` times either weight is added to the other's gradient."""
+def reduce_gradients(dtype: str, vector: int, warps: int, max_at_once: int) -> Any:
+    """With `S` the sum of parts, `S` times either weight is added to the other's gradient.
+
+    The first `used` warps of a block have parts, `at_once` of them at a time. What others add is
+    +0, which changes no sum: these start at +0, and are never -0.
+    """
     parts, columns = T.dynamic("parts columns")
     iterations = -(-vector // warps)  # columns of a thread at the end
 
@@ -31,6 +35,8 @@ def reduce_gradients(dtype: str, vector: int, warps: int, at_once: int) -> Any:
         weight_embed: T.Tensor[(columns,), dtype],
         grad_hidden: T.Tensor[(columns,), T.float32],
         grad_embed: T.Tensor[(columns,), T.float32],
+        used: T.int32,
+        at_once: T.int32,
     ):
         with T.Kernel(T.ceildiv(columns, WARP * vector), threads=warps * WARP) as block:
             T.assume(columns % vector == 0)
@@ -38,7 +44,7 @@ def reduce_gradients(dtype: str, vector: int, warps: int, at_once: int) -> Any:
             warp = T.get_thread_binding() // WARP
             first = (block * WARP + lane) * vector
             warp_sums = T.alloc_shared((warps, WARP * vector), T.float32)
-            read = T.alloc_local((at_once * vector,), T.float32)
+            read = T.alloc_local((max_at_once * vector,), T.float32)
             sums = T.alloc_local((vector,), T.float32)
             # What a thread needs of its columns at the end is loaded first.
             old = T.alloc_local((iterations, 2), T.float32)
@@ -53,17 +59,17 @@ def reduce_gradients(dtype: str, vector: int, warps: int, at_once: int) -> Any:
                     old[i, 1] = grad_embed[column]
             for e in T.unroll(vector):
                 sums[e] = T.float32(0)
-            if first < columns:
-                for iteration in T.serial(T.ceildiv(parts, warps * at_once)):
-                    for i in T.unroll(at_once):
-                        part = (iteration * warps + warp) * at_once + i
-                        if part < parts:
+            if first < columns and warp < used:
+                for iteration in T.serial(T.ceildiv(parts, used * at_once)):
+                    for i in T.unroll(max_at_once):
+                        part = (iteration * used + warp) * at_once + i
+                        if i < at_once and part < parts:
                             for e in T.vectorized(vector):
                                 read[i * vector + e] = partial[part, first + e]
                         else:
                             for e in T.unroll(vector):
                                 read[i * vector + e] = T.float32(0)
-                    for i in T.unroll(at_once):
+                    for i in T.unroll(max_at_once):
                         for e in T.unroll(vector):
                             sums[e] = sums[e] + read[i * vector + e]
             for e in T.unroll(vector):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.engram.grad_w import reference
-from tile_kernels.engram.grad_w.plan import plan
+from tile_kernels.engram.grad_w.plan import Split, plan, split
 from tile_kernels.engram.weights import access_width, check_weights
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
@@ -49,7 +49,12 @@ class Arguments(NamedTuple):
         columns, parts = self.weight_hidden.numel(), Size(lambda a: a.grad_w_partial.shape[0])
         vector = access_width(4, columns, partial)
         problem = (dtype_name(self.weight_hidden), columns, parts, vector)
-        arguments = (partial.view(-1, columns), *[x.view(-1) for x in self[1:]])
+
+        def shares(a: Arguments) -> Split:
+            return split(columns, a.grad_w_partial.shape[0], vector)
+
+        warps, at_once = Size(lambda a: shares(a).warps), Size(lambda a: shares(a).at_once)
+        arguments = (partial.view(-1, columns), *[x.view(-1) for x in self[1:]], warps, at_once)
         return Launch(_REDUCE, problem, arguments)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from tile_kernels.gemm import operands, tiling
+from tile_kernels.gemm import operands
 from tile_kernels.gemm.fp4_weights import Fp4Weights, prepare_fp4_weights
 from tile_kernels.gemm.fp8_fp4 import reference
 from tile_kernels.gemm.gemm_nt.op import cost as dense_cost
@@ -29,7 +29,7 @@ from tile_kernels.gemm.masked.plan import plan as masked_plan
 from tile_kernels.gemm.operands import Operand, Recipe
 from tile_kernels.gemm.tiling import BLOCK, CONTIGUOUS, DENSE, GROUP, MASKED, PSUM
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec, dtype_name
+from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
 
@@ -46,6 +46,11 @@ def _check_weights(
     a: Any, b: Any, recipe: Any, recipe_a: Any, recipe_b: Any, disable_ue8m0_cast: Any
 ) -> None:
     """`a` is a pair, `b` prepared e2m1 or a pair of e2m1; the recipe is that of e2m1."""
+    if (
+        type(a) is tuple and len(a) == 2 and type(b) is Fp4Weights and recipe is None
+        and recipe_a is None and recipe_b is None and disable_ue8m0_cast is False
+    ):  # fmt: skip
+        return  # almost every call
     operands.check_pair("a", a)
     if not isinstance(b, (tuple, list)) or len(b) != 3:
         operands.check_pair("b", b)
@@ -84,34 +89,6 @@ def _prepared(b: Any) -> Any:
     return b if len(b) == 3 else prepare_fp4_weights(b)
 
 
-def _launches(
-    kernel: Kernel,
-    x: Any,
-    head: tuple[Any, ...],
-    layout: str,
-    tensor: Any,
-    strides: tuple[int, int],
-    buffers: tuple[Spec, ...],
-) -> list[Launch | Host]:
-    """The launch of a product; `head` comes before the fields of `Problem`."""
-    a, b, d = x.a, x.b, x.d
-    c, accumulate = getattr(x, "c", None), getattr(x, "accumulate", False)
-    if d.numel() == 0:
-        return []
-    if b.numel() == 0:
-        return operands.without_product(d, c, accumulate)
-    named = (("a", a), ("b", b), ("the shifts of b", x.b_shifts), ("d", d), ("c", c))
-    for name, data in named:
-        operands.check_address(name, data)
-    (a_sf,), before = operands.row_scale_launches({"a": x.a_sf}, buffers)
-    problem = (
-        *head, layout, dtype_name(a), 0, b.shape[-2], a.shape[-1], *strides, dtype_name(d),
-        operands.addend(c, accumulate), operands.a_scale_kind(x.a_sf), tiling.SQUARE_E2M1,
-    )  # fmt: skip
-    arguments = (a, a_sf, b.view(torch.uint32), x.b_shifts, x.b_sf, tensor, c, d)
-    return [*before, Launch(kernel, problem, arguments)]
-
-
 def _scratch(x: Any) -> tuple[Out, ...]:
     return operands.row_scale_scratch(x.a_sf)
 
@@ -143,7 +120,7 @@ class Arguments(NamedTuple):
     def launches(self, *buffers: Spec) -> list[Launch | Host]:
         head = (Size(lambda x: x.a.shape[0]),)
         strides = operands.row_stride(self.a), operands.row_stride(self.d)
-        return _launches(_DENSE, self, head, DENSE, None, strides, buffers)
+        return operands.fp8_launches(_DENSE, self, head, DENSE, None, strides, buffers)
 
 
 def _reference(
@@ -253,7 +230,9 @@ class ContiguousArguments(NamedTuple):
     def launches(self, *buffers: Spec) -> list[Launch | Host]:
         layout = PSUM if self.use_psum_layout else CONTIGUOUS
         strides = operands.row_stride(self.a), operands.row_stride(self.d)
-        return _launches(_CONTIGUOUS, self, (), layout, self.grouped_layout, strides, buffers)
+        return operands.fp8_launches(
+            _CONTIGUOUS, self, (), layout, self.grouped_layout, strides, buffers
+        )
 
 
 def _check_expected_m(value: Any) -> None:
@@ -383,7 +362,7 @@ class MaskedArguments(NamedTuple):
     def launches(self, *buffers: Spec) -> list[Launch | Host]:
         head = (is_small(self.expected_m, self.a.shape[1]),)
         strides = self.a.shape[2], self.b.shape[1]
-        return _launches(_MASKED, self, head, MASKED, self.masked_m, strides, buffers)
+        return operands.fp8_launches(_MASKED, self, head, MASKED, self.masked_m, strides, buffers)
 
 
 def _reference_masked(

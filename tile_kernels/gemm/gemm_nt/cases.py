@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tile_kernels.gemm import samples
-from tile_kernels.gemm.samples import E4M3, MN, PACKED, ROW_MAJOR, TURNED
+from tile_kernels.gemm.samples import E4M3, MN, PACKED, ROW_MAJOR, TRANSPOSED
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -109,7 +109,7 @@ CASES = {
             Sample("c.2x8x0", fp8(2, 8, 0, add=True)),
             Sample("7x320x256.row-major", fp8(7, 320, 256, a_layout=ROW_MAJOR)),
             Sample("129x320x256.packed", fp8(129, 320, 256, a_layout=PACKED, b_layout=PACKED)),
-            Sample("65x320x256.turned", fp8(65, 320, 256, b_layout=TURNED)),
+            Sample("65x320x256.transposed", fp8(65, 320, 256, b_layout=TRANSPOSED)),
             Sample("fp32.130x320x256", fp8(130, 320, 256, _FP32)),
             Sample("fp32.c.130x320x256", fp8(130, 320, 256, _FP32, add=True)),
             Sample("c.130x320x256", fp8(130, 320, 256, add=True)),

@@ -14,7 +14,7 @@ from tile_kernels.gemm.operands import Operand, Recipe
 from tile_kernels.gemm.tiling import BLOCK, DENSE
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.declaration import Host, Launch, Size, Spec, dtype_name
+from tile_kernels.runtime.declaration import Host, Launch, Size, Spec
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
 from tile_kernels.transpose import transpose
@@ -45,24 +45,9 @@ class Arguments(NamedTuple):
         operands.check_result(self.d, self.c, ("M", "N"), (m, n), _RESULTS, contiguous=False)
 
     def launches(self, *buffers: Spec) -> list[Launch | Host]:
-        a: Any
-        a, b, d, c = self.a, self.b, self.d, self.c
-        if d.numel() == 0:
-            return []
-        if a.shape[1] == 0:
-            return operands.without_product(d, c, self.accumulate)
-        for name, data in (("a", a), ("b", b), ("d", d), ("c", c)):
-            operands.check_address(name, data)
-        a_sf, b_sf, before = operands.scales_and_launches(
-            self.a_sf, self.b_sf, self.rows_per_scale, buffers
-        )
-        problem = (
-            Size(lambda x: x.a.shape[0]), DENSE, dtype_name(a), 0, b.shape[0], a.shape[1],
-            operands.row_stride(a), operands.row_stride(d), dtype_name(d),
-            operands.addend(c, self.accumulate), operands.a_scale_kind(self.a_sf),
-            operands.b_scale_kind(self.b_sf, self.rows_per_scale),
-        )  # fmt: skip
-        return [*before, Launch(_KERNEL, problem, (a, a_sf, b, b_sf, None, c, d))]
+        head = (Size(lambda x: x.a.shape[0]),)
+        strides = operands.row_stride(self.a), operands.row_stride(self.d)
+        return operands.fp8_launches(_KERNEL, self, head, DENSE, None, strides, buffers)
 
 
 def cost(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **_: Any) -> Cost:
@@ -153,16 +138,16 @@ def _k_major(operand: Operand) -> Operand:
     """`[K, rows]` with scales `[steps, ...]` as `[rows, K]`; copied unless it lies so in memory."""
     data, sf = operand
     by_rows = sf.shape[1] == data.shape[1]
-    turned = sf.T.contiguous() if by_rows and not operands.is_mn_major(sf.T) else sf.T
-    return data.T if data.T.is_contiguous() else transpose(data), turned
+    transposed = sf.T.contiguous() if by_rows and not operands.is_mn_major(sf.T) else sf.T
+    return data.T if data.T.is_contiguous() else transpose(data), transposed
 
 
-def _swapped(a: Any, b: Any, turn_a: bool, turn_b: bool) -> tuple[Operand, Operand]:
+def _swapped(a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> tuple[Operand, Operand]:
     for name, operand in (("a", a), ("b", b)):
         operands.check_pair(name, operand)
         for part in operand:
             checks.tensor(name, part, ("rows", "columns"))
-    return _k_major(a) if turn_a else a, _k_major(b) if turn_b else b
+    return _k_major(a) if transpose_a else a, _k_major(b) if transpose_b else b
 
 
 def fp8_gemm_nn(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **more: Any) -> Tensor:

@@ -30,9 +30,9 @@ def fp8(
     dtype: torch.dtype = torch.float32,
     spare: int = 0,
     ks: bool = False,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> Build:
-    """`spare` rows behind the last group are NaN; `turned`: scales as DeepGEMM has them."""
+    """`spare` rows behind the last group are NaN; `transposed`: scales as DeepGEMM has them."""
 
     def make(device: torch.device) -> Arguments:
         rows = sum(sizes) + spare
@@ -42,7 +42,7 @@ def fp8(
             x[:, sum(sizes) :] = torch.nan
             data, sf = samples.by_rows(x, ROW_MAJOR)
             sf = sf.T.contiguous()
-            return data, sf.T if turned else sf
+            return data, sf.T if transposed else sf
 
         found = {
             "grouped_layout": torch.tensor(sizes, dtype=torch.int32, device=device),
@@ -126,7 +126,7 @@ CASES = {
             Sample("c.no rows", fp8([0, 0], 192, 320, add=True)),
             Sample("no groups", fp8([], 192, 320, spare=128)),
             Sample("ks.128,256", fp8([128, 256], 192, 320, ks=True)),
-            Sample("turned.128,256", fp8([128, 256], 192, 320, turned=True)),
+            Sample("transposed.128,256", fp8([128, 256], 192, 320, transposed=True)),
             Sample("flat.128,0,256", _flat(fp8([128, 0, 256], 192, 320, ks=True))),
         ],
         large=[

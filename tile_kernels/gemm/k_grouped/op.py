@@ -147,8 +147,10 @@ def _compared_sizes(ks: Sequence[int] | None) -> list[int] | None:
 
 def _check_arguments(a: Any, b: Any, d: Any, ks: Any, recipe: Any, dims: int) -> None:
     operands.check_operands(a, b, None, None, None)
-    operands.check_recipe(recipe, None, None, (BY_ROW,))
-    _check_ks(ks)
+    if recipe is not BY_ROW:
+        operands.check_recipe(recipe, None, None, (BY_ROW,))
+    if ks is not None:
+        _check_ks(ks)
     flat = [name for name, (data, _) in (("a", a), ("b", b)) if data.dim() == 1]
     if flat and (ks is None or dims == 1):
         raise ValueError(f"{flat[0]} must have 2 dimensions unless ks is given, got 1")
@@ -181,7 +183,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
     ks: Sequence[int] | None,
     grouped_layout: Tensor,
     c: Tensor | None = None,
-    recipe: Recipe = (1, 1, 128),
+    recipe: Recipe = BY_ROW,
     *,
     compiled_dims: str | None = None,  # noqa: ARG001
 ) -> Tensor:
@@ -236,7 +238,7 @@ def k_grouped_fp8_gemm_tn_contiguous(
     ks: Sequence[int] | None,
     grouped_layout: Tensor,
     c: Tensor | None = None,
-    recipe: Recipe = (1, 1, 128),
+    recipe: Recipe = BY_ROW,
     *,
     compiled_dims: str | None = None,
 ) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tile_kernels.gemm import samples
-from tile_kernels.gemm.samples import E4M3, MN, PACKED, ROW_MAJOR, TURNED
+from tile_kernels.gemm.samples import E4M3, MN, PACKED, ROW_MAJOR, TRANSPOSED
 from tile_kernels.runtime.cases import (
     Arguments,
     Benchmark,
@@ -128,7 +128,7 @@ CASES = {
             Sample("order.127,129,63", fp8([127, 129, 63], 200, 256, order=[2, 0, 1])),
             Sample("row-major.64,0,3", fp8([64, 0, 3], 384, 256, a_layout=ROW_MAJOR)),
             Sample("packed.64,3", fp8([64, 3], 384, 256, a_layout=PACKED, b_layout=PACKED)),
-            Sample("turned.64,3", fp8([64, 3], 384, 256, b_layout=TURNED)),
+            Sample("transposed.64,3", fp8([64, 3], 384, 256, b_layout=TRANSPOSED)),
             Sample("by row.129,3", fp8([129, 3], 200, 640, recipe=_BY_ROW)),
             Sample(
                 "by row.row-major.9,3",

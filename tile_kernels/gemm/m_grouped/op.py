@@ -14,7 +14,7 @@ from tile_kernels.gemm.operands import Operand, Recipe
 from tile_kernels.gemm.tiling import BLOCK, CONTIGUOUS, PSUM
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.declaration import Host, Launch, Spec, dtype_name
+from tile_kernels.runtime.declaration import Host, Launch, Spec
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
 
@@ -45,23 +45,10 @@ class Arguments(NamedTuple):
         check_layout(self.grouped_layout, groups, m, self.use_psum_layout)
 
     def launches(self, *buffers: Spec) -> list[Launch | Host]:
-        a: Any
-        a, b, d = self.a, self.b, self.d
-        if d.numel() == 0:
-            return []
-        if b.numel() == 0:
-            return operands.without_product(d, None, False)
-        for name, data in (("a", a), ("b", b), ("d", d)):
-            operands.check_address(name, data)
-        a_sf, b_sf, before = operands.scales_and_launches(
-            self.a_sf, self.b_sf, self.rows_per_scale, buffers
-        )
-        problem = (
-            PSUM if self.use_psum_layout else CONTIGUOUS, dtype_name(a), 0, b.shape[1], a.shape[1],
-            operands.row_stride(a), operands.row_stride(d), dtype_name(d), "",
-            operands.a_scale_kind(self.a_sf), operands.b_scale_kind(self.b_sf, self.rows_per_scale),
-        )  # fmt: skip
-        return [*before, Launch(_KERNEL, problem, (a, a_sf, b, b_sf, self.grouped_layout, None, d))]
+        layout = PSUM if self.use_psum_layout else CONTIGUOUS
+        strides = operands.row_stride(self.a), operands.row_stride(self.d)
+        tensor = self.grouped_layout
+        return operands.fp8_launches(_KERNEL, self, (), layout, tensor, strides, buffers)
 
 
 def check_rows(a: Tensor) -> None:

@@ -14,7 +14,7 @@ from tile_kernels.gemm.operands import Operand, Recipe
 from tile_kernels.gemm.tiling import BLOCK, MASKED
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.declaration import Host, Launch, Spec, dtype_name
+from tile_kernels.runtime.declaration import Host, Launch, Spec
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
 
@@ -44,23 +44,9 @@ class Arguments(NamedTuple):
         check_sizes(self.masked_m, self.expected_m, groups)
 
     def launches(self, *buffers: Spec) -> list[Launch | Host]:
-        a: Any
-        a, b, d = self.a, self.b, self.d
-        if d.numel() == 0:
-            return []
-        if b.numel() == 0:
-            return operands.without_product(d, None, False)
-        for name, data in (("a", a), ("b", b), ("d", d)):
-            operands.check_address(name, data)
-        a_sf, b_sf, before = operands.scales_and_launches(
-            self.a_sf, self.b_sf, self.rows_per_scale, buffers
-        )
-        problem = (
-            is_small(self.expected_m, a.shape[1]), MASKED, dtype_name(a), 0, b.shape[1], a.shape[2],
-            a.shape[2], b.shape[1], dtype_name(d), "", operands.a_scale_kind(self.a_sf),
-            operands.b_scale_kind(self.b_sf, self.rows_per_scale),
-        )  # fmt: skip
-        return [*before, Launch(_KERNEL, problem, (a, a_sf, b, b_sf, self.masked_m, None, d))]
+        head = (is_small(self.expected_m, self.a.shape[1]),)
+        strides = self.a.shape[2], self.b.shape[1]
+        return operands.fp8_launches(_KERNEL, self, head, MASKED, self.masked_m, strides, buffers)
 
 
 def check_sizes(masked_m: Any, expected_m: Any, groups: int) -> None:

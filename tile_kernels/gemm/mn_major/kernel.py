@@ -24,7 +24,7 @@ def mn_major(dtype: str, batched: bool, steps: int) -> Any:
         out_type = T.StridedTensor[(steps, out_rows), (out_stride, 1), dtype]
 
     @T.prim_func
-    def turn(sf: sf_type, out: out_type):
+    def swapped(sf: sf_type, out: out_type):
         with T.Kernel(
             T.ceildiv(out_rows, TILE_ROWS),
             -(-steps // TILE_STEPS),
@@ -55,4 +55,4 @@ def mn_major(dtype: str, batched: bool, steps: int) -> Any:
                     else:
                         out[to_step, to_row] = tile[step, row]
 
-    return turn
+    return swapped

@@ -32,13 +32,13 @@ def apply_mix(*static: int) -> Any:
             raw = T.alloc_local((streams, columns), T.bfloat16)
             weights = T.alloc_local((streams,), T.float32)
             total = T.alloc_local((columns,), T.float32)
-            load_mix(mix, token, weights)
+            load_mix(types.as_rows(mix), token, weights)
             first = (block % parts * threads + T.get_thread_binding()) * columns
             if first < hidden:
                 for i in T.unroll(streams):
                     load(x, token, i, first, raw, i)
                 read(weights, raw, total)
-                store(total, out, token, 0, first)
+                store(total, types.as_streams(out), token, 0, first)
 
     return applied
 
@@ -71,14 +71,14 @@ def apply_mix_backward(*static: Any) -> Any:
             wide = T.alloc_local((columns,), T.float32)
             sums = T.alloc_local((streams,), T.float32)
             of_warps = T.alloc_shared((streams, warps), T.float32)
-            load_mix(mix, token, weights)
+            load_mix(types.as_rows(mix), token, weights)
             for i in T.unroll(streams):
                 sums[i] = T.float32(0)
             # Not unrolled, which would take twice the registers.
             for s in T.unroll(plan.steps, unroll_factor=1):
                 first = (s * threads + tx) * columns
                 if first < hidden:
-                    load(grad, token, 0, first, raw_grad, 0)
+                    load(types.as_streams(grad), token, 0, first, raw_grad, 0)
                     for i in T.unroll(streams):
                         load(x, token, i, first, raw, i)
                     if plan.added:
@@ -98,6 +98,6 @@ def apply_mix_backward(*static: Any) -> Any:
                         store(wide, grad_x, token, i, first)
             summed(sums, of_warps)
             if tx < streams:
-                grad_mix[token, tx] = sum_of_warps(of_warps, tx, warps)
+                grad_mix[token, tx, 0] = sum_of_warps(of_warps, tx, warps)
 
     return gradients

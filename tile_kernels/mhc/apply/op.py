@@ -33,7 +33,7 @@ class Arguments(NamedTuple):
         if out.numel() == 0:
             return None
         m, h = self.x.shape[-2:]
-        x, mix, out = shapes.rows(self.x, m, h), shapes.rows(self.mix, m), shapes.rows(out, 1, h)
+        x, mix, out = shapes.rows(self.x, m, h), shapes.rows(self.mix, m, 1), shapes.rows(out, h)
         num_tokens = Size(lambda a: math.prod(a.x.shape[:-2]))
         return Launch(_APPLY, (m, h, num_tokens, alignment(x, out), alignment(mix)), (x, mix, out))
 
@@ -121,9 +121,9 @@ class BackwardArguments(NamedTuple):
             return None
         m, h = self.x.shape[-2:]
         added, written = self.grad_x is not None, (self.grad_x, *results)[-2]
-        grad_out, x = shapes.rows(self.grad_out, 1, h), shapes.rows(self.x, m, h)
-        grad_x, grad_mix = shapes.rows(written, m, h), shapes.rows(results[-1], m)
-        mix = shapes.rows(self.mix, m)
+        grad_out, x = shapes.rows(self.grad_out, h), shapes.rows(self.x, m, h)
+        grad_x, grad_mix = shapes.rows(written, m, h), shapes.rows(results[-1], m, 1)
+        mix = shapes.rows(self.mix, m, 1)
         problem = (m, h, added, alignment(grad_out, x, grad_x), alignment(mix))
         return Launch(_BACKWARD, problem, (grad_out, x, mix, grad_x, grad_mix))
 

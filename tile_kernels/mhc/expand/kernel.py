@@ -28,7 +28,7 @@ def expand(streams: int, hidden: int, vector: int, threads: int, parts: int) -> 
             raw = T.alloc_local((1, columns), T.bfloat16)
             first = (block % parts * threads + T.get_thread_binding()) * columns
             if first < hidden:
-                load(x, token, 0, first, raw, 0)
+                load(types.as_streams(x), token, 0, first, raw, 0)
                 for i in T.unroll(streams):
                     for c in T.unroll(columns // vector):
                         for v in T.vectorized(vector):
@@ -59,6 +59,6 @@ def expand_backward(streams: int, hidden: int, vector: int, threads: int, parts:
                     widened(raw, i + 1, wide)
                     for v in T.unroll(columns):
                         total[v] = T.ieee_add(total[v], wide[v])
-                store(total, out, token, 0, first)
+                store(total, types.as_streams(out), token, 0, first)
 
     return summed

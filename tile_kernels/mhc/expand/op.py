@@ -39,7 +39,7 @@ class Arguments(NamedTuple):
         if out.numel() == 0:
             return None
         m, h = out.shape[-2:]
-        hidden, out = shapes.rows(self.hidden, 1, h), shapes.rows(out, m, h)
+        hidden, out = shapes.rows(self.hidden, h), shapes.rows(out, m, h)
         num_tokens = Size(lambda a: math.prod(a.hidden.shape[:-1]))
         return Launch(_EXPAND, (m, h, num_tokens, alignment(hidden, out)), (hidden, out))
 
@@ -106,7 +106,7 @@ class BackwardArguments(NamedTuple):
         if out.numel() == 0:
             return None
         m, h = self.grad_out.shape[-2:]
-        grad, out = shapes.rows(self.grad_out, m, h), shapes.rows(out, 1, h)
+        grad, out = shapes.rows(self.grad_out, m, h), shapes.rows(out, h)
         num_tokens = Size(lambda a: math.prod(a.grad_out.shape[:-2]))
         return Launch(_BACKWARD, (m, h, num_tokens, alignment(grad, out)), (grad, out))
 

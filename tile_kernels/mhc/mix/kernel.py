@@ -4,6 +4,7 @@ The mixes of a token are `pre`, `post` and `comb`, or `pre` alone (`head`). A th
 neighbouring mixes of one kind; a block has `slots` tokens at a time.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,7 +34,10 @@ def num_kinds(head: bool) -> int:
 
 
 class MixTypes(NamedTuple):
-    """Types of parameters, each made anew: all mixes, scales, the base, `pre` or `post`, `comb`."""
+    """Types of parameters, each made anew: all mixes, scales, the base, `pre` or `post`, `comb`.
+
+    `as_rows` is a parameter inside of a kernel, with one dimension for all of a token.
+    """
 
     num_tokens: Any
     mixes: Callable[[], Any]
@@ -41,6 +45,7 @@ class MixTypes(NamedTuple):
     base: Callable[[], Any]
     kind: Callable[[], Any]
     comb: Callable[[], Any]
+    as_rows: Callable[[Any], Any]
 
 
 def mix_types(streams: int, head: bool) -> MixTypes:
@@ -50,9 +55,13 @@ def mix_types(streams: int, head: bool) -> MixTypes:
     def tensor(*shape: Any) -> Callable[[], Any]:
         return lambda: T.Tensor[shape, T.float32]
 
+    def as_rows(mixes: Any) -> Any:
+        return T.reshape(mixes, (num_tokens, math.prod(mixes.shape[1:])))
+
+    kind = (streams,) if head else (streams, 1)
     return MixTypes(
         num_tokens, tensor(num_tokens, count), tensor(num_kinds(head)), tensor(count),
-        tensor(num_tokens, streams), tensor(num_tokens, streams * streams),
+        tensor(num_tokens, *kind), tensor(num_tokens, streams, streams), as_rows,
     )  # fmt: skip
 
 
@@ -88,6 +97,7 @@ def compute_mixes(streams: int, head: bool, vector: int) -> Any:
             tx = T.get_thread_binding()
             token = block * slots + tx // lanes
             first = tx % lanes * vector
+            results = [types.as_rows(each) for each in (pre, post, comb)]
             x = T.alloc_local((vector,), T.float32)
             shift = T.alloc_local((vector,), T.float32)
             z = T.alloc_local((vector,), T.float32)
@@ -105,15 +115,15 @@ def compute_mixes(streams: int, head: bool, vector: int) -> Any:
                     for v in T.unroll(vector):
                         weight[v] = T.ieee_add(weight[v], pre_eps)
                     for v in T.vectorized(vector):
-                        pre[token, first + v] = weight[v]
+                        results[0][token, first + v] = weight[v]
                 elif first < 2 * streams:
                     for v in T.unroll(vector):
                         weight[v] = T.ieee_mul(weight[v], post_mult)
                     for v in T.vectorized(vector):
-                        post[token, first - streams + v] = weight[v]
+                        results[1][token, first - streams + v] = weight[v]
                 else:
                     for v in T.vectorized(vector):
-                        comb[token, first - 2 * streams + v] = z[v]
+                        results[2][token, first - 2 * streams + v] = z[v]
 
     return computed
 
@@ -212,6 +222,7 @@ def mixes_backward(streams: int, head: bool, vector: int) -> Any:
             chunks = T.min(T.ceildiv(num_tokens, slots * TURNS), MAX_CHUNKS)
             slot = tx // lanes
             first = tx % lanes * vector
+            grads = [types.as_rows(each) for each in (grad_pre, grad_post, grad_comb)]
             x = T.alloc_local((vector,), T.float32)
             grad = T.alloc_local((vector,), T.float32)
             shift = T.alloc_local((vector,), T.float32)
@@ -233,7 +244,7 @@ def mixes_backward(streams: int, head: bool, vector: int) -> Any:
                 if slot < slots and token < num_tokens:
                     for v in T.vectorized(vector):
                         x[v] = mixes[token, first + v]
-                    load_grad(grad_pre, grad_post, grad_comb, token, first, grad)
+                    load_grad(*grads, token, first, grad)
                     if head or first < 2 * streams:
                         for v in T.unroll(vector):
                             weight = sigmoid(scaled_mix(x[v], factor, shift[v]))

@@ -30,8 +30,9 @@ _BACKWARD = Kernel("tile_kernels.mhc.mix.kernel", "mixes_backward", plan)
 
 def _per_kind(m: int, pre: Any, post: Any, comb: Any) -> list[Spec | None]:
     """Tensors of `pre`, `post` and `comb` as kernels take them; None where there is none."""
-    pairs = zip((pre, post, comb), (m, m, m * m))
-    return [None if value is None else shapes.rows(value, width) for value, width in pairs]
+    kind = (m,) if comb is None else (m, 1)
+    pairs = zip((pre, post, comb), (kind, kind, (m, m)))
+    return [None if value is None else shapes.rows(value, *last) for value, last in pairs]
 
 
 def _problem(m: int, *tensors: Spec | None) -> tuple[int, bool, int]:

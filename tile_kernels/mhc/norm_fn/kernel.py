@@ -696,7 +696,7 @@ def product_gradients(mixes: int, padded: int, size: int, accumulate: bool, stag
     @T.prim_func
     def gradient_tiles(
         x: T.Tensor[(rows, size), T.bfloat16],
-        fn: T.Tensor[(1, mixes, size), T.float32],
+        fn: T.Tensor[(mixes, size), T.float32],
         parts: T.Tensor[(2, rows, padded), T.bfloat16],
         of_squares: T.Tensor[(rows,), T.float32],
         grad_x: T.Tensor[(rows, size), T.bfloat16],
@@ -717,7 +717,7 @@ def product_gradients(mixes: int, padded: int, size: int, accumulate: bool, stag
             places = (of_x, high, low, squared, old)
             T.clear(sums)
             T.clear(total)
-            cut(fn, 0, chunk * width, of_weights)
+            cut(T.reshape(fn, (1, mixes, size)), 0, chunk * width, of_weights)
             for ahead in T.serial(stages - 1):
                 fetch(sources, places, chunk, split * tiles, ahead, tiles)
             for tile in T.serial(tiles):

@@ -256,7 +256,7 @@ def _launches_backward(
         return [Host(Tensor.zero_, (grad_fn,))]
     mixes, size = a.fn.shape
     width, (_, tiles) = padded(mixes), _shares(a)
-    rows, fn = _aligned(shapes.rows(a.residual, size)), _aligned(a.fn).view(1, mixes, size)
+    rows, fn = _aligned(shapes.rows(a.residual, size)), _aligned(a.fn)
     grads = shapes.rows(a.grad_mixes, mixes), shapes.rows(a.mul, mixes), shapes.rows(a.s)
     grad_rows = shapes.rows(grad_residual, size)
     grad_buffer = _aligned(grad_rows)

@@ -40,11 +40,11 @@ def post(*static: int) -> Any:
             of_comb = T.alloc_local((streams * streams,), T.float32)
             output = T.alloc_local((columns,), T.float32)
             total = T.alloc_local((columns,), T.float32)
-            load_post(post_mix, token, of_post)
-            load_comb(comb_mix, token, of_comb)
+            load_post(types.as_rows(post_mix), token, of_post)
+            load_comb(types.as_rows(comb_mix), token, of_comb)
             first = (block % parts * threads + T.get_thread_binding()) * columns
             if first < hidden:
-                load(x, token, 0, first, raw_x, 0)
+                load(types.as_streams(x), token, 0, first, raw_x, 0)
                 for i in T.unroll(streams):
                     load(residual, token, i, first, raw, i)
                 widened(raw_x, 0, output)
@@ -86,8 +86,8 @@ def post_backward(*static: Any) -> Any:
             of_grad = T.alloc_local((columns,), T.float32)
             sums = T.alloc_local((count,), T.float32)
             of_warps = T.alloc_shared((count, warps), T.float32)
-            load_post(post_mix, token, of_post)
-            load_comb(comb_mix, token, of_comb)
+            load_post(types.as_rows(post_mix), token, of_post)
+            load_comb(types.as_rows(comb_mix), token, of_comb)
             for i in T.unroll(count):
                 sums[i] = T.float32(0)
             for s in T.serial(plan.steps):
@@ -95,7 +95,7 @@ def post_backward(*static: Any) -> Any:
                 if first < hidden:
                     for j in T.unroll(streams):
                         load(grad, token, j, first, raw_grad, j)
-                    load(x, token, 0, first, raw_x, 0)
+                    load(types.as_streams(x), token, 0, first, raw_x, 0)
                     for i in T.unroll(streams):
                         load(residual, token, i, first, raw, i)
                     for v in T.unroll(columns):
@@ -105,7 +105,7 @@ def post_backward(*static: Any) -> Any:
                         widened(raw_grad, j, of_grad)
                         add_weighted(of_post[j], of_grad, total, columns)
                         add_products(wide, of_grad, sums, j, columns)
-                    store(total, d_x, token, 0, first)
+                    store(total, types.as_streams(d_x), token, 0, first)
                     for i in T.unroll(streams):
                         for v in T.unroll(columns):
                             total[v] = T.float32(0)
@@ -117,10 +117,12 @@ def post_backward(*static: Any) -> Any:
                         store(total, d_residual, token, i, first)
             summed(sums, of_warps)
             if tx < streams:
-                d_post[token, tx] = sum_of_warps(of_warps, tx, warps)
+                d_post[token, tx, 0] = sum_of_warps(of_warps, tx, warps)
             for turn in T.unroll(-(-streams * streams // threads)):
                 place = turn * threads + tx
                 if place < streams * streams:
-                    d_comb[token, place] = sum_of_warps(of_warps, streams + place, warps)
+                    d_comb[token, place // streams, place % streams] = sum_of_warps(
+                        of_warps, streams + place, warps
+                    )
 
     return gradients

@@ -50,8 +50,8 @@ def launches(a: Arguments, out: Spec) -> Launch | None:
     if out.numel() == 0:
         return None
     m, h = out.shape[-2:]
-    x, residual, out = shapes.rows(a.x, 1, h), shapes.rows(a.residual, m, h), shapes.rows(out, m, h)
-    post, comb = shapes.rows(a.post_layer_mix, m), shapes.rows(a.comb_res_mix, m * m)
+    x, residual, out = shapes.rows(a.x, h), shapes.rows(a.residual, m, h), shapes.rows(out, m, h)
+    post, comb = shapes.rows(a.post_layer_mix, m, 1), shapes.rows(a.comb_res_mix, m, m)
     num_tokens = Size(lambda a: math.prod(a.residual.shape[:-2]))
     problem = (m, h, num_tokens, alignment(x, residual, out), alignment(post, comb))
     return Launch(_POST, problem, (x, residual, post, comb, out))
@@ -183,12 +183,12 @@ class BackwardArguments(NamedTuple):
         if d_residual.numel() == 0:
             return None
         m, h = d_residual.shape[-2:]
-        x, d_x = shapes.rows(self.x, 1, h), shapes.rows(d_x, 1, h)
+        x, d_x = shapes.rows(self.x, h), shapes.rows(d_x, h)
         residual, d_o, d_residual = (
             shapes.rows(t, m, h) for t in (self.residual, self.d_o, d_residual)
         )
-        post, d_post = shapes.rows(self.post_layer_mix, m), shapes.rows(d_post, m)
-        comb, d_comb = shapes.rows(self.comb_res_mix, m * m), shapes.rows(d_comb, m * m)
+        post, d_post = shapes.rows(self.post_layer_mix, m, 1), shapes.rows(d_post, m, 1)
+        comb, d_comb = shapes.rows(self.comb_res_mix, m, m), shapes.rows(d_comb, m, m)
         aligned = alignment(x, residual, d_o, d_x, d_residual)
         return Launch(
             _BACKWARD, (m, h, False, aligned, alignment(post, comb)),

@@ -56,10 +56,10 @@ def place_mix(streams: int, saving: bool) -> Any:
             pre[slot, mix] = z
             if saving:
                 if mine:
-                    saved_pre[token, mix] = z
+                    saved_pre[token, mix, 0] = z
         elif mix < 2 * streams:
             if mine:
-                results[token, mix - streams] = T.ieee_mul(sigmoid(z), post_mult)
+                results[token, mix - streams, 0] = T.ieee_mul(sigmoid(z), post_mult)
         else:
             logits[slot, origin, target] = z
             if saving:
@@ -147,7 +147,7 @@ def read_from_products(*static: Any) -> Any:
                 first = ((part * plan.steps + s) * threads + tx) * columns
                 if first < hidden:
                     read(weights, raw, total)
-                    store(total, out, token, 0, first)
+                    store(total, types.as_streams(out), token, 0, first)
                 if s + 1 < plan.steps:
                     load_streams(residual, token, first + threads * columns, raw)
             if part == 0 and tx < WARP:

@@ -13,25 +13,26 @@ import torch
 from torch import Tensor
 
 from tile_kernels.mhc import shapes
-from tile_kernels.mhc.apply.op import mhc_pre_apply_mix_bwd
-from tile_kernels.mhc.mix.op import mhc_pre_split_mixes_bwd
+from tile_kernels.mhc.apply import op as apply
+from tile_kernels.mhc.mix import op as mix
+from tile_kernels.mhc.norm_fn import op as norm_fn
 from tile_kernels.mhc.norm_fn.op import (
     FOLD,
     NUM_TOKENS,
     check_inputs,
     launch_products,
-    mhc_norm_fn_bwd,
     product_scratch,
 )
 from tile_kernels.mhc.norm_fn.plan import padded
 from tile_kernels.mhc.pre import reference
 from tile_kernels.mhc.pre.plan import plan_read
 from tile_kernels.mhc.pre.reference import Pre
-from tile_kernels.mhc.sinkhorn.op import check_steps, sinkhorn_normalize_bwd
+from tile_kernels.mhc.sinkhorn import op as sinkhorn
+from tile_kernels.mhc.sinkhorn.op import check_steps
 from tile_kernels.mhc.sinkhorn.plan import is_near
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.declaration import Launch, Out, Spec, alignment
+from tile_kernels.runtime.declaration import Host, Launch, Out, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
 
@@ -104,9 +105,9 @@ def _launches(
         return []
     m, h = a.residual.shape[-2:]
     count = m * (m + 2)
-    residual, layer_input = shapes.rows(a.residual, m, h), shapes.rows(results[0], 1, h)
-    post, comb = shapes.rows(results[1], m), shapes.rows(results[2], m, m)
-    sizes = ((count,), (count,), (), (m,), (m, m))
+    residual, layer_input = shapes.rows(a.residual, m, h), shapes.rows(results[0], h)
+    post, comb = shapes.rows(results[1], m, 1), shapes.rows(results[2], m, m)
+    sizes = ((count,), (count,), (), (m, 1), (m, m))
     kept: list[Any] = [None] * len(sizes)
     if saved:
         kept = [shapes.rows(x, *last) for x, last in zip(saved, sizes)]
@@ -228,6 +229,112 @@ def cost(residual: Tensor, fn: Tensor, **_: Any) -> Cost:
     return Cost(least.bytes + 4 * tokens * (2 * fn.shape[0] + 1 + m * (m + 1)), least.flops)
 
 
+class BackwardArguments(NamedTuple):
+    """With `d_residual` the gradient of the residual is added to it and is no result.
+
+    `pre_mix` to `logits` are results of `mhc_pre_fwd`.
+    """
+
+    d_layer_input: Tensor
+    d_post: Tensor
+    d_comb: Tensor
+    residual: Tensor
+    fn: Tensor
+    mhc_scale: Tensor
+    mhc_base: Tensor
+    pre_mix: Tensor
+    mixes: Tensor
+    mul: Tensor
+    s: Tensor
+    logits: Tensor
+    rms_eps: float
+    mhc_sinkhorn_eps: float
+    mhc_post_mult_value: float
+    sinkhorn_repeat: int
+    d_residual: Tensor | None
+
+    def check(self) -> None:
+        d_pre, d_mixes = self.pre_mix, self.mixes  # of the same shapes
+        for step in self.steps(d_pre, self.logits, d_mixes, self.d_residual):
+            step.check()
+
+    def steps(self, d_pre: Any, d_logits: Any, d_mixes: Any, d_residual: Any) -> tuple[Any, ...]:
+        """The arguments of the operators that compute the same one after the other."""
+        return (
+            apply.BackwardArguments(self.d_layer_input, self.residual, self.pre_mix, d_residual),
+            sinkhorn.BackwardArguments(
+                self.d_comb, self.logits, self.sinkhorn_repeat, self.mhc_sinkhorn_eps
+            ),
+            mix.SplitBackwardArguments(
+                d_pre, self.d_post, d_logits, self.mixes, self.mhc_scale, self.mhc_base,
+                self.mhc_post_mult_value,
+            ),
+            norm_fn.BackwardArguments(
+                d_mixes, self.residual, self.fn, self.mul, self.s, self.rms_eps, d_residual
+            ),
+        )  # fmt: skip
+
+    def outputs(self) -> tuple[Out, Out, Out, Out]:
+        residual = Out("d_residual", self.residual.shape, torch.bfloat16)
+        return residual, *outputs_in_place(self)
+
+    def launches(self, *outs: Spec) -> list[Launch | Host]:
+        """Those of the four operators; the first one writes `d_residual`, the last one adds."""
+        new = outs[:1] if self.d_residual is None else ()
+        total = self.d_residual if self.d_residual is not None else outs[0]
+        d_fn, d_scale, d_base, d_pre, d_logits, d_mixes, sums, *products = outs[len(new) :]
+        steps = self.steps(d_pre, d_logits, d_mixes, total)
+        read = steps[0]._replace(grad_x=self.d_residual)
+        launches = (
+            read.launches(*new, d_pre),
+            steps[1].launches(d_logits),
+            *steps[2].launches(d_mixes, d_scale, d_base, sums),
+            *steps[3].launches(d_fn, *products),
+        )
+        return [each for each in launches if each is not None]
+
+    def scratch(self) -> tuple[Out, ...]:
+        """The gradients of `pre`, of the logits and of the mixes, and what two operators need."""
+        split, norm = self.steps(None, None, None, None)[2:]
+        return (
+            Out("d_pre", self.pre_mix.shape, torch.float32),
+            Out("d_logits", self.logits.shape, torch.float32),
+            Out("d_mixes", self.mixes.shape, torch.float32),
+            *mix.scratch_backward(split),
+            *norm.scratch(),
+        )
+
+
+def outputs_in_place(a: BackwardArguments) -> tuple[Out, Out, Out]:
+    return (
+        Out("d_fn", a.fn.shape, torch.float32),
+        Out("d_scale", a.mhc_scale.shape, torch.float32),
+        Out("d_base", a.mhc_base.shape, torch.float32),
+    )
+
+
+def _reference_in_place(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.mhc_pre_bwd(*arguments)[1:]
+
+
+# The number of tokens is not dynamic: as in `mhc_norm_fn_bwd`.
+_BACKWARD = Operator(
+    "mhc._mhc_pre_bwd",
+    BackwardArguments,
+    reference=reference.mhc_pre_bwd,
+    serves="mhc_pre_fwd",
+)
+
+_BACKWARD_IN_PLACE = Operator(
+    "mhc._mhc_pre_bwd_in_place",
+    BackwardArguments,
+    outputs=outputs_in_place,
+    reference=_reference_in_place,
+    mutates=("d_residual",),
+    serves="mhc_pre_fwd",
+)
+
+
 def pre_gradients(
     saved: Sequence[Tensor],
     grads: tuple[Tensor, Tensor, Tensor],
@@ -238,17 +345,12 @@ def pre_gradients(
 
     `saved` are its four tensors and the last five of its results; `total`, a gradient of the
     residual, is added to in place. `numbers` are `rms_eps`, `mhc_sinkhorn_eps`,
-    `mhc_post_mult_value` and `sinkhorn_repeat`.
+    `mhc_post_mult_value` and `sinkhorn_repeat`. The bits are those of `mhc_pre_apply_mix_bwd`,
+    `sinkhorn_normalize_bwd`, `mhc_pre_split_mixes_bwd` and `mhc_norm_fn_bwd`.
     """
-    residual, fn, scale, base, pre, mixes, mul, s, logits = saved
-    rms_eps, sinkhorn_eps, post_mult, repeat = numbers
-    total, d_pre = mhc_pre_apply_mix_bwd(grads[0], residual, pre, total)
-    d_logits = sinkhorn_normalize_bwd(grads[2], logits, repeat, sinkhorn_eps)
-    d_mixes, d_scale, d_base = mhc_pre_split_mixes_bwd(
-        d_pre, grads[1], d_logits, mixes, scale, base, post_mult
-    )
-    total, d_fn = mhc_norm_fn_bwd(d_mixes, residual, fn, mul, s, rms_eps, total)
-    return total, d_fn, d_scale, d_base
+    if total is None:
+        return _BACKWARD(*grads, *saved, *numbers, None)
+    return total, *_BACKWARD_IN_PLACE(*grads, *saved, *numbers, total)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Pre) -> None:

@@ -31,7 +31,7 @@ def recompute(*static: int) -> Any:
     plan = MixPlan(*static)
     streams, hidden, threads = plan.streams, plan.hidden, plan.threads
     columns, load, store, widened, load_one, load_comb, types = stream_macros(plan)
-    num_tokens, rows, row, mix, comb = types
+    num_tokens, rows, row, mix, comb, as_streams, as_rows = types
     read = read_streams(streams, columns)
     write = write_stream(streams, columns)
 
@@ -53,11 +53,11 @@ def recompute(*static: int) -> Any:
     ):  # fmt: skip
         with T.Kernel(num_tokens * plan.parts, threads=threads) as block:
             T.annotate_min_blocks_per_sm(resident(threads, streams, 128, 255))
-            pre_mixes = (a0, a1, a2, a3, a4, a5, a6, a7, a8, a9)
-            outputs = (y0, y1, y2, y3, y4, y5, y6, y7, y8, y9)
-            post_mixes = (b0, b1, b2, b3, b4, b5, b6, b7, b8, b9)
-            comb_mixes = (c0, c1, c2, c3, c4, c5, c6, c7, c8, c9)
-            inputs = (x0, x1, x2, x3, x4, x5, x6, x7, x8, x9)
+            pre_mixes = [as_rows(each) for each in (a0, a1, a2, a3, a4, a5, a6, a7, a8, a9)]
+            outputs = [as_streams(each) for each in (y0, y1, y2, y3, y4, y5, y6, y7, y8, y9)]
+            post_mixes = [as_rows(each) for each in (b0, b1, b2, b3, b4, b5, b6, b7, b8, b9)]
+            comb_mixes = [as_rows(each) for each in (c0, c1, c2, c3, c4, c5, c6, c7, c8, c9)]
+            inputs = [as_streams(each) for each in (x0, x1, x2, x3, x4, x5, x6, x7, x8, x9)]
             residuals = (r0, r1, r2, r3, r4, r5, r6, r7, r8, r9)
             token = block // plan.parts
             raw = T.alloc_local((streams, columns), T.bfloat16)

@@ -81,9 +81,9 @@ class Arguments(NamedTuple):
         if residual.numel() == 0:
             return []
         lists = (
-            _rows(self.pre_mix_list, m), _rows(self.layer_output_list, 1, h),
-            _rows(self.post_mix_list, m), _rows(self.comb_mix_list, m * m),
-            _rows(self.layer_input_list, 1, h), _rows(self.residual_list, m, h),
+            _rows(self.pre_mix_list, m, 1), _rows(self.layer_output_list, h),
+            _rows(self.post_mix_list, m, 1), _rows(self.comb_mix_list, m, m),
+            _rows(self.layer_input_list, h), _rows(self.residual_list, m, h),
         )  # fmt: skip
         pre, layer_outputs, post, comb, layer_inputs, residuals = lists
         problem = (
@@ -117,7 +117,7 @@ class Arguments(NamedTuple):
     def scratch(self) -> tuple[Out, ...]:
         """A stand-in for `comb` where no layer has one: kernels take all tensors."""
         *leading, m, _ = self.initial_residual.shape
-        shape = (math.prod(leading), m * m)
+        shape = (math.prod(leading), m, m)
         return () if self.comb_mix_list else (Out("comb", shape, torch.float32),)
 
 

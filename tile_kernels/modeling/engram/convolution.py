@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tile_kernels.engram import engram_convolution_fwd
+from tile_kernels.engram.convolution.op import MAX_DILATION, MAX_STREAMS, WEIGHT_DTYPES
+from tile_kernels.engram.convolution.plan import MAX_TAPS, VECTOR
 from tile_kernels.runtime import checks
 
 
@@ -15,6 +18,9 @@ class CausalConvolution(nn.Module):
     `y` and the result are `[B, S, hc, H]`, or `[S, hc, H]` for one text. Token `t` sees the tokens
     `t - j * dilation` for `j < kernel_size` of its row, and with `cu_seqlens` only those of its
     document. The taps start at zero, so that a new layer adds nothing.
+
+    For bfloat16 `y` one operator does everything (`engram.engram_convolution_fwd`), with the
+    addition to the residual; other dtypes and sizes use PyTorch's operations.
 
     >>> CausalConvolution(num_streams=2, hidden_size=8)(torch.ones(5, 2, 8)).abs().max().item()
     0.0
@@ -50,8 +56,43 @@ class CausalConvolution(nn.Module):
         nn.init.ones_(self.norm_weight)
         nn.init.zeros_(self.taps)
 
-    def forward(self, y: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """In float32, rounded to the dtype of `y` at the end."""
+    def forward(
+        self, y: Tensor, cu_seqlens: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """In float32, rounded to the dtype of `y` at the end.
+
+        With a `residual` of the shape of `y`, `residual + (y + convolution)` in its dtype.
+        """
+        if self._has_kernel(y):
+            return self._fused(y, cu_seqlens, residual)
+        return _added(y, self._composed(y, cu_seqlens), residual)
+
+    def _has_kernel(self, y: Tensor) -> bool:
+        num_taps, num_streams, hidden_size = self.taps.shape
+        return (
+            y.dtype is torch.bfloat16
+            and self.taps.dtype == self.norm_weight.dtype
+            and self.taps.dtype in WEIGHT_DTYPES
+            and num_taps <= MAX_TAPS
+            and num_streams <= MAX_STREAMS
+            and hidden_size % VECTOR == 0
+            and self.dilation <= MAX_DILATION
+        )
+
+    def _fused(self, y: Tensor, cu_seqlens: Tensor | None, residual: Tensor | None) -> Tensor:
+        """By the operator, which adds a residual of bfloat16 too."""
+        rows = y.flatten(0, -3).contiguous()
+        given = None
+        if residual is not None and residual.dtype is torch.bfloat16:
+            given = residual.reshape(rows.shape).contiguous()
+        starts = starts_of_tokens(y.shape[:-2], cu_seqlens, y.device)
+        result, _ = engram_convolution_fwd(
+            rows, self.norm_weight, self.taps, starts, self.dilation, self.eps, given
+        )
+        result = result.view(y.shape)
+        return result if given is not None else _added(y, result, residual)
+
+    def _composed(self, y: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         normed = F.rms_norm(y.float(), y.shape[-1:], eps=self.eps) * self.norm_weight
         document = None if cu_seqlens is None else document_of_tokens(y.shape[:-2], cu_seqlens)
         total = normed * self.taps[0]
@@ -81,6 +122,28 @@ def document_of_tokens(shape: torch.Size, cu_seqlens: Tensor) -> Tensor:
     """
     position = torch.arange(shape.numel(), device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens, position, right=True).view(shape)
+
+
+def starts_of_tokens(shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+    """The first token of the text of each token of `shape`, flattened: int32.
+
+    >>> starts_of_tokens(torch.Size([2, 3]), torch.tensor([0, 2, 5]), torch.device("cpu")).tolist()
+    [0, 0, 2, 3, 3, 5]
+    """
+    token = torch.arange(shape.numel(), device=device, dtype=torch.int32)
+    starts = token - token % max(1, shape[-1])
+    if cu_seqlens is None:
+        return starts
+    document = document_of_tokens(shape, cu_seqlens).flatten()
+    begins = torch.cat((cu_seqlens.new_zeros(1), cu_seqlens))[document]
+    return torch.maximum(starts, begins.to(torch.int32))
+
+
+def _added(y: Tensor, convolved: Tensor, residual: Tensor | None) -> Tensor:
+    """The convolution, or with a residual the sum of all three in its dtype."""
+    if residual is None:
+        return convolved
+    return residual + (y.to(residual.dtype) + convolved.to(residual.dtype))
 
 
 def _earlier(x: Tensor, distance: int, dim: int) -> Tensor:

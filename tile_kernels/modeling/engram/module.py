@@ -160,8 +160,7 @@ class EngramModule(nn.Module):
         if cu_seqlens is not None and cu_seqlens.device != device:
             # From memory that is not pinned the host neither waits nor may change what is copied.
             cu_seqlens = cu_seqlens.clone().to(device, non_blocking=device.type == "cuda")
-        dtype = hidden_states.dtype
-        return hidden_states + (y.to(dtype) + self.convolution(y, cu_seqlens).to(dtype))
+        return self.convolution(y, cu_seqlens, hidden_states)
 
     def project(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Embeddings `[*, C * d]` to keys `[*, hc, H]` and the value `[*, H]`, slices of one."""

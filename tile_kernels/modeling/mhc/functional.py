@@ -119,8 +119,13 @@ def read(
     with_pre: bool = False,
 ) -> Read:
     """`mhc_pre`, with the mixes by which the layer input was read."""
-    parameters = (fn, scale, base) if norm_weight is None else (fn, scale, base, norm_weight)
-    trained = torch.is_grad_enabled() and any(t.requires_grad for t in (residual, *parameters))
+    trained = torch.is_grad_enabled() and (
+        residual.requires_grad
+        or fn.requires_grad
+        or scale.requires_grad
+        or base.requires_grad
+        or (norm_weight is not None and norm_weight.requires_grad)
+    )
     fn = merged(("fn", "norm_weight"), fn, norm_weight)
     scale, base = in_float32("scale", scale), in_float32("base", base)
     if not (trained or with_pre):

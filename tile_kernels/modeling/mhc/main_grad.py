@@ -40,7 +40,7 @@ def in_float32(name: str, parameter: Tensor) -> Tensor:
     """
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None or not (parameter.requires_grad and torch.is_grad_enabled()):
-        return parameter.float()
+        return parameter if parameter.dtype is torch.float32 else parameter.float()
     if torch.compiler.is_compiling():
         raise RuntimeError(f"{name} has a main_grad, which a compiled graph cannot add to")
     if not isinstance(main_grad, Tensor):

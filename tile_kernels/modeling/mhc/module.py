@@ -70,9 +70,13 @@ class _Streams(nn.Module):
             nn.init.ones_(self.norm_weight)
 
     def _check_residual(self, residual: Tensor) -> None:
-        name, sizes = type(self).__name__, (self.mhc_mult, self.hidden_size)
+        sizes = (self.mhc_mult, self.hidden_size)
+        fits = isinstance(residual, Tensor) and residual.shape[-2:] == sizes
+        if fits and residual.dtype is torch.bfloat16 and residual.device == self.fn.device:
+            return
+        name = type(self).__name__
         checks.tensor_on(f"{name}: residual", residual, self.fn.device, (torch.bfloat16,))
-        if residual.shape[-2:] != sizes:
+        if not fits:
             raise ValueError(
                 f"{name}: residual must be [..., {sizes[0]}, {sizes[1]}], got "
                 f"{list(residual.shape)}"
@@ -172,7 +176,9 @@ class HyperConnection(_Streams):
                 "HyperConnection: the block must return a tensor like its input, "
                 f"{list(layer_input.shape)}, got {got}"
             )
-        return output.to(layer_input.dtype).contiguous()
+        if output.dtype is not layer_input.dtype:
+            output = output.to(layer_input.dtype)
+        return output.contiguous()
 
     def forward(self, residual: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The next residual, like `residual`: bfloat16 `[..., m, h]`; the block gets the rest."""

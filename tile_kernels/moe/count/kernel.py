@@ -7,9 +7,17 @@ from typing import Any
 
 from tilelang import language as T
 
-from tile_kernels.moe.count.plan import BATCH, MAX_CHUNKS, THREADS
+from tile_kernels.moe.count.plan import BATCH, INDICES_PER_CHUNK, MAX_CHUNKS, THREADS
 from tile_kernels.runtime.kernels.common import is_last_block
 from tile_kernels.runtime.launch import kernel
+
+# Rows of counts whose loads a thread has in flight at a time.
+ROWS_AT_ONCE = 8
+
+
+def num_chunks(count: Any, most: int) -> Any:
+    """Blocks that share `count` indices: one for each step of a block, up to `most`."""
+    return T.min(T.ceildiv(count, INDICES_PER_CHUNK), most)
 
 
 @T.macro
@@ -65,12 +73,14 @@ def sum_chunks(counts, chunks, chunk, num_groups, total, earlier):
         if group < num_groups and part < parts:
             all_sum = 0
             earlier_sum = 0
-            for j in T.unroll(-(-chunks // parts), unroll_factor=8):
-                if j * parts + part < chunks:
-                    value = counts[j * parts + part, group]
-                    all_sum = all_sum + value
-                    if j * parts + part < chunk:
-                        earlier_sum = earlier_sum + value
+            for j in T.serial(T.ceildiv(chunks, ROWS_AT_ONCE * parts)):
+                for i in T.unroll(ROWS_AT_ONCE):
+                    row = (j * ROWS_AT_ONCE + i) * parts + part
+                    if row < chunks:
+                        value = counts[row, group]
+                        all_sum = all_sum + value
+                        if row < chunk:
+                            earlier_sum = earlier_sum + value
             T.atomic_add(total[group], all_sum)
             if earlier is not None:
                 T.atomic_add(earlier[group], earlier_sum)
@@ -84,7 +94,7 @@ def access_bits(*_: int) -> tuple[tuple[int, int], int]:
     access_bits=access_bits,
     pass_configs={"tl.disable_thread_storage_sync": True},  # all barriers are written out
 )
-def group_count(num_groups: int, chunks: int, as_fraction: bool) -> Any:
+def group_count(num_groups: int, max_chunks: int, as_fraction: bool) -> Any:
     """Counts as they are, or times the number of groups over `slots`."""
     count, num_tickets = T.dynamic("count num_tickets")
     result_dtype = T.float32 if as_fraction else T.int32
@@ -98,7 +108,8 @@ def group_count(num_groups: int, chunks: int, as_fraction: bool) -> Any:
         ticket: T.int32,
         slots: T.float32,
     ):
-        with T.Kernel(chunks, threads=THREADS) as chunk:
+        with T.Kernel(num_chunks(count, max_chunks), threads=THREADS) as chunk:
+            chunks = num_chunks(count, max_chunks)
             tx = T.get_thread_binding()
             total = T.alloc_shared((num_groups,), T.int32)
             length = T.ceildiv(count, chunks)

@@ -36,7 +36,6 @@ def count_launch(
     indices: Any,
     result: Spec,
     counts: Spec,
-    num_indices: Size,
     as_fraction: bool,
     num_slots: Size | float,
 ) -> Launch | Host:
@@ -44,7 +43,7 @@ def count_launch(
     if indices.numel() == 0:
         return Host(Tensor.zero_, (result,))
     counters, ticket = tickets.counter(indices)
-    problem = (result.shape[0], num_indices, as_fraction)
+    problem = (result.shape[0], as_fraction)
     arguments = (indices.view(-1), counts, result, counters, ticket, num_slots)
     return Launch(_KERNEL, problem, arguments)
 
@@ -64,8 +63,7 @@ class Arguments(NamedTuple):
         return Out("count", (self.num_groups,), torch.int32)
 
     def launches(self, count: Spec, counts: Spec) -> Launch | Host:
-        num_indices = Size(lambda a: a.group_idx.numel())
-        return count_launch(self.group_idx, count, counts, num_indices, False, 1.0)
+        return count_launch(self.group_idx, count, counts, False, 1.0)
 
     def scratch(self) -> tuple[Out, ...]:
         return (chunk_counts(self.num_groups),)

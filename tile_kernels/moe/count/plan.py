@@ -17,17 +17,16 @@ BATCH = 4  # loads in flight per thread
 INDICES_PER_CHUNK = BATCH * THREADS
 
 
-def num_chunks(num_indices: int, device: Device) -> int:
-    """Blocks to count with; powers of two, so that few variants are compiled."""
-    wanted = max(1, min(-(-num_indices // INDICES_PER_CHUNK), device.num_sms, MAX_CHUNKS))
-    return min(1 << (wanted - 1).bit_length(), MAX_CHUNKS)
+def max_chunks(device: Device) -> int:
+    """The most blocks to count with; few indices take fewer, which the launch computes."""
+    return min(device.num_sms, MAX_CHUNKS)
 
 
 class Plan(NamedTuple):
     num_groups: int
-    chunks: int
+    max_chunks: int
     as_fraction: bool
 
 
-def plan(num_groups: int, num_indices: int, as_fraction: bool, device: Device) -> Plan:
-    return Plan(num_groups, num_chunks(num_indices, device), as_fraction)
+def plan(num_groups: int, as_fraction: bool, device: Device) -> Plan:
+    return Plan(num_groups, max_chunks(device), as_fraction)

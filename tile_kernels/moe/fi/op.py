@@ -30,9 +30,8 @@ class Arguments(NamedTuple):
         return Out("load", (self.num_experts,), torch.float32)
 
     def launches(self, load: Spec, counts: Spec) -> Launch | Host:
-        num_indices = Size(lambda a: a.topk_idx.numel())
         num_slots = Size(lambda a: float(a.topk_idx.shape[0] * a.num_aux_topk))
-        return count_launch(self.topk_idx, load, counts, num_indices, True, num_slots)
+        return count_launch(self.topk_idx, load, counts, True, num_slots)
 
     def scratch(self) -> tuple[Out, ...]:
         return (chunk_counts(self.num_experts),)

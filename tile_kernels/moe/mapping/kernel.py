@@ -11,7 +11,7 @@ from typing import Any
 
 from tilelang import language as T
 
-from tile_kernels.moe.count.kernel import count_chunk, load_groups, sum_chunks
+from tile_kernels.moe.count.kernel import count_chunk, load_groups, num_chunks, sum_chunks
 from tile_kernels.moe.count.plan import BATCH, MAX_CHUNKS, THREADS
 from tile_kernels.moe.mapping.plan import WARPS
 from tile_kernels.moe.primitives import LANES
@@ -47,7 +47,7 @@ def exclusive_prefix(value, sums):
     access_bits=access_bits,
     pass_configs={"tl.disable_thread_storage_sync": True},  # all barriers are written out
 )
-def fused_mapping(num_topk: int, num_experts: int, chunks: int, placing_warps: int) -> Any:
+def fused_mapping(num_topk: int, num_experts: int, max_chunks: int, placing_warps: int) -> Any:
     """See the head of this file. `flat` holds all results in the order of the reference's."""
     quantum = placing_warps * LANES
     experts_per_thread = -(-num_experts // THREADS)
@@ -61,7 +61,8 @@ def fused_mapping(num_topk: int, num_experts: int, chunks: int, placing_warps: i
         capacity: T.int32,
         alignment: T.int32,
     ):
-        with T.Kernel(chunks, threads=THREADS) as chunk:
+        with T.Kernel(num_chunks(num_slots, max_chunks), threads=THREADS) as chunk:
+            chunks = num_chunks(num_slots, max_chunks)
             length = T.ceildiv(num_slots, chunks * quantum) * quantum
             count_chunk(
                 topk_idx,
@@ -73,7 +74,8 @@ def fused_mapping(num_topk: int, num_experts: int, chunks: int, placing_warps: i
                 chunk,
             )
 
-        with T.Kernel(chunks, threads=THREADS) as chunk:
+        with T.Kernel(num_chunks(num_slots, max_chunks), threads=THREADS) as chunk:
+            chunks = num_chunks(num_slots, max_chunks)
             tx = T.get_thread_binding()
             lane = tx % LANES
             warp = tx // LANES

@@ -63,7 +63,7 @@ class Arguments(NamedTuple):
         topk_idx: Any = self.topk_idx
         if topk_idx.numel() == 0:
             return Host(_without_tokens, (flat, 3 * self.num_rows))
-        problem = (topk_idx.shape[1], self.num_experts, Size(lambda a: a.topk_idx.numel()))
+        problem = (topk_idx.shape[1], self.num_experts)
         num_rows = Size(lambda a: a.num_rows)
         return Launch(_KERNEL, problem, (topk_idx.view(-1), counts, flat, num_rows, self.alignment))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tile_kernels.moe.count.plan import THREADS, num_chunks
+from tile_kernels.moe.count.plan import THREADS, max_chunks
 from tile_kernels.runtime.device import WARP, Device
 
 MAX_NUMBERS = 2**31 - 2**20  # results in all, counted in 32 bits, as are slots past the end
@@ -16,15 +16,11 @@ SHARED_BYTES = 96 * 1024  # what every supported GPU gives a block
 class Plan(NamedTuple):
     num_topk: int
     num_experts: int
-    chunks: int
+    max_chunks: int
     placing_warps: int  # each has counters for every expert
 
 
-def plan(num_topk: int, num_experts: int, num_slots: int, device: Device) -> Plan:
+def plan(num_topk: int, num_experts: int, device: Device) -> Plan:
     counters = SHARED_BYTES // (4 * num_experts) - 2
-    return Plan(
-        num_topk,
-        num_experts,
-        num_chunks(num_slots, device),
-        min(WARPS, 1 << counters.bit_length() - 1),
-    )
+    placing_warps = min(WARPS, 1 << counters.bit_length() - 1)
+    return Plan(num_topk, num_experts, max_chunks(device), placing_warps)

@@ -66,6 +66,58 @@ _TOPK_WEIGHTS = Cases(
 )
 
 
+@builder
+def _backward(
+    device: torch.device, num_tokens: int, num_experts: int, num_topk: int, scoring_func: str,
+    skip: int = 0,
+) -> Arguments:  # fmt: skip
+    arguments = _chosen(num_tokens, num_experts, num_topk, scoring_func, skip)(device)
+    return {"grad_weights": normal(num_tokens, num_topk, device=device), **arguments}
+
+
+_TOPK_WEIGHTS_BACKWARD = Cases(
+    small=[
+        *(
+            Sample(f"{t}x{e}.top{k}.{s}", _backward(t, e, k, s))
+            for t, e, k in [(5, 33, 7), (0, 8, 2), (1, 256, 8), (1, 1, 1), (9, 64, 32)]
+            for s in SCORING
+        ),
+        Sample("misaligned", _backward(5, 64, 6, "softmax", skip=1)),
+    ],
+    large=[Sample(f"8001x256.{s}", _backward(8001, 256, 8, s)) for s in SCORING],
+    benchmarks=[Benchmark(f"{s}.256.8", _backward(8192, 256, 8, s)) for s in SCORING],
+    vectors=[
+        Vector(
+            "gate",
+            lambda: {
+                "grad_weights": torch.tensor([[1.0, 0.0], [0.5, -1.0], [1.0, 2.0]]),
+                "logits": torch.tensor(
+                    [[0, 1, 2, -1, 0.5, -0.5], [3, -2, 0, 1, -1, 2], [1.0, 1, 1, 1, 1, 1]]
+                ),
+                "topk_idx": torch.tensor([[2, 5], [4, 1], [1, 1]]),
+                "scoring_func": "sqrtsoftplus",
+                "routed_scaling_factor": 1.5,
+            },
+            lambda: torch.tensor(
+                [
+                    [0.0, 0.0, 0.0676626, 0.0, 0.0, -0.1301189],
+                    [0.0, -0.2511044, 0.0, 0.0, 0.2295489, 0.0],
+                    [0.0] * 6,
+                ]
+            ),
+        )
+    ],
+    bad_values=outside("topk_idx"),
+    rejects=[
+        no_columns("topk_idx"),
+        fewer_tokens("topk_idx"),
+        Reject("grad_weights", "half", edited("grad_weights", torch.Tensor.half)),
+        Reject("scoring_func", "unknown", changed(scoring_func="relu")),
+    ],
+    compare=close_results(rtol=1e-4, atol=1e-6),
+)
+
+
 # ---- normalisation of given weights -------------------------------------------------------------
 
 
@@ -116,4 +168,8 @@ _NORMALIZE_WEIGHT = Cases(
     ],
 )
 
-CASES = {"topk_weights": _TOPK_WEIGHTS, "normalize_weight": _NORMALIZE_WEIGHT}
+CASES = {
+    "topk_weights": _TOPK_WEIGHTS,
+    "topk_weights_backward": _TOPK_WEIGHTS_BACKWARD,
+    "normalize_weight": _NORMALIZE_WEIGHT,
+}

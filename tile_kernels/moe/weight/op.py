@@ -12,7 +12,7 @@ from tile_kernels.moe.gates import check_scoring
 from tile_kernels.moe.plan import MAX_SLOTS
 from tile_kernels.moe.scoring import ScoringFunc
 from tile_kernels.moe.weight import reference
-from tile_kernels.moe.weight.plan import plan_normalize, plan_topk
+from tile_kernels.moe.weight.plan import plan_normalize, plan_topk, plan_topk_backward
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Spec, alignment
@@ -20,6 +20,9 @@ from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
 
 _TOPK = Kernel("tile_kernels.moe.weight.kernel", "topk_weights", plan_topk)
+_TOPK_BACKWARD = Kernel(
+    "tile_kernels.moe.weight.kernel", "topk_weights_backward", plan_topk_backward
+)
 _NORMALIZE = Kernel("tile_kernels.moe.weight.kernel", "normalize_weight", plan_normalize)
 
 
@@ -123,6 +126,93 @@ def topk_weights(
         [[0.5, 0.0, 0.5]]
     """
     return TOPK_WEIGHTS(logits, topk_idx, scoring_func, routed_scaling_factor)
+
+
+# ---- their gradient -----------------------------------------------------------------------------
+
+
+class TopkBackwardArguments(NamedTuple):
+    grad_weights: Tensor
+    logits: Tensor
+    topk_idx: Tensor
+    scoring_func: str
+    routed_scaling_factor: float
+
+    def check(self) -> None:
+        TopkArguments(*self[1:]).check()
+        checks.tensor(
+            "grad_weights", self.grad_weights, ("num_tokens", "num_topk"), torch.float32,
+            shape=tuple(self.topk_idx.shape), contiguous=True,
+        )  # fmt: skip
+
+    def outputs(self) -> Out:
+        return Out("grad_logits", self.logits.shape, torch.float32)
+
+    def launches(self, grad_logits: Spec) -> Launch | None:
+        if self.topk_idx.numel() == 0:
+            return None
+        scoring = int(ScoringFunc.from_str(self.scoring_func))
+        aligned = alignment(self.logits, grad_logits)
+        problem = (self.logits.shape[1], self.topk_idx.shape[1], scoring, aligned)
+        arguments = (
+            self.grad_weights, self.logits, self.topk_idx, grad_logits,
+            float(self.routed_scaling_factor),
+        )  # fmt: skip
+        return Launch(_TOPK_BACKWARD, problem, arguments)
+
+    def check_values(self) -> None:
+        checks.in_range("topk_idx", self.topk_idx, -1, self.logits.shape[1] - 1)
+
+
+def topk_backward_cost(logits: Tensor, topk_idx: Tensor, scoring_func: str = "", **_: Any) -> Cost:
+    """Every gradient is written; softmax reads every logit."""
+    forward = topk_cost(logits, topk_idx, scoring_func)
+    return Cost(bytes=4 * logits.numel() + forward.bytes)
+
+
+TOPK_WEIGHTS_BACKWARD = Operator(
+    "moe.topk_weights_backward",
+    TopkBackwardArguments,
+    reference=reference.topk_weights_backward,
+    cost=topk_backward_cost,
+    dynamic={"grad_weights": 1, "logits": 1, "topk_idx": 1},
+)
+
+
+@TOPK_WEIGHTS_BACKWARD.public()
+def topk_weights_backward(
+    grad_weights: Tensor,
+    logits: Tensor,
+    topk_idx: Tensor,
+    scoring_func: str,
+    routed_scaling_factor: float,
+) -> Tensor:
+    """The gradient of `topk_weights` with respect to the logits.
+
+    With scores `s` of the chosen experts, their sum `S` and the factor `c`, a weight is `c s / S`;
+    so the gradient of a score is `c (g - sum(g s) / S) / S`, times the derivative of the scoring
+    function. Experts that were not chosen have 0, unless scores are softmax's.
+
+    Args:
+        grad_weights: `[num_tokens, num_topk]`, float32, contiguous.
+        logits, topk_idx, scoring_func, routed_scaling_factor: As in `topk_weights`. Repeated
+            experts add up, in slot order.
+
+    Returns:
+        `[num_tokens, num_experts]`, float32, contiguous.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If a shape, a layout or a name differs.
+
+    Example:
+        >>> chosen, grad = torch.tensor([[0, 1]]), torch.tensor([[1.0, 0.0]])
+        >>> topk_weights_backward(grad, torch.zeros(1, 3), chosen, "sigmoid", 1.0).tolist()
+        [[0.125, -0.125, 0.0]]
+    """
+    return TOPK_WEIGHTS_BACKWARD(
+        grad_weights, logits, topk_idx, scoring_func, routed_scaling_factor
+    )
 
 
 # ---- normalisation of given weights -------------------------------------------------------------

@@ -25,6 +25,13 @@ def plan_topk(
     return TopkPlan(num_experts, num_topk, scoring, vector)
 
 
+def plan_topk_backward(
+    num_experts: int, num_topk: int, scoring: int, alignment: int, device: Device
+) -> TopkPlan:
+    """Every row of the result is written, whatever the scoring function."""
+    return TopkPlan(num_experts, num_topk, scoring, row_vector(num_experts, alignment))
+
+
 class NormalizePlan(NamedTuple):
     num_topk: int
     vector: int

@@ -268,6 +268,49 @@ _PER_CHANNEL_CAST_FUSED = Cases(
 )  # fmt: skip
 
 
+_PER_CHANNEL_CAST_FUSED_AND_TRANSPOSE = Cases(
+    small=[
+        Sample("40x24.32", _fused(40, 24, 32, 50)),
+        Sample("1x72.1", _fused(1, 72, 128, 1, padding=0.0)),
+        Sample("none of 5x64", _fused(5, 64, 128, 0)),
+        Sample("scales.0x64", _fused(0, 64, 128, scales=True)),
+        Sample("scales.gather", _fused(30, 272, 32, 144, scales=True)),
+        Sample("scales.odd", _fused(30, 131, 128, 40, scales=True)),
+        Sample("scales.columns", _fused(33, 320, 32, 70, scales=True, columns=True)),
+        Sample("scales.special", _fused(40, 160, 32, 64, scales=True, special=True, dtype=FP32)),
+        Sample("special", _fused(40, 24, 32, 64, special=True)),
+        Sample("padding of nothing", _fused(0, 24, 32, 70, padding=2.0)),
+        Sample("strided", _fused(40, 64, 128, 48, extra=3)),
+        Sample("float32", _fused(20, 132, 32, 140, dtype=FP32)),
+    ],
+    large=[
+        *(
+            Sample(f"{t}x{h}.{p}.{s}", _fused(t, h, 128, p, scales=s, round_sf=h % 256 == 0))
+            for t, p in ((4096, None), (8064, 24_576), (8064, 24_592))
+            for h in (2560, 7168)
+            for s in (False, True)
+        ),
+        Sample("300016x7168", _fused(4001, 7168, 128, 300_016, scales=True)),  # beyond 2^31
+    ],
+    benchmarks=[
+        Benchmark("bf16", _fused(4096, 4096, 128, 32_640)),
+        Benchmark("sf", _fused(4096, 4096, 128, 32_640, scales=True)),
+    ],
+    vectors=[
+        Vector(
+            "gathered",
+            lambda: worked_example(scales=False),
+            lambda: (
+                worked_codes("7E7E", "7176", "7EFE").view(torch.uint8).T.contiguous().view(_E4M3),
+                torch.tensor([[0.0111607146, 0.0133928573], [0.0066964286, 0.0089285718]]),
+            ),
+        ),
+    ],
+    rejects=_PER_CHANNEL_CAST_FUSED.rejects,
+    bad_values=_PER_CHANNEL_CAST_FUSED.bad_values,
+)
+
+
 def _quantized(arguments: Arguments) -> Arguments:
     return _fused(40, 24, 32, 50, scales=True)(arguments["x"].device)
 
@@ -368,5 +411,6 @@ CASES = {
     "per_channel_cast": _PER_CHANNEL_CAST,
     "per_channel_cast_and_transpose": _PER_CHANNEL_CAST_AND_TRANSPOSE,
     "per_channel_cast_fused": _PER_CHANNEL_CAST_FUSED,
+    "per_channel_cast_fused_and_transpose": _PER_CHANNEL_CAST_FUSED_AND_TRANSPOSE,
     "swiglu_forward_and_per_channel_cast_and_transpose": _SWIGLU_AND_PER_CHANNEL_CAST,
 }

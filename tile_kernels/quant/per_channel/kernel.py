@@ -231,7 +231,7 @@ def cast_columns(*static: Any) -> Any:
             tile[channel, place + r] = codes[r]
 
     @T.macro
-    def turn(kept, inverse, tile, row, g):
+    def turn(kept, row_scales, inverse, tile, row, g):
         """The thread's rows to the transposed tile, channel by channel."""
         column = T.alloc_local((held,), T.float32)
         place = ((row // slots) ^ (g % chunks)) * slots + row % slots
@@ -248,6 +248,8 @@ def cast_columns(*static: Any) -> Any:
             for v in T.unroll(chunk):
                 for r in T.unroll(held):
                     column[r] = T.cast(kept[r, v], T.float32)
+                    if scaled:
+                        column[r] = T.ieee_mul(column[r], row_scales[r])
                 turn_channel(column, inverse[v], tile, place, g * chunk + v)
 
     @T.macro
@@ -325,7 +327,7 @@ def cast_columns(*static: Any) -> Any:
                 inverse[v] = meeting[row_groups + row // group, g * chunk + v]
             if plan.transposed:
                 tile = T.alloc_shared((columns, tile_rows), out_dtype)
-                turn(kept, inverse, tile, row, g)
+                turn(kept, row_scales, inverse, tile, row, g)
                 T.sync_threads()
                 store_turned(tile, out, first_row, first_col, tx)
             else:

@@ -219,12 +219,12 @@ class FusedArguments(NamedTuple):
     def outputs(self) -> tuple[Out, Out]:
         return _outputs((_num_positions(self), self.x.shape[1]), self.num_per_tokens)
 
-    def launches(self, out: Spec, out_sf: Spec) -> Launch | None:
+    def launches(self, out: Spec, out_sf: Spec, transposed: bool = False) -> Launch | None:
         x, x_sf = self.x, self.x_sf
         if x.numel() == 0:  # all positions are padding
             x, x_sf = _row_of_zeros(x), None if x_sf is None else _row_of_zeros(x_sf)
         source = Source(x, x_sf, self.pos_to_token, Size(_num_positions))
-        return _launch(self, source, out, out_sf)
+        return _launch(self, source, out, out_sf, transposed)
 
     def check_values(self) -> None:
         """Negative positions are padding, the others name a row of `x`."""
@@ -321,6 +321,67 @@ def per_channel_cast_fused(
     """
     data, sf = layout.pair(x)
     return PER_CHANNEL_CAST_FUSED(
+        data, sf, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token, out=out
+    )
+
+
+class TransposedFusedArguments(FusedArguments):
+    def outputs(self) -> tuple[Out, Out]:
+        shape = (_num_positions(self), self.x.shape[1])
+        return _outputs(shape, self.num_per_tokens, transposed=True)
+
+    def launches(self, out: Spec, out_sf: Spec, transposed: bool = True) -> Launch | None:
+        return super().launches(out, out_sf, transposed)
+
+
+def _transposed_fused_reference(*fields: Any) -> QuantTensor:
+    data, sf = _fused_reference(*fields)
+    return data.T.contiguous(), sf
+
+
+PER_CHANNEL_CAST_FUSED_AND_TRANSPOSE = layout.cast_operator(
+    reference.per_channel_cast_fused_and_transpose,
+    TransposedFusedArguments,
+    fused_cost,
+    by_fields=_transposed_fused_reference,
+    dynamic={"x": 1, "x_sf": 1, "pos_to_token": 0},
+)
+
+
+@PER_CHANNEL_CAST_FUSED_AND_TRANSPOSE.public(
+    reference=reference.per_channel_cast_fused_and_transpose
+)
+def per_channel_cast_fused_and_transpose(
+    x: Tensor | QuantTensor,
+    fmt: str,
+    num_per_tokens: int,
+    round_sf: bool = False,
+    num_per_channels: int | None = None,
+    pos_to_token: Tensor | None = None,
+    out: QuantTensor | None = None,
+) -> QuantTensor:
+    """`per_channel_cast_fused` with the data transposed, not the scales.
+
+    An operand of a weight gradient from tokens in one pass. Fastest where the number of positions
+    is a multiple of 16 and `hidden` of 8, or of 16 for a quantized `x`. Not differentiable. Errors
+    are those of `per_channel_cast_fused`.
+
+    Args:
+        x, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token, out: As in
+            `per_channel_cast_fused`.
+
+    Returns:
+        `(data, scales)`: `[hidden, num_positions]` float8_e4m3fn, and
+        `[ceil(num_positions / num_per_tokens), hidden]` float32, both contiguous.
+
+    Example:
+        >>> x, index = torch.tensor([[1.0], [2.0]]), torch.tensor([1, -1, 0], dtype=torch.int32)
+        >>> data, _ = per_channel_cast_fused_and_transpose(x, "e4m3", 32, pos_to_token=index)
+        >>> data.float().tolist()
+        [[448.0, 0.0, 224.0]]
+    """
+    data, sf = layout.pair(x)
+    return PER_CHANNEL_CAST_FUSED_AND_TRANSPOSE(
         data, sf, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token, out=out
     )
 

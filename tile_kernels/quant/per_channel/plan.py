@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from tile_kernels.quant.storage import BITS
 from tile_kernels.runtime.device import Device
+from tile_kernels.transpose.plan import store_width
 
 GROUPS = (32, 128)  # rows of a scale
 SCALE_COLUMNS = 128  # channels of a scale of a quantized source
@@ -72,7 +73,7 @@ def plan(
     size = BITS[source] // 8
     chunk = 16 if source == "e4m3" else 8
     load = math.gcd(ACCESS_BYTES // size, width, row_stride, max(alignment // size, 1))
-    store = math.gcd(ACCESS_BYTES, rows, out_alignment) if transposed else (
+    store = store_width(ACCESS_BYTES, rows, out_alignment) if transposed else (
         math.gcd(chunk, width, out_alignment)
     )  # fmt: skip
     lanes = 8 if transposed else 16

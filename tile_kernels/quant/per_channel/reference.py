@@ -59,6 +59,27 @@ def per_channel_cast_fused(
     return quantize(values, formats.E4M3, (num_per_tokens, 1), ScaleFlags(round_sf))
 
 
+def per_channel_cast_fused_and_transpose(
+    x: torch.Tensor | QuantTensor,
+    fmt: str,
+    num_per_tokens: int,
+    round_sf: bool = False,
+    num_per_channels: int | None = None,
+    pos_to_token: torch.Tensor | None = None,
+) -> QuantTensor:
+    """`per_channel_cast_fused` with the data, not the scale factors, transposed: `[H, T_out]`.
+
+    >>> index = torch.tensor([-1, 0])
+    >>> x = torch.tensor([[448.0]])
+    >>> per_channel_cast_fused_and_transpose(x, "e4m3", 2, pos_to_token=index)[0].float()
+    tensor([[  0., 448.]])
+    """
+    data, sf = per_channel_cast_fused(
+        x, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token
+    )
+    return transpose(data), sf
+
+
 def per_channel_cast_and_transpose(
     x: torch.Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False
 ) -> QuantTensor:

@@ -375,7 +375,280 @@ _SWIGLU_BACKWARD_AND_CAST = Cases(
     compare=_compare_backward,
 )  # fmt: skip
 
+# ---- without a cast -----------------------------------------------------------------------------
+
+
+def _compare_plain(result: Any, expected: Any) -> None:
+    """As `within_one_step`, with float32 of CPUs to the digits of the worked examples."""
+    tensors = result if isinstance(result, tuple) else (result,)
+    wanted = expected if isinstance(expected, tuple) else (expected,)
+    for one, other in zip(tensors, wanted, strict=True):
+        if other.dtype == _FP32 and not one.is_cuda:
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, equal_nan=True)
+        else:
+            within_one_step(one, other)
+
+
+def _compare_plain_backward(result: Any, expected: Any) -> None:
+    """`weight_grad`, a sum in another order, to a tolerance: it is 1-D, or has two choices."""
+    is_sum = [each.dtype == _FP32 and (each.dim() == 1 or each.shape[1] == 2) for each in expected]
+    for one, other, close in zip(result, expected, is_sum, strict=True):
+        (_close_sums if close else _compare_plain)(one, other)
+
+
+def _of_rows(rows: int, kind: str, weighted: bool, device: torch.device) -> Arguments:
+    """Which rows exist, and their weights. With ranges, six experts, the third without rows."""
+    arguments: Arguments = {}
+    if kind == "indexed":
+        num_tokens = rows + 2
+        index, inverse = (m.to(device) for m in _maps(rows, num_tokens, 2))
+        arguments |= {"pos_to_token_topk": index, "token_topk_to_pos": inverse}
+        return {**arguments, "topk_weights": torch.randn(num_tokens, 2).to(device)}
+    if kind == "ranges":
+        alignment, ends, end = 4, [], 0
+        for count in (rows // 4, 1, 0, rows // 3, 2, 1):
+            ends.append(-(-end // alignment) * alignment + count)
+            end = ends[-1]
+        arguments["psum_num_tokens_per_expert"] = torch.tensor(ends, dtype=_INT32, device=device)
+        arguments["alignment"] = alignment
+    return {**arguments, "topk_weights": torch.randn(rows).to(device) if weighted else None}
+
+
+@builder
+def _plain(
+    device: torch.device,
+    rows: int,
+    hidden: int,
+    kind: str = "all",
+    *,
+    weighted: bool = True,
+    dtype: torch.dtype = BF16,
+    fmt: str = "bf16",
+    factor: float | None = None,
+    clamp: float | None = None,
+    special: bool = False,
+    extra: int = 0,
+    shift: bool = False,
+) -> Arguments:
+    x = placed(gates_and_values(rows, hidden, dtype, device, special), extra, shift)
+    arguments = _of_rows(rows, kind, weighted, device)
+    arguments.pop("token_topk_to_pos", None)
+    return {
+        "x": x,
+        "fmt": fmt,
+        **arguments,
+        "routed_scaling_factor": factor,
+        "clamp_value": clamp,
+    }
+
+
+@builder
+def _plain_backward(
+    device: torch.device,
+    rows: int,
+    hidden: int,
+    kind: str = "all",
+    *,
+    weighted: bool = True,
+    recompute: bool = True,
+    dtype: torch.dtype = BF16,
+    fmt: str = "bf16",
+    factor: float | None = None,
+    clamp: float | None = None,
+    special: bool = False,
+    shift: bool = False,
+) -> Arguments:
+    x = placed(gates_and_values(rows, hidden, dtype, device, special), shift=shift)
+    grad = placed(numbers(rows, hidden, dtype, device, special=special), shift=shift)
+    return {
+        "x": x,
+        "act_x_grad": grad,
+        "fmt": fmt,
+        **_of_rows(rows, kind, weighted, device),
+        "routed_scaling_factor": factor,
+        "clamp_value": clamp,
+        "do_recompute": recompute,
+    }
+
+
+_PLAIN_X = [
+    [1.0, -2.0, 3.0, 0.5], [0.5, 8.0, -9.0, 1.0], [0.0] * 4, [0.0] * 4, [2.0, 1.0, 1.0, 1.0],
+]  # fmt: skip
+
+
+def _plain_vector(**changes: Any) -> Arguments:
+    return {
+        "x": torch.tensor(_PLAIN_X),
+        "fmt": "fp32",
+        "psum_num_tokens_per_expert": torch.tensor([2, 4, 5], dtype=_INT32),
+        "topk_weights": torch.tensor([0.5, 2.0, 0.0, 0.0, 1.0]),
+        "alignment": 4,
+        **changes,
+    }
+
+
+def _plain_gradient_vector(**changes: Any) -> Arguments:
+    grad = torch.tensor([[1.0, 1.0], [0.5, -1.0], [0.0, 0.0], [0.0, 0.0], [1.0, 2.0]])
+    return _plain_vector(act_x_grad=grad, **changes)
+
+
+_WITH_FACTOR: dict[str, Any] = {"routed_scaling_factor": 2.5, "clamp_value": 1.5}
+_ACTIVATIONS = [
+    [1.0965879, -0.0596015], [-5.6021342, 15.9946346], [0.0] * 2, [0.0] * 2, [1.7615941, 0.7310586],
+]  # fmt: skip
+_CLAMPED_ACTIVATIONS = [
+    [1.3707349, -0.1490037], [-2.3342226, 6.1318083], [0.0] * 2, [0.0] * 2, [3.0659041, 1.8276465],
+]  # fmt: skip
+_GRADIENTS = [
+    [1.3915058, -0.0226961, 0.3655293, -0.1192029],
+    [-6.6596508, -2.0046928, 0.3112297, -15.9946346], [0.0] * 4, [0.0] * 4,
+    [1.0907843, 1.8553411, 1.7615941, 1.4621172],
+]  # fmt: skip
+_CLAMPED_GRADIENTS = [
+    [1.7393823, -0.0567402, 0.0, -0.2980073], [-2.7748544, 0.0, 0.0, -6.1318083],
+    [0.0] * 4, [0.0] * 4, [0.0, 4.6383524, 3.0659041, 3.6552930],
+]  # fmt: skip
+
+
+def _plain_rejects(*more: Reject) -> list[Reject]:
+    return [
+        Reject("fmt", "e4m3", changed(fmt="e4m3")),
+        Reject("x", "half", lambda a: {**a, "x": a["x"].half()}),
+        Reject("x", "odd", lambda a: {**a, "x": a["x"][:, :31].clone()}),
+        Reject("topk_weights", "short", edited("topk_weights", _short)),
+        Reject("psum_num_tokens_per_expert", "int64", lambda a: {
+            **a, "psum_num_tokens_per_expert": a["psum_num_tokens_per_expert"].long()
+        }),
+        Reject("psum_num_tokens_per_expert", "empty", lambda a: {
+            **a, "psum_num_tokens_per_expert": a["psum_num_tokens_per_expert"][:0]
+        }),
+        Reject("pos_to_token_topk", "with ranges", lambda a: {
+            **a, "pos_to_token_topk": torch.zeros(len(a["x"]), dtype=_INT32)
+        }),
+        Reject("routed_scaling_factor", "without weights", changed(topk_weights=None)),
+        Reject("routed_scaling_factor", "infinite", changed(routed_scaling_factor=torch.inf)),
+        Reject("clamp_value", "negative", changed(clamp_value=-1.0)),
+        Reject("clamp_value", "text", changed(clamp_value="1")),
+        Reject("alignment", "zero", changed(alignment=0)),
+        *more,
+    ]  # fmt: skip
+
+
+_KINDS = ("all", "ranges", "indexed")
+_PLAIN_ALL: dict[str, Any] = {"factor": 2.5, "clamp": 1.0}
+
+_SWIGLU_FORWARD = Cases(
+    small=[
+        Sample("9x16.all", _plain(9, 16, "ranges", **_PLAIN_ALL)),
+        *(Sample(f"0x16.{kind}", _plain(0, 16, kind)) for kind in _KINDS),
+        Sample("1x8", _plain(1, 8, weighted=False)),
+        *(
+            Sample(f"{t}x{h}.{kind}.{c}", _plain(t, h, kind, clamp=c))
+            for t, h in ((13, 576), (5, 1000), (14, 33))
+            for kind in _KINDS
+            for c in (None, 0.5)
+        ),
+        Sample("ranges.unweighted", _plain(13, 40, "ranges", weighted=False)),
+        Sample("float32", _plain(4, 320, "indexed", dtype=_FP32, fmt="fp32", **_PLAIN_ALL)),
+        Sample("to float32", _plain(4, 64, fmt="fp32")),
+        Sample("from float32", _plain(4, 64, dtype=_FP32)),
+        Sample("special", _plain(9, 160, "indexed", special=True)),
+        Sample("special.clamped", _plain(9, 160, special=True, weighted=False, clamp=3.0)),
+        Sample("strided", _plain(5, 128, "ranges", extra=64)),
+        Sample("misaligned", _plain(4, 128, "indexed", shift=True)),
+    ],
+    large=[
+        *(
+            Sample(f"{t}x{h}.{kind}", _plain(t, h, kind, clamp=c))
+            for t, h, c in ((25_536, 1536, None), (13_000, 3584, 0.5))
+            for kind in _KINDS
+        ),
+        Sample("270001x4096", _plain(270_001, 4096, "ranges")),  # beyond 2^31 elements
+    ],
+    benchmarks=[
+        Benchmark("bf16", _plain(25_536, 1536, "indexed")),
+        Benchmark("bf16.wide", _plain(66_016, 2048, "indexed")),
+    ],
+    vectors=[
+        Vector("ranges", _plain_vector, lambda: torch.tensor(_ACTIVATIONS)),
+        Vector(
+            "factor and clamp",
+            lambda: _plain_vector(**_WITH_FACTOR),
+            lambda: torch.tensor(_CLAMPED_ACTIVATIONS),
+        ),
+    ],
+    rejects=_plain_rejects(),
+    compare=_compare_plain,
+)
+
+
+_SWIGLU_BACKWARD = Cases(
+    small=[
+        Sample("9x16.all", _plain_backward(9, 16, "ranges", **_PLAIN_ALL)),
+        *(Sample(f"0x16.{kind}", _plain_backward(0, 16, kind)) for kind in _KINDS),
+        Sample("1x8", _plain_backward(1, 8, weighted=False, recompute=False)),
+        *(
+            Sample(f"{t}x{h}.{kind}.{c}", _plain_backward(t, h, kind, clamp=c))
+            for t, h in ((13, 576), (5, 1032), (14, 33))
+            for kind in _KINDS
+            for c in (None, 0.5)
+        ),
+        Sample("no act", _plain_backward(5, 64, "indexed", recompute=False)),
+        Sample("ranges.unweighted", _plain_backward(13, 40, "ranges", weighted=False)),
+        Sample(
+            "float32", _plain_backward(4, 320, "indexed", dtype=_FP32, fmt="fp32", **_PLAIN_ALL)
+        ),
+        Sample("to float32", _plain_backward(4, 64, fmt="fp32", factor=0.5)),
+        Sample("special", _plain_backward(9, 160, "indexed", special=True)),
+        Sample("special.clamped", _plain_backward(9, 160, special=True, clamp=3.0)),
+        Sample("misaligned", _plain_backward(4, 128, "indexed", shift=True)),
+    ],
+    large=[
+        *(
+            Sample(f"{t}x{h}.{kind}", _plain_backward(t, h, kind, clamp=c))
+            for t, h, c in ((25_536, 1536, None), (13_000, 3584, 0.5))
+            for kind in _KINDS
+        ),
+    ],
+    benchmarks=[
+        Benchmark("bf16", _plain_backward(25_536, 1536, "indexed")),
+        Benchmark("bf16.wide", _plain_backward(66_016, 2048, "indexed")),
+    ],
+    vectors=[
+        Vector(
+            "factor and clamp",
+            lambda: _plain_gradient_vector(**_WITH_FACTOR, do_recompute=True),
+            lambda: (
+                torch.tensor(_CLAMPED_GRADIENTS),
+                torch.tensor([2.4434624, -3.6494598, 0.0, 0.0, 6.7211971]),
+                torch.tensor(_CLAMPED_ACTIVATIONS),
+            ),
+        ),
+        Vector(
+            "ranges",
+            _plain_gradient_vector,
+            lambda: (
+                torch.tensor(_GRADIENTS),
+                torch.tensor([2.0739729, -9.3978510, 0.0, 0.0, 3.2237113]),
+            ),
+        ),
+    ],
+    rejects=_plain_rejects(
+        Reject("act_x_grad", "float32", lambda a: {**a, "act_x_grad": a["act_x_grad"].float()}),
+        Reject("act_x_grad", "short", edited("act_x_grad", _short)),
+        Reject("do_recompute", "an int", changed(do_recompute=1)),
+        Reject(
+            "token_topk_to_pos",
+            "alone",
+            lambda a: {**a, "token_topk_to_pos": torch.zeros(2, 2, dtype=_INT32)},
+        ),
+    ),
+    compare=_compare_plain_backward,
+)
+
 CASES = {
+    "swiglu_forward": _SWIGLU_FORWARD,
+    "swiglu_backward": _SWIGLU_BACKWARD,
     "swiglu_forward_and_per_token_cast": _SWIGLU_FORWARD_AND_CAST,
     "swiglu_backward_and_per_token_cast": _SWIGLU_BACKWARD_AND_CAST,
 }

@@ -16,7 +16,21 @@ from tile_kernels.quant.primitives import (
     write_group_scales,
 )
 from tile_kernels.quant.storage import GROUPS, LANES, PACKED, ROW, access_width, storage
-from tile_kernels.quant.swiglu.plan import CHUNK, FMT, MAX_KEPT, PART, WARPS, BackwardPlan, Plan
+from tile_kernels.quant.swiglu.plan import (
+    ALL,
+    CHUNK,
+    FMT,
+    INDEXED,
+    MAX_KEPT,
+    PART,
+    RANGES,
+    SEARCH_STEPS,
+    WARPS,
+    BackwardPlan,
+    PlainBackwardPlan,
+    PlainPlan,
+    Plan,
+)
 from tile_kernels.quant.swiglu.primitives import (
     NEAR,
     near_swiglu,
@@ -311,6 +325,28 @@ def backward_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]
     return tuple(sorted(loads)), tuple(sorted(stores))
 
 
+def gradients_of_part(clamped: bool, near: bool) -> Any:
+    """A macro: `PART` channels, `left` and `right` to their gradients, `grad` to the result.
+
+    Adds what they have of the weight's gradient to `total[0]`.
+    """
+    gradients = swiglu_gradients(clamped, near)
+
+    @T.macro
+    def computed(left, right, grad, weight, clamp, total):
+        gate, value, act = local_arrays(T.float32, 1, 1, 1)
+        for v in T.unroll(PART):
+            gate[0] = left[v]
+            value[0] = right[v]
+            gradients(gate, value, grad[v], weight, clamp, act)
+            total[0] = T.ieee_fmaf(grad[v], act[0], total[0])
+            grad[v] = T.ieee_mul(act[0], weight)
+            left[v] = gate[0]
+            right[v] = value[0]
+
+    return computed
+
+
 @kernel(access_bits=backward_access_bits, pass_configs=EXPLICIT_GUARDS)
 def swiglu_backward(*static: Any) -> Any:
     """A block per row, then blocks that put zeros where no row has a gradient of its weight.
@@ -333,28 +369,8 @@ def swiglu_backward(*static: Any) -> Any:
     amax_of = group_amax(PART, group)
     scaled = scale_of(FMT, plan.round_sf)
 
-    def part(near: bool) -> Any:
-        """A macro: `PART` channels, `left` and `right` to their gradients, `grad` to the result.
-
-        Adds what they have of the weight's gradient to `total[0]`.
-        """
-        gradients = swiglu_gradients(plan.clamped, near)
-
-        @T.macro
-        def computed(left, right, grad, weight, clamp, total):
-            gate, value, act = local_arrays(T.float32, 1, 1, 1)
-            for v in T.unroll(PART):
-                gate[0] = left[v]
-                value[0] = right[v]
-                gradients(gate, value, grad[v], weight, clamp, act)
-                total[0] = T.ieee_fmaf(grad[v], act[0], total[0])
-                grad[v] = T.ieee_mul(act[0], weight)
-                left[v] = gate[0]
-                right[v] = value[0]
-
-        return computed
-
-    near, general = part(near=True), part(near=False)
+    near = gradients_of_part(plan.clamped, near=True)
+    general = gradients_of_part(plan.clamped, near=False)
 
     def quantise(half: int) -> Any:
         """A macro: the gradients of a half of the row, in bfloat16 and in e4m3 with scales."""
@@ -453,3 +469,237 @@ def swiglu_backward(*static: Any) -> Any:
                         weight_grad[place] = T.float32(0)
 
     return swiglu_gradient_rows
+
+
+# ---- without a cast -----------------------------------------------------------------------------
+
+# Threads of a multiprocessor, which bounds the registers of each: as for a float32 source above.
+RESIDENT_PLAIN = 1024
+
+
+@T.macro
+def in_ranges(ends, num_experts, alignment, row):
+    """Whether a row lies in the range of an expert, which starts at the next aligned row.
+
+    The expert is the first whose range ends behind the row; ends ascend.
+    """
+    low = T.alloc_var(T.int32, init=0)
+    high = T.alloc_var(T.int32, init=num_experts)
+    for _ in T.serial(SEARCH_STEPS):
+        if low < high:
+            middle = T.alloc_var(T.int32, init=(low + high) // 2)
+            if ends[middle] <= row:
+                low = middle + 1
+            else:
+                high = middle
+    start = T.alloc_var(T.int32, init=0)
+    if low > 0 and low < num_experts:
+        start = T.ceildiv(ends[low - 1], alignment) * alignment
+    return low < num_experts and row >= start
+
+
+def weight_of_plain(rows: str, weighted: bool) -> Any:
+    """A macro: whether a row exists in `found[0]`, and its weight times the factor in `weight[0]`.
+
+    The weight is 1 without weights, and 0 for a row that does not exist.
+    """
+
+    @T.macro
+    def located(
+        row, index, weights, num_weights, ends, num_experts, alignment, factor, found, weight
+    ):
+        place = T.alloc_var(T.int32, init=row)
+        found[0] = T.bool(True)
+        if rows == INDEXED:
+            place = index[row]
+            found[0] = place >= 0 and place < num_weights
+        elif rows == RANGES:
+            found[0] = in_ranges(ends, num_experts, alignment, row)
+        weight[0] = T.float32(0)
+        if found[0]:
+            if weighted:
+                weight[0] = T.ieee_mul(weights[place], factor)
+            else:
+                weight[0] = T.float32(1)
+
+    return located
+
+
+def small_loads(plan: Any) -> set[int]:
+    """The bits of loads of indices, ends and weights."""
+    return {32} if plan.weighted or plan.rows != ALL else set()
+
+
+def plain_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    plan = PlainPlan(*static)
+    loads = {access_width(plan.source, plan.load)} | small_loads(plan)
+    return tuple(sorted(loads)), (access_width(plan.target, plan.store),)
+
+
+@kernel(access_bits=plain_access_bits, pass_configs=EXPLICIT_GUARDS)
+def swiglu_plain(*static: Any) -> Any:
+    """A warp takes 512 neighbouring channels of a row."""
+    plan = PlainPlan(*static)
+    hidden = plan.hidden
+    tiles = -(-hidden // (LANES * CHUNK))
+    activated = activation(plan, counted=False)
+    located = weight_of_plain(plan.rows, plan.weighted)
+    store = store_values(plan.target, hidden, CHUNK, plan.store)
+    source_dtype, out_dtype = storage(plan.source)[0], storage(plan.target)[0]
+    rows, row_stride, num_weights, num_experts = T.dynamic(
+        "rows row_stride num_weights num_experts"
+    )
+
+    @T.prim_func
+    def swiglu_plain_rows(
+        x: T.StridedTensor[(rows, 2 * hidden), (row_stride, 1), source_dtype],
+        index: T.Tensor[(rows,), T.int32],
+        weights: T.Tensor[(num_weights,), T.float32],
+        ends: T.Tensor[(num_experts,), T.int32],
+        out: T.Tensor[(rows, hidden), out_dtype],
+        alignment: T.int32,
+        factor: T.float32,
+        clamp: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(rows * tiles, WARPS), threads=plan.threads) as block:
+            T.annotate_min_blocks_per_sm(RESIDENT_PLAIN // plan.threads)
+            T.assume(row_stride % plan.load == 0)
+            tx = T.get_thread_binding()
+            warp = block * WARPS + tx // LANES
+            row = T.alloc_var(T.int32, init=warp // tiles)
+            first = T.alloc_var(T.int32, init=(warp % tiles * LANES + tx % LANES) * CHUNK)
+            values, weight = local_arrays(T.float32, CHUNK, 1)
+            counts = T.alloc_local((3,), T.int32)  # not used
+            found = T.alloc_local((1,), T.bool)
+            if row < rows:  # the same for the whole warp
+                located(
+                    row, index, weights, num_weights, ends, num_experts, alignment, factor, found,
+                    weight,
+                )  # fmt: skip
+                if found[0]:
+                    activated(x, row, first, values, 0, weight[0], clamp, counts)
+                else:
+                    for v in T.unroll(CHUNK):
+                        values[v] = T.float32(0)
+                store(values, 0, out, row, first)
+
+    return swiglu_plain_rows
+
+
+def plain_backward_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    plan = PlainBackwardPlan(*static)
+    loads = {access_width(plan.source, plan.load), access_width(plan.source, plan.load_grad)}
+    stores = {access_width(plan.target, plan.store_grad)}
+    if plan.recompute:
+        stores.add(access_width(plan.target, plan.store))
+    if plan.weighted:
+        stores.add(32)
+    return tuple(sorted(loads | small_loads(plan))), tuple(sorted(stores))
+
+
+@kernel(access_bits=plain_backward_access_bits, pass_configs=EXPLICIT_GUARDS)
+def swiglu_plain_backward(*static: Any) -> Any:
+    """A block per row; with indices, then blocks for the weights without a row, as above."""
+    plan = PlainBackwardPlan(*static)
+    hidden, threads = plan.hidden, plan.threads
+    steps = -(-hidden // (PART * threads))
+    warps = threads // LANES
+    indexed = plan.rows == INDEXED
+    fetch_left = fetch_values(plan.source, hidden, PART, plan.load)
+    fetch_right = fetch_values(plan.source, hidden, PART, plan.load, offset=hidden)
+    fetch_grad = fetch_values(plan.source, hidden, PART, plan.load_grad)
+    widen = widen_values(plan.source, PART, plan.load)
+    widen_grad = widen_values(plan.source, PART, plan.load_grad)
+    store_out = store_values(plan.target, hidden, PART, plan.store)
+    store_left = store_values(plan.target, hidden, PART, plan.store_grad)
+    store_right = store_values(plan.target, hidden, PART, plan.store_grad, offset=hidden)
+    near = gradients_of_part(plan.clamped, near=True)
+    general = gradients_of_part(plan.clamped, near=False)
+    located = weight_of_plain(plan.rows, plan.weighted)
+    source_dtype, out_dtype = storage(plan.source)[0], storage(plan.target)[0]
+    rows, num_weights, num_experts = T.dynamic("rows num_weights num_experts")
+    units = rows + T.ceildiv(num_weights, threads) if indexed else rows
+
+    @T.prim_func
+    def swiglu_plain_gradient_rows(
+        x: T.Tensor[(rows, 2 * hidden), source_dtype],
+        grad_out: T.Tensor[(rows, hidden), source_dtype],
+        index: T.Tensor[(rows,), T.int32],
+        inverse_index: T.Tensor[(num_weights,), T.int32],
+        weights: T.Tensor[(num_weights,), T.float32],
+        ends: T.Tensor[(num_experts,), T.int32],
+        x_grad: T.Tensor[(rows, 2 * hidden), out_dtype],
+        weight_grad: T.Tensor[(num_weights,), T.float32],
+        out: T.Tensor[(rows, hidden), out_dtype],
+        alignment: T.int32,
+        factor: T.float32,
+        clamp: T.float32,
+    ):
+        with T.Kernel(units, threads=threads) as block:
+            T.annotate_min_blocks_per_sm(max(1, RESIDENT_BACKWARD // threads))
+            tx = T.get_thread_binding()
+            raw_left, raw_right, raw_grad = local_arrays(source_dtype, PART, PART, PART)
+            left, right, grad = local_arrays(T.float32, PART, PART, PART)
+            of_warps = T.alloc_shared((warps,), T.float32)
+            total, weight = local_arrays(T.float32, 1, 1)
+            found = T.alloc_local((1,), T.bool)
+            total[0] = T.float32(0)
+            if block < rows:
+                located(
+                    block, index, weights, num_weights, ends, num_experts, alignment, factor, found,
+                    weight,
+                )  # fmt: skip
+                for s in T.serial(steps):
+                    first = (s * threads + tx) * PART
+                    for v in T.unroll(PART):
+                        left[v] = T.float32(0)
+                        right[v] = T.float32(0)
+                        grad[v] = T.float32(0)
+                    if found[0]:
+                        fetch_left(x, block, first, raw_left, 0)
+                        fetch_right(x, block, first, raw_right, 0)
+                        fetch_grad(grad_out, block, first, raw_grad, 0)
+                        widen(raw_left, 0, left)
+                        widen(raw_right, 0, right)
+                        widen_grad(raw_grad, 0, grad)
+                        largest = T.alloc_var(T.float32, init=T.float32(0))
+                        for v in T.unroll(PART):
+                            largest = T.max(largest, T.abs(left[v]))
+                        if largest < NEAR:
+                            near(left, right, grad, weight[0], clamp, total)
+                        else:
+                            general(left, right, grad, weight[0], clamp, total)
+                    store_left(left, 0, x_grad, block, first)
+                    store_right(right, 0, x_grad, block, first)
+                    if plan.recompute:
+                        store_out(grad, 0, out, block, first)
+                if plan.weighted:
+                    for d in T.unroll(5):
+                        total[0] = T.ieee_add(total[0], T.shfl_xor(total[0], T.shift_left(1, d)))
+                    if tx % LANES == 0:
+                        of_warps[tx // LANES] = total[0]
+                    T.sync_threads()
+                    if tx == 0:
+                        place = T.alloc_var(T.int32, init=block)
+                        if indexed:
+                            place = -1
+                            if found[0]:
+                                place = index[block]
+                                if inverse_index[place] != block:
+                                    place = -1
+                        if place >= 0:
+                            total[0] = of_warps[0]
+                            for w in T.unroll(warps - 1):
+                                total[0] = T.ieee_add(total[0], of_warps[w + 1])
+                            weight_grad[place] = T.ieee_mul(total[0], factor)
+            elif indexed:
+                place = T.alloc_var(T.int32, init=(block - rows) * threads + tx)
+                if place < num_weights:
+                    row = T.alloc_var(T.int32, init=inverse_index[place])
+                    served = T.alloc_var(T.bool, init=T.bool(False))
+                    if row >= 0 and row < rows:
+                        served = index[row] == place
+                    if not served:
+                        weight_grad[place] = T.float32(0)
+
+    return swiglu_plain_gradient_rows

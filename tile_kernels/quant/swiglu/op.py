@@ -1,4 +1,4 @@
-"""SwiGLU and its gradient, with casts along rows (tokens)."""
+"""SwiGLU and its gradient, alone and with casts along rows (tokens)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,19 @@ from torch import Tensor
 from tile_kernels.quant import formats, layout
 from tile_kernels.quant.storage import GROUPS
 from tile_kernels.quant.swiglu import reference
-from tile_kernels.quant.swiglu.plan import BACKWARD_GROUPS, FMT, SF_CLAMP_RANGE, plan, plan_backward
+from tile_kernels.quant.swiglu.plan import (
+    ALL,
+    BACKWARD_GROUPS,
+    FMT,
+    INDEXED,
+    MAX_EXPERTS,
+    RANGES,
+    SF_CLAMP_RANGE,
+    plan,
+    plan_backward,
+    plan_plain,
+    plan_plain_backward,
+)
 from tile_kernels.quant.types import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
@@ -22,6 +34,10 @@ from tile_kernels.runtime.operator import Operator
 _GROUPS = Kernel("tile_kernels.quant.swiglu.kernel", "swiglu_groups", plan)
 _WHOLE_ROWS = Kernel("tile_kernels.quant.swiglu.kernel", "swiglu_whole_rows", plan)
 _BACKWARD = Kernel("tile_kernels.quant.swiglu.kernel", "swiglu_backward", plan_backward)
+_PLAIN = Kernel("tile_kernels.quant.swiglu.kernel", "swiglu_plain", plan_plain)
+_PLAIN_BACKWARD = Kernel(
+    "tile_kernels.quant.swiglu.kernel", "swiglu_plain_backward", plan_plain_backward
+)
 
 
 def _check_halves(x: Tensor) -> None:
@@ -458,3 +474,354 @@ def swiglu_backward_and_per_token_cast(
         round_sf, swiglu_clamp_value, out=out,
     )  # fmt: skip
     return activation, (codes, scales), x_grad, weight_grad
+
+
+# ---- without a cast -----------------------------------------------------------------------------
+
+
+def _check_clamp_value(value: float | None) -> None:
+    if value is not None and not checks.number("clamp_value", value) >= 0:
+        raise ValueError(f"clamp_value must be at least 0, or None, got {value}")
+
+
+def _check_rows(a: PlainArguments | PlainBackwardArguments) -> None:
+    """What says which rows exist, and their weights."""
+    rows = a.x.shape[0]
+    checks.integer("alignment", a.alignment, 1, checks.MOST_SIZE)
+    if a.psum_num_tokens_per_expert is not None:
+        checks.tensor(
+            "psum_num_tokens_per_expert", a.psum_num_tokens_per_expert, ("num_experts",),
+            torch.int32, contiguous=True,
+        )  # fmt: skip
+        if not 1 <= len(a.psum_num_tokens_per_expert) <= MAX_EXPERTS:
+            raise ValueError(
+                f"psum_num_tokens_per_expert must have 1..{MAX_EXPERTS} experts, got "
+                f"{len(a.psum_num_tokens_per_expert)}"
+            )
+    if a.pos_to_token_topk is not None:
+        if a.psum_num_tokens_per_expert is not None:
+            raise ValueError(
+                "pos_to_token_topk must be None with psum_num_tokens_per_expert: both say which "
+                "rows exist"
+            )
+        if a.topk_weights is None:
+            raise ValueError("topk_weights must be given with pos_to_token_topk, got None")
+        _check_positions("pos_to_token_topk", a.pos_to_token_topk, rows)
+        _check_weights("topk_weights", a.topk_weights)
+    elif a.topk_weights is not None:
+        checks.tensor(
+            "topk_weights", a.topk_weights, ("num_positions",), torch.float32, shape=(rows,),
+            contiguous=True,
+        )  # fmt: skip
+    if a.routed_scaling_factor is not None:
+        checks.finite("routed_scaling_factor", a.routed_scaling_factor)
+        if a.topk_weights is None:
+            raise ValueError(
+                "routed_scaling_factor must be None without topk_weights, got "
+                f"{a.routed_scaling_factor}"
+            )
+    _check_clamp_value(a.clamp_value)
+
+
+def _which_rows(a: PlainArguments | PlainBackwardArguments) -> str:
+    if a.pos_to_token_topk is not None:
+        return INDEXED
+    return ALL if a.psum_num_tokens_per_expert is None else RANGES
+
+
+def _scalars(a: PlainArguments | PlainBackwardArguments) -> tuple[int, float, float]:
+    factor = 1.0 if a.routed_scaling_factor is None else float(a.routed_scaling_factor)
+    return a.alignment, factor, layout.swiglu_clamp(a.clamp_value)
+
+
+class PlainArguments(NamedTuple):
+    x: Tensor
+    fmt: str
+    psum_num_tokens_per_expert: Tensor | None
+    topk_weights: Tensor | None
+    routed_scaling_factor: float | None
+    clamp_value: float | None
+    alignment: int
+    pos_to_token_topk: Tensor | None
+
+    def check(self) -> None:
+        layout.check_plain(self.x)
+        _check_halves(self.x)
+        checks.one_of("fmt", self.fmt, tuple(layout.OUT_DTYPES))
+        _check_rows(self)
+
+    def outputs(self) -> Out:
+        shape = (self.x.shape[0], self.x.shape[1] // 2)
+        return Out("out", shape, layout.OUT_DTYPES[self.fmt])
+
+    def launches(self, out: Spec) -> Launch | None:
+        if self.x.numel() == 0:
+            return None
+        weights = None if self.topk_weights is None else self.topk_weights.view(-1)
+        problem = (
+            layout.SOURCES[self.x.dtype], layout.SOURCES[out.dtype], self.x.shape[1] // 2,
+            _which_rows(self), weights is not None, self.clamp_value is not None,
+            row_alignment(self.x), row_alignment(out),
+        )  # fmt: skip
+        arguments = (
+            self.x, self.pos_to_token_topk, weights, self.psum_num_tokens_per_expert, out,
+            *_scalars(self),
+        )  # fmt: skip
+        return Launch(_PLAIN, problem, arguments)
+
+    def check_values(self) -> None:
+        """Every index is that of a weight, or -1."""
+        if self.pos_to_token_topk is not None and self.topk_weights is not None:
+            last = self.topk_weights.numel() - 1
+            checks.in_range("pos_to_token_topk", self.pos_to_token_topk, -1, last)
+
+
+def plain_cost(x: Tensor, fmt: str, **_: Any) -> Cost:
+    """`x` and the result; the index and the weights are small."""
+    written = x.numel() // 2 * layout.OUT_DTYPES[fmt].itemsize
+    return Cost(bytes=x.numel() * x.element_size() + written)
+
+
+def _save_plain(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    x, _, psum, weights, ctx.factor, ctx.clamp, ctx.alignment, index = inputs
+    ctx.save_for_backward(x, psum, weights, index)
+
+
+def _plain_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, psum, weights, index = ctx.saved_tensors
+    inverse = None
+    if index is not None:
+        row = torch.arange(len(index), dtype=torch.int32, device=index.device)
+        place = index.masked_fill((index < 0) | (index >= weights.numel()), weights.numel())
+        inverse = index.new_full((weights.numel() + 1,), -1).scatter(0, place.long(), row)
+        inverse = inverse[:-1].view(weights.shape)
+    fmt = next(name for name, dtype in layout.OUT_DTYPES.items() if dtype == x.dtype)
+    x_grad, weight_grad, _ = SWIGLU_BACKWARD(
+        x.contiguous(), grad.to(x.dtype).contiguous(), fmt, psum, weights, ctx.factor, ctx.clamp,
+        False, ctx.alignment, index, inverse,
+    )  # fmt: skip
+    return x_grad, None, None, None if weights is None else weight_grad, None, None, None, None
+
+
+SWIGLU_FORWARD = Operator(
+    "quant.swiglu_forward",
+    PlainArguments,
+    reference=reference.swiglu_rows_forward,
+    cost=plain_cost,
+    dynamic={"x": 1, "topk_weights": 0, "pos_to_token_topk": 0},
+    out=("out",),
+    backward=_plain_backward,
+    setup_context=_save_plain,
+)
+
+
+@SWIGLU_FORWARD.public(reference=reference.swiglu_rows_forward)
+def swiglu_forward(
+    x: Tensor,
+    fmt: str,
+    psum_num_tokens_per_expert: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    routed_scaling_factor: float | None = None,
+    clamp_value: float | None = None,
+    *,
+    alignment: int = 128,
+    pos_to_token_topk: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """SwiGLU of rows, times the weights of their experts, in float32 and rounded once.
+
+    `((l / (1 + exp(-l))) * r) * w` with `l` the gate and `r` the value; with a clamp value `c`
+    first `l = min(l, c)` and `r = min(max(r, -c), c)`. The weight `w` is that of the row times
+    `routed_scaling_factor`.
+
+    Rows that do not exist are not read and are zero in the result. All exist unless one of two
+    layouts says otherwise: `psum_num_tokens_per_expert` is that of an expanded dispatch
+    (`ep.ElasticBuffer`), `pos_to_token_topk` that of `moe.get_fused_mapping`.
+
+    The result is differentiable with respect to `x` and `topk_weights`.
+
+    Args:
+        x: `[num_positions, 2 * hidden]`, gate then value, bfloat16 or float32, any row stride.
+        fmt: The dtype of the result: `"bf16"` or `"fp32"`.
+        psum_num_tokens_per_expert: `[num_experts]`, int32, ascending, or None: the rows of expert
+            `e` start where those of `e - 1` end, rounded up to the alignment, and end at its
+            element.
+        topk_weights: `[num_positions]`, float32, contiguous: the weight of each row. With
+            `pos_to_token_topk`: `[num_tokens, num_topk]`. Or None for no weights.
+        routed_scaling_factor: Multiplies the weights, or None.
+        clamp_value: The clamp value, at least 0, or None.
+        alignment: That of the rows of an expert; used with `psum_num_tokens_per_expert`.
+        pos_to_token_topk: `[num_positions]`, int32: the index of the row's weight among all
+            weights; a row with another number does not exist. Or None.
+        out: A buffer for the result, which is filled and returned.
+
+    Returns:
+        `[num_positions, hidden]`, contiguous.
+
+    Raises:
+        TypeError: If a dtype or the kind of an argument differs.
+        ValueError: If a shape, a layout or a value is not one of these; in the checked mode also if
+            an index is not -1 and not that of a weight.
+
+    Example:
+        >>> x = torch.tensor([[1.0, -2.0, 3.0, 0.5], [1.0, 1.0, 1.0, 1.0]])
+        >>> ends = torch.tensor([1], dtype=torch.int32)
+        >>> swiglu_forward(x, "fp32", ends, torch.tensor([0.5, 1.0]))
+        tensor([[ 1.0966, -0.0596],
+                [ 0.0000,  0.0000]])
+    """
+    return SWIGLU_FORWARD(
+        x, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, clamp_value,
+        alignment, pos_to_token_topk, out=out,
+    )  # fmt: skip
+
+
+class PlainBackwardArguments(NamedTuple):
+    x: Tensor
+    act_x_grad: Tensor
+    fmt: str
+    psum_num_tokens_per_expert: Tensor | None
+    topk_weights: Tensor | None
+    routed_scaling_factor: float | None
+    clamp_value: float | None
+    do_recompute: bool
+    alignment: int
+    pos_to_token_topk: Tensor | None
+    token_topk_to_pos: Tensor | None
+
+    def check(self) -> None:
+        dims = ("num_positions", "channels")
+        checks.tensor("x", self.x, dims, layout.PLAIN, contiguous=True)
+        _check_halves(self.x)
+        rows, hidden = self.x.shape[0], self.x.shape[1] // 2
+        checks.tensor(
+            "act_x_grad", self.act_x_grad, ("num_positions", "hidden"), self.x.dtype,
+            shape=(rows, hidden), contiguous=True,
+        )  # fmt: skip
+        checks.one_of("fmt", self.fmt, tuple(layout.OUT_DTYPES))
+        _check_rows(self)
+        checks.boolean("do_recompute", self.do_recompute)
+        if (self.token_topk_to_pos is None) != (self.pos_to_token_topk is None):
+            raise ValueError("token_topk_to_pos must be given with pos_to_token_topk, or neither")
+        if self.token_topk_to_pos is not None and self.topk_weights is not None:
+            checks.tensor(
+                "token_topk_to_pos", self.token_topk_to_pos, ("num_tokens", "num_topk"),
+                torch.int32, shape=tuple(self.topk_weights.shape), contiguous=True,
+            )  # fmt: skip
+
+    def outputs(self) -> tuple[Out, Out, Out]:
+        dtype = layout.OUT_DTYPES[self.fmt]
+        rows, width = self.x.shape
+        weights = (0,) if self.topk_weights is None else self.topk_weights.shape
+        return (
+            Out("x_grad", self.x.shape, dtype),
+            Out("weight_grad", weights, torch.float32),
+            Out("act", (rows if self.do_recompute else 0, width // 2), dtype),
+        )
+
+    def launches(self, x_grad: Spec, weight_grad: Spec, act: Spec) -> Launch | Host:
+        if self.x.numel() == 0:
+            return Host(Tensor.zero_, (weight_grad,))
+        weighted = self.topk_weights is not None
+        inverse = None if self.token_topk_to_pos is None else self.token_topk_to_pos.view(-1)
+        problem = (
+            layout.SOURCES[self.x.dtype], layout.SOURCES[x_grad.dtype], self.x.shape[1] // 2,
+            _which_rows(self), weighted, self.clamp_value is not None, self.do_recompute,
+            row_alignment(self.x), row_alignment(self.act_x_grad), row_alignment(act),
+            row_alignment(x_grad),
+        )  # fmt: skip
+        arguments = (
+            self.x, self.act_x_grad, self.pos_to_token_topk, inverse,
+            None if self.topk_weights is None else self.topk_weights.view(-1),
+            self.psum_num_tokens_per_expert, x_grad, weight_grad.view(-1) if weighted else None,
+            act if self.do_recompute else None, *_scalars(self),
+        )  # fmt: skip
+        return Launch(_PLAIN_BACKWARD, problem, arguments)
+
+    def check_values(self) -> None:
+        """The maps stay within bounds and are inverses of each other."""
+        if self.pos_to_token_topk is None or self.token_topk_to_pos is None:
+            return
+        weights, rows = self.token_topk_to_pos.numel(), self.x.shape[0]
+        checks.in_range("pos_to_token_topk", self.pos_to_token_topk, -1, weights - 1)
+        checks.in_range("token_topk_to_pos", self.token_topk_to_pos, -1, rows - 1)
+        to_weight = ("pos_to_token_topk", self.pos_to_token_topk)
+        to_row = ("token_topk_to_pos", self.token_topk_to_pos)
+        _check_inverse(*to_weight, *to_row)
+        _check_inverse(*to_row, *to_weight)
+
+
+def plain_backward_cost(x: Tensor, fmt: str, do_recompute: bool = False, **_: Any) -> Cost:
+    """`x`, the gradient of its activation, and the results; weights and maps are small."""
+    half = x.numel() // 2
+    written = half * layout.OUT_DTYPES[fmt].itemsize * (3 if do_recompute else 2)
+    return Cost(bytes=3 * half * x.element_size() + written)
+
+
+SWIGLU_BACKWARD = Operator(
+    "quant.swiglu_backward",
+    PlainBackwardArguments,
+    reference=reference.swiglu_rows_gradients,
+    cost=plain_backward_cost,
+    dynamic={
+        "x": 1,
+        "act_x_grad": 1,
+        "topk_weights": 0,
+        "pos_to_token_topk": 0,
+        "token_topk_to_pos": 1,
+    },
+)
+
+
+@SWIGLU_BACKWARD.public(reference=reference.swiglu_rows_backward)
+def swiglu_backward(
+    x: Tensor,
+    act_x_grad: Tensor,
+    fmt: str,
+    psum_num_tokens_per_expert: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    routed_scaling_factor: float | None = None,
+    clamp_value: float | None = None,
+    do_recompute: bool = False,
+    *,
+    alignment: int = 128,
+    pos_to_token_topk: Tensor | None = None,
+    token_topk_to_pos: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """The gradients of `swiglu_forward` with respect to `x` and the weights.
+
+    With `l` and `r` the clamped halves of a row, `s = 1 / (1 + exp(-l))`, `g` its row of
+    `act_x_grad` and `w` its weight times the factor, the halves of the gradient are
+    `(q * r) * fma(l, 1 - s, 1)` and `q * l` with `q = (g * w) * s`, and 0 where the clamp changed
+    `l` or `r`. The gradient of a weight is the sum of `g * act` over its row, in a fixed order,
+    times the factor. All in float32. Rows that do not exist are not read, and their results are 0.
+
+    Args:
+        x, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, clamp_value,
+            alignment, pos_to_token_topk: As in `swiglu_forward`; `x` is contiguous.
+        act_x_grad: `[num_positions, hidden]`, dtype of `x`, contiguous.
+        do_recompute: Whether the result of `swiglu_forward` is returned as well.
+        token_topk_to_pos: `[num_tokens, num_topk]`, int32: the inverse of `pos_to_token_topk`, -1
+            for none; with it only. A weight belongs to a row if each map names the other; the
+            gradient of one without a row is 0.
+
+    Returns:
+        `(x_grad,)`: `[num_positions, 2 * hidden]`; with weights then `weight_grad`: float32, of
+        their shape; with `do_recompute` then `act`: `[num_positions, hidden]`. Contiguous.
+
+    Raises:
+        TypeError: If a dtype or the kind of an argument differs.
+        ValueError: If a shape, a layout or a value is not one of these; in the checked mode also if
+            the maps leave their bounds or are not inverses of each other.
+
+    Example:
+        >>> x, g = torch.tensor([[1.0, 3.0]]), torch.ones(1, 1)
+        >>> swiglu_backward(x, g, "fp32", None, torch.tensor([2.0]), do_recompute=True)
+        (tensor([[5.5660, 1.4621]]), tensor([2.1932]), tensor([[4.3864]]))
+    """
+    x_grad, weight_grad, act = SWIGLU_BACKWARD(
+        x, act_x_grad, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor,
+        clamp_value, do_recompute, alignment, pos_to_token_topk, token_topk_to_pos,
+    )  # fmt: skip
+    weights = () if topk_weights is None else (weight_grad,)
+    return (x_grad, *weights, *((act,) if do_recompute else ()))

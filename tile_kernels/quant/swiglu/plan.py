@@ -99,14 +99,96 @@ def plan_backward(
     device: Device,
 ) -> BackwardPlan:
     """A block per row."""
-    parts = -(-hidden // PART)
-    # As few idle threads as possible, then as many threads as are allowed.
-    options = range(LANES, MAX_THREADS + 1, LANES)
-    threads = min(options, key=lambda t: (-(-parts // t) * t, -t))
     return BackwardPlan(
         hidden, group, round_sf, clamped,
         access("e4m3", hidden, alignment, PART), access("bfloat16", hidden, grad_alignment, PART),
         access("bfloat16", hidden, out_alignment, PART),
         access("e4m3", hidden, codes_alignment, PART),
-        access("bfloat16", hidden, x_grad_alignment, PART), threads,
+        access("bfloat16", hidden, x_grad_alignment, PART), threads_of_gradient(hidden),
+    )  # fmt: skip
+
+
+def threads_of_gradient(hidden: int) -> int:
+    """Threads of a block per row: as few idle ones as possible, then as many as are allowed."""
+    parts = -(-hidden // PART)
+    options = range(LANES, MAX_THREADS + 1, LANES)
+    return min(options, key=lambda t: (-(-parts // t) * t, -t))
+
+
+# ---- without a cast -----------------------------------------------------------------------------
+
+# Which rows exist: all, those inside the ranges of experts, those with an index of a weight.
+ALL, RANGES, INDEXED = "all", "ranges", "indexed"
+MAX_EXPERTS = 8192
+SEARCH_STEPS = MAX_EXPERTS.bit_length()  # that find an expert among them
+
+
+class PlainPlan(NamedTuple):
+    """`load` and `store` channels per access; `rows` says which exist."""
+
+    source: str
+    target: str
+    hidden: int
+    load: int
+    store: int
+    rows: str
+    weighted: bool
+    clamped: bool
+    threads: int
+
+
+def plan_plain(
+    source: str,
+    target: str,
+    hidden: int,
+    rows: str,
+    weighted: bool,
+    clamped: bool,
+    alignment: int,
+    out_alignment: int,
+    device: Device,
+) -> PlainPlan:
+    """A warp per 512 channels of a row."""
+    load = access(source, hidden, alignment, CHUNK)
+    store = access(target, hidden, out_alignment, CHUNK)
+    return PlainPlan(source, target, hidden, load, store, rows, weighted, clamped, WARPS * LANES)
+
+
+class PlainBackwardPlan(NamedTuple):
+    """Channels per access of the rows, of their gradient, and of the two results."""
+
+    source: str
+    target: str
+    hidden: int
+    load: int
+    load_grad: int
+    store: int
+    store_grad: int
+    rows: str
+    weighted: bool
+    clamped: bool
+    recompute: bool
+    threads: int
+
+
+def plan_plain_backward(
+    source: str,
+    target: str,
+    hidden: int,
+    rows: str,
+    weighted: bool,
+    clamped: bool,
+    recompute: bool,
+    alignment: int,
+    grad_alignment: int,
+    out_alignment: int,
+    x_grad_alignment: int,
+    device: Device,
+) -> PlainBackwardPlan:
+    """A block per row."""
+    return PlainBackwardPlan(
+        source, target, hidden,
+        access(source, hidden, alignment, PART), access(source, hidden, grad_alignment, PART),
+        access(target, hidden, out_alignment, PART), access(target, hidden, x_grad_alignment, PART),
+        rows, weighted, clamped, recompute, threads_of_gradient(hidden),
     )  # fmt: skip

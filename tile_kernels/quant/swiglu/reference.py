@@ -105,13 +105,9 @@ def swiglu_backward(
     )
 
     grad_of_row = (grad_out * act).sum(dim=1, dtype=torch.float64).to(weight.dtype)
-    row = token_topk_to_pos.flatten().long()
-    row = row.masked_fill(row >= grad_of_row.shape[0], -1)
-    place = torch.arange(weight.numel(), device=weight.device)
-    mutual = gather_or_zero(pos_to_token_topk, row) == place
-    weight_grad = gather_or_zero(grad_of_row, row.masked_fill(~mutual, -1))
+    weight_grad = of_weights(grad_of_row, pos_to_token_topk, token_topk_to_pos)
     x_grad = torch.cat((grad_left, grad_right), dim=1)
-    return act * weight_of_row, x_grad, weight_grad.view(weight.shape)
+    return act * weight_of_row, x_grad, weight_grad
 
 
 def swiglu_gradients(
@@ -205,6 +201,167 @@ def weights_of_rows(weights: torch.Tensor, pos_to_token_topk: torch.Tensor) -> t
     [[2.0], [0.0]]
     """
     return gather_or_zero(weights.flatten(), pos_to_token_topk)[:, None]
+
+
+def rows_in_ranges(ends: torch.Tensor, alignment: int, num_rows: int) -> torch.Tensor:
+    """Which rows belong to an expert: `[align(ends[e - 1], alignment), ends[e])`, from 0 on.
+
+    >>> rows_in_ranges(torch.tensor([2, 4, 5]), 4, 6).tolist()
+    [True, True, False, False, True, False]
+    """
+    row = torch.arange(num_rows, device=ends.device)
+    expert = torch.searchsorted(ends.long(), row, right=True)
+    aligned = (ends.long() + alignment - 1) // alignment * alignment
+    starts = torch.cat((aligned.new_zeros(1), aligned))
+    return (expert < len(ends)) & (row >= starts[expert])
+
+
+def rows_and_weights(
+    num_rows: int,
+    psum_num_tokens_per_expert: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    routed_scaling_factor: float | None,
+    alignment: int,
+    pos_to_token_topk: torch.Tensor | None,
+    like: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows exist, bool `[N]`, and their weight times the factor, `[N, 1]`; 1 without weights.
+
+    >>> rows_and_weights(2, None, torch.tensor([3.0, 4.0]), 0.5, 1, None, torch.zeros(1))
+    (tensor([True, True]), tensor([[1.5000],
+            [2.0000]]))
+    """
+    exists = torch.ones(num_rows, dtype=torch.bool, device=like.device)
+    if pos_to_token_topk is not None and topk_weights is not None:
+        exists = (pos_to_token_topk >= 0) & (pos_to_token_topk < topk_weights.numel())
+        index = pos_to_token_topk.masked_fill(~exists, -1)
+        topk_weights = gather_or_zero(topk_weights.flatten(), index)
+    elif psum_num_tokens_per_expert is not None:
+        exists = rows_in_ranges(psum_num_tokens_per_expert, alignment, num_rows)
+    if topk_weights is None:
+        return exists, like.new_ones(num_rows, 1, dtype=torch.float32)
+    factor = 1.0 if routed_scaling_factor is None else routed_scaling_factor
+    scale = torch.tensor(factor, dtype=torch.float32, device=like.device)
+    return exists, (topk_weights * scale)[:, None]
+
+
+_OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def swiglu_rows_forward(
+    x: torch.Tensor,
+    fmt: str,
+    psum_num_tokens_per_expert: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    routed_scaling_factor: float | None = None,
+    clamp_value: float | None = None,
+    alignment: int = 128,
+    pos_to_token_topk: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """SwiGLU of the rows that exist, times their weights, rounded once; zeros elsewhere.
+
+    >>> swiglu_rows_forward(torch.tensor([[1.0, 3.0]]), "fp32", None, torch.tensor([2.0]))
+    tensor([[4.3864]])
+    """
+    exists, weight = rows_and_weights(
+        len(x), psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, alignment,
+        pos_to_token_topk, x,
+    )  # fmt: skip
+    act = swiglu_forward(x, None, None, clamp_value)
+    if topk_weights is not None:
+        act = act * weight
+    return act.masked_fill(~exists[:, None], 0.0).to(_OUT_DTYPES[fmt])
+
+
+def swiglu_rows_gradients(
+    x: torch.Tensor,
+    act_x_grad: torch.Tensor,
+    fmt: str,
+    psum_num_tokens_per_expert: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    routed_scaling_factor: float | None = None,
+    clamp_value: float | None = None,
+    do_recompute: bool = False,
+    alignment: int = 128,
+    pos_to_token_topk: torch.Tensor | None = None,
+    token_topk_to_pos: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of `x` and of the weights, and the result of `swiglu_rows_forward` again.
+
+    What was not asked for has no elements. Rows that do not exist are zeros. The gradient of a
+    weight sums its float32 products in float64, then is rounded and multiplied by the factor.
+
+    >>> x, g = torch.tensor([[1.0, 3.0]]), torch.ones(1, 1)
+    >>> swiglu_rows_gradients(x, g, "fp32", None, torch.tensor([2.0]), do_recompute=True)
+    (tensor([[5.5660, 1.4621]]), tensor([2.1932]), tensor([[4.3864]]))
+    """
+    exists, weight = rows_and_weights(
+        len(x), psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, alignment,
+        pos_to_token_topk, x,
+    )  # fmt: skip
+    dtype = _OUT_DTYPES[fmt]
+    left, right = split_halves(x.float())
+    grad_out = act_x_grad.float()
+    act, *grads = swiglu_gradients(left, right, grad_out, weight, clamp_value)
+    absent = ~exists[:, None]
+    x_grad = torch.cat(grads, dim=1).masked_fill(absent, 0.0).to(dtype)
+    out = x_grad.new_empty(0, act.shape[1])
+    if do_recompute:
+        out = (act * weight).masked_fill(absent, 0.0).to(dtype)
+    if topk_weights is None:
+        return x_grad, x_grad.new_empty(0, dtype=torch.float32), out
+    factor = 1.0 if routed_scaling_factor is None else routed_scaling_factor
+    scale = torch.tensor(factor, dtype=torch.float32, device=x.device)
+    products = (grad_out * act).masked_fill(absent, 0.0)
+    grad_of_row = products.sum(dim=1, dtype=torch.float64).float() * scale
+    if pos_to_token_topk is None or token_topk_to_pos is None:
+        return x_grad, grad_of_row, out
+    weight_grad = of_weights(grad_of_row, pos_to_token_topk, token_topk_to_pos)
+    return x_grad, weight_grad, out
+
+
+def swiglu_rows_backward(
+    x: torch.Tensor,
+    act_x_grad: torch.Tensor,
+    fmt: str,
+    psum_num_tokens_per_expert: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    routed_scaling_factor: float | None = None,
+    clamp_value: float | None = None,
+    do_recompute: bool = False,
+    *,
+    alignment: int = 128,
+    pos_to_token_topk: torch.Tensor | None = None,
+    token_topk_to_pos: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The results of `swiglu_rows_gradients` that were asked for.
+
+    >>> swiglu_rows_backward(torch.tensor([[1.0, 3.0]]), torch.ones(1, 1), "fp32")
+    (tensor([[2.7830, 0.7311]]),)
+    """
+    x_grad, weight_grad, act = swiglu_rows_gradients(
+        x, act_x_grad, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor,
+        clamp_value, do_recompute, alignment, pos_to_token_topk, token_topk_to_pos,
+    )  # fmt: skip
+    weights = () if topk_weights is None else (weight_grad,)
+    return (x_grad, *weights, *((act,) if do_recompute else ()))
+
+
+def of_weights(
+    grad_of_row: torch.Tensor, pos_to_token_topk: torch.Tensor, token_topk_to_pos: torch.Tensor
+) -> torch.Tensor:
+    """The values of rows at the weights that they belong to: where each map names the other.
+
+    >>> index, inverse = torch.tensor([1, -1]), torch.tensor([[-1, 0]])
+    >>> of_weights(torch.tensor([5.0, 7.0]), index, inverse)
+    tensor([[0., 5.]])
+    """
+    row = token_topk_to_pos.flatten().long()
+    row = row.masked_fill(row >= grad_of_row.shape[0], -1)
+    place = torch.arange(row.numel(), device=row.device)
+    mutual = gather_or_zero(pos_to_token_topk, row) == place
+    picked = gather_or_zero(grad_of_row, row.masked_fill(~mutual, -1))
+    return picked.view(token_topk_to_pos.shape)
 
 
 def swiglu_forward_and_per_token_cast(

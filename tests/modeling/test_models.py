@@ -1,0 +1,198 @@
+"""Models by their sizes: presets, files with errors, and the kernels that their layers need."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tile_kernels
+from examples.tiny_v4.model import Config, TinyV4
+from tile_kernels import config
+from tile_kernels.modeling.models import PRESETS, Compressor, Model, computations, load_model
+from tile_kernels.runtime.device import described
+from tile_kernels.runtime.launch import recording
+from tile_kernels.runtime.warmup import Compilation, model_compilations
+
+SIZES = {"hidden": 256, "experts": {"intermediate": 128, "experts": 8, "topk": 2}}
+# What each part of a model launches at least.
+KERNELS = {
+    "experts": {"top2_sum_gate", "group_count", "fused_mapping", "expand", "reduce"},
+    "streams": {"expand", "products", "post", "apply_mix"},
+    "engram": {"windows", "hashes", "product", "gate"},
+    "compressors": {"compress", "append", "place_windows", "compress_tail"},
+    "indexer": {"score_tiles", "best_of_rows", "best_keys"},
+}
+FP8 = {"cast_groups", "swiglu_groups", "masked_gemm_nt", "m_grouped_gemm_nt"}
+BACKWARD = {"swiglu_backward", "gate_gradients", "reduce_gradients", "post_backward"}
+
+
+@functools.cache
+def demo_kernels() -> list[Compilation]:
+    return model_compilations("tiny-v4", described(), max_tokens=1024)
+
+
+def names(items: list[Compilation]) -> set[str]:
+    return {item.kernel.name for item in items}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_name_their_kernels(preset: str) -> None:
+    """Without a GPU or a compiler; training adds kernels."""
+    model = PRESETS[preset]
+    items = model_compilations(preset, described(), training=False, max_tokens=300)
+    expected = set().union(*(KERNELS[part] for part in KERNELS if getattr(model, part)))
+    if model.experts is not None and model.experts.precision == "fp8":
+        expected |= FP8
+    assert expected <= names(items)
+    assert not names(items) & BACKWARD
+    assert len(set(items)) == len(items)
+    if preset == "tiny-v4":
+        assert names(demo_kernels()) >= BACKWARD  # it trains
+
+
+def test_fewer_tokens_need_fewer_kernels() -> None:
+    most = model_compilations(SIZES, described())
+    few = model_compilations(SIZES, described(), max_tokens=1)
+    assert set(few) < set(most)
+
+
+def requested(run: Any) -> set[Compilation]:
+    device = described()
+    with recording() as requests:
+        run()
+    return {
+        Compilation(each.kernel, each.kernel.static_arguments(each.problem, device), device.arch)
+        for each in requests
+    }
+
+
+SMALL = Model(
+    hidden=256,
+    compressors=(Compressor(128, 4, rope_dim=64),),
+    experts=dataclasses.replace(PRESETS["deepseek-v3"].experts, intermediate=256),  # type: ignore[type-var]
+    training=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("number", "max_tokens"), [(8, 1500), pytest.param(400, 16384, marks=pytest.mark.full)]
+)
+def test_the_layers_need_nothing_else(number: int, max_tokens: int) -> None:
+    """At counts drawn at random, among them those that no enumeration ran at."""
+    draw = random.Random(number)
+    model = dataclasses.replace(SMALL, max_tokens=max_tokens)
+    covered = set(model_compilations(model, described()))
+    for part in computations(model):
+        for tokens in [draw.randrange(1, part.max_count + 1) for _ in range(number)]:
+            missing = requested(lambda part=part, tokens=tokens: part.run(tokens)) - covered
+            assert not missing, f"{part.name} with {tokens} tokens"
+
+
+def tiny(device: str) -> TinyV4:
+    with torch.device(device):
+        return TinyV4(Config(vocab=96))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (8, 64), (3, 171)])
+def test_the_demo_needs_nothing_else(shape: tuple[int, int]) -> None:
+    """The model of `examples/tiny_v4` on meta tensors, forward and backward."""
+    model = tiny("meta")
+
+    def step() -> None:
+        model(torch.empty(shape, dtype=torch.int64, device="meta")).sum().backward()
+        with torch.no_grad():
+            model(torch.empty(shape, dtype=torch.int64, device="meta"))
+
+    found = requested(step)
+    assert len(found) > 20
+    assert found <= set(demo_kernels())
+
+
+@pytest.mark.gpu
+def test_the_demo_compiles_nothing_after_warm_up() -> None:
+    """Forward and backward with any number of tokens, compilation forbidden."""
+    tile_kernels.warmup(model="tiny-v4", max_tokens=4096, progress=False)
+    model = tiny("cuda")
+    with config.forbid_compilation():
+        for rows, length in ((1, 1), (1, 7), (1, 64), (1, 513), (8, 512)):
+            token_ids = torch.randint(96, (rows, length), device="cuda")
+            model(token_ids).float().square().mean().backward()
+            with torch.no_grad():
+                assert model(token_ids).isfinite().all()
+    assert config.compilation_count(since_warmup=True) == 0
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def test_files_of_both_kinds(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(json.dumps(SIZES))
+    toml = "hidden = 256\n[experts]\nintermediate = 128\nexperts = 8\ntopk = 2\n"
+    toml += "[[compressors]]\nchannels = 64\nwindow = 4\n"
+    (tmp_path / "model.toml").write_text(toml)
+    plain = load_model(tmp_path / "model.json")
+    assert plain == load_model(SIZES)
+    both = load_model(str(tmp_path / "model.toml"))
+    assert both == dataclasses.replace(plain, compressors=(Compressor(64, 4),))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hiden": 4}, "'hiden' is not known; the nearest key is 'hidden' of hidden, experts"),
+        ({"hidden": "many"}, "hidden must be an integer of at least 0, got 'many'"),
+        ({"hidden": True}, "hidden must be an integer of at least 0, got True"),
+        ({"hidden": -1}, "hidden must be an integer of at least 0, got -1"),
+        ({"training": 1}, "training must be a bool, got 1"),
+        ({"experts": 8}, "experts must be an object of sizes, got 8"),
+        ({"experts": {"experts": 8, "topk": 2}}, "experts: 'intermediate' is missing"),
+        ({"compressors": {"window": 4}}, "compressors must be a list"),
+        (
+            {"compressors": [{"windows": 4}]},
+            r"compressors\[0\]: 'windows' is not known; .*'window'",
+        ),
+        (
+            {"compressors": [{"channels": 8, "window": 4, "dtype": "float16"}]},
+            r"compressors\[0\]: dtype must be one of bfloat16, float32, got 'float16'",
+        ),
+        (
+            {"indexer": {"heads": 8, "dim": 64, "topk": 4, "format": "fp8"}},
+            "indexer: format must be one of e4m3, e2m1, bfloat16, got 'fp8'",
+        ),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({**SIZES, **change}))
+    with pytest.raises(ValueError, match=message) as error:
+        load_model(path)
+    assert str(path) in str(error.value)
+
+
+def test_other_errors_are_sentences(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    for text, message in (
+        ("{", "cannot be read"),
+        ("[1]", "must hold an object of sizes, got list"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_model(path)
+    with pytest.raises(ValueError, match=r"preset out of deepseek-v3.*did you mean v4-like\?"):
+        load_model("v4-lik")
+    wrong = {**SIZES, "experts": {**SIZES["experts"], "topk": 9}}  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"warmup: MoELayer: num_topk must be in 1\.\.8"):
+        tile_kernels.warmup(model=wrong)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        tile_kernels.warmup(model=SIZES, max_tokens=0)
+    with pytest.raises(ValueError, match="calls and model cannot both be given"):
+        tile_kernels.warmup([], model=SIZES)
+    with pytest.raises(ValueError, match="training and max_tokens need a model"):
+        tile_kernels.warmup(training=True)
