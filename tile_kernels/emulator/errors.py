@@ -17,8 +17,10 @@ class EmulationError(RuntimeError):
     | `kernel` | name of the device function, if one was running |
     | `buffer`, `byte_offset`, `element` | where in which tensor or shared buffer |
     | `block`, `thread` | indices of the CUDA thread that noticed |
+    | `python_file`, `python_line`, `python_text` | the line of the Python kernel, where TileLang kept it |
     | `source_file`, `source_line`, `source_text` | the generated line |
-    | `other_line`, `other_text` | of a race: the line it conflicts with, where known |
+    | `other_python_file`, `other_python_line`, `other_python_text` | of a race: the Python line it conflicts with |
+    | `other_line`, `other_text` | the same, in the generated source |
     """  # noqa: E501
 
     message: str
@@ -30,6 +32,12 @@ class EmulationError(RuntimeError):
     element: int | None = None
     block: tuple[int, int, int] | None = None
     thread: tuple[int, int, int] | None = None
+    python_file: str | None = None
+    python_line: int | None = None
+    python_text: str | None = None
+    other_python_file: str | None = None
+    other_python_line: int | None = None
+    other_python_text: str | None = None
     source_file: str | None = None
     source_line: int | None = None
     source_text: str | None = None

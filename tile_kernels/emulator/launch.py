@@ -17,6 +17,7 @@ import torch
 from . import build as _build
 from . import cache
 from . import debug as _debug
+from . import lines as _lines
 from .errors import EmulationError
 from .lowering import DEFAULT_ARCH, Kernel, Lowered, Param, compile_expressions, lower
 from .report import KernelRun, Report, Traffic
@@ -566,9 +567,14 @@ class Emulated:
         if f.has_thread:
             message += f" [block {block} thread {thread}]"
         where = _source_line(self.library, [f.pcs[i] for i in range(f.num_pcs)])
-        if where:
-            message += f"\n  {where[0]}:{where[1]}: {where[2]}"
         other = _source_line(self.library, [f.other_pc]) if f.other_pc else None
+        python, other_python = self._python_line(where), self._python_line(other)
+        if python:
+            message += f"\n  {python}"
+        if other_python:
+            message += f"\n  conflicts with {other_python}"
+        if where:
+            message += f"\n  {'generated: ' if python else ''}{where[0]}:{where[1]}: {where[2]}"
         if other:
             message += f"\n  conflicts with line {other[1]}: {other[2]}"
         return EmulationError(
@@ -580,12 +586,24 @@ class Emulated:
             element=f.element if buffer else None,
             block=block if f.has_thread else None,
             thread=thread if f.has_thread else None,
+            python_file=python.file if python else None,
+            python_line=python.line if python else None,
+            python_text=python.text if python else None,
+            other_python_file=other_python.file if other_python else None,
+            other_python_line=other_python.line if other_python else None,
+            other_python_text=other_python.text if other_python else None,
             source_file=where[0] if where else None,
             source_line=where[1] if where else None,
             source_text=where[2] if where else None,
             other_line=other[1] if other else None,
             other_text=other[2] if other else None,
         )
+
+    def _python_line(self, where: tuple[str, int, str] | None) -> _lines.Place | None:
+        if where is None:
+            return None
+        edited = Path(where[0]).read_text()
+        return _lines.find(self.lowered.python, self.lowered.source, edited, where[1])
 
 
 def _unravel(element: int, t: torch.Tensor, packed: bool) -> tuple[int, ...] | None:
