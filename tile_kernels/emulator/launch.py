@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import re
 import subprocess
 import threading
@@ -23,6 +24,8 @@ from .lowering import DEFAULT_ARCH, Kernel, Lowered, Param, compile_expressions,
 from .report import KernelRun, Report, Traffic
 from .rewrite import rewrite
 from .staging import staged
+from .undefined import UNDEFINED
+from .undefined import Rerun as _Rerun
 
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 # Shared memory a block may use, by architecture, as the launch would enforce it.
@@ -56,8 +59,26 @@ class CRange(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("base", ctypes.c_void_p),
         ("size", ctypes.c_uint64),
-        *_fields(ctypes.c_uint32, "elem_bits unused"),
+        *_fields(ctypes.c_uint32, "elem_bits fresh"),
         ("traffic", CTraffic),
+    ]
+
+
+class CEvent(ctypes.Structure):
+    """emu::Event."""
+
+    _fields_ = [
+        ("serial", ctypes.c_uint32),
+        *_fields(ctypes.c_int32, "what warp barrier line"),
+    ]
+
+
+class CSharedMap(ctypes.Structure):
+    """emu::SharedMap."""
+
+    _fields_ = [
+        ("name", ctypes.c_char * 48),
+        *_fields(ctypes.c_uint32, "offset size elem_bits planned"),
     ]
 
 
@@ -72,7 +93,9 @@ class CFailure(ctypes.Structure):
         *_fields(ctypes.c_uint32 * 3, "block thread"),
         ("pcs", ctypes.c_void_p * 24),
         ("other_pc", ctypes.c_void_p),
-        *_fields(ctypes.c_int32, "num_pcs has_thread"),
+        *_fields(ctypes.c_int32, "num_pcs has_thread num_events num_maps"),
+        ("events", CEvent * 256),
+        ("maps", CSharedMap * 64),
     ]
 
 
@@ -88,6 +111,8 @@ class CLaunch(ctypes.Structure):
         ("ranges", ctypes.POINTER(CRange)),
         ("failure", ctypes.POINTER(CFailure)),
         *_fields(ctypes.c_uint64, "blocks threads barriers warp_ops async_ops"),
+        *_fields(ctypes.c_uint32, "blamed strict num_sites"),
+        ("sites", ctypes.c_uint32 * 16),
     ]
 
 
@@ -366,7 +391,13 @@ class Emulated:
         kernels = [k.name for k in lowered.kernels]
         shared = {k.name: k.shared for k in lowered.kernels}
         try:
-            text = rewrite(source, shared, kernels, split_shared=split_shared)
+            text = rewrite(
+                source,
+                shared,
+                kernels,
+                split_shared=split_shared,
+                follow_locals=mode == "check",
+            )
             library = _build.compile_kernel(text, flags)
         except EmulationError as e:
             raise EmulationError(f"{lowered.name}: {e}", kind=e.kind) from None
@@ -388,7 +419,12 @@ class Emulated:
         return self.lowered.source
 
     def __call__(
-        self, *args: Any, order: str = "forward", seed: int = 0, async_late: bool = True
+        self,
+        *args: Any,
+        order: str = "forward",
+        seed: int = 0,
+        async_late: bool = True,
+        fresh: Sequence[str] = (),
     ) -> Report:
         """Run every kernel of the prim_func.
 
@@ -398,13 +434,17 @@ class Emulated:
         | `order` | order in which threads and blocks run: `"forward"`, `"reverse"`, `"random"` |
         | `seed` | of the random order |
         | `async_late` | True: asynchronous copies land as late as allowed; False: at once |
-        """
+        | `fresh` | names of tensors whose content is undefined, as of `torch.empty`: results may not depend on it |
+        """  # noqa: E501
         if order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
         started = time.perf_counter()
         tensors, symbols = self._bind(args)
         checked = self.mode == "check"
         spans = {n: (t.data_ptr(), _span(t)) for n, (_, t) in tensors.items()}
+        unknown = [n for n in fresh if n not in tensors]
+        if unknown:
+            raise ValueError(f"fresh: {self.name} has no tensor {', '.join(unknown)}")
         totals = {n: [0] * 5 for n in tensors}
         runs = []
         with _lock, _addresses(spans, totals, checked) as addresses:
@@ -423,13 +463,27 @@ class Emulated:
                 ranges=ranges,
                 failure=ctypes.pointer(failure),
             )
-            for launcher in self._launchers:
+            rerun = _Rerun(spans, addresses, fresh) if checked else None
+            for name in fresh if checked else ():
+                ctypes.memset(addresses[name], UNDEFINED, spans[name][1])
+            for done, launcher in enumerate(self._launchers):
+                for r, name in zip(ranges, tensors, strict=False):  # undefined until first written
+                    r.fresh = name in fresh and not any(totals[name][1:3])
                 try:
                     runs.append(self._launch(launcher, launch, tensors, addresses, symbols))
-                finally:
-                    for r, name in zip(ranges, tensors, strict=False):
-                        for i, field in enumerate(_TRAFFIC):
-                            totals[name][i] += getattr(r.traffic, field)
+                    error = None
+                except EmulationError as e:
+                    error = e
+                for r, name in zip(ranges, tensors, strict=False):
+                    for i, field in enumerate(_TRAFFIC):
+                        totals[name][i] += getattr(r.traffic, field)
+                if rerun is not None and launch.num_sites:
+                    again = functools.partial(
+                        self._repeat, done + 1, launch, tensors, addresses, symbols
+                    )
+                    error = rerun.blame(launch, again, error)
+                if error is not None:
+                    raise error
         buffers = {n: Traffic(*t) for n, t in totals.items()} if checked else None
         seconds = time.perf_counter() - started
         return Report(self.name, self.mode, tuple(runs), buffers, seconds)
@@ -457,6 +511,11 @@ class Emulated:
             slot.check_derived(t, symbols)
         return tensors, symbols
 
+    def _repeat(self, count: int, *launch: Any) -> None:
+        """The first `count` kernels once more."""
+        for launcher in self._launchers[:count]:
+            self._launch(launcher, *launch, again=True)
+
     def _launch(
         self,
         launcher: _Launcher,
@@ -464,6 +523,7 @@ class Emulated:
         tensors: Mapping[str, tuple[_TensorSlot, torch.Tensor]],
         addresses: Mapping[str, int],
         symbols: dict[str, Any],
+        again: bool = False,
     ) -> KernelRun:
         kernel = launcher.kernel
         try:
@@ -479,7 +539,7 @@ class Emulated:
         launch.grid[:], launch.block[:], launch.dyn_bytes = grid, block, dyn
         values = [self._argument(n, kind, addresses, symbols) for n, kind in kernel.args]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
-        if self.keep is not None:
+        if self.keep is not None and not again:
             _debug.write_launch(self.keep, kernel.name, launch, values, tensors)
         t0 = time.perf_counter()
         if launcher.function(ctypes.byref(launch), pointers):

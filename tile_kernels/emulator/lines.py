@@ -13,7 +13,7 @@ import difflib
 import functools
 import linecache
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,12 @@ class LineMap:
 
     files: tuple[str, ...] = ()
     marks: tuple[tuple[int, int, int], ...] = ()
+    statements: tuple[tuple[int, int], ...] = ()  # of the prim_func: index into `files`, line
 
     def shifted(self, files: Sequence[str], by: Sequence[int]) -> LineMap:
         """The same marks in files of other names, with all lines of a file moved."""
         moved = tuple((g, f, n if f == LIBRARY else n + by[f]) for g, f, n in self.marks)
-        return LineMap(tuple(files), moved)
+        return LineMap(tuple(files), moved, tuple((f, n + by[f]) for f, n in self.statements))
 
 
 NOTHING = LineMap()
@@ -84,8 +85,12 @@ def python_lines(prim_func: Any) -> dict[str, list[int]]:
     return {f: lines for f, lines in found.items() if not f.startswith(library)}
 
 
-def take_out(source: str, files: Sequence[str]) -> tuple[str, LineMap]:
-    """The source without its line directives, and what they said."""
+def take_out(source: str, python: Mapping[str, Sequence[int]]) -> tuple[str, LineMap]:
+    """The source without its line directives, and what they said.
+
+    `python` are the `python_lines` of the prim_func.
+    """
+    files = list(python)
     kept: list[str] = []
     marks: list[tuple[int, int, int]] = []
     for line in source.splitlines(keepends=True):
@@ -97,7 +102,8 @@ def take_out(source: str, files: Sequence[str]) -> tuple[str, LineMap]:
         if marks and marks[-1][0] == mark[0]:
             marks.pop()
         marks.append(mark)
-    return "".join(kept), LineMap(tuple(files), tuple(marks))
+    statements = tuple((f, n) for f, file in enumerate(files) for n in sorted(set(python[file])))
+    return "".join(kept), LineMap(tuple(files), tuple(marks), statements)
 
 
 @functools.lru_cache(maxsize=1)
@@ -152,17 +158,30 @@ class _Finder:
         for g, f, n in line_map.marks:
             if g + 1 < len(self.lines) and self.lines[g].strip().startswith("#pragma"):
                 self.marks.setdefault(g + 1, (f, n))
+        self.heads = {  # a kernel's first mark is that of the whole function
+            next((g for g in sorted(self.marks) if g > i), -1)
+            for i, text in enumerate(self.lines)
+            if "__global__" in text and text.rstrip().endswith("{")
+        }
         self.user = sorted(g for g, (f, _) in self.marks.items() if f != LIBRARY)
+        marked = {self.marks[g] for g in self.marks if g not in self.heads}
+        self.unmarked = [place for place in line_map.statements if place not in marked]
 
     def find(self, index: int) -> Place | None:
-        if index in self.marks:
+        if index in self.marks and index not in self.heads:
             return self._at(index, exact=True)
         text = self.lines[index].strip()
         if text.startswith("if ("):
             inner = self._next_in_block(index)
-            return self._condition(index, inner) if inner is not None else self._before(index)
-        if not _STATEMENT.match(text):
+            if inner is not None:
+                return self._condition(index, inner)
+        previous = max((g for g in self.marks if g < index), default=-1)
+        lost = index in self.heads or previous in self.heads
+        if not _STATEMENT.match(text) and not lost:
             return self._before(index, exact=True)  # a further line of one statement
+        named = self._by_names(index)
+        if named is not None:
+            return named
         opener = self._opener(index)
         if opener is not None:
             if opener in self.marks:
@@ -177,6 +196,17 @@ class _Finder:
         if f == LIBRARY:
             return self._library_call(index, exact)
         return _place(self.files[f], line, exact)
+
+    def _by_names(self, index: int) -> Place | None:
+        """For a line whose mark was lost: the statement without a mark that shares its names."""
+        words = {re.sub(r"(_desc|_\d+)$", "", w) for w in _NAME.findall(self.lines[index])}
+        best, found = 0, None
+        for f, line in self.unmarked:
+            place = _place(self.files[f], line, True)
+            names = set(_NAME.findall(place.text)) - {"T", "if", "for", "in"}
+            if place.text and len(names & words) > best and not place.text.startswith("def "):
+                best, found = len(names & words), place
+        return found
 
     def _indent(self, index: int) -> int:
         return len(self.lines[index]) - len(self.lines[index].lstrip())

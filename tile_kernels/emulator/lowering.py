@@ -102,8 +102,9 @@ class Lowered:
         d["maps"] = {
             name: TensorMap(**{f: _thaw(v) for f, v in m.items()}) for name, m in d["maps"].items()
         }
-        marks = tuple((g, f, n) for g, f, n in d["python"]["marks"])
-        d["python"] = lines.LineMap(tuple(d["python"]["files"]), marks)
+        d["python"] = lines.LineMap(
+            **{name: tuple(map(_thaw, values)) for name, values in d["python"].items()}
+        )
         return cls(**d)
 
 
@@ -233,7 +234,7 @@ def lower(
         known = _read_stored(stored)
         if known is not None:
             return replace(known, python=known.python.shifted(list(python), first))
-    result = _lower(prim_func, arch, configs, list(python))
+    result = _lower(prim_func, arch, configs, python)
     if stored is not None:
         moved = result.python.shifted([""] * len(first), [-f for f in first])
         text = replace(result, python=moved).to_json()
@@ -248,7 +249,7 @@ def _read_stored(path: Path) -> Lowered | None:
 
 
 def _lower(
-    prim_func: Any, arch: str, configs: dict[str, Any], python_files: Sequence[str]
+    prim_func: Any, arch: str, configs: dict[str, Any], python_lines: Mapping[str, Sequence[int]]
 ) -> Lowered:
     from tilelang import tvm
     from tilelang.backend.target import determine_target
@@ -269,7 +270,7 @@ def _lower(
         kernel = _kernel(f, maps)
         kernels[kernel.name] = kernel
     order = [n for f in host.functions.values() for n in _launch_order(f, kernels)]
-    source, python = lines.take_out(artifact.kernel_source, python_files)
+    source, python = lines.take_out(artifact.kernel_source, python_lines)
     return Lowered(
         name=str((prim_func.attrs or {}).get("global_symbol", "kernel")),
         arch=arch,

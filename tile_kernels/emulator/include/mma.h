@@ -22,6 +22,7 @@ template <DataType D> EMU_RT double elem(const void *base, size_t i) {
 template <DataType D> constexpr int bytes_of() {
   return D == DataType::kBFloat16 || D == DataType::kFloat16 ? 2 : D == DataType::kTensorFloat32 ? 4 : D == DataType::kFloat64 ? 8 : 1;
 }
+template <DataType C> constexpr int bytes_of_c() { return C == DataType::kFloat16 ? 2 : C == DataType::kFloat64 ? 8 : 4; }
 template <DataType C> EMU_RT void accumulate(void *c, int i, double s, bool keep) {
   if constexpr (C == DataType::kFloat32) {
     float &f = static_cast<float *>(c)[i];
@@ -64,6 +65,9 @@ template <DataType A, DataType B, DataType C, int M, int N, int K, bool TA, bool
 EMU_RT void mma_sync(X *c, const Y *a, const Z *b) {
   static_assert(M == 16 && N == 8, "the emulator has the m16n8 family of mma.sync only");
   MmaArg x{c, a, b};
+  emu::access(a, 16 * K * bytes_of<A>() / 32, emu::READ);
+  emu::access(b, 8 * K * bytes_of<B>() / 32, emu::READ);
+  emu::access(c, 4 * bytes_of_c<C>(), emu::READ);
   emu::collective(~0u, mma_fn<A, B, C, K>, &x);
 }
 
@@ -81,6 +85,7 @@ template <int X, bool TRANS, bool STORE> EMU_RT void ldsm_fn(unsigned lanes, voi
 }
 template <int X, bool TRANS, bool STORE> EMU_RT void ldsm(const void *s, void *r) {
   LdArg a{const_cast<void *>(s), r};
+  if (STORE) emu::access(r, 4 * X, emu::READ); else emu::defined(r, 4 * X);
   emu::collective(~0u, ldsm_fn<X, TRANS, STORE>, &a);
 }
 template <int X, bool TRANS, class... R> EMU_RT void stsm(const void *s, R... r) { int v[] = {int(r)...}; ldsm<X, TRANS, true>(s, v); }
@@ -136,7 +141,7 @@ template <DataType D, bool MN_MAJOR, int K> EMU_RT void gmma_operand(uint64_t d,
 template <DataType D, bool MN_MAJOR, int K> EMU_RT void gmma_mark(uint64_t d, int first, int rows, bool on) {
   constexpr int SZ = bytes_of<D>(), RUN = 16 / SZ;
   for (int r = 0; r < rows; r += MN_MAJOR ? RUN : 1) for (int k = 0; k < K; k += MN_MAJOR ? 1 : RUN)
-    emu::mark_operand(gmma_at<MN_MAJOR, SZ>(d, first + r, k), 16, on);
+    emu::mark_operand(gmma_at<MN_MAJOR, SZ>(d, first + r, k), 16, on, int(d >> 62));
 }
 // A warp computes its 16 rows together: B is read once per warp, by the last lane to arrive.
 struct WgmmaArg { const void *a; uint64_t da, db; void *c; bool keep; };
@@ -168,9 +173,13 @@ EMU_RT void wgmma_fn(unsigned lanes, void **args) {
     }
   }
 }
+template <DataType C, int N> EMU_RT void wgmma_registers(void *c, bool keep) {
+  if (keep) emu::access(c, N / 2 * bytes_of_c<C>(), emu::READ); else emu::defined(c, N / 2 * bytes_of_c<C>());
+}
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool TA, bool TB, int SA = 1, int SB = 1>
 EMU_RT void wgmma_ss(uint64_t da, uint64_t db, uint32_t *c, bool keep) {
   WgmmaArg x{nullptr, da, db, c, keep};
+  wgmma_registers<C, N>(c, keep);
   if (emu::self->lane == 0 && emu::marks_operands()) {
     gmma_mark<A, TA, K>(da, emu::self->warp % 4 * 16, 16, true);
     gmma_mark<B, TB, K>(db, 0, N, true);
@@ -180,6 +189,8 @@ EMU_RT void wgmma_ss(uint64_t da, uint64_t db, uint32_t *c, bool keep) {
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool TA, bool TB, int SA = 1, int SB = 1>
 EMU_RT void wgmma_rs(const uint32_t *a, uint64_t db, uint32_t *c, bool keep) {
   WgmmaArg x{a, 0, db, c, keep};
+  emu::access(a, 16 * K * bytes_of<A>() / 32, emu::READ);
+  wgmma_registers<C, N>(c, keep);
   if (emu::self->lane == 0 && emu::marks_operands()) gmma_mark<B, TB, K>(db, 0, N, true);
   emu::defer(wgmma_fn<A, B, C, N, K, TA, TB, true, SA * SB>, &x, sizeof x);
 }
