@@ -284,7 +284,7 @@ def half_rows(rows: int, columns: int) -> Callable[[], Sequence[Any]]:
 
 @dataclass(frozen=True)
 class Bug:
-    """`edit` is of the generated source, in the faulty variant; `line` is part of the Python line."""
+    """`edit` changes the generated source of the faulty variant; `line` is in the Python line."""
 
     kernel: Callable[[bool], Any]
     args: Callable[[], Sequence[Any]]

@@ -9,7 +9,7 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -19,7 +19,8 @@ from . import build as _build
 from . import cache
 from . import debug as _debug
 from . import lines as _lines
-from .errors import EmulationError
+from . import page as _page
+from .errors import BarrierEvent, EmulationError, SharedPart
 from .lowering import DEFAULT_ARCH, Kernel, Lowered, Param, compile_expressions, lower
 from .report import KernelRun, Report, Traffic
 from .rewrite import rewrite
@@ -27,6 +28,7 @@ from .staging import staged
 from .undefined import UNDEFINED
 from .undefined import Rerun as _Rerun
 
+FIRST_MBARRIER, GRID_BARRIER = 100, 16  # numbers of barriers in emu::Event
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 # Shared memory a block may use, by architecture, as the launch would enforce it.
 SHARED_LIMIT = {
@@ -297,6 +299,7 @@ class Options(TypedDict, total=False):
     | `name` | name in reports, default the prim_func's |
     | `cooperative` | keep all blocks resident; default: when the source has a grid barrier |
     | `keep` | folder that receives the C++ file, the inputs of the last call and `debug.sh` |
+    | `report` | file that receives an HTML page about a failure |
     | `transform` | edits the generated source before compilation, for mutation tests |
     """  # noqa: E501
 
@@ -306,6 +309,7 @@ class Options(TypedDict, total=False):
     name: str | None
     cooperative: bool | None
     keep: str | Path | None
+    report: str | Path | None
     transform: Callable[[str], str] | None
 
 
@@ -326,10 +330,12 @@ class Emulated:
         mode: str,
         keep: Path | None,
         cooperative: bool,
+        report: Path | None = None,
     ) -> None:
         self.lowered, self.library = lowered, library
         self.name, self.mode = name, mode
-        self.cooperative, self.keep = cooperative, keep
+        self.cooperative, self.keep, self.report = cooperative, keep, report
+        self._places: dict[int, _lines.Place | None] = {}
         handle = ctypes.CDLL(str(library))
         self._launchers = [_Launcher(k, handle[f"emu_launch_{k.name}"]) for k in lowered.kernels]
         used = {n for k in lowered.kernels for n, kind in k.args if kind == "tensor"}
@@ -383,6 +389,7 @@ class Emulated:
         name: str | None = None,
         cooperative: bool | None = None,
         keep: str | Path | None = None,
+        report: str | Path | None = None,
         transform: Callable[[str], str] | None = None,
     ) -> Emulated:
         """Compile an already lowered kernel; the other arguments are `Options`."""
@@ -410,6 +417,7 @@ class Emulated:
             name=name or lowered.name,
             mode=mode,
             keep=folder,
+            report=None if report is None else Path(report),
             cooperative=lowered.cooperative if cooperative is None else cooperative,
         )
 
@@ -479,10 +487,13 @@ class Emulated:
                         totals[name][i] += getattr(r.traffic, field)
                 if rerun is not None and launch.num_sites:
                     again = functools.partial(
-                        self._repeat, done + 1, launch, tensors, addresses, symbols
+                        self._repeat, done + 1, launch, tensors, addresses, symbols, True
                     )
                     error = rerun.blame(launch, again, error)
                 if error is not None:
+                    if self.report is not None:
+                        _page.write(error, self.report)
+                        error.message += f"\n  report: {self.report}"
                     raise error
         buffers = {n: Traffic(*t) for n, t in totals.items()} if checked else None
         seconds = time.perf_counter() - started
@@ -511,10 +522,10 @@ class Emulated:
             slot.check_derived(t, symbols)
         return tensors, symbols
 
-    def _repeat(self, count: int, *launch: Any) -> None:
-        """The first `count` kernels once more."""
+    def _repeat(self, count: int, *how: Any) -> None:
+        """The first `count` kernels once more; `how` are the other arguments of `_launch`."""
         for launcher in self._launchers[:count]:
-            self._launch(launcher, *launch, again=True)
+            self._launch(launcher, *how)
 
     def _launch(
         self,
@@ -543,7 +554,7 @@ class Emulated:
             _debug.write_launch(self.keep, kernel.name, launch, values, tensors)
         t0 = time.perf_counter()
         if launcher.function(ctypes.byref(launch), pointers):
-            raise self._error(kernel, launch.failure.contents, tensors)
+            raise self._error(kernel, launch, tensors)
         seconds = time.perf_counter() - t0
         return KernelRun(
             name=kernel.name,
@@ -615,9 +626,10 @@ class Emulated:
     def _error(
         self,
         kernel: Kernel,
-        f: CFailure,
+        launch: CLaunch,
         tensors: Mapping[str, tuple[_TensorSlot, torch.Tensor]],
     ) -> EmulationError:
+        f: CFailure = launch.failure.contents
         buffer: str | None = f.buffer.decode() or None
         message = f"{kernel.name}: {f.text.decode(errors='replace')}"
         if buffer is not None and buffer in tensors:
@@ -657,13 +669,34 @@ class Emulated:
             source_text=where[2] if where else None,
             other_line=other[1] if other else None,
             other_text=other[2] if other else None,
+            warp=_warp(launch) if f.has_thread else None,
+            barriers=tuple(self._event(f.events[i]) for i in range(f.num_events)),
+            shared=tuple(_shared_parts(f)),
+        )
+
+    def _event(self, event: CEvent) -> BarrierEvent:
+        mbarrier = event.barrier >= FIRST_MBARRIER
+        number = event.barrier - FIRST_MBARRIER if mbarrier else event.barrier
+        name = f"m{number}" if mbarrier else "grid" if number == GRID_BARRIER else str(number)
+        cpp = str(self.library.with_suffix(".cpp"))
+        place = self._python_line((cpp, event.line, "")) if event.line else None
+        return BarrierEvent(
+            what=("arrives", "completes", "waits")[event.what],
+            warp=event.warp,
+            barrier=name,
+            python_file=place.file if place else None,
+            python_line=place.line if place else None,
         )
 
     def _python_line(self, where: tuple[str, int, str] | None) -> _lines.Place | None:
-        if where is None:
+        if where is None or not Path(where[0]).exists():
             return None
-        edited = Path(where[0]).read_text()
-        return _lines.find(self.lowered.python, self.lowered.source, edited, where[1])
+        number = where[1]
+        if number not in self._places:
+            edited = Path(where[0]).read_text()
+            place = _lines.find(self.lowered.python, self.lowered.source, edited, number)
+            self._places[number] = place
+        return self._places[number]
 
 
 def _unravel(element: int, t: torch.Tensor, packed: bool) -> tuple[int, ...] | None:
@@ -681,6 +714,23 @@ def _unravel(element: int, t: torch.Tensor, packed: bool) -> tuple[int, ...] | N
         element, i = divmod(element, n)
         index.append(i)
     return tuple(reversed(index))
+
+
+def _warp(launch: CLaunch) -> int:
+    """Which warp of the block the failing thread is in."""
+    f, size = launch.failure.contents, launch.block
+    x, y, z = f.thread
+    return int((x + size[0] * (y + size[1] * z)) // 32)
+
+
+def _shared_parts(f: CFailure) -> Iterator[SharedPart]:
+    """Shared buffers at their planned places; those without one after each other."""
+    end = 0
+    for i in range(f.num_maps):
+        m = f.maps[i]
+        offset = m.planned - 1 if m.planned else end
+        yield SharedPart(m.name.decode(errors="replace"), offset, m.size)
+        end = max(end, offset + m.size)
 
 
 def _check_map(tensor: str, base: int, strides: Sequence[int]) -> None:

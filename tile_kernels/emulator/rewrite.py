@@ -133,8 +133,8 @@ def _place_shared(text: str, sizes: Mapping[str, SharedBuffer], split: bool) -> 
         name, offset = m[1], int(m[2])
         known = sizes.get(name)
         if split and known:
-            size = f"{known.size}, {known.elem_bits}, 1024, {offset}"
-            return f'void* {name} = emu::shared_buf("{name}", {size});'
+            place = f"{known.size}, {known.elem_bits}, 1024, {offset}"
+            return f'void* {name} = emu::shared_buf("{name}", {place});'
         room = next((o for o in offsets if o > offset), 1 << 20) - offset
         size, bits = (known.size, known.elem_bits) if known else (room, 8)
         return f'{m[0]} emu::name_shared("{name}", {name}, {size}, {bits});'
