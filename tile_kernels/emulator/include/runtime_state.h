@@ -175,6 +175,8 @@ static bool init_quiet = false, quiet_hit = false;   // look for undefined bytes
 static Event events[kMaxEvents];           // the latest, as a ring
 static uint32_t num_events = 0;
 static void log_event(uint32_t serial, int what, int warp, int barrier, int line) {
+  const Event &last = events[(num_events + kMaxEvents - 1) % kMaxEvents];
+  if (num_events && last.serial == serial && last.what == what && last.warp == warp && last.barrier == barrier && what != 1) return;
   events[num_events++ % kMaxEvents] = {serial, what, warp, barrier, line};
 }
 struct Suspect { char *p; size_t n; unsigned char old[16]; Region *region; Stamp other; bool other_block; void *pc; uint32_t other_pc; };
