@@ -11,9 +11,11 @@ from typing import Any
 import tile_kernels
 from tile_kernels.commands.bench import bench
 from tile_kernels.commands.check import check
+from tile_kernels.commands.emulate import emulate
 from tile_kernels.commands.ep_model import ep_model
 from tile_kernels.commands.info import info, list_ops
 from tile_kernels.commands.kernels import source, warmup
+from tile_kernels.emulator import runner
 from tile_kernels.runtime import backends
 from tile_kernels.runtime.device import DESCRIBED
 
@@ -91,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--emulate", action="store_true", help=text)
     text = "with --emulate: leave source, inputs and a script that steps through them in gdb"
     added.add_argument("--keep", type=Path, metavar="FOLDER", help=text)
+    text = "run a TileLang script or test file, unmodified, on this CPU; every access is checked"
+    added = command("emulate", emulate, text)
+    added.allow_abbrev = False  # an abbreviation might be the script's option
+    runner.add_arguments(added)
     added = command("ep-model", ep_model, "SMs, queue pairs, buffers and times of a topology")
     for name, default, text in (
         ("--nodes", 2, "machines"),

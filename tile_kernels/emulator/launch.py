@@ -9,14 +9,14 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
 
 from . import build as _build
-from . import cache
+from . import cache, pointers
 from . import debug as _debug
 from . import lines as _lines
 from . import page as _page
@@ -176,14 +176,25 @@ def _span(t: torch.Tensor) -> int:
     ) * t.element_size()
 
 
+@contextlib.contextmanager
 def _addresses(
-    spans: Mapping[str, tuple[int, int]], totals: Mapping[str, list[int]], checked: bool
-) -> contextlib.AbstractContextManager[dict[str, int]]:
-    """Addresses for the kernels: of far apart copies, or in fast mode of the tensors themselves."""
+    spans: Mapping[str, tuple[int, int]],
+    totals: Mapping[str, list[int]],
+    checked: bool,
+    fixed: Set[str],
+) -> Iterator[dict[str, int]]:
+    """Addresses for the kernels: of far apart copies, or in fast mode of the tensors themselves.
+
+    `fixed` tensors stay where they are, because the kernel knows their addresses.
+    """
+    here = {n: address for n, (address, _) in spans.items()}
     if not checked:
-        return contextlib.nullcontext({n: address for n, (address, _) in spans.items()})
+        yield here
+        return
     written, atomic = _TRAFFIC.index("written"), _TRAFFIC.index("atomic")
-    return staged(spans, lambda n: bool(totals[n][written] or totals[n][atomic]))
+    movable = {n: s for n, s in spans.items() if n not in fixed}
+    with staged(movable, lambda n: bool(totals[n][written] or totals[n][atomic])) as copies:
+        yield here | copies
 
 
 class _TensorSlot:
@@ -208,6 +219,22 @@ class _TensorSlot:
             for i, e in enumerate(self.strides or ())
             if not e.isidentifier()
         ]
+
+    @classmethod
+    def of_bytes(cls, name: str) -> _TensorSlot:
+        """Memory that the kernel reaches through an address in a tensor."""
+        return cls(Param(name, "uint8", ("num_bytes",)), True)
+
+    def empty(self, sizes: Sequence[int]) -> torch.Tensor:
+        """A tensor of these (logical) sizes whose bytes are 0xFF: NaN, or -1."""
+        sizes = list(sizes)
+        if self.packed and sizes:
+            sizes[-1] //= 2
+        made = torch.empty(sizes, dtype=self.dtypes[0])
+        if made.dtype == torch.bool:
+            return made.fill_(True)
+        made.view(torch.uint8).fill_(0xFF)
+        return made
 
     def sizes(self, t: torch.Tensor) -> list[int]:
         sizes = list(t.shape)
@@ -299,7 +326,7 @@ class Options(TypedDict, total=False):
     | `name` | name in reports, default the prim_func's |
     | `cooperative` | keep all blocks resident; default: when the source has a grid barrier |
     | `keep` | folder that receives the C++ file, the inputs of the last call and `debug.sh` |
-    | `report` | file that receives an HTML page about a failure |
+    | `report` | file that receives an HTML page about a failure; `"html"`: one named after the kernel |
     | `transform` | edits the generated source before compilation, for mutation tests |
     """  # noqa: E501
 
@@ -345,6 +372,7 @@ class Emulated:
         self._slots: list[_TensorSlot | Param] = [
             p if p.shape is None else _TensorSlot(p, p.name in used) for p in lowered.params
         ]
+        self._workspaces = [_TensorSlot(p, True) for p in lowered.workspaces]
         self._maps = {
             name: (m, compile_expressions([*m.dims, *m.strides, *m.box]))
             for name, m in lowered.maps.items()
@@ -446,8 +474,24 @@ class Emulated:
         """  # noqa: E501
         if order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
+        with torch._C.DisableTorchFunction():  # modes may tell stories about tensors (cuda_api.py)
+            return self._run(args, order, seed, async_late, fresh)
+
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        order: str,
+        seed: int,
+        async_late: bool,
+        fresh: Sequence[str],
+    ) -> Report:
         started = time.perf_counter()
         tensors, symbols = self._bind(args)
+        tensors |= self._allocate_workspaces(symbols)
+        fresh = [*fresh, *(w.name for w in self.lowered.workspaces if w.name in tensors)]
+        targets = pointers.targets({n: tensors[n][1] for n in self.lowered.tables if n in tensors})
+        fixed = pointers.overlapping({n: t for n, (_, t) in tensors.items()}, targets)
+        tensors |= {n: (_TensorSlot.of_bytes(n), t) for n, t in targets.items()}
         checked = self.mode == "check"
         spans = {n: (t.data_ptr(), _span(t)) for n, (_, t) in tensors.items()}
         unknown = [n for n in fresh if n not in tensors]
@@ -455,7 +499,7 @@ class Emulated:
             raise ValueError(f"fresh: {self.name} has no tensor {', '.join(unknown)}")
         totals = {n: [0] * 5 for n in tensors}
         runs = []
-        with _lock, _addresses(spans, totals, checked) as addresses:
+        with _lock, _addresses(spans, totals, checked, fixed) as addresses:
             ranges = (CRange * max(1, len(tensors)))()
             for r, (slot, _) in zip(ranges, tensors.values(), strict=False):
                 r.name, r.base = slot.name.encode(), addresses[slot.name]
@@ -471,12 +515,12 @@ class Emulated:
                 ranges=ranges,
                 failure=ctypes.pointer(failure),
             )
-            rerun = _Rerun(spans, addresses, fresh) if checked else None
-            for name in fresh if checked else ():
+            rerun = _Rerun(spans, addresses, fresh) if checked and not fixed else None
+            for name in fresh if rerun is not None else ():
                 ctypes.memset(addresses[name], UNDEFINED, spans[name][1])
             for done, launcher in enumerate(self._launchers):
                 for r, name in zip(ranges, tensors, strict=False):  # undefined until first written
-                    r.fresh = name in fresh and not any(totals[name][1:3])
+                    r.fresh = rerun is not None and name in fresh and not any(totals[name][1:3])
                 try:
                     runs.append(self._launch(launcher, launch, tensors, addresses, symbols))
                     error = None
@@ -492,12 +536,39 @@ class Emulated:
                     error = rerun.blame(launch, again, error)
                 if error is not None:
                     if self.report is not None:
-                        _page.write(error, self.report)
-                        error.message += f"\n  report: {self.report}"
+                        error.message += f"\n  report: {_page.write(error, self.report)}"
                     raise error
         buffers = {n: Traffic(*t) for n, t in totals.items()} if checked else None
         seconds = time.perf_counter() - started
         return Report(self.name, self.mode, tuple(runs), buffers, seconds)
+
+    def symbols(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Values of the symbols in shapes and of the scalars; `None` stands for unknown tensors."""
+        found: dict[str, Any] = {}
+        with torch._C.DisableTorchFunction():
+            for slot, value in zip(self._slots, values, strict=True):
+                if value is None:
+                    continue
+                if isinstance(slot, Param):
+                    found[slot.name] = value
+                else:
+                    slot.bind(value, found)
+        return found
+
+    def empty(self, index: int, sizes: Sequence[int]) -> torch.Tensor:
+        """A new tensor for a parameter; its bytes are 0xFF, as those of no useful result."""
+        slot = self._slots[index]
+        if isinstance(slot, Param):
+            raise TypeError(f"{slot.name} is a scalar, which a kernel cannot return")
+        with torch._C.DisableTorchFunction():
+            return slot.empty(sizes)
+
+    def _allocate_workspaces(
+        self, symbols: dict[str, Any]
+    ) -> dict[str, tuple[_TensorSlot, torch.Tensor]]:
+        return {
+            s.name: (s, s.empty(compile_expressions(s.shape)(symbols))) for s in self._workspaces
+        }
 
     def _bind(
         self, args: tuple[Any, ...]
@@ -554,7 +625,8 @@ class Emulated:
             _debug.write_launch(self.keep, kernel.name, launch, values, tensors)
         t0 = time.perf_counter()
         if launcher.function(ctypes.byref(launch), pointers):
-            raise self._error(kernel, launch, tensors)
+            error = self._error(kernel, launch, tensors)
+            raise KeyboardInterrupt(str(error)) if error.kind == "interrupted" else error
         seconds = time.perf_counter() - t0
         return KernelRun(
             name=kernel.name,
@@ -567,6 +639,13 @@ class Emulated:
             async_ops=launch.async_ops,
             seconds=seconds,
         )
+
+    def check_static_limits(self) -> None:
+        """Refuse launches that a GPU would refuse, where their size depends on no argument."""
+        for launcher in self._launchers:
+            with contextlib.suppress(NameError):
+                *size, dyn = launcher.sizes({})
+                self._check_limits(launcher.kernel, tuple(size[:3]), tuple(size[3:]), dyn)
 
     def _check_limits(
         self, kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], dyn: int
@@ -678,8 +757,7 @@ class Emulated:
         mbarrier = event.barrier >= FIRST_MBARRIER
         number = event.barrier - FIRST_MBARRIER if mbarrier else event.barrier
         name = f"m{number}" if mbarrier else "grid" if number == GRID_BARRIER else str(number)
-        cpp = str(self.library.with_suffix(".cpp"))
-        place = self._python_line((cpp, event.line, "")) if event.line else None
+        place = self._python_line(self._barrier_line(event.line))
         return BarrierEvent(
             what=("arrives", "completes", "waits")[event.what],
             warp=event.warp,
@@ -687,6 +765,13 @@ class Emulated:
             python_file=place.file if place else None,
             python_line=place.line if place else None,
         )
+
+    def _barrier_line(self, number: int) -> tuple[str, int, str] | None:
+        """A line with a barrier; a barrier inside the headers counts their lines instead."""
+        cpp = self.library.with_suffix(".cpp")
+        text = cpp.read_text().splitlines() if cpp.exists() else []
+        found = 0 < number <= len(text) and "sync" in text[number - 1]
+        return (str(cpp), number, text[number - 1]) if found else None
 
     def _python_line(self, where: tuple[str, int, str] | None) -> _lines.Place | None:
         if where is None or not Path(where[0]).exists():

@@ -128,7 +128,9 @@ def find(line_map: LineMap, source: str, edited: str, number: int) -> Place | No
     if not line_map.marks:
         return None
     index = _original(source.splitlines(), edited.splitlines(), number - 1)
-    return None if index is None else _Finder(line_map, source).find(index)
+    if index is None or not 0 <= index < len(source.splitlines()):
+        return None
+    return _Finder(line_map, source).find(index)
 
 
 def _original(before: list[str], after: list[str], index: int) -> int | None:

@@ -17,6 +17,7 @@ from . import cache, lines
 from .errors import EmulationError
 
 DEFAULT_ARCH = "sm_90a"
+_DATA_FIELD = 1  # of DLTensor, in the numbering of tvm_struct_get
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Lowered:
     kernels: tuple[Kernel, ...]  # in launch order
     maps: dict[str, TensorMap]
     cooperative: bool
+    workspaces: tuple[Param, ...] = ()  # tensors that the host code allocates (T.alloc_global)
+    tables: tuple[str, ...] = ()  # parameters whose elements are addresses of other tensors
     python: lines.LineMap = lines.NOTHING  # where the lines of `source` come from
 
     def to_json(self) -> str:
@@ -84,10 +87,12 @@ class Lowered:
     def from_json(cls, text: str) -> Lowered:
         """Read back what `to_json` wrote."""
         d = json.loads(text)
-        d["params"] = tuple(
-            Param(p["name"], p["dtype"], _thaw(p["shape"]), _thaw(p["strides"]))
-            for p in d["params"]
-        )
+        for field in ("params", "workspaces"):
+            d[field] = tuple(
+                Param(p["name"], p["dtype"], _thaw(p["shape"]), _thaw(p["strides"]))
+                for p in d[field]
+            )
+        d["tables"] = tuple(d["tables"])
         d["kernels"] = tuple(
             Kernel(
                 name=k["name"],
@@ -262,29 +267,110 @@ def _lower(
         artifact = tilelang_lower(prim_func, target=target)
     host = artifact.host_mod
     maps: dict[str, TensorMap] = {}
+    aliases: dict[str, str] = {}
+    workspaces: dict[str, Param] = {}
     for f in host.functions.values():
+        aliases |= _data_pointers(f, prim_func)
+        workspaces |= _workspaces(f)
         for var, args in dict((f.attrs or {}).get("tma_descriptor_args", {}) or {}).items():
-            maps[str(var.name)] = _tensor_map(list(args))
+            made = _tensor_map(list(args))
+            maps[str(var.name)] = replace(made, tensor=aliases.get(made.tensor, made.tensor))
     kernels = {}
     for f in artifact.device_mod.functions.values():
         kernel = _kernel(f, maps)
         kernels[kernel.name] = kernel
-    order = [n for f in host.functions.values() for n in _launch_order(f, kernels)]
+    launches = [n for f in host.functions.values() for n in _launch_order(f, kernels)]
     source, python = lines.take_out(artifact.kernel_source, python_lines)
     return Lowered(
         name=str((prim_func.attrs or {}).get("global_symbol", "kernel")),
         arch=arch,
         source=source,
         params=tuple(_param(prim_func, p) for p in prim_func.params),
-        kernels=tuple(kernels[n] for n in order),
+        kernels=tuple(_with_arguments(kernels[n], args, aliases) for n, args in launches),
         maps=maps,
         cooperative="this_grid()" in source,
+        workspaces=tuple(workspaces.values()),
+        tables=_pointer_tables(prim_func),
         python=python,
     )
 
 
-def _launch_order(host: Any, kernels: Mapping[str, Kernel]) -> list[str]:
-    """Names of the kernels that a host function launches, one after the other.
+def _data_pointers(host: Any, prim_func: Any) -> dict[str, str]:
+    """Names under which the host code keeps the addresses of tensors -> names of the parameters.
+
+    They differ where a tensor is seen under another shape (`T.view`).
+    """
+    from tilelang import tvm
+
+    tirx = tvm.tirx
+    names = {str(p.name): str(b.name) for p, b in prim_func.buffer_map.items()}
+    found: dict[str, str] = {}
+
+    def visit(node: Any) -> None:
+        value = getattr(node, "value", None)
+        if not (hasattr(node, "var") and isinstance(value, tirx.Call)):
+            return
+        if not str(value.op.name).endswith("tvm_struct_get") or int(value.args[2]) != _DATA_FIELD:
+            return
+        handle = str(getattr(value.args[0], "name", ""))
+        if handle in names:
+            found[str(node.var.name)] = names[handle]
+
+    tirx.stmt_functor.post_order_visit(host.body, visit)
+    return found
+
+
+def _workspaces(host: Any) -> dict[str, Param]:
+    """Tensors that the host code allocates for its kernels, by name."""
+    from tilelang import tvm
+
+    found: dict[str, Param] = {}
+
+    def visit(node: Any) -> None:
+        kind = type(node).__name__
+        if kind == "AllocBuffer":
+            name, dtype, shape = str(node.buffer.data.name), node.buffer.dtype, node.buffer.shape
+        elif kind == "Allocate":
+            name, dtype, shape = str(node.buffer_var.name), node.dtype, node.extents
+        else:
+            return
+        found[name] = Param(name, str(dtype), tuple(to_python(e) for e in shape))
+
+    tvm.tirx.stmt_functor.post_order_visit(host.body, visit)
+    return found
+
+
+def _pointer_tables(prim_func: Any) -> tuple[str, ...]:
+    """Parameters whose elements the kernel uses as addresses (`T.Tensor(shape, T.ptr)`)."""
+    from tilelang import tvm
+
+    tirx = tvm.tirx
+    found: dict[str, None] = {}
+
+    def visit(node: Any) -> None:
+        if (
+            isinstance(node, tirx.Call)
+            and str(getattr(node.op, "name", "")).endswith("reinterpret")
+            and str(node.dtype) == "handle"
+            and isinstance(node.args[0], tirx.BufferLoad)
+        ):
+            found[str(node.args[0].buffer.name)] = None
+
+    tirx.stmt_functor.post_order_visit(prim_func.body, visit)
+    return tuple(found)
+
+
+def _with_arguments(kernel: Kernel, given: Sequence[Any], aliases: Mapping[str, str]) -> Kernel:
+    """The kernel with its arguments named as the host code passes them, not as it calls them."""
+    args = []
+    for (name, kind), value in zip(kernel.args, given, strict=False):
+        passed = str(getattr(value, "name", name))
+        args.append((aliases.get(passed, passed) if kind == "tensor" else name, kind))
+    return replace(kernel, args=tuple(args))
+
+
+def _launch_order(host: Any, kernels: Mapping[str, Kernel]) -> list[tuple[str, list[Any]]]:
+    """The kernels that a host function launches, one after the other, with their arguments.
 
     Under a host loop or branch the launches depend on values that only the host code computes, so
     running each once would be wrong.
@@ -293,14 +379,14 @@ def _launch_order(host: Any, kernels: Mapping[str, Kernel]) -> list[str]:
 
     tirx = tvm.tirx
 
-    def launches(node: Any) -> list[str]:
-        found: list[str] = []
+    def launches(node: Any) -> list[tuple[str, list[Any]]]:
+        found: list[tuple[str, list[Any]]] = []
 
         def visit(call: Any) -> None:
             if isinstance(call, tirx.Call) and call.args:
                 first = call.args[0]
                 if isinstance(first, tirx.StringImm) and str(first.value) in kernels:
-                    found.append(str(first.value))
+                    found.append((str(first.value), list(call.args[1:])))
 
         tirx.stmt_functor.post_order_visit(node, visit)
         return found
@@ -318,7 +404,7 @@ def _launch_order(host: Any, kernels: Mapping[str, Kernel]) -> list[str]:
             where = f"for {node.loop_var.name}" if isinstance(node, tirx.For) else node.condition
             raise EmulationError(
                 "kernel launches under host control flow are not supported: "
-                f"{', '.join(inside)} under `{where}`"
+                f"{', '.join(n for n, _ in inside)} under `{where}`"
             )
     return launches(host.body)
 

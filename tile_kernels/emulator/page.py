@@ -54,10 +54,13 @@ pre { margin: 0; padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere;
 """
 
 
-def write(error: EmulationError, path: Path) -> None:
-    """Write the page of a failure."""
+def write(error: EmulationError, path: Path) -> Path:
+    """Write the page of a failure; `html` stands for a name from the kernel and the failure."""
+    if path == Path("html"):
+        path = Path(f"{error.kernel}-{error.kind.replace(' ', '-')}.html")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(error))
+    return path
 
 
 def render(error: EmulationError) -> str:

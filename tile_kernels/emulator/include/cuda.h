@@ -218,6 +218,21 @@ inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
+// Position of the n-th set bit from `base` on (n > 0 upwards, n < 0 downwards; n = 0: `base` itself if set); ~0 if there is none.
+inline unsigned __fns(unsigned mask, unsigned base, int n) {
+  if (n == 0) return mask >> base & 1 ? base : ~0u;
+  int step = n > 0 ? 1 : -1;
+  for (int i = int(base), left = std::abs(n); i >= 0 && i < 32; i += step)
+    if (mask >> i & 1 && --left == 0) return unsigned(i);
+  return ~0u;
+}
+inline unsigned long long __brevll(unsigned long long x) {
+  unsigned long long r = 0;
+  for (int i = 0; i < 64; ++i) r |= (x >> i & 1) << (63 - i);
+  return r;
+}
+inline unsigned __funnelshift_l(unsigned lo, unsigned hi, unsigned s) { return unsigned(((uint64_t(hi) << 32 | lo) << (s & 31)) >> 32); }
+inline unsigned __funnelshift_r(unsigned lo, unsigned hi, unsigned s) { return unsigned((uint64_t(hi) << 32 | lo) >> (s & 31)); }
 inline unsigned __brev(unsigned x) {
   unsigned r = 0;
   for (int i = 0; i < 32; ++i) r |= (x >> i & 1) << (31 - i);

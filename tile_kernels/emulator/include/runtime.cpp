@@ -14,6 +14,9 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <unistd.h>
 #include <ucontext.h>
 
 #include <cstdarg>
@@ -195,8 +198,9 @@ static void describe_deadlock(const std::vector<Fiber *> &fibers) {
     break;
   }
 }
-// Runs the fibers of the resident blocks until all have ended. Copies in flight land only when nothing else can run.
-static void run_blocks(const std::vector<Block *> &blocks) {
+// Runs the fibers of the resident blocks until all have ended. Copies in flight land only when nothing else can run. Where
+// the blocks only poll, `start_another` brings in one more, since they may wait for it; nullptr when there is none.
+template <class F> static void run_blocks(std::vector<Block *> &blocks, F start_another) {
   std::vector<Fiber *> fibers;
   for (Block *b : blocks) fibers.insert(fibers.end(), b->f.begin(), b->f.end());
   if (L->order == 1) std::reverse(fibers.begin(), fibers.end());
@@ -220,8 +224,20 @@ static void run_blocks(const std::vector<Block *> &blocks) {
       describe_deadlock(fibers);
       for (Fiber *f : fibers) if (f->state == BLOCKED) { probing = true; resume(f); probing = false; return; }
     }
-    if (++spins > 20000) {
-      snprintf(deadlock_text, sizeof deadlock_text, "no progress: threads spin on memory that nobody writes (a wait for another block needs cooperative=True)");
+    if (++spins == kPollsBeforeNext) {
+      if (Block *b = start_another()) {
+        blocks.push_back(b);
+        fibers.insert(fibers.end(), b->f.begin(), b->f.end());
+        grid_live += b->n;
+        resident = blocks;
+        spins = 0;
+        continue;
+      }
+    }
+    if (failed) return;
+    if (spins > 20000) {
+      snprintf(deadlock_text, sizeof deadlock_text, "no progress: threads spin on memory that nobody writes, with %zu blocks of %llu resident",
+               blocks.size(), (unsigned long long)gridDim.x * gridDim.y * gridDim.z);
       for (Fiber *f : fibers) if (f->state == READY) { probing = true; resume(f); probing = false; return; }
     }
   }
@@ -508,6 +524,69 @@ static void on_fault(int signal, siginfo_t *info, void *context) {
   regs[REG_RIP] = reinterpret_cast<greg_t>(&fail_at_fault);
   regs[REG_RSP] = reinterpret_cast<greg_t>(cur->top) - 8;            // as after a call
 }
+
+// ---- requests to stop: Ctrl-C, and the alarm of a time limit ----------------------------------------------------------
+// A kernel is left only where its own code runs: anywhere else (the allocator, printf) something may be half done. There
+// the request is repeated until it meets the kernel. Python's handlers are put back after the launch.
+static constexpr int kStops[] = {SIGINT, SIGALRM, SIGVTALRM};   // the last one repeats a request
+static struct sigaction old_stops[3];
+static bool catches_stops = false;
+static volatile sig_atomic_t stop_signal = 0;
+[[noreturn]] static void stop_kernel() {
+  static const char *const doing[] = {"", "in a block barrier", "in a warp operation", "at an mbarrier", "in the grid barrier"};
+  Block *b = cur->blk;
+  char text[300];
+  int count[5] = {}, done = 0, used = 0;
+  for (Fiber *f : b->f) {
+    if (f->state == DONE) ++done;
+    else if (f->state == BLOCKED) ++count[f->why];
+  }
+  used = snprintf(text, sizeof text, "%d of its block's threads have not ended", b->n - done);
+  for (int i = 1; i < 5; ++i)
+    if (count[i]) used += snprintf(text + used, sizeof text - size_t(used), ", %d wait %s", count[i], doing[i]);
+  bool limit = stop_signal != SIGINT;
+  stop_signal = 0;
+  fail(limit ? "timeout" : "interrupted", "%s while this thread was running; %s", limit ? "the time limit was reached" : "interrupted", text);
+}
+static void repeat_stop(bool on) {
+  itimerval every{};
+  if (on) every.it_value.tv_usec = 10000;
+  setitimer(ITIMER_VIRTUAL, &every, nullptr);
+}
+static void on_stop(int signal, siginfo_t *, void *context) {
+  if (signal != SIGVTALRM) stop_signal = signal;
+  if (!stop_signal || !catches_stops || failed) return;
+  if (!pthread_equal(owner, pthread_self())) { pthread_kill(owner, SIGVTALRM); return; }
+  greg_t *regs = static_cast<ucontext_t *>(context)->uc_mcontext.gregs;
+  char *pc = reinterpret_cast<char *>(regs[REG_RIP]);
+  if (!cur || pc < image_lo || pc >= image_hi) return repeat_stop(true);
+  hook_pc = pc + 1;
+  regs[REG_RIP] = reinterpret_cast<greg_t>(&stop_kernel);
+  regs[REG_RSP] = reinterpret_cast<greg_t>(cur->top) - 8;
+}
+static bool has_handler(int signal) {
+  struct sigaction now{};
+  sigaction(signal, nullptr, &now);
+  return now.sa_handler != SIG_DFL && now.sa_handler != SIG_IGN;
+}
+static void catch_stops() {
+  stop_signal = 0;
+  catches_stops = getpid() == pid_t(syscall(SYS_gettid)) && (has_handler(SIGINT) || has_handler(SIGALRM));
+  if (!catches_stops) return;
+  struct sigaction action{};
+  action.sa_sigaction = on_stop;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
+  for (size_t i = 0; i < 3; ++i)
+    if (kStops[i] == SIGVTALRM || has_handler(kStops[i])) sigaction(kStops[i], &action, &old_stops[i]);
+    else sigaction(kStops[i], nullptr, &old_stops[i]);
+}
+static void release_stops() {
+  if (!catches_stops) return;
+  repeat_stop(false);
+  catches_stops = false;
+  for (size_t i = 0; i < 3; ++i) sigaction(kStops[i], &old_stops[i], nullptr);
+  if (int missed = stop_signal) { stop_signal = 0; raise(missed); }   // the kernel ended first: for Python
+}
 static void catch_faults() {
   owner = pthread_self();
   stack_t s{};
@@ -532,7 +611,7 @@ static void run_grid(uint64_t total, int n) {
   };
   if (L->cooperative) {
     for (uint64_t i = 0; i < total && take(); ++i) reset_block(blocks.back(), i);
-    if (total && !failed) run_blocks(blocks);
+    if (total && !failed) run_blocks(blocks, []() -> Block * { return nullptr; });
     L->blocks = total; L->threads = total * uint64_t(n);
   } else if (total && take()) {
     std::vector<uint32_t> shuffled;
@@ -541,11 +620,21 @@ static void run_grid(uint64_t total, int n) {
       for (uint64_t i = 0; i < total; ++i) shuffled[i] = uint32_t(i);
       std::shuffle(shuffled.begin(), shuffled.end(), rng);
     }
-    for (uint64_t i = 0; i < total && !failed; ++i) {
-      readers.clear();
-      reset_block(blocks[0], L->order == 1 ? total - 1 - i : L->order == 2 ? shuffled[i] : i);
-      run_blocks(blocks);
+    uint64_t started = 0;
+    size_t used = 0;
+    auto start = [&]() -> Block * {
+      if (started == total || used == kMaxResident || (used == blocks.size() && !take())) return nullptr;
+      uint64_t i = started++;
+      Block *b = blocks[used++];
+      reset_block(b, L->order == 1 ? total - 1 - i : L->order == 2 ? shuffled[i] : i);
       L->blocks++; L->threads += uint64_t(n);
+      return b;
+    };
+    while (started < total && !failed) {
+      readers.clear();
+      used = 0;
+      std::vector<Block *> running{start()};
+      run_blocks(running, start);
     }
   }
   for (Block *b : blocks) if (failed) madvise(b->marks, kStack * size_t(n), MADV_DONTNEED);   // of arrays that never ended
@@ -582,7 +671,9 @@ int launch(Launch *l, void (*entry)(void **), void **args) {
   }
   if (!failed) {
     catch_faults();
+    catch_stops();
     run_grid(total, n);
+    release_stops();
     release_faults();
   }
   take_back();
@@ -599,6 +690,7 @@ int launch(Launch *l, void (*entry)(void **), void **args) {
 static inline void hook(void *p, size_t n, emu::Access kind, void *pc, bool aligned = true) {
   if (!emu::L || !emu::L->check) return;
   emu::hook_pc = pc;
+  if (__builtin_expect(emu::stop_signal, 0)) emu::stop_kernel();
   emu::any_alignment = !aligned;
   emu::check(p, n, kind);
   emu::any_alignment = false;

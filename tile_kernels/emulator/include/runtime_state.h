@@ -14,6 +14,8 @@ constexpr int kMaxWarps = 32;
 constexpr int kAsync = kMaxWarps;          // the asynchronous copy engine counts as one more warp
 constexpr int kAgents = kMaxWarps + 1;
 constexpr size_t kMaxRegions = 64;
+constexpr size_t kMaxResident = 1024;      // blocks that wait for each other: more than a GPU keeps resident
+constexpr int kPollsBeforeNext = 64;
 constexpr uint16_t kAsyncTid = 0xffff, kManyTid = 0xfffe;
 
 // What no kernel does between two switches: read one cell and nothing else so often, or access memory so often (a minute).

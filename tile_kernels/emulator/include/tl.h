@@ -27,11 +27,11 @@ template <class T, class V> void AtomicOr(T *p, V x, int order = 0) {   // red.g
   emu::rmw(p, [=](T o) { return T(o | v); }, order);
 }
 template <class T, class V> void AtomicStore(T *p, V x, int order = 0) { T v = T(x); emu::rmw(p, [=](T) { return v; }, order); }
-template <class T> EMU_RT T AtomicLoad(T *p, int order = 0) {
+template <class T> EMU_RT std::remove_const_t<T> AtomicLoad(T *p, int order = 0) {
   emu::yield();                                        // lets the thread this one may be waiting for go on
   emu::access(p, sizeof(T), emu::ATOMIC_READ);
   emu::atomic_order(p, order);
-  T r;
+  std::remove_const_t<T> r;
   memcpy(&r, p, sizeof(T));
   return r;
 }

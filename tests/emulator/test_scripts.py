@@ -1,0 +1,187 @@
+"""Other people's scripts and test files, unmodified, on the emulator."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tilelang
+import torch
+from tilelang import language as T
+
+from tile_kernels.emulator import EmulationError
+from tile_kernels.emulator.cuda_api import cuda_on_cpu
+from tile_kernels.emulator.jit import Settings, emulated_tilelang
+
+SCRIPTS = Path(__file__).parent / "scripts"
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def start(*arguments: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tile_kernels.emulator", *map(str, arguments)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=ENVIRONMENT, text=True, **pipes)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def test_script_with_every_entry_point() -> None:
+    status, out, err = finish(start("--config", 1, SCRIPTS / "gpu_script.py", "--m", 64))
+    assert status == 0, err
+    assert "All checks pass on tile_kernels emulator (sm_90a), m = 64." in out
+    assert "config {'rows': 32, 'threads': 64}" in out
+    assert "the autotuner's configuration 1 of 2 is used" in err
+    assert err.count("do_bench calls the function once") == 1
+    assert "4 kernels, 7 launches" in err
+
+
+def test_endless_loop_ends_with_its_position() -> None:
+    status, _, err = finish(start("--time-limit", 8, SCRIPTS / "endless_loop.py"))
+    assert status == 124, err
+    assert "spin_kernel: the time limit was reached while this thread was running; 64 of" in err
+    assert "[block (0, 0, 0) thread (" in err
+    assert "endless_loop.py" in err
+    assert "1.000100e+00" in err  # the line of the loop's body
+
+
+def test_ctrl_c_ends_a_kernel_that_is_running() -> None:
+    process = start("--mode", "fast", SCRIPTS / "endless_loop.py")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "compiled\n"
+    time.sleep(0.5)  # until the kernel has started; before that Ctrl-C works anyway
+    process.send_signal(signal.SIGINT)
+    status, _, err = finish(process)
+    assert status == 130, err
+    assert "emulator: interrupted" in err
+
+
+def test_memory_limit(tmp_path: Path) -> None:
+    script = tmp_path / "large.py"
+    script.write_text("import time\nx = b'1' * 500_000_000\ntime.sleep(60)\n")
+    status, _, err = finish(start("--memory-limit", 0.4, script))
+    assert status == 137
+    assert "the limit is 0.4 GB" in err
+
+
+def test_failures_that_a_script_swallows_are_reported(tmp_path: Path) -> None:
+    script = tmp_path / "careless.py"
+    text = (SCRIPTS / "gpu_tests.py").read_text()
+    call = "try:\n    test_missing_barrier()\nexcept Exception:\n    print('never mind')\n"
+    script.write_text(f"{text}\n\n{call}")
+    status, out, err = finish(start(script))
+    assert status == 1
+    assert out == "never mind\n"
+    assert "a failure that the script did not report: reverse_kernel: race" in err
+
+
+def test_missing_script_is_named() -> None:
+    status, _, err = finish(start("nowhere.py"))
+    assert status == 1
+    assert err == "emulator: script: nowhere.py is not a file\n"
+
+
+def test_pytest_emulate(tmp_path: Path) -> None:
+    options = ["-q", "-p", "no:cacheprovider", "-p", "tile_kernels.pytest_emulate", "--emulate"]
+    (tmp_path / "test_theirs.py").write_text((SCRIPTS / "gpu_tests.py").read_text())
+    command = [sys.executable, "-m", "pytest", *options, "test_theirs.py"]
+    done = subprocess.run(
+        command, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "1 failed, 2 passed" in done.stdout, done.stdout
+    assert "reverse_kernel: race: 4-byte write to shared tile" in done.stdout
+    assert "3 kernels, 2 launches" in done.stdout
+
+
+# ---- in this process ---------------------------------------------------------------------------
+
+
+def test_tensors_on_the_gpu_are_cpu_tensors_that_behave() -> None:
+    before = (torch.cuda.is_available(), torch.cuda.Event, torch.Generator, torch.compile)
+    with cuda_on_cpu("sm_80", num_sms=7):
+        a = torch.ones(3)
+        b = a.cuda()
+        b[0] = 5
+        assert a[0] == 1  # another memory, as on a GPU
+        assert b.cuda() is b
+        assert not b.cpu().is_cuda
+        assert not a.is_cuda
+        c = b.cpu()
+        c[1] = 7
+        assert b[1] == 1
+        assert (b + 1).device == torch.device("cuda:0")
+        assert b.to(torch.float16).is_cuda
+        assert torch.zeros(2).to("cuda:0", torch.int32).dtype == torch.int32
+        assert torch.empty_like(b).is_cuda
+        assert torch.empty(2, device=b.device).is_cuda
+        assert torch.cat([b, b]).is_cuda
+        assert not torch.empty(2, device="cpu").is_cuda
+        with torch.device("cuda"):
+            assert torch.rand(2).is_cuda
+        assert torch.randn(2, generator=torch.Generator("cuda"), device="cuda").is_cuda
+        assert torch.cuda.get_device_capability() == (8, 0)
+        assert torch.cuda.get_device_properties(0).multi_processor_count == 7
+        with pytest.raises(RuntimeError, match="no CUDA graphs"):
+            torch.cuda.CUDAGraph()
+    assert (torch.cuda.is_available(), torch.cuda.Event, torch.Generator, torch.compile) == before
+    assert not torch.ones(1).is_cuda
+
+
+def test_autotuner_skips_configurations_that_do_not_compile() -> None:
+    @tilelang.autotune(configs=[{"width": 1 << 20}, {"width": 64}])
+    @tilelang.jit(out_idx=-1)
+    def copy(width: int = 0) -> Any:
+        @T.prim_func
+        def kernel(x: T.Tensor((64,), "float32"), y: T.Tensor((64,), "float32")):
+            with T.Kernel(1, threads=width):  # a million threads do not fit
+                for i in T.Parallel(64):
+                    y[i] = x[i]
+
+        return kernel
+
+    x = torch.randn(64)
+    with emulated_tilelang() as session:
+        kernel = copy()
+        assert kernel.config == {"width": 64}
+        assert torch.equal(kernel(x), x)
+        assert copy(width=32).config is None  # given, so nothing is tuned
+    assert not session.failures
+    assert any("configuration 0 of the autotuner does not compile" in n for n in session.notes)
+    copy._tuner_cache.clear()
+    with emulated_tilelang(Settings(config=5)), pytest.raises(ValueError, match="has 0 to 1"):
+        copy()
+
+
+def test_targets_other_than_cuda_are_refused() -> None:
+    @T.prim_func
+    def kernel(y: T.Tensor((32,), "float32")):
+        with T.Kernel(1, threads=32):
+            for i in T.Parallel(32):
+                y[i] = 1
+
+    with emulated_tilelang(), pytest.raises(EmulationError, match="not for the target 'hip'"):
+        tilelang.compile(kernel, target="hip")
+
+
+def test_results_that_no_argument_determines() -> None:
+    n = T.dynamic("n")
+
+    @T.prim_func
+    def kernel(x: T.Tensor((32,), "float32"), y: T.Tensor((n,), "float32")):
+        with T.Kernel(1, threads=32):
+            for i in T.Parallel(32):
+                y[i] = x[i]
+
+    with emulated_tilelang():
+        compiled = tilelang.compile(kernel, out_idx=-1)
+        with pytest.raises(ValueError, match="y: the size n of this result follows from no"):
+            compiled(torch.zeros(32))
+        with pytest.raises(ValueError, match="expected 1 inputs, but 2"):
+            compiled(torch.zeros(32), torch.zeros(32))
