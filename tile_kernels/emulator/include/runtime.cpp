@@ -192,8 +192,10 @@ static void describe_deadlock(const std::vector<Fiber *> &fibers) {
     const MBar &m = f->blk->mbars[size_t(f->bar)];
     const char *base = f->blk->arena, *name = "an mbarrier";
     for (const Region &r : f->blk->regions) if (m.addr >= r.base && m.addr < r.base + r.size) { name = r.name; base = r.base; }
+    int length = int(strlen(name));
+    if (length > 4 && !strcmp(name + length - 4, "_mem")) length -= 4;   // the array behind a barrier of the program
     snprintf(deadlock_text + used, sizeof deadlock_text - size_t(used),
-             "; %s[%d] has completed %u phases and thread %d waits for the end of one of parity %u; the current phase lacks %u of %u arrivals and %lld bytes", name,
+             "; %.*s[%d] has completed %u phases and thread %d waits for the end of one of parity %u; the current phase lacks %u of %u arrivals and %lld bytes", length, name,
              int(m.addr - base) / 8, m.phase, f->lin, f->parity, m.pending, m.count, (long long)m.tx);
     break;
   }
