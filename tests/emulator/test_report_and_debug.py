@@ -248,3 +248,47 @@ def test_page_named_after_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(EmulationError):
         run(kernel, torch.zeros(64), torch.zeros(64), configs=k.NO_GUARDS, report="html")
     assert [p.name for p in tmp_path.iterdir()] == ["shifted_copy_kernel-out-of-bounds.html"]
+
+
+FAULTY_SCRIPT = """
+import tilelang, torch
+from tilelang import language as T
+
+@tilelang.jit(out_idx=[1])
+def shifted(n):
+    @T.prim_func
+    def shifted(x: T.Tensor[(n,), T.float32], y: T.Tensor[(n,), T.float32]):
+        with T.Kernel(1, threads=n):
+            t = T.get_thread_binding()
+            if t < n - 1:
+                y[t] = x[t]
+            y[t] += 1.0
+    return shifted
+
+def test_shifted():
+    shifted(32)(torch.ones(32, device="cuda"))
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["-m", "tile_kernels.emulator", "--report", "html"],
+     ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tile_kernels.pytest_emulate",
+      "--emulate", "--emulate-report", "html"]],
+    ids=["emulate", "pytest"],
+)  # fmt: skip
+def test_report_of_an_unmodified_script(command: list[str], tmp_path: Path) -> None:
+    """A result of `out_idx` is undefined at first, so adding to it is an error."""
+    (tmp_path / "test_faulty.py").write_text(FAULTY_SCRIPT)
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, *command, "test_faulty.py"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": root},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "uninitialised: 4-byte read of y byte 124 (element 31)" in said
+    assert "test_faulty.py:13: y[t] += 1.0" in said
+    text = (tmp_path / "shifted_kernel-uninitialised.html").read_text()
+    assert "<tr class='bad'><td>13</td>" in text
