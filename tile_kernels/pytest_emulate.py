@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-if TYPE_CHECKING:
-    pass
-
-_SESSION = pytest.StashKey["Session"]()
+_SESSION = pytest.StashKey[Any]()  # a tile_kernels.emulator.jit.Session
 _OPEN = pytest.StashKey[contextlib.ExitStack]()
 _MARKERS = ("gpu", "cuda", "tensorcore")  # that TileLang's test helpers add
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -34,6 +35,13 @@ _CHECK = ["-fsanitize=thread"]
 @functools.lru_cache(maxsize=1)
 def compiler() -> str:
     """The g++ to use, or an error that says what to install."""
+    system, machine = platform.system(), platform.machine()
+    if (system, machine) not in {("Linux", "x86_64"), ("Linux", "AMD64")}:
+        raise EmulationError(
+            "running kernels on a CPU needs Linux on x86-64 (the switch between CUDA threads is "
+            f"written for it); this is {system} on {machine}",
+            kind="toolchain",
+        )
     cxx = os.environ.get("TILE_KERNELS_CXX") or shutil.which("g++")
     if not cxx or not shutil.which(cxx):
         raise EmulationError(
@@ -48,6 +56,11 @@ def compiler() -> str:
 def _compiler_version() -> str:
     out = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False)
     return out.stdout
+
+
+def is_clang() -> bool:
+    """Whether the compiler is clang, which takes other options in places."""
+    return "clang" in _compiler_version().lower()
 
 
 @functools.lru_cache(maxsize=1)
@@ -109,6 +122,8 @@ def flags(mode: str, *, contract: bool = False) -> list[str]:
 
 def _no_entry_hooks() -> list[str]:
     """Spare the calls at function entry, which g++ can leave out from version 12 on."""
+    if is_clang():
+        return ["-mllvm", "-tsan-instrument-func-entry-exit=0"]
     version = re.search(r"\b(\d+)\.\d+\.\d+", _compiler_version())
     new = version is not None and int(version[1]) >= 12
     return ["--param=tsan-instrument-func-entry-exit=0"] if new else []

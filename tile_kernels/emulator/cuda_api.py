@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 _TAG = "_tile_kernels_on_cuda"
 _CUDA = torch.device("cuda", 0)
 _DEVICE_GETTER = torch.Tensor.device
-_IS_CUDA_GETTER = torch.Tensor.is_cuda  # type: ignore[attr-defined]
+_IS_CUDA_GETTER = torch.Tensor.is_cuda
 _MISSING = object()
 
 # Multiprocessors and bytes of shared memory that a block may use: H200, A100, RTX 4090, B200.
@@ -221,7 +221,7 @@ class _Generator(torch.Generator):
     """A generator that was asked for on the GPU."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        return super().__new__(cls, "cpu" if is_cuda_device(device) else device)
+        return torch.Generator.__new__(cls, "cpu" if is_cuda_device(device) else device)  # type: ignore[call-arg]
 
 
 def _no_graphs(*_args: Any, **_kwargs: Any) -> Any:

@@ -149,7 +149,7 @@ def _make_kernel_class() -> Any:
     from tilelang.jit.adapter import BaseKernelAdapter
     from tilelang.jit.kernel import JITKernel
 
-    class EmulatedAdapter(BaseKernelAdapter):  # type: ignore[misc]
+    class EmulatedAdapter(BaseKernelAdapter):
         """Calls an `Emulated` as TileLang's adapters call a compiled kernel."""
 
         def __init__(self, session: Session, prim_func: Any, out_idx: Any, emulated: Any) -> None:
@@ -202,7 +202,7 @@ def _make_kernel_class() -> Any:
         def get_host_source(self) -> str:
             return ""
 
-    class EmulatedKernel(JITKernel):  # type: ignore[misc]
+    class EmulatedKernel(JITKernel):
         """A compiled kernel of TileLang whose launches run on the CPU."""
 
         def __init__(

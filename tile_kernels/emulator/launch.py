@@ -115,6 +115,7 @@ class CLaunch(ctypes.Structure):
         *_fields(ctypes.c_uint64, "blocks threads barriers warp_ops async_ops"),
         *_fields(ctypes.c_uint32, "blamed strict num_sites"),
         ("sites", ctypes.c_uint32 * 16),
+        ("cluster", ctypes.c_uint32 * 3),
     ]
 
 
@@ -125,7 +126,9 @@ class CTensorMap(ctypes.Structure):
         ("base", ctypes.c_void_p),
         *_fields(ctypes.c_int32, "elem_bytes rank swizzle kind"),
         *_fields(ctypes.c_int64 * 5, "dims strides"),
-        ("box", ctypes.c_int32 * 5),
+        *_fields(ctypes.c_int32 * 5, "box steps"),
+        *_fields(ctypes.c_int32 * 3, "lower upper offset"),
+        ("im2col", ctypes.c_int32),
     ]
 
 
@@ -619,6 +622,7 @@ class Emulated:
         grid, block = tuple(size[:3]), tuple(size[3:])
         self._check_limits(kernel, grid, block, dyn)
         launch.grid[:], launch.block[:], launch.dyn_bytes = grid, block, dyn
+        launch.cluster[:] = kernel.cluster
         values = [self._argument(n, kind, addresses, symbols) for n, kind in kernel.args]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
         if self.keep is not None and not again:
@@ -679,7 +683,7 @@ class Emulated:
         if kind == "map":
             spec, evaluate = self._maps[name]
             values, rank = evaluate(symbols), len(spec.dims)
-            dims, strides, box = (values[i * rank : (i + 1) * rank] for i in range(3))
+            dims, strides, box = values[:rank], values[rank : 2 * rank], values[2 * rank :]
             base = addresses[spec.tensor]
             _check_map(spec.tensor, base, strides[1:])
             m = CTensorMap(
@@ -689,7 +693,10 @@ class Emulated:
                 swizzle=spec.swizzle,
                 kind=spec.kind,
             )
-            m.dims[:rank], m.strides[:rank], m.box[:rank] = dims, strides, box
+            m.dims[:rank], m.strides[:rank], m.box[: len(box)] = dims, strides, box
+            if spec.pixels is not None:
+                m.im2col = 1
+                m.steps[:rank], m.lower[: rank - 2], m.upper[: rank - 2] = spec.pixels
             return m
         if name not in symbols:
             raise EmulationError(f"the kernel needs {name}, which no argument determines")

@@ -50,6 +50,8 @@ class TensorMap:
     interleave: int
     swizzle: int
     fill: int
+    # of im2col, where `box` is (channels, pixels): traversal strides, lower and upper corner
+    pixels: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Kernel:
     block: tuple[str, str, str]
     dyn_bytes: str
     shared: dict[str, SharedBuffer]
+    cluster: tuple[int, ...] = (1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Lowered:
                 block=tuple(k["block"]),
                 dyn_bytes=k["dyn_bytes"],
                 shared={n: SharedBuffer(**s) for n, s in k["shared"].items()},
+                cluster=tuple(k["cluster"]),
             )
             for k in d["kernels"]
         )
@@ -115,7 +119,7 @@ class Lowered:
 
 def _thaw(value: Any) -> Any:
     """JSON has lists only; the dataclasses hold tuples."""
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_thaw, value)) if isinstance(value, list) else value
 
 
 # ---- Python expressions from TIR -------------------------------------------------------------
@@ -424,11 +428,13 @@ def _param(prim_func: Any, var: Any) -> Param:
 def _tensor_map(args: list[Any]) -> TensorMap:
     """Decode ("...create_tiled", desc, type, rank, base, dims, strides, box, steps, 4 options)."""
     what = str(args[0].value)
-    if "tiled" not in what:
-        raise EmulationError(
-            f"the kernel builds a TMA descriptor with {what}; the emulator has tiled ones only"
-        )
     rank = int(args[3])
+    if what.endswith("im2col"):
+        return _im2col_map(args, rank)
+    if not what.endswith("tiled"):
+        raise EmulationError(
+            f"the kernel builds a TMA descriptor with {what}, which the emulator does not know"
+        )
     parts = [tuple(to_python(e) for e in args[5 + i * rank : 5 + (i + 1) * rank]) for i in range(4)]
     if any(step != "1" for step in parts[3]):
         raise EmulationError(
@@ -444,6 +450,25 @@ def _tensor_map(args: list[Any]) -> TensorMap:
         interleave=interleave,
         swizzle=swizzle,
         fill=fill,
+    )
+
+
+def _im2col_map(args: list[Any], rank: int) -> TensorMap:
+    """Decode (..., base, dims, strides, steps, lower, upper, pixels, channels, 4 options)."""
+    rest = [to_python(e) for e in args[5:]]
+    dims, strides, steps = (tuple(rest[i * rank : (i + 1) * rank]) for i in range(3))
+    corners = [int(e) for e in rest[3 * rank : 5 * rank - 4]]
+    pixels, channels, interleave, swizzle, _promotion, fill = rest[5 * rank - 4 :]
+    return TensorMap(
+        tensor=str(args[4].name),
+        kind=int(args[2]),
+        dims=dims,
+        strides=strides,
+        box=(channels, pixels),
+        interleave=int(interleave),
+        swizzle=int(swizzle),
+        fill=int(fill),
+        pixels=(tuple(map(int, steps)), tuple(corners[: rank - 2]), tuple(corners[rank - 2 :])),
     )
 
 
@@ -465,6 +490,7 @@ def _kernel(f: Any, maps: Mapping[str, TensorMap]) -> Kernel:
         block=size("threadIdx"),
         dyn_bytes=to_python(f.attrs.get("dyn_shared_memory_buf", 0)),
         shared=_shared_buffers(f),
+        cluster=tuple(int(n) for n in f.attrs.get("cluster_dims", None) or (1, 1, 1)),
     )
 
 

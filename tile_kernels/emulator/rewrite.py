@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from . import ptx
 from .errors import EmulationError
 from .lowering import SharedBuffer
 
@@ -31,8 +32,8 @@ _ARENA = "buf_dyn_shmem"
 _UNSUPPORTED = [
     (re.compile(r"\b(?:asm|__asm__)\b"), "inline PTX, which has no meaning on a CPU"),
     (re.compile(r"\btl::tcgen05|\btcgen05"), "tcgen05 (tensor memory of sm_100)"),
-    (re.compile(r"\bcurand"), "cuRAND"),
-    (re.compile(r"\bcluster_|__cluster_dims__"), "thread-block clusters"),
+    (re.compile(r"\bcurandState(?!Philox4_32_10)\w*"), "a generator of cuRAND other than Philox"),
+    (re.compile(r"\bclc_\w+"), "cluster launch control (sm_100)"),
     (re.compile(r"_rs_sat\b"), "stochastic rounding, whose random bits only the hardware defines"),
 ]
 
@@ -54,6 +55,7 @@ def rewrite(
     | `follow_locals` | tell the runtime of the arrays of a thread, for check mode |
     | `split_shared` | True: every buffer whose size is known gets its own memory, so overruns show; False: TileLang's own placement, so hazards of reused memory show |
     """  # noqa: E501
+    source = ptx.translate(source)
     refuse_unsupported(source)
     source = _without_headers(source)
     starts = [(m.start(), m[1]) for m in _KERNEL.finditer(source)]
@@ -102,9 +104,10 @@ def refuse_unsupported(source: str) -> None:
     for pattern, what in _UNSUPPORTED:
         m = pattern.search(body)
         if m:
+            reason = ptx.refusal(body) if "asm" in m[0] else what
             line = body[body.rfind("\n", 0, m.start()) + 1 : body.find("\n", m.start())].strip()
             raise EmulationError(
-                f"the kernel uses {what}; the emulator does not provide it: {line}"
+                f"the kernel uses {reason}; the emulator does not provide it: {line}"
             )
 
 

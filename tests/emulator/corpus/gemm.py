@@ -174,7 +174,7 @@ def split_k_atomic():
     close(c, a.float() @ b.float())
 
 
-@case()
+@case(quick=True)
 def split_k_workspace():
     M, N, K, splits, block = 64, 64, 128, 2, 64
 
@@ -550,7 +550,7 @@ def gathered_tokens():
     close(y, want)
 
 
-@case()
+@case(quick=True)
 def bmm_pointer_table():
     """One matrix per group, found through a table of addresses."""
     G, M, N, K = 3, 64, 64, 32

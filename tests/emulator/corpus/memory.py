@@ -123,7 +123,7 @@ def strided_input():
     assert torch.equal(y, x * 2)
 
 
-@case()
+@case(quick=True)
 def reshape_of_global_tensor():
     rows, columns = 16, 64
 
@@ -220,7 +220,7 @@ def convolution_2d():
     close(tilelang.compile(kernel, out_idx=-1)(x, w), want.permute(0, 2, 3, 1), 2e-2, 5e-2)
 
 
-@case()
+@case(quick=True)
 def convolution_2d_im2col():
     """The same with the copy engine's im2col mode."""
     N, H, W, C, F, R = 1, 8, 8, 64, 64, 3
@@ -363,7 +363,7 @@ def hadamard_transform():
     close(tilelang.compile(kernel, out_idx=-1)(x), x @ h.cuda(), 1e-4, 1e-4)
 
 
-@case()
+@case(quick=True)
 def dropout_philox():
     """Random numbers of cuRAND's Philox generator: the share of zeros, and repeatability."""
     n = 512
@@ -374,7 +374,7 @@ def dropout_philox():
         def kernel(x: T.Tensor((n,), "float32"), seed: T.int32, y: T.Tensor((n,), "float32")):
             with T.Kernel(n // 64, threads=64) as b:
                 t = T.get_thread_binding()
-                state = T.rng_init(seed, b * 64 + t)
+                T.rng_init(seed, b * 64 + t)
                 y[b * 64 + t] = T.if_then_else(T.rng_rand_float() < 0.25, 0.0, x[b * 64 + t] / 0.75)
 
         return kernel

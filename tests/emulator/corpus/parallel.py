@@ -140,7 +140,7 @@ def chained_scan_over_blocks():
     chained_sums("up")
 
 
-@case()
+@case(quick=True)
 def blocks_wait_for_later_blocks():
     chained_sums("down")
 
@@ -190,7 +190,7 @@ def warp_votes_and_matches():
     assert torch.equal(tilelang.compile(kernel, out_idx=-1)(x), want)
 
 
-@case()
+@case(quick=True)
 def cluster_reduction():
     """Blocks of a cluster read each other's shared memory."""
     blocks, width, cluster = 4, 32, 2
@@ -212,6 +212,55 @@ def cluster_reduction():
     close(tilelang.compile(kernel, out_idx=-1)(x), pairs, 1e-6, 1e-6)
 
 
+@case(quick=True)
+def multicast_copy():
+    """A matrix product in which the copy engine loads B once for both blocks of a cluster."""
+    M, N, K = 128, 64, 64
+
+    @T.prim_func
+    def kernel(
+        A: T.Tensor((M, K), "float16"),
+        B: T.Tensor((K, N), "float16"),
+        C: T.Tensor((M, N), "float16"),
+    ):
+        with T.Kernel(M // 64, threads=128, cluster_dims=(2, 1, 1)) as b:
+            A_shared = T.alloc_shared((64, K), "float16")
+            B_shared = T.alloc_shared((K, N), "float16")
+            C_local = T.alloc_fragment((64, N), "float32")
+            T.copy(A[b * 64, 0], A_shared)
+            T.copy_cluster(B, B_shared, cluster_mask=3)
+            T.clear(C_local)
+            T.gemm(A_shared, B_shared, C_local)
+            T.copy(C_local, C[b * 64, 0])
+
+    a, b = randn(M, K), randn(K, N)
+    close(tilelang.compile(kernel, out_idx=-1)(a, b), a @ b)
+
+
+@case()
+def cluster_push_with_barrier():
+    """Each block of a pair sends a tile to the other, which waits on its own mbarrier."""
+    blocks, width = 4, 128
+
+    @T.prim_func
+    def kernel(x: T.Tensor((blocks, width), "float32"), y: T.Tensor((blocks, width), "float32")):
+        with T.Kernel(blocks, threads=width, cluster_dims=(2, 1, 1)) as b:
+            t = T.get_thread_binding()
+            mine = T.alloc_shared((width,), "float32")
+            theirs = T.alloc_shared((width,), "float32")
+            arrived = T.alloc_cluster_barrier([1])
+            mine[t] = x[b, t]
+            T.cluster_sync()
+            T.copy_cluster(mine, theirs, dst_block=(b % 2) ^ 1, remote_barrier=arrived[0])
+            T.barrier_wait(arrived[0], 0)
+            y[b, t] = theirs[t]
+            T.cluster_sync()
+
+    x = randn(blocks, width, dtype=F32)
+    want = x.view(blocks // 2, 2, width).flip(1).reshape(blocks, width)
+    assert torch.equal(tilelang.compile(kernel, out_idx=-1)(x), want)
+
+
 PTX = """
 __device__ __forceinline__ unsigned pick(unsigned a, unsigned b, unsigned c) {
   unsigned r;
@@ -226,7 +275,7 @@ __device__ __forceinline__ unsigned bytes(unsigned a, unsigned b) {
 """
 
 
-@case()
+@case(quick=True)
 def inline_ptx():
     n = 32
 

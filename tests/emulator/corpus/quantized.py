@@ -285,3 +285,31 @@ def packed_fp4_cast():
     got = build()(table[codes]).view(torch.uint8).long()
     values = torch.stack([table[got & 15], table[got >> 4]], -1).flatten(1)
     assert torch.equal(values, table[codes])
+
+
+@case(quick=True)
+def int4_operands():
+    """Packed int4 operands of an integer product (mma.sync of sm_80)."""
+    M = N = K = 64
+
+    @T.prim_func
+    def gemm(
+        A: T.Tensor((M, K), "int4"), B: T.Tensor((N, K), "int4"), C: T.Tensor((M, N), "int32")
+    ):
+        with T.Kernel(1, threads=128):
+            A_shared = T.alloc_shared((M, K), "int4")
+            B_shared = T.alloc_shared((N, K), "int4")
+            C_local = T.alloc_fragment((M, N), "int32")
+            T.copy(A, A_shared)
+            T.copy(B, B_shared)
+            T.clear(C_local)
+            T.gemm(A_shared, B_shared, C_local, transpose_B=True)
+            T.copy(C_local, C)
+
+    values = torch.randint(-8, 8, (2, M, K), device="cuda")
+    packed = (
+        ((values[..., ::2] & 15) | (values[..., 1::2] & 15) << 4).to(torch.uint8).view(torch.int8)
+    )
+    kernel = tilelang.compile(gemm, out_idx=-1, target={"kind": "cuda", "arch": "sm_80"})
+    want = values[0].float() @ values[1].float().T
+    assert torch.equal(kernel(packed[0], packed[1]).float(), want)

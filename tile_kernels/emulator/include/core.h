@@ -79,12 +79,15 @@ struct Launch {
   uint64_t blocks, threads, barriers, warp_ops, async_ops;  // results
   // Reads of undefined memory, by instruction. `blamed`: reads there get another value than usual, or fail if `strict`.
   uint32_t blamed, strict, num_sites, sites[kMaxSites];
+  uint32_t cluster[3];  // blocks of a cluster; zeros: none
 };
 struct TensorMap {  // the meaning of a CUtensorMap, unpacked
   char *base;
   int32_t elem_bytes, rank, swizzle, kind;  // kind: the CUtensorMapDataType
   int64_t dims[5], strides[5];              // strides in bytes
-  int32_t box[5];
+  int32_t box[5];                           // of im2col: channels, pixels
+  int32_t steps[5], lower[3], upper[3];     // of im2col: traversal strides, corners of the pixel box
+  int32_t offset[3], im2col;                // of im2col: filter offsets of one copy; 1, else 0
 };
 
 // ---- the running CUDA thread -------------------------------------------------------------------------------
@@ -103,6 +106,12 @@ void bar_sync(int id, int count, bool wait = true, int line = __builtin_LINE());
 enum BarReduce { BAR_OR, BAR_AND, BAR_COUNT };
 int bar_reduce(BarReduce op, int predicate, int line);
 void grid_sync();
+// Clusters: blocks that run together and reach each other's shared memory.
+void cluster_arrive();
+void cluster_wait();
+uint3 cluster_shape();
+int cluster_rank();
+char *map_shared(const void *p, int rank);           // the same place in another block of the cluster
 void yield();
 void polled(bool changed);                           // after an atomic: one that changes nothing may be a wait
 void fence(bool block_only = false);                 // __threadfence: publishes and acquires through atomics
@@ -156,12 +165,14 @@ void mbar_arrive(void *bar, uint32_t expect_tx, bool arrive);
 void mbar_cp_async_arrive(void *bar, bool noinc);
 bool mbar_test(void *bar, uint32_t parity);
 void mbar_wait(void *bar, uint32_t parity);
-void bulk_load(void *dst, const void *src, uint32_t bytes, void *bar);
+void bulk_load(void *dst, const void *src, uint32_t bytes, void *bar, unsigned multicast = 0);
 void bulk_store(void *dst, const void *src, uint32_t bytes, bool add);
-void tensor_load(const TensorMap &map, void *dst, void *bar, const int32_t *coords);
+void tensor_load(const TensorMap &map, void *dst, void *bar, const int32_t *coords, unsigned multicast = 0);
 void tensor_store(const TensorMap &map, const void *src, const int32_t *coords, bool add);
 void store_commit();
 void store_wait(int keep);
+void mbar_arrive_remote(void *bar, int rank, uint32_t expect_tx);
+void cluster_store(void *dst, const void *src, int rank, uint32_t bytes, void *bar);
 
 int launch(Launch *l, void (*entry)(void **), void **args);
 }  // namespace emu

@@ -25,6 +25,17 @@ inline unsigned __cvta_generic_to_shared(const void *p) { return emu::smem_addr(
 namespace cooperative_groups {
 struct grid_group { void sync() const { emu::grid_sync(); } };
 inline grid_group this_grid() { return {}; }
+struct cluster_group {
+  static void sync() { emu::cluster_arrive(); emu::cluster_wait(); }
+  static void barrier_arrive() { emu::cluster_arrive(); }
+  static void barrier_wait() { emu::cluster_wait(); }
+  static unsigned block_rank() { return unsigned(emu::cluster_rank()); }
+  static unsigned num_blocks() { uint3 c = emu::cluster_shape(); return c.x * c.y * c.z; }
+  template <class T> static T *map_shared_rank(T *p, int rank) {
+    return reinterpret_cast<T *>(emu::map_shared(reinterpret_cast<const void *>(p), rank));
+  }
+};
+inline cluster_group this_cluster() { return {}; }
 }  // namespace cooperative_groups
 inline void cudaGridDependencySynchronize() {}
 inline void cudaTriggerProgrammaticLaunchCompletion() {}

@@ -11,6 +11,8 @@ template <DataType D> EMU_RT double elem(const void *base, size_t i) {
   else if constexpr (D == DataType::kFloat8_e5m2) return float(float_e5m2_t::bitcast(uint8_t(p[i])));
   else if constexpr (D == DataType::kInt8) return int8_t(p[i]);
   else if constexpr (D == DataType::kUInt8) return uint8_t(p[i]);
+  else if constexpr (D == DataType::kInt4) return ((uint8_t(p[i / 2]) >> i % 2 * 4 & 15) ^ 8) - 8;
+  else if constexpr (D == DataType::kUInt4) return uint8_t(p[i / 2]) >> i % 2 * 4 & 15;
   else if constexpr (D == DataType::kTensorFloat32) { uint32_t u; memcpy(&u, p + 4 * i, 4); return __uint_as_float(u & 0xffffe000u); }
   else {
     static_assert(D == DataType::kFloat64, "mma element type not supported by the emulator");
@@ -20,9 +22,16 @@ template <DataType D> EMU_RT double elem(const void *base, size_t i) {
   }
 }
 template <DataType D> constexpr int bytes_of() {
+  static_assert(D != DataType::kInt4 && D != DataType::kUInt4, "half a byte");
   return D == DataType::kBFloat16 || D == DataType::kFloat16 ? 2 : D == DataType::kTensorFloat32 ? 4 : D == DataType::kFloat64 ? 8 : 1;
 }
 template <DataType C> constexpr int bytes_of_c() { return C == DataType::kFloat16 ? 2 : C == DataType::kFloat64 ? 8 : 4; }
+template <DataType D> constexpr int per_register() {   // elements in 32 bits
+  if constexpr (D == DataType::kInt4 || D == DataType::kUInt4) return 8; else return 4 / bytes_of<D>();
+}
+template <DataType D> constexpr int register_bytes(int elements) {   // of one lane, when a warp holds `elements`
+  if constexpr (D == DataType::kInt4 || D == DataType::kUInt4) return elements / 64; else return elements * bytes_of<D>() / 32;
+}
 template <DataType C> EMU_RT void accumulate(void *c, int i, double s, bool keep) {
   if constexpr (C == DataType::kFloat32) {
     float &f = static_cast<float *>(c)[i];
@@ -42,7 +51,7 @@ template <DataType C> EMU_RT void accumulate(void *c, int i, double s, bool keep
 struct MmaArg { void *c; const void *a, *b; };
 template <DataType A, DataType B, DataType C, int K> EMU_RT void mma_fn(unsigned lanes, void **args) {
   if (lanes != ~0u) return emu::note_failure("divergence", "mma.sync needs all 32 lanes");
-  constexpr int EA = 4 / bytes_of<A>(), HALF = K / (4 * EA);     // elements per register, k-halves
+  constexpr int EA = per_register<A>(), HALF = K / (4 * EA);     // elements per register, k-halves
   double a[16][K], b[K][8];
   for (int l = 0; l < 32; ++l) {
     auto *x = static_cast<MmaArg *>(args[l]);
@@ -65,8 +74,8 @@ template <DataType A, DataType B, DataType C, int M, int N, int K, bool TA, bool
 EMU_RT void mma_sync(X *c, const Y *a, const Z *b) {
   static_assert(M == 16 && N == 8, "the emulator has the m16n8 family of mma.sync only");
   MmaArg x{c, a, b};
-  emu::access(a, 16 * K * bytes_of<A>() / 32, emu::READ);
-  emu::access(b, 8 * K * bytes_of<B>() / 32, emu::READ);
+  emu::access(a, register_bytes<A>(16 * K), emu::READ);
+  emu::access(b, register_bytes<B>(8 * K), emu::READ);
   emu::access(c, 4 * bytes_of_c<C>(), emu::READ);
   emu::collective(~0u, mma_fn<A, B, C, K>, &x);
 }
@@ -189,7 +198,7 @@ EMU_RT void wgmma_ss(uint64_t da, uint64_t db, uint32_t *c, bool keep) {
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool TA, bool TB, int SA = 1, int SB = 1>
 EMU_RT void wgmma_rs(const uint32_t *a, uint64_t db, uint32_t *c, bool keep) {
   WgmmaArg x{a, 0, db, c, keep};
-  emu::access(a, 16 * K * bytes_of<A>() / 32, emu::READ);
+  emu::access(a, register_bytes<A>(16 * K), emu::READ);
   wgmma_registers<C, N>(c, keep);
   if (emu::self->lane == 0 && emu::marks_operands()) gmma_mark<B, TB, K>(db, 0, N, true);
   emu::defer(wgmma_fn<A, B, C, N, K, TA, TB, true, SA * SB>, &x, sizeof x);

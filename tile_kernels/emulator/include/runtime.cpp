@@ -135,6 +135,9 @@ static void reset_block(Block *b, uint64_t id) {
   b->bid = {unsigned(id % gridDim.x), unsigned(id / gridDim.x % gridDim.y), unsigned(id / (uint64_t(gridDim.x) * gridDim.y))};
   b->serial = next_serial++;
   b->live = b->n;
+  uint3 c = cluster_shape();
+  b->rank = int(b->bid.x % c.x + b->bid.y % c.y * c.x + b->bid.z % c.z * c.x * c.y);
+  b->cluster = b->bid.x / c.x + (b->bid.y / c.y + b->bid.z / c.z * (gridDim.y / c.y)) * (gridDim.x / c.x);
   b->acquired = b->acquired_here = b->seen = b->seen_here = 0;
   b->fenced = b->fenced_here = false;
   b->used = 0;
@@ -170,7 +173,7 @@ static bool any_flight(const std::vector<Block *> &blocks) {
   return false;
 }
 static void describe_deadlock(const std::vector<Fiber *> &fibers) {
-  static const char *const name[] = {"nothing", "a block barrier", "a warp operation", "an mbarrier", "the grid barrier"};
+  static const char *const name[] = {"nothing", "a block barrier", "a warp operation", "an mbarrier", "the barrier of the grid or the cluster"};
   int count[5] = {}, total = 0;
   for (Fiber *f : fibers) if (f->state == BLOCKED) { count[f->why]++; total++; }
   int used = snprintf(deadlock_text, sizeof deadlock_text, "deadlock: %d threads wait for ever:", total);
@@ -320,6 +323,50 @@ void grid_sync() {
   release_time++;
 }
 
+// ---- clusters -----------------------------------------------------------------------------------------------------
+// The blocks of a cluster run together. Accesses to the shared memory of another block are checked for their bounds, not for
+// races: what the cluster barrier orders is a matter of two blocks, whose clocks are not comparable.
+uint3 cluster_shape() {
+  return {std::max(1u, L->cluster[0]), std::max(1u, L->cluster[1]), std::max(1u, L->cluster[2])};
+}
+int cluster_rank() { return cur->blk->rank; }
+static Block *cluster_block(int rank) {
+  for (Block *b : resident) if (b->cluster == cur->blk->cluster && b->rank == rank) return b;
+  fail("out of bounds", "out of bounds: block %d of a cluster of %d", rank, cluster_size);
+}
+char *map_shared(const void *p, int rank) { return cluster_block(rank)->arena + smem_addr(p); }
+static void complete_cluster(uint32_t cluster) {
+  ClusterBar &e = cluster_bars[cluster];
+  int started = 0, live = 0;
+  for (Block *b : resident) if (b->cluster == cluster) { ++started; live += b->live; }
+  if (!e.arrived || e.arrived < live + (cluster_size - started) * int(blockDim.x * blockDim.y * blockDim.z)) return;
+  e.arrived = 0;
+  e.phase++;
+  L->barriers++;
+  progress = true;
+  for (Block *b : resident) {
+    if (b->cluster != cluster) continue;
+    b->cluster_done = b->bars[17].released;
+    memset(&b->bars[17].released, 0, sizeof b->bars[17].released);
+    b->acquired = b->acquired_here = release_time;
+    for (Fiber *f : b->f) if (f->state == BLOCKED && f->bar == 17) { f->state = READY; f->bar = -1; }
+  }
+  release_time++;
+}
+void cluster_arrive() {
+  Block *b = cur->blk;
+  ClusterBar &e = cluster_bars[b->cluster];
+  cur->cluster_phase = e.phase;
+  e.arrived++;
+  release(b, cur->warp, b->bars[17].released);
+  complete_cluster(b->cluster);
+}
+void cluster_wait() {
+  Block *b = cur->blk;
+  if (cluster_bars[b->cluster].phase == cur->cluster_phase) { cur->bar = 17; block_on(IN_GRID_BARRIER); }
+  acquire(b, cur->warp, b->cluster_done);
+}
+
 // ---- ordering through atomics -------------------------------------------------------------------------------------
 // A release (memory order, or a fence before a relaxed atomic) publishes everything so far; an acquire on the same address
 // (memory order, or a fence after the atomic) orders it. Kept per block, not per thread: errs towards "ordered".
@@ -416,6 +463,7 @@ static void on_exit_fiber(Fiber *f) {
     if ((b->wwait[w] & need) == need) fire(b, w, need);
   }
   if (b->live && b->bars[0].arrived >= b->live) wake_bar(b, 0, -1);
+  if (cluster_size > 1) complete_cluster(b->cluster);
 }
 
 // ---- shared memory ------------------------------------------------------------------------------------------------
@@ -470,7 +518,7 @@ char *smem_ptr(uint32_t a) { return cur->blk->arena + (a & (kArena - 1)); }
 #include "runtime_async.h"
 
 // ---- launch -------------------------------------------------------------------------------------------------------
-static void find_image(void *inside) {
+static void find_image(void *inside, char *&image_lo, char *&image_hi) {
   struct Query { char *p, *lo, *hi; } q{static_cast<char *>(inside), nullptr, nullptr};
   dl_iterate_phdr([](dl_phdr_info *i, size_t, void *data) -> int {
     Query &q = *static_cast<Query *>(data);
@@ -604,6 +652,13 @@ static void release_faults() {
   sigaltstack(&old_stack, nullptr);
 }
 
+static uint64_t block_number(uint64_t cluster, uint64_t member) {   // of the grid, counted along x first
+  uint3 c = cluster_shape();
+  uint64_t nx = gridDim.x / c.x, ny = gridDim.y / c.y;
+  uint64_t x = cluster % nx * c.x + member % c.x, y = cluster / nx % ny * c.y + member / c.x % c.y;
+  uint64_t z = cluster / (nx * ny) * c.z + member / (uint64_t(c.x) * c.y);
+  return x + (y + z * gridDim.y) * gridDim.x;
+}
 static void run_grid(uint64_t total, int n) {
   std::vector<Block *> blocks;
   auto take = [&] {
@@ -617,26 +672,32 @@ static void run_grid(uint64_t total, int n) {
     L->blocks = total; L->threads = total * uint64_t(n);
   } else if (total && take()) {
     std::vector<uint32_t> shuffled;
+    uint64_t clusters = total / uint64_t(cluster_size);
     if (L->order == 2) {
-      shuffled.resize(total);
-      for (uint64_t i = 0; i < total; ++i) shuffled[i] = uint32_t(i);
+      shuffled.resize(clusters);
+      for (uint64_t i = 0; i < clusters; ++i) shuffled[i] = uint32_t(i);
       std::shuffle(shuffled.begin(), shuffled.end(), rng);
     }
     uint64_t started = 0;
     size_t used = 0;
     auto start = [&]() -> Block * {
       if (started == total || used == kMaxResident || (used == blocks.size() && !take())) return nullptr;
-      uint64_t i = started++;
+      uint64_t member = started % uint64_t(cluster_size), i = started++ / uint64_t(cluster_size);
       Block *b = blocks[used++];
-      reset_block(b, L->order == 1 ? total - 1 - i : L->order == 2 ? shuffled[i] : i);
+      reset_block(b, block_number(L->order == 1 ? clusters - 1 - i : L->order == 2 ? shuffled[i] : i, member));
       L->blocks++; L->threads += uint64_t(n);
       return b;
     };
     while (started < total && !failed) {
       readers.clear();
       used = 0;
-      std::vector<Block *> running{start()};
-      run_blocks(running, start);
+      std::vector<Block *> running;
+      while (int(running.size()) < cluster_size) {
+        Block *b = start();
+        if (!b) break;
+        running.push_back(b);
+      }
+      if (!failed) run_blocks(running, start);
     }
   }
   for (Block *b : blocks) if (failed) madvise(b->marks, kStack * size_t(n), MADV_DONTNEED);   // of arrays that never ended
@@ -644,7 +705,8 @@ static void run_grid(uint64_t total, int n) {
 }
 int launch(Launch *l, void (*entry)(void **), void **args) {
   L = l; entry_args = args;
-  if (entry_fn != entry) find_image(reinterpret_cast<void *>(entry));
+  if (entry_fn != entry) find_image(reinterpret_cast<void *>(entry), image_lo, image_hi);
+  if (!own_lo) find_image(&threadIdx, own_lo, own_hi);
   entry_fn = entry;
   failed = probing = false;
   cur = nullptr; self = nullptr; hook_pc = call_pc = nullptr; num_suspects = 0; any_alignment = init_quiet = false;
@@ -656,6 +718,11 @@ int launch(Launch *l, void (*entry)(void **), void **args) {
   rng.seed(l->seed);
   launch_serial = next_serial;
   release_time = 1;
+  cluster_bars.clear();
+  uint3 c = cluster_shape();
+  cluster_size = int(c.x * c.y * c.z);
+  if (gridDim.x % c.x || gridDim.y % c.y || gridDim.z % c.z)
+    note_failure("launch", "a grid of %u x %u x %u does not consist of clusters of %u x %u x %u", gridDim.x, gridDim.y, gridDim.z, c.x, c.y, c.z);
   released_at.clear();
   readers.clear();
   int n = int(blockDim.x * blockDim.y * blockDim.z);
@@ -713,6 +780,23 @@ void emu::require_aligned(const void *p, size_t n, Access kind) {
 EMU_HOOK(1) EMU_HOOK(2) EMU_HOOK(4) EMU_HOOK(8) EMU_HOOK(16)
 EMU_API void __tsan_read_range(void *p, size_t n) { hook(p, n, emu::READ, __builtin_return_address(0)); }
 EMU_API void __tsan_write_range(void *p, size_t n) { hook(p, n, emu::WRITE, __builtin_return_address(0)); }
+// clang replaces these three, and reports the table of virtual functions, which kernels do not have.
+EMU_API void *__tsan_memcpy(void *d, const void *s, size_t n) {
+  void *pc = __builtin_return_address(0);
+  hook(const_cast<void *>(s), n, emu::READ, pc, false);
+  hook(d, n, emu::WRITE, pc, false);
+  return memcpy(d, s, n);
+}
+EMU_API void *__tsan_memmove(void *d, const void *s, size_t n) {
+  void *pc = __builtin_return_address(0);
+  hook(const_cast<void *>(s), n, emu::READ, pc, false);
+  hook(d, n, emu::WRITE, pc, false);
+  return memmove(d, s, n);
+}
+EMU_API void *__tsan_memset(void *d, int v, size_t n) {
+  hook(d, n, emu::WRITE, __builtin_return_address(0), false);
+  return memset(d, v, n);
+}
 EMU_API void __tsan_init() {}
 EMU_API void __tsan_func_entry(void *) {}
 EMU_API void __tsan_func_exit() {}

@@ -41,8 +41,7 @@ void cp_wait(int keep) {                                // land all but the newe
 }
 
 // ---- mbarrier -----------------------------------------------------------------------------------------------------
-static int mbar_index(void *bar) {
-  Block *b = cur->blk;
+static int mbar_index(Block *b, void *bar) {
   for (size_t i = 0; i < b->mbars.size(); ++i) if (b->mbars[i].addr == bar) return int(i);
   if (Region *r = find_shared(b, static_cast<char *>(bar), 8)) place(r, static_cast<char *>(bar));
   fail("barrier", "an mbarrier is used before any thread has initialised it");
@@ -69,9 +68,9 @@ void mbar_init(void *bar, uint32_t count) {
   m.addr = static_cast<char *>(bar); m.count = m.pending = count;
   b->mbars.push_back(m);
 }
-void mbar_arrive(void *bar, uint32_t expect_tx, bool arrive) {
-  Block *b = cur->blk;
-  int i = mbar_index(bar);
+static int mbar_index(void *bar) { return mbar_index(cur->blk, bar); }
+static void mbar_arrive_at(Block *b, void *bar, uint32_t expect_tx, bool arrive) {
+  int i = mbar_index(b, bar);
   access(bar, 8, ATOMIC);
   MBar &m = b->mbars[size_t(i)];
   m.tx += expect_tx;
@@ -79,8 +78,14 @@ void mbar_arrive(void *bar, uint32_t expect_tx, bool arrive) {
   if (!m.pending) fail("barrier", "more arrivals on an mbarrier than its count of %u in one phase", m.count);
   m.pending--;
   log_event(b->serial, 0, cur->warp, 100 + i, 0);
-  release(b, cur->warp, m.current);
+  if (b == cur->blk) release(b, cur->warp, m.current);
+  else b->acquired = b->acquired_here = release_time++;   // from another block of the cluster: errs towards "ordered"
   mbar_complete(b, i);
+}
+void mbar_arrive(void *bar, uint32_t expect_tx, bool arrive) { mbar_arrive_at(cur->blk, bar, expect_tx, arrive); }
+void mbar_arrive_remote(void *bar, int rank, uint32_t expect_tx) {
+  Block *b = cluster_block(rank);
+  mbar_arrive_at(b, b->arena + smem_addr(bar), expect_tx, true);
 }
 // Arrives once the thread's earlier cp.async copies are complete; without noinc the phase also expects one arrival more.
 void mbar_cp_async_arrive(void *bar, bool noinc) {
@@ -108,8 +113,34 @@ void mbar_wait(void *bar, uint32_t parity) {
 
 // ---- bulk and tensor copies ---------------------------------------------------------------------------------------
 // Visits the box of a tensor map element by element: visit(shared offset, global address or nullptr when outside).
+template <class F> static void for_pixels(const TensorMap &m, const int32_t *coords, uint32_t smem_base, uint32_t bits, F visit) {
+  int spatial = m.rank - 2;
+  int64_t at[4];                                          // w, h, ..., n of a pixel; it walks through the pixel box
+  for (int d = 0; d < m.rank - 1; ++d) at[d] = coords[1 + d];
+  uint32_t off = smem_base;
+  for (int p = 0; p < m.box[1]; ++p) {
+    char *pixel = m.base + at[spatial] * m.strides[m.rank - 1];
+    bool inside = at[spatial] >= 0 && at[spatial] < m.dims[m.rank - 1];
+    for (int d = 0; d < spatial; ++d) {
+      int64_t x = at[d] + m.offset[d];
+      inside &= x >= 0 && x < m.dims[1 + d];
+      pixel += x * m.strides[1 + d];
+    }
+    for (int c = 0; c < m.box[0]; ++c, off += uint32_t(m.elem_bytes)) {
+      int64_t channel = int64_t(coords[0]) + c;
+      bool valid = inside && channel >= 0 && channel < m.dims[0];
+      visit(off ^ ((off >> 7 & bits) << 4), valid ? pixel + channel * m.elem_bytes : nullptr);
+    }
+    for (int d = 0; d <= spatial; ++d) {                  // the next pixel: w first, the image last
+      at[d] += d < spatial ? m.steps[1 + d] : 1;
+      if (d == spatial || at[d] <= m.dims[1 + d] - 1 + m.upper[d]) break;
+      at[d] = m.lower[d];
+    }
+  }
+}
 template <class F> static void for_box(const TensorMap &m, const int32_t *coords, uint32_t smem_base, F visit) {
   uint32_t bits = m.swizzle == 3 ? 7 : m.swizzle == 2 ? 3 : m.swizzle == 1 ? 1 : 0;
+  if (m.im2col) return for_pixels(m, coords, smem_base, bits, visit);
   int n[5] = {1, 1, 1, 1, 1}, at[5];
   for (int d = 0; d < m.rank; ++d) n[d] = m.box[d];
   uint32_t off = smem_base;
@@ -125,7 +156,7 @@ template <class F> static void for_box(const TensorMap &m, const int32_t *coords
 }
 static uint32_t box_bytes(const TensorMap &m) {
   uint32_t n = uint32_t(m.elem_bytes);
-  for (int d = 0; d < m.rank; ++d) n *= uint32_t(m.box[d]);
+  for (int d = 0; d < (m.im2col ? 2 : m.rank); ++d) n *= uint32_t(m.box[d]);
   return n;
 }
 static void require_aligned(uint32_t smem, uint32_t align, const char *what) {
@@ -155,39 +186,57 @@ static void land_one_flight(const std::vector<Block *> &blocks) {
     return land_flight(b, x);
   }
 }
-static void start_flight(Flight &x) {
-  Block *b = cur->blk;
+static void start_flight(Flight &x, Block *b) {
   L->async_ops++;
   x.pc = short_pc();
   access(x.dst, x.bytes, WRITE);                        // the target must be free, as seen by the issuing thread
-  mark_pending(x.dst, x.bytes, 1, true);
+  if (b == cur->blk) mark_pending(x.dst, x.bytes, 1, true);
   b->now[kAsync]++;
   x.clock = b->now[kAsync];
   if (L->async_late) b->flights.push_back(x); else land_flight(b, x);
 }
+// Into the block's own shared memory, or with a mask of ranks into the same place of other blocks of the cluster.
+static void start_flights(Flight x, void *bar, unsigned multicast) {
+  Block *own = cur->blk;
+  uint32_t to = smem_addr(x.dst), at = smem_addr(bar);
+  for (int rank = 0; rank < cluster_size; ++rank) {
+    if (multicast && !(multicast >> rank & 1)) continue;
+    Block *b = multicast ? cluster_block(rank) : own;
+    x.dst = b->arena + to;
+    x.mbar = mbar_index(b, b->arena + at);
+    start_flight(x, b);
+    if (!multicast) return;
+  }
+}
 struct AnyAlignment { AnyAlignment() { any_alignment = true; } ~AnyAlignment() { any_alignment = false; } };
 
-void bulk_load(void *dst, const void *src, uint32_t bytes, void *bar) {
+void cluster_store(void *dst, const void *src, int rank, uint32_t bytes, void *bar) {
   Caller from(__builtin_return_address(0));
   Flight x{};
-  x.mbar = mbar_index(bar);
+  x.dst = static_cast<char *>(dst); x.src = static_cast<const char *>(src); x.bytes = bytes;
+  access(src, bytes, READ);
+  mbar_arrive_remote(bar, rank, bytes);
+  start_flights(x, bar, 1u << rank);
+}
+void bulk_load(void *dst, const void *src, uint32_t bytes, void *bar, unsigned multicast) {
+  Caller from(__builtin_return_address(0));
+  Flight x{};
   x.dst = static_cast<char *>(dst); x.src = static_cast<const char *>(src); x.bytes = bytes;
   require_aligned(smem_addr(dst), 16, "a bulk copy");
   if (bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16)
     fail("misaligned", "misaligned: a bulk copy of %u bytes needs 16-byte address and size", bytes);
   access(src, bytes, READ);
-  start_flight(x);
+  start_flights(x, bar, multicast);
 }
-void tensor_load(const TensorMap &map, void *dst, void *bar, const int32_t *coords) {
+void tensor_load(const TensorMap &map, void *dst, void *bar, const int32_t *coords, unsigned multicast) {
   Caller from(__builtin_return_address(0));
   Flight x{};
-  x.mbar = mbar_index(bar);
   x.dst = static_cast<char *>(dst); x.bytes = box_bytes(map); x.tensor = true; x.map = map;
   memcpy(x.coords, coords, sizeof(int32_t) * size_t(map.rank));
   require_aligned(smem_addr(dst), 128, "a tensor copy");
   if (L->check) for_box(map, coords, smem_addr(dst), [&](uint32_t, char *g) { if (g) access(g, size_t(map.elem_bytes), READ); });
   AnyAlignment bytes_only;
-  start_flight(x);
+  start_flights(x, bar, multicast);
 }
 template <class T, class F> static void add_with(char *g, const char *s, F sum) {
   T a, b;

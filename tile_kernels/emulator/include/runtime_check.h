@@ -72,6 +72,7 @@ static Stamp stamp(const Fiber *f, bool atomic) {
   return {b->serial, b->now[f->warp], b->wepoch[f->warp], uint16_t(f->lin + 1), uint8_t(atomic), 0};
 }
 static char *image_lo = nullptr, *image_hi = nullptr;   // the kernel's own library
+static char *own_lo = nullptr, *own_hi = nullptr;       // the runtime's: clang also reports reads of threadIdx
 static uint32_t short_pc() {
   char *pc = static_cast<char *>(hook_pc ? hook_pc : call_pc);
   return pc >= image_lo && pc < image_hi ? uint32_t(pc - image_lo) : 0;
@@ -232,6 +233,7 @@ static void check_cell(Cell &c, Region *r, char *p, size_t n, Access kind, Fiber
   }
 }
 
+static void stamp_async(Block *b, char *p, size_t n, uint32_t clock, uint32_t pc, How how);
 // ---- the access check ---------------------------------------------------------------------------------------------
 static Region *find_shared(Block *b, char *p, size_t n) {
   for (Region &r : b->regions) if (p >= r.base && p + n <= r.base + r.size) return &r;
@@ -352,7 +354,15 @@ static void check(const void *ptr, size_t n, Access kind) {
     if (Region *r = find_shared(b, p, n)) return check_region(r, p, n, kind, f);
   } else {
     for (Region &r : tensors) if (p >= r.base && p + n <= r.base + r.size) return check_region(&r, p, n, kind, f);
+    if (cluster_size > 1)
+      for (Block *o : resident) {
+        if (o->cluster != b->cluster || p < o->arena || p >= o->arena + kArena) continue;
+        if (!find_shared(o, p, n)) fail("out of bounds", "out of bounds: %zu-byte %s shared memory of block %d of the cluster", n, kVerb[kind], o->rank);
+        if (kind != READ) stamp_async(o, p, n, 0, short_pc(), PLAIN);
+        return;
+      }
     if (p >= image_lo && p < image_hi) return;                        // constants of the kernel itself
+    if (p >= own_lo && p < own_hi && kind == READ) return;
     if (p >= b->stacks && p < b->stacks + kStack * size_t(b->n)) return;  // a collective writes its peers' registers
   }
   const Region *near = shared ? nearest(b->regions, p) : nearest(tensors, p);

@@ -49,6 +49,7 @@ struct Fiber : Thread {
   void *carg;
   unsigned cmask;
   unsigned polls;                           // atomics in a row that changed nothing
+  uint32_t cluster_phase;                   // of the cluster barrier, at the thread's last arrival
   std::vector<Copy> loads, stores;          // oldest first
   std::vector<Deferred> deferred;
   Local *locals;                            // innermost first
@@ -124,13 +125,16 @@ struct Flight {                             // a bulk or tensor load not yet lan
 struct Readers { Stamp by[kAgents]; uint32_t time[kAgents]; };   // the last reader of each warp, and its release time
 struct Block {
   uint3 bid;
+  uint32_t cluster;                         // number of its cluster
+  int rank;                                 // in the cluster
+  Clock cluster_done;                       // what the last cluster barrier released
   uint32_t serial;
   int n, live;
   std::vector<Fiber *> f;
   char *stacks;
   char *marks;                              // of each stack byte: 0 not followed, 1 undefined, 2 written, 4 beside an array
   bool guarded;
-  Bar bars[17];
+  Bar bars[18];                             // 0 to 15 of the program, the grid's, the cluster's
   unsigned wlive[kMaxWarps], wwait[kMaxWarps];
   uint32_t wepoch[kMaxWarps];
   Clock knows[kAgents];                     // knows[w].t[v]: what warp w knows of warp v
@@ -168,6 +172,9 @@ static std::vector<Readers> readers;
 static std::vector<Shadow> range_shadows;
 static std::vector<Region> tensors;
 static std::mt19937 rng;
+static int cluster_size = 1;
+struct ClusterBar { int arrived; uint32_t phase; };
+static std::unordered_map<uint32_t, ClusterBar> cluster_bars;
 static char *last_read = nullptr;           // spins on plain memory: see check()
 static uint32_t same_reads = 0, accesses = 0;
 static void *hook_pc = nullptr;            // the kernel instruction whose access is being checked

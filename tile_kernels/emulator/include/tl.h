@@ -70,6 +70,126 @@ template <class I, class O> void DP4A(I *a, I *b, O *c) {
   *c = __dp4a(*reinterpret_cast<int *>(a), *reinterpret_cast<int *>(b), *reinterpret_cast<int *>(c));
 }
 
+// ---- inline PTX (ptx.py): bits of one type as another, and the instructions that C++ has no operator for -------------------
+namespace emu {
+template <class T, class V> inline T ptx_as(V v) {
+  if constexpr (std::is_same_v<T, V>) return v;
+  else if constexpr (std::is_pointer_v<V>) return T(reinterpret_cast<uintptr_t>(v));
+  else if constexpr (std::is_integral_v<T> && (std::is_integral_v<V> || std::is_enum_v<V>)) return T(v);
+  else if constexpr (sizeof(T) == sizeof(V)) return bit_cast<T>(v);
+  else return T(v);
+}
+template <class D, class V> inline void ptx_set(D &d, V v) {
+  if constexpr (std::is_pointer_v<D>) d = reinterpret_cast<D>(uintptr_t(v));
+  else d = ptx_as<D>(v);
+}
+template <class T, class... P> inline T ptx_pack(P... p) {
+  T r = 0;
+  unsigned at = 0;
+  ((r |= T(bit_cast<std::conditional_t<sizeof(P) == 2, uint16_t, std::conditional_t<sizeof(P) == 4, uint32_t, uint8_t>>>(p)) << at, at += 8 * sizeof(P)), ...);
+  return r;
+}
+inline uint32_t ptx_lop3(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
+  uint32_t r = 0;
+  for (int i = 0; i < 8; ++i)
+    if (table >> i & 1) r |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
+  return r;
+}
+inline uint32_t ptx_prmt(uint32_t a, uint32_t b, uint32_t s) {   // bit 3 of a selector repeats the sign of its byte
+  uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t r = 0;
+  for (int i = 0; i < 4; ++i) {
+    uint32_t pick = s >> 4 * i & 15, byte = uint32_t(bytes >> 8 * (pick & 7)) & 0xff;
+    if (pick & 8) byte = byte & 0x80 ? 0xff : 0;
+    r |= byte << 8 * i;
+  }
+  return r;
+}
+inline uint32_t ptx_tf32(float x) {   // round to nearest, ties away from zero
+  uint32_t u = bit_cast<uint32_t>(x);
+  return (u & 0x7f800000) == 0x7f800000 ? u : (u + 0x1000) & 0xffffe000u;
+}
+template <class T> inline T ptx_bfe(T a, uint32_t at, uint32_t count) {
+  using U = std::make_unsigned_t<T>;
+  constexpr uint32_t bits = 8 * sizeof(T);
+  at &= 255; count &= 255;
+  if (!count) return 0;
+  bool sign = std::is_signed_v<T> && (U(a) >> (at + count < bits ? at + count - 1 : bits - 1) & 1);
+  U v = at < bits ? U(U(a) >> at) : U(0);
+  if (count < bits) v &= (U(1) << count) - 1;
+  uint32_t have = (count < bits ? count : bits);
+  return T(sign && have < bits ? v | ~((U(1) << have) - 1) : v);
+}
+template <class T, class V> inline T ptx_saturate(V v) {
+  using L = std::numeric_limits<T>;
+  __int128 x = v;
+  return x > L::max() ? L::max() : x < L::min() ? L::min() : T(v);
+}
+}  // namespace emu
+
+// ---- cuRAND's Philox 4x32-10: the sequence of curand_init, and the conversions of curand_uniform and curand_normal ----------
+struct curandStatePhilox4_32_10_t { uint32_t ctr[4], key[2], out[4]; int used, has_extra; float extra; };
+using curandStatePhilox4_32_10 = curandStatePhilox4_32_10_t;
+namespace emu {
+using Philox = curandStatePhilox4_32_10_t;
+inline void philox_rounds(Philox *s) {
+  uint32_t c[4], k0 = s->key[0], k1 = s->key[1];
+  memcpy(c, s->ctr, sizeof c);
+  for (int i = 0; i < 10; ++i, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+    uint64_t a = uint64_t(0xD2511F53u) * c[0], b = uint64_t(0xCD9E8D57u) * c[2];
+    uint32_t n[4] = {uint32_t(b >> 32) ^ c[1] ^ k0, uint32_t(b), uint32_t(a >> 32) ^ c[3] ^ k1, uint32_t(a)};
+    memcpy(c, n, sizeof c);
+  }
+  memcpy(s->out, c, sizeof c);
+}
+inline void philox_skip(Philox *s, uint64_t n, int word) {   // adds n to the counter from `word` on
+  for (int i = word; i < 4 && n; i += 2) {
+    uint64_t old = uint64_t(s->ctr[i + 1]) << 32 | s->ctr[i], sum = old + n;
+    s->ctr[i] = uint32_t(sum); s->ctr[i + 1] = uint32_t(sum >> 32);
+    n = sum < old;
+  }
+}
+}  // namespace emu
+inline void curand_init(unsigned long long seed, unsigned long long subsequence, unsigned long long offset, emu::Philox *s) {
+  *s = {};
+  s->key[0] = uint32_t(seed); s->key[1] = uint32_t(seed >> 32);
+  emu::philox_skip(s, subsequence, 2);
+  emu::philox_skip(s, offset / 4, 0);
+  s->used = int(offset % 4);
+  emu::philox_rounds(s);
+}
+inline unsigned curand(emu::Philox *s) {
+  unsigned r = s->out[s->used];
+  if (++s->used == 4) { emu::philox_skip(s, 1, 0); emu::philox_rounds(s); s->used = 0; }
+  return r;
+}
+inline uint4 curand4(emu::Philox *s) { unsigned a = curand(s), b = curand(s), c = curand(s), d = curand(s); return make_uint4(a, b, c, d); }
+namespace emu {
+inline float philox_uniform(unsigned x) { return x * 2.3283064e-10f + 2.3283064e-10f / 2; }
+inline float2 philox_normal(unsigned x, unsigned y) {   // Box-Muller
+  float u = philox_uniform(x), v = y * (2.3283064e-10f * 6.2831855f) + 2.3283064e-10f * 6.2831855f / 2;
+  float r = std::sqrt(-2.f * std::log(u));
+  return make_float2(r * std::sin(v), r * std::cos(v));
+}
+}  // namespace emu
+inline float curand_uniform(emu::Philox *s) { return emu::philox_uniform(curand(s)); }
+inline float4 curand_uniform4(emu::Philox *s) {
+  uint4 x = curand4(s);
+  return make_float4(emu::philox_uniform(x.x), emu::philox_uniform(x.y), emu::philox_uniform(x.z), emu::philox_uniform(x.w));
+}
+inline float2 curand_normal2(emu::Philox *s) { unsigned x = curand(s), y = curand(s); return emu::philox_normal(x, y); }
+inline float4 curand_normal4(emu::Philox *s) {
+  uint4 x = curand4(s);
+  float2 a = emu::philox_normal(x.x, x.y), b = emu::philox_normal(x.z, x.w);
+  return make_float4(a.x, a.y, b.x, b.y);
+}
+inline float curand_normal(emu::Philox *s) {
+  if (s->has_extra) { s->has_extra = 0; return s->extra; }
+  float2 v = curand_normal2(s);
+  s->extra = v.y; s->has_extra = 1;
+  return v.x;
+}
+
 namespace tl {
 enum class DataType : int {
   kInt4, kUInt4, kInt8, kUInt8, kInt16, kUInt16, kInt32, kUInt32, kInt64, kUInt64, kFloat8_e4m3, kFloat8_e5m2, kFloat16, kBFloat16,
