@@ -33,6 +33,7 @@ _UNSUPPORTED = [
     (re.compile(r"\b(?:asm|__asm__)\b"), "inline PTX, which has no meaning on a CPU"),
     (re.compile(r"\btl::tcgen05|\btcgen05"), "tcgen05 (tensor memory of sm_100)"),
     (re.compile(r"\bcurandState(?!Philox4_32_10)\w*"), "a generator of cuRAND other than Philox"),
+    (re.compile(r"\bwgmma_sp_\w+|\bmma_sp_sync\b"), "a sparse matrix product (2:4)"),
     (re.compile(r"\bclc_\w+"), "cluster launch control (sm_100)"),
     (re.compile(r"_rs_sat\b"), "stochastic rounding, whose random bits only the hardware defines"),
 ]
