@@ -46,7 +46,7 @@ def test_script_with_every_entry_point() -> None:
 def test_endless_loop_ends_with_its_position() -> None:
     status, _, err = finish(start("--time-limit", 8, SCRIPTS / "endless_loop.py"))
     assert status == 124, err
-    assert "spin_kernel: the time limit was reached while this thread was running; 64 of" in err
+    assert "spin_kernel: the time limit was reached while this thread was running; " in err
     assert "[block (0, 0, 0) thread (" in err
     assert "endless_loop.py" in err
     assert "1.000100e+00" in err  # the line of the loop's body
