@@ -255,6 +255,40 @@ def demo() -> list[str]:
     ]
 
 
+def emulator() -> list[str]:
+    """What `benchmarks/emulator.py` wrote: planted bugs, Python lines, times beside Triton's."""
+    run = json.loads((RESULTS.parent / "emulator.json").read_text())
+    machine, planted, found = run["machine"], run["planted"], run["python_lines"]
+    right = sum(bug["diagnosed"] for bug in planted.values())
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "tilelang", "triton"))
+    statements = sum(found.values())
+    rows = [
+        f"| {name} | `{bug['message'].split(' [block')[0]}` | `{bug['line']}` |"
+        for name, bug in planted.items()
+    ]
+    times = [
+        f"| {name} | {t['check_ms']:.0f} | {t['fast_ms']:.1f} | {t['triton_ms']:.0f} | "
+        f"{t['triton_ms'] / t['check_ms']:.1f} | {t['build_check_ms'] / 1e3:.1f} |"
+        for name, t in run["times"].items()
+    ]
+    return [
+        f"{right} of {len(planted)} classes are diagnosed. Of {statements} generated statements of "
+        f"these kernels {found['exact']} lead to their Python line, {found['near']} (inserted "
+        f"barriers and the like) to the line before, {found['none']} to none.",
+        "",
+        "| planted | message | Python line |",
+        "|---|---|---|",
+        *rows,
+        "",
+        "Times of warm calls in milliseconds of processor time, and the build of a new kernel in "
+        f"seconds ({machine['cpu']}; {versions}; {machine['date']}):",
+        "",
+        "| | check | fast | Triton's interpreter | Triton / check | build, s |",
+        "|---|---|---|---|---|---|",
+        *times,
+    ]
+
+
 TABLES = {"operators": (ROOT / "README.md", operators)}
 TABLES["arguments"] = (ROOT / "docs" / "moe.md", arguments)
 TABLES["layer"] = (ROOT / "docs" / "mhc.md", streams)
@@ -263,6 +297,7 @@ TABLES["layers"] = (ROOT / "docs" / "layers.md", layers)
 TABLES["demo"] = (ROOT / "docs" / "demo.md", demo)
 TABLES["comparison"] = (ROOT / "docs" / "comparison.md", comparison)
 TABLES["benchmarks"] = (ROOT / "docs" / "benchmarks.md", benchmarks)
+TABLES["emulator"] = (ROOT / "docs" / "finding-bugs.md", emulator)
 
 
 def updated(name: str) -> str:

@@ -25,7 +25,18 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 
 @pytest.mark.parametrize(
-    "name", ["operators", "arguments", "benchmarks", "layer", "layers", "fp8", "demo", "comparison"]
+    "name",
+    [
+        "operators",
+        "arguments",
+        "benchmarks",
+        "layer",
+        "layers",
+        "fp8",
+        "demo",
+        "comparison",
+        "emulator",
+    ],
 )
 def test_generated_tables_are_fresh(name: str) -> None:
     tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))

@@ -31,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                     help="order in which threads and blocks run")  # fmt: skip
     text = "the autotuner's configuration (default: the first that compiles)"
     group.addoption("--emulate-config", type=int, metavar="N", help=text)
+    group.addoption("--emulate-report", choices=("html",),
+                    help="write a page about each kernel that fails")  # fmt: skip
     group.addoption("--emulate-time-limit", type=float, default=0.0, metavar="S",
                     help="seconds after which a test fails (default: none)")  # fmt: skip
 
@@ -48,6 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
         arch=config.getoption("--emulate-arch"),
         order=config.getoption("--emulate-order"),
         config=config.getoption("--emulate-config"),
+        report=config.getoption("--emulate-report"),
     )
     stack = contextlib.ExitStack()
     config.stash[_SESSION] = stack.enter_context(emulated_tilelang(settings))

@@ -429,11 +429,13 @@ def test_lack_of_memory_is_an_error() -> None:
     assert large[:33].tolist() == [1] * 32 + [0]
 
 
-def test_uninitialised_shared_memory_reads_as_nan() -> None:
-    probe = cuda_source("__shared__ float s[32];\ny[threadIdx.x] = s[threadIdx.x];", {"y": "float"})
+def test_uninitialised_shared_memory_reads_as_nan_in_fast_mode() -> None:
+    body = "__shared__ float s[32];\ny[threadIdx.x] = s[threadIdx.x];"
     y = torch.zeros(32)
-    probe(y)
+    cuda_source(body, {"y": "float"}, mode="fast")(y)
     assert bool(y.isnan().all())
+    with pytest.raises(EmulationError, match="uninitialised: 4-byte read of shared s byte 0"):
+        cuda_source(body, {"y": "float"})(y)
 
 
 def test_an_error_does_not_poison_the_next_call() -> None:

@@ -253,6 +253,7 @@ UNSWIZZLED = """
   // core matrices of 8 rows x 16 bytes: along k at 128 bytes (LBO), along m or n at 256 bytes (SBO)
   for (int i = t; i < 64 * 16; i += 128) { int m = i / 16, k = i % 16; sa[m / 8 * 128 + m % 8 * 8 + k / 8 * 64 + k % 8] = bfloat16_t(a[i]); }
   if (t < 128) { int n = t / 16, k = t % 16; sb[n / 8 * 128 + n % 8 * 8 + k / 8 * 64 + k % 8] = bfloat16_t(b[t]); }
+  tl::fence_proxy_async();
   __syncthreads();
   tl::GmmaDescriptor da, db;
   tl::initialize_wgmma_descriptor<0, 8, 16>(da, &sa[0]);
@@ -389,6 +390,7 @@ def test_bulk_stores_must_be_waited_for_and_may_add() -> None:
     body = """
   __shared__ float s[64];
   s[threadIdx.x] = x[threadIdx.x]; s[threadIdx.x + 32] = 1;
+  tl::fence_proxy_async();
   __syncthreads();
   if (threadIdx.x == 0) {{
     tl::tma_store(&y[0], &s[0], 256); tl::tma_store_add(&s[0], &y[64], 256); tl::tma_store_arrive();

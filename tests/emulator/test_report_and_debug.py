@@ -16,7 +16,7 @@ import torch
 from tile_kernels.emulator import Emulated, EmulationError
 
 from . import sample_kernels as k
-from .helpers import rand, run
+from .helpers import rand, replace_nth, run
 
 # ---- reports -----------------------------------------------------------------------------------
 
@@ -202,3 +202,93 @@ def test_replay_repeats_a_failure_with_tensor_maps(tmp_path: Path) -> None:
         check=False,
     )
     assert "tma_copy_kernel: race:" in done.stdout, done.stdout + done.stderr
+
+
+# ---- the page of a failure ---------------------------------------------------------------------
+
+
+def test_page_of_a_race(tmp_path: Path) -> None:
+    page = tmp_path / "race.html"
+    kernel = k.global_exchange(128, sync=False)
+    x, y = torch.zeros(128), torch.zeros(128)
+    with pytest.raises(EmulationError, match=f"report: {page}") as caught:
+        run(kernel, rand(128), x, y, configs=k.NO_BARRIERS, report=page)
+    text, error = page.read_text(), caught.value
+    assert "<span class='kind'>race</span> in global_exchange_kernel" in text
+    assert f"<tr class='bad'><td>{error.python_line}</td>" in text
+    assert f"<tr class='other'><td>{error.other_python_line}</td>" in text
+    assert "No thread of this block had met a barrier" in text
+
+
+def test_page_has_barriers_and_shared_memory(tmp_path: Path) -> None:
+    x, w, y = rand(8, 512), rand(512), torch.zeros(8)
+    shift = replace_nth(r"\(\(float\*\)ws\) \+ \(", 1, "((float*)ws) + (9000 + ")
+    kernel = k.pipelined_rowsum(512)
+    with pytest.raises(EmulationError) as caught:
+        run(kernel, x, w, y, transform=shift, report=tmp_path / "new" / "page.html")
+    error = caught.value
+    arrivals = [e for e in error.barriers if e.what == "arrives"]
+    assert {e.warp for e in arrivals} == {0, 1, 2, 3}
+    assert arrivals[0].python_line is not None
+    assert [(p.name, p.offset) for p in error.shared] == [
+        ("workspace", 0),
+        ("xs", 0),
+        ("ws", 24576),
+    ]
+    text = (tmp_path / "new" / "page.html").read_text()
+    assert "timeline of barriers" in text
+    assert "map of shared memory" in text
+    assert "<title>barrier 0 completes</title>" in text
+    assert "xs (24576 bytes)" in text
+
+
+def test_page_named_after_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    kernel = k.shifted_copy(64, 1, 0)
+    with pytest.raises(EmulationError):
+        run(kernel, torch.zeros(64), torch.zeros(64), configs=k.NO_GUARDS, report="html")
+    assert [p.name for p in tmp_path.iterdir()] == ["shifted_copy_kernel-out-of-bounds.html"]
+
+
+FAULTY_SCRIPT = """
+import tilelang, torch
+from tilelang import language as T
+
+@tilelang.jit(out_idx=[1])
+def shifted(n):
+    @T.prim_func
+    def shifted(x: T.Tensor[(n,), T.float32], y: T.Tensor[(n,), T.float32]):
+        with T.Kernel(1, threads=n):
+            t = T.get_thread_binding()
+            if t < n - 1:
+                y[t] = x[t]
+            y[t] += 1.0
+    return shifted
+
+def test_shifted():
+    shifted(32)(torch.ones(32, device="cuda"))
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["-m", "tile_kernels.emulator", "--report", "html"],
+     ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tile_kernels.pytest_emulate",
+      "--emulate", "--emulate-report", "html"]],
+    ids=["emulate", "pytest"],
+)  # fmt: skip
+def test_report_of_an_unmodified_script(command: list[str], tmp_path: Path) -> None:
+    """A result of `out_idx` is undefined at first, so adding to it is an error."""
+    (tmp_path / "test_faulty.py").write_text(FAULTY_SCRIPT)
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, *command, "test_faulty.py"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": root},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "uninitialised: 4-byte read of y byte 124 (element 31)" in said
+    assert "test_faulty.py:13: y[t] += 1.0" in said
+    text = (tmp_path / "shifted_kernel-uninitialised.html").read_text()
+    assert "<tr class='bad'><td>13</td>" in text

@@ -78,8 +78,8 @@ ARENA = """  extern __shared__ __align__(1024) uchar buf_dyn_shmem[];
 
 def test_rewrite_splits_buffers_of_known_size_and_drops_the_empty_arena() -> None:
     text = rewritten(ARENA, a=SharedBuffer(512, 16), b=SharedBuffer(128, 32))
-    assert 'void* a = emu::shared_buf("a", 512, 16, 1024);' in text
-    assert 'void* b = emu::shared_buf("b", 128, 32, 1024);' in text
+    assert 'void* a = emu::shared_buf("a", 512, 16, 1024, 0);' in text
+    assert 'void* b = emu::shared_buf("b", 128, 32, 1024, 512);' in text
     assert "buf_dyn_shmem" not in text
 
 
@@ -87,7 +87,7 @@ def test_rewrite_leaves_buffers_of_unknown_size_in_the_arena_but_names_them() ->
     text = rewritten(ARENA, b=SharedBuffer(128, 32))
     assert 'emu::name_shared("a", a, 512, 8);' in text
     assert 'emu::dyn_shared("dynamic shared memory", 0' in text
-    assert 'void* b = emu::shared_buf("b", 128, 32, 1024);' in text
+    assert 'void* b = emu::shared_buf("b", 128, 32, 1024, 512);' in text
 
 
 def test_rewrite_merged_keeps_tilelangs_offsets() -> None:

@@ -31,6 +31,7 @@ def emulate(
     arch: str | None = None,
     pass_configs: Mapping[Any, Any] | None = None,
     async_late: bool = True,
+    fresh: Sequence[str] = (),
     **options: Unpack[Options],
 ) -> Report:
     """Run every kernel of a TileLang function on CPU tensors, in place.
@@ -62,7 +63,7 @@ def emulate(
             f"{emulated.name} has no parameter {', '.join(unknown)}; it has {', '.join(names)}"
         )
     values = [given.get(n) for n in names]
-    return emulated(*values, order=order, seed=seed, async_late=async_late)
+    return emulated(*values, order=order, seed=seed, async_late=async_late, fresh=fresh)
 
 
 def resolve(

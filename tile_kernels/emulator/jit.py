@@ -40,6 +40,7 @@ class Settings:
         num_sms: Multiprocessors that the device reports.
         keep: Folder that receives source, inputs and a debugger script of each kernel.
         show_reports: Print the report of every launch.
+        report: `"html"` writes a page about a failure.
     """
 
     mode: str = "check"
@@ -51,6 +52,7 @@ class Settings:
     num_sms: int | None = None
     keep: Path | None = None
     show_reports: bool = False
+    report: str | None = None
 
 
 @dataclass
@@ -125,6 +127,7 @@ class Outputs:
 
     def __init__(self, params: Sequence[Param], indices: Sequence[int]) -> None:
         self.params, self.indices = params, list(indices)
+        self.names = [params[i].name for i in self.indices]
         self._shapes = {i: compile_expressions(params[i].shape or ()) for i in self.indices}
 
     def allocate(self, emulated: Emulated, values: list[Any], cuda: bool) -> None:
@@ -180,7 +183,12 @@ def _make_kernel_class() -> Any:
             self.outputs.allocate(self.emulated, values, cuda=True)
             settings = self.session.settings
             try:
-                report = self.emulated(*values, order=settings.order, seed=settings.seed)
+                report = self.emulated(
+                    *values,
+                    order=settings.order,
+                    seed=settings.seed,
+                    fresh=self.outputs.names,  # as of torch.empty
+                )
             except EmulationError as error:
                 self.session.failures.append(error)
                 raise
@@ -218,6 +226,7 @@ def _make_kernel_class() -> Any:
                     mode=settings.mode,
                     split_shared=settings.split_shared,
                     keep=keep,
+                    report=settings.report,
                 )
                 emulated.check_static_limits()
             except EmulationError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import re
 import subprocess
 import threading
@@ -17,12 +18,17 @@ import torch
 from . import build as _build
 from . import cache, pointers
 from . import debug as _debug
-from .errors import EmulationError
+from . import lines as _lines
+from . import page as _page
+from .errors import BarrierEvent, EmulationError, SharedPart
 from .lowering import DEFAULT_ARCH, Kernel, Lowered, Param, compile_expressions, lower
 from .report import KernelRun, Report, Traffic
 from .rewrite import rewrite
 from .staging import staged
+from .undefined import UNDEFINED
+from .undefined import Rerun as _Rerun
 
+FIRST_MBARRIER, GRID_BARRIER = 100, 16  # numbers of barriers in emu::Event
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 # Shared memory a block may use, by architecture, as the launch would enforce it.
 SHARED_LIMIT = {
@@ -55,8 +61,26 @@ class CRange(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("base", ctypes.c_void_p),
         ("size", ctypes.c_uint64),
-        *_fields(ctypes.c_uint32, "elem_bits unused"),
+        *_fields(ctypes.c_uint32, "elem_bits fresh"),
         ("traffic", CTraffic),
+    ]
+
+
+class CEvent(ctypes.Structure):
+    """emu::Event."""
+
+    _fields_ = [
+        ("serial", ctypes.c_uint32),
+        *_fields(ctypes.c_int32, "what warp barrier line"),
+    ]
+
+
+class CSharedMap(ctypes.Structure):
+    """emu::SharedMap."""
+
+    _fields_ = [
+        ("name", ctypes.c_char * 48),
+        *_fields(ctypes.c_uint32, "offset size elem_bits planned"),
     ]
 
 
@@ -71,7 +95,9 @@ class CFailure(ctypes.Structure):
         *_fields(ctypes.c_uint32 * 3, "block thread"),
         ("pcs", ctypes.c_void_p * 24),
         ("other_pc", ctypes.c_void_p),
-        *_fields(ctypes.c_int32, "num_pcs has_thread"),
+        *_fields(ctypes.c_int32, "num_pcs has_thread num_events num_maps"),
+        ("events", CEvent * 256),
+        ("maps", CSharedMap * 64),
     ]
 
 
@@ -87,6 +113,8 @@ class CLaunch(ctypes.Structure):
         ("ranges", ctypes.POINTER(CRange)),
         ("failure", ctypes.POINTER(CFailure)),
         *_fields(ctypes.c_uint64, "blocks threads barriers warp_ops async_ops"),
+        *_fields(ctypes.c_uint32, "blamed strict num_sites"),
+        ("sites", ctypes.c_uint32 * 16),
         ("cluster", ctypes.c_uint32 * 3),
     ]
 
@@ -301,6 +329,7 @@ class Options(TypedDict, total=False):
     | `name` | name in reports, default the prim_func's |
     | `cooperative` | keep all blocks resident; default: when the source has a grid barrier |
     | `keep` | folder that receives the C++ file, the inputs of the last call and `debug.sh` |
+    | `report` | file that receives an HTML page about a failure; `"html"`: one named after the kernel |
     | `transform` | edits the generated source before compilation, for mutation tests |
     """  # noqa: E501
 
@@ -310,6 +339,7 @@ class Options(TypedDict, total=False):
     name: str | None
     cooperative: bool | None
     keep: str | Path | None
+    report: str | Path | None
     transform: Callable[[str], str] | None
 
 
@@ -330,10 +360,12 @@ class Emulated:
         mode: str,
         keep: Path | None,
         cooperative: bool,
+        report: Path | None = None,
     ) -> None:
         self.lowered, self.library = lowered, library
         self.name, self.mode = name, mode
-        self.cooperative, self.keep = cooperative, keep
+        self.cooperative, self.keep, self.report = cooperative, keep, report
+        self._places: dict[int, _lines.Place | None] = {}
         handle = ctypes.CDLL(str(library))
         self._launchers = [_Launcher(k, handle[f"emu_launch_{k.name}"]) for k in lowered.kernels]
         used = {n for k in lowered.kernels for n, kind in k.args if kind == "tensor"}
@@ -388,6 +420,7 @@ class Emulated:
         name: str | None = None,
         cooperative: bool | None = None,
         keep: str | Path | None = None,
+        report: str | Path | None = None,
         transform: Callable[[str], str] | None = None,
     ) -> Emulated:
         """Compile an already lowered kernel; the other arguments are `Options`."""
@@ -396,7 +429,13 @@ class Emulated:
         kernels = [k.name for k in lowered.kernels]
         shared = {k.name: k.shared for k in lowered.kernels}
         try:
-            text = rewrite(source, shared, kernels, split_shared=split_shared)
+            text = rewrite(
+                source,
+                shared,
+                kernels,
+                split_shared=split_shared,
+                follow_locals=mode == "check",
+            )
             library = _build.compile_kernel(text, flags)
         except EmulationError as e:
             raise EmulationError(f"{lowered.name}: {e}", kind=e.kind) from None
@@ -409,6 +448,7 @@ class Emulated:
             name=name or lowered.name,
             mode=mode,
             keep=folder,
+            report=None if report is None else Path(report),
             cooperative=lowered.cooperative if cooperative is None else cooperative,
         )
 
@@ -418,7 +458,12 @@ class Emulated:
         return self.lowered.source
 
     def __call__(
-        self, *args: Any, order: str = "forward", seed: int = 0, async_late: bool = True
+        self,
+        *args: Any,
+        order: str = "forward",
+        seed: int = 0,
+        async_late: bool = True,
+        fresh: Sequence[str] = (),
     ) -> Report:
         """Run every kernel of the prim_func.
 
@@ -428,21 +473,33 @@ class Emulated:
         | `order` | order in which threads and blocks run: `"forward"`, `"reverse"`, `"random"` |
         | `seed` | of the random order |
         | `async_late` | True: asynchronous copies land as late as allowed; False: at once |
-        """
+        | `fresh` | names of tensors whose content is undefined, as of `torch.empty`: results may not depend on it |
+        """  # noqa: E501
         if order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
         with torch._C.DisableTorchFunction():  # modes may tell stories about tensors (cuda_api.py)
-            return self._run(args, order, seed, async_late)
+            return self._run(args, order, seed, async_late, fresh)
 
-    def _run(self, args: tuple[Any, ...], order: str, seed: int, async_late: bool) -> Report:
+    def _run(
+        self,
+        args: tuple[Any, ...],
+        order: str,
+        seed: int,
+        async_late: bool,
+        fresh: Sequence[str],
+    ) -> Report:
         started = time.perf_counter()
         tensors, symbols = self._bind(args)
         tensors |= self._allocate_workspaces(symbols)
+        fresh = [*fresh, *(w.name for w in self.lowered.workspaces if w.name in tensors)]
         targets = pointers.targets({n: tensors[n][1] for n in self.lowered.tables if n in tensors})
         fixed = pointers.overlapping({n: t for n, (_, t) in tensors.items()}, targets)
         tensors |= {n: (_TensorSlot.of_bytes(n), t) for n, t in targets.items()}
         checked = self.mode == "check"
         spans = {n: (t.data_ptr(), _span(t)) for n, (_, t) in tensors.items()}
+        unknown = [n for n in fresh if n not in tensors]
+        if unknown:
+            raise ValueError(f"fresh: {self.name} has no tensor {', '.join(unknown)}")
         totals = {n: [0] * 5 for n in tensors}
         runs = []
         with _lock, _addresses(spans, totals, checked, fixed) as addresses:
@@ -461,13 +518,29 @@ class Emulated:
                 ranges=ranges,
                 failure=ctypes.pointer(failure),
             )
-            for launcher in self._launchers:
+            rerun = _Rerun(spans, addresses, fresh) if checked and not fixed else None
+            for name in fresh if rerun is not None else ():
+                ctypes.memset(addresses[name], UNDEFINED, spans[name][1])
+            for done, launcher in enumerate(self._launchers):
+                for r, name in zip(ranges, tensors, strict=False):  # undefined until first written
+                    r.fresh = rerun is not None and name in fresh and not any(totals[name][1:3])
                 try:
                     runs.append(self._launch(launcher, launch, tensors, addresses, symbols))
-                finally:
-                    for r, name in zip(ranges, tensors, strict=False):
-                        for i, field in enumerate(_TRAFFIC):
-                            totals[name][i] += getattr(r.traffic, field)
+                    error = None
+                except EmulationError as e:
+                    error = e
+                for r, name in zip(ranges, tensors, strict=False):
+                    for i, field in enumerate(_TRAFFIC):
+                        totals[name][i] += getattr(r.traffic, field)
+                if rerun is not None and launch.num_sites:
+                    again = functools.partial(
+                        self._repeat, done + 1, launch, tensors, addresses, symbols, True
+                    )
+                    error = rerun.blame(launch, again, error)
+                if error is not None:
+                    if self.report is not None:
+                        error.message += f"\n  report: {_page.write(error, self.report)}"
+                    raise error
         buffers = {n: Traffic(*t) for n, t in totals.items()} if checked else None
         seconds = time.perf_counter() - started
         return Report(self.name, self.mode, tuple(runs), buffers, seconds)
@@ -523,6 +596,11 @@ class Emulated:
             slot.check_derived(t, symbols)
         return tensors, symbols
 
+    def _repeat(self, count: int, *how: Any) -> None:
+        """The first `count` kernels once more; `how` are the other arguments of `_launch`."""
+        for launcher in self._launchers[:count]:
+            self._launch(launcher, *how)
+
     def _launch(
         self,
         launcher: _Launcher,
@@ -530,6 +608,7 @@ class Emulated:
         tensors: Mapping[str, tuple[_TensorSlot, torch.Tensor]],
         addresses: Mapping[str, int],
         symbols: dict[str, Any],
+        again: bool = False,
     ) -> KernelRun:
         kernel = launcher.kernel
         try:
@@ -546,11 +625,11 @@ class Emulated:
         launch.cluster[:] = kernel.cluster
         values = [self._argument(n, kind, addresses, symbols) for n, kind in kernel.args]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, values))
-        if self.keep is not None:
+        if self.keep is not None and not again:
             _debug.write_launch(self.keep, kernel.name, launch, values, tensors)
         t0 = time.perf_counter()
         if launcher.function(ctypes.byref(launch), pointers):
-            error = self._error(kernel, launch.failure.contents, tensors)
+            error = self._error(kernel, launch, tensors)
             raise KeyboardInterrupt(str(error)) if error.kind == "interrupted" else error
         seconds = time.perf_counter() - t0
         return KernelRun(
@@ -633,9 +712,10 @@ class Emulated:
     def _error(
         self,
         kernel: Kernel,
-        f: CFailure,
+        launch: CLaunch,
         tensors: Mapping[str, tuple[_TensorSlot, torch.Tensor]],
     ) -> EmulationError:
+        f: CFailure = launch.failure.contents
         buffer: str | None = f.buffer.decode() or None
         message = f"{kernel.name}: {f.text.decode(errors='replace')}"
         if buffer is not None and buffer in tensors:
@@ -645,9 +725,14 @@ class Emulated:
         if f.has_thread:
             message += f" [block {block} thread {thread}]"
         where = _source_line(self.library, [f.pcs[i] for i in range(f.num_pcs)])
-        if where:
-            message += f"\n  {where[0]}:{where[1]}: {where[2]}"
         other = _source_line(self.library, [f.other_pc]) if f.other_pc else None
+        python, other_python = self._python_line(where), self._python_line(other)
+        if python:
+            message += f"\n  {python}"
+        if other_python:
+            message += f"\n  conflicts with {other_python}"
+        if where:
+            message += f"\n  {'generated: ' if python else ''}{where[0]}:{where[1]}: {where[2]}"
         if other:
             message += f"\n  conflicts with line {other[1]}: {other[2]}"
         return EmulationError(
@@ -659,12 +744,51 @@ class Emulated:
             element=f.element if buffer else None,
             block=block if f.has_thread else None,
             thread=thread if f.has_thread else None,
+            python_file=python.file if python else None,
+            python_line=python.line if python else None,
+            python_text=python.text if python else None,
+            other_python_file=other_python.file if other_python else None,
+            other_python_line=other_python.line if other_python else None,
+            other_python_text=other_python.text if other_python else None,
             source_file=where[0] if where else None,
             source_line=where[1] if where else None,
             source_text=where[2] if where else None,
             other_line=other[1] if other else None,
             other_text=other[2] if other else None,
+            warp=_warp(launch) if f.has_thread else None,
+            barriers=tuple(self._event(f.events[i]) for i in range(f.num_events)),
+            shared=tuple(_shared_parts(f)),
         )
+
+    def _event(self, event: CEvent) -> BarrierEvent:
+        mbarrier = event.barrier >= FIRST_MBARRIER
+        number = event.barrier - FIRST_MBARRIER if mbarrier else event.barrier
+        name = f"m{number}" if mbarrier else "grid" if number == GRID_BARRIER else str(number)
+        place = self._python_line(self._barrier_line(event.line))
+        return BarrierEvent(
+            what=("arrives", "completes", "waits")[event.what],
+            warp=event.warp,
+            barrier=name,
+            python_file=place.file if place else None,
+            python_line=place.line if place else None,
+        )
+
+    def _barrier_line(self, number: int) -> tuple[str, int, str] | None:
+        """A line with a barrier; a barrier inside the headers counts their lines instead."""
+        cpp = self.library.with_suffix(".cpp")
+        text = cpp.read_text().splitlines() if cpp.exists() else []
+        found = 0 < number <= len(text) and "sync" in text[number - 1]
+        return (str(cpp), number, text[number - 1]) if found else None
+
+    def _python_line(self, where: tuple[str, int, str] | None) -> _lines.Place | None:
+        if where is None or not Path(where[0]).exists():
+            return None
+        number = where[1]
+        if number not in self._places:
+            edited = Path(where[0]).read_text()
+            place = _lines.find(self.lowered.python, self.lowered.source, edited, number)
+            self._places[number] = place
+        return self._places[number]
 
 
 def _unravel(element: int, t: torch.Tensor, packed: bool) -> tuple[int, ...] | None:
@@ -682,6 +806,23 @@ def _unravel(element: int, t: torch.Tensor, packed: bool) -> tuple[int, ...] | N
         element, i = divmod(element, n)
         index.append(i)
     return tuple(reversed(index))
+
+
+def _warp(launch: CLaunch) -> int:
+    """Which warp of the block the failing thread is in."""
+    f, size = launch.failure.contents, launch.block
+    x, y, z = f.thread
+    return int((x + size[0] * (y + size[1] * z)) // 32)
+
+
+def _shared_parts(f: CFailure) -> Iterator[SharedPart]:
+    """Shared buffers at their planned places; those without one after each other."""
+    end = 0
+    for i in range(f.num_maps):
+        m = f.maps[i]
+        offset = m.planned - 1 if m.planned else end
+        yield SharedPart(m.name.decode(errors="replace"), offset, m.size)
+        end = max(end, offset + m.size)
 
 
 def _check_map(tensor: str, base: int, strides: Sequence[int]) -> None:

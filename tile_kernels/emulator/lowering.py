@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import cache
+from . import cache, lines
 from .errors import EmulationError
 
 DEFAULT_ARCH = "sm_90a"
@@ -80,6 +80,7 @@ class Lowered:
     cooperative: bool
     workspaces: tuple[Param, ...] = ()  # tensors that the host code allocates (T.alloc_global)
     tables: tuple[str, ...] = ()  # parameters whose elements are addresses of other tensors
+    python: lines.LineMap = lines.NOTHING  # where the lines of `source` come from
 
     def to_json(self) -> str:
         """Serialise for the cache."""
@@ -110,6 +111,9 @@ class Lowered:
         d["maps"] = {
             name: TensorMap(**{f: _thaw(v) for f, v in m.items()}) for name, m in d["maps"].items()
         }
+        d["python"] = lines.LineMap(
+            **{name: tuple(map(_thaw, values)) for name, values in d["python"].items()}
+        )
         return cls(**d)
 
 
@@ -221,6 +225,8 @@ def lower(
     own = attrs["tilelang_pass_configs"] if attrs and "tilelang_pass_configs" in attrs else {}
     configs = {**plain_configs(dict(own)), **plain_configs(pass_configs)}
     stored: Path | None = None
+    python = lines.python_lines(prim_func)
+    first = [min(numbers) for numbers in python.values()]
     if cache_dir is not None:
         facts = [
             prim_func.script(show_meta=True),
@@ -228,15 +234,20 @@ def lower(
             sorted((k, repr(v)) for k, v in configs.items()),
             str(tilelang.__version__),
             Path(__file__).read_text(),
+            Path(lines.__file__).read_text(),
+            # Relative: a kernel that only moved in its file is still the same.
+            [[n - f for n in ns] for ns, f in zip(python.values(), first, strict=True)],
         ]
         key = hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
         stored = cache_dir / f"{key}.json"
         known = _read_stored(stored)
         if known is not None:
-            return known
-    result = _lower(prim_func, arch, configs)
+            return replace(known, python=known.python.shifted(list(python), first))
+    result = _lower(prim_func, arch, configs, python)
     if stored is not None:
-        cache.write_atomically(stored, cache.sealed(result.to_json().encode()))
+        moved = result.python.shifted([""] * len(first), [-f for f in first])
+        text = replace(result, python=moved).to_json()
+        cache.write_atomically(stored, cache.sealed(text.encode()))
     return result
 
 
@@ -246,12 +257,16 @@ def _read_stored(path: Path) -> Lowered | None:
     return None if content is None else Lowered.from_json(content.decode())
 
 
-def _lower(prim_func: Any, arch: str, configs: dict[str, Any]) -> Lowered:
+def _lower(
+    prim_func: Any, arch: str, configs: dict[str, Any], python_lines: Mapping[str, Sequence[int]]
+) -> Lowered:
     from tilelang import tvm
     from tilelang.backend.target import determine_target
     from tilelang.engine.lower import lower as tilelang_lower
 
     target = determine_target({"kind": "cuda", "arch": arch}, return_object=True)
+    if lines.supported():
+        configs = {**configs, lines.DIRECTIVES: True}
     with tvm.transform.PassContext(opt_level=3, config=configs), target:
         artifact = tilelang_lower(prim_func, target=target)
     host = artifact.host_mod
@@ -269,7 +284,7 @@ def _lower(prim_func: Any, arch: str, configs: dict[str, Any]) -> Lowered:
         kernel = _kernel(f, maps)
         kernels[kernel.name] = kernel
     launches = [n for f in host.functions.values() for n in _launch_order(f, kernels)]
-    source = artifact.kernel_source
+    source, python = lines.take_out(artifact.kernel_source, python_lines)
     return Lowered(
         name=str((prim_func.attrs or {}).get("global_symbol", "kernel")),
         arch=arch,
@@ -280,6 +295,7 @@ def _lower(prim_func: Any, arch: str, configs: dict[str, Any]) -> Lowered:
         cooperative="this_grid()" in source,
         workspaces=tuple(workspaces.values()),
         tables=_pointer_tables(prim_func),
+        python=python,
     )
 
 

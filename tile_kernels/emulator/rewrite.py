@@ -24,6 +24,10 @@ _KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\([^
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?([\w: ]+?) (\w+)\[\];")
 _PART = re.compile(r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\);")
 _STATIC = re.compile(r"__shared__ (?:__align__\(\d+\) )?([\w: ]+?) (\w+)\[(\d+)\];")
+_LOCAL = re.compile(
+    r"^( +)(?!extern|static|return|auto)([\w:]+(?: [\w:]+)*) (\w+)\[(\d+)\];$", re.M
+)
+_MARGIN = 64  # bytes on both sides of a thread's array, as emu::Local has it
 _ARENA = "buf_dyn_shmem"
 _UNSUPPORTED = [
     (re.compile(r"\b(?:asm|__asm__)\b"), "inline PTX, which has no meaning on a CPU"),
@@ -41,6 +45,7 @@ def rewrite(
     kernels: Sequence[str],
     *,
     split_shared: bool = True,
+    follow_locals: bool = False,
 ) -> str:
     """C++ for the emulator from a generated source.
 
@@ -48,6 +53,7 @@ def rewrite(
     |---|---|
     | `shared` | per kernel, the sizes of its shared buffers |
     | `kernels` | names of the device functions to export |
+    | `follow_locals` | tell the runtime of the arrays of a thread, for check mode |
     | `split_shared` | True: every buffer whose size is known gets its own memory, so overruns show; False: TileLang's own placement, so hazards of reused memory show |
     """  # noqa: E501
     source = ptx.translate(source)
@@ -59,7 +65,8 @@ def rewrite(
     pieces = [source[: starts[0][0]]]
     ends = [s for s, _ in starts[1:]] + [len(source)]
     for (start, name), end in zip(starts, ends, strict=True):
-        pieces.append(_place_shared(source[start:end], shared.get(name, {}), split_shared))
+        piece = _place_shared(source[start:end], shared.get(name, {}), split_shared)
+        pieces.append(_LOCAL.sub(_follow, piece) if follow_locals else piece)
     text = "".join(pieces)
     if "__shared__" in text:
         line = next(ln.strip() for ln in text.splitlines() if "__shared__" in ln)
@@ -105,6 +112,16 @@ def refuse_unsupported(source: str) -> None:
             )
 
 
+def _follow(m: re.Match[str]) -> str:
+    """A declaration of a thread's array with margins, and its registration, on the same line."""
+    indent, kind, name, size = m.groups()
+    room = f"alignas(16) char before[{_MARGIN}]; {kind} v[{size}]; char after[{_MARGIN}];"
+    return (
+        f"{indent}struct {{ {room} }} {name}_room; auto& {name} = {name}_room.v; "
+        f'emu::Local {name}_followed("{name}", {name});'
+    )
+
+
 def _place_shared(text: str, sizes: Mapping[str, SharedBuffer], split: bool) -> str:
     """Replace the shared-memory declarations of one kernel."""
     offsets = sorted(int(m[2]) for m in _PART.finditer(text))
@@ -120,9 +137,8 @@ def _place_shared(text: str, sizes: Mapping[str, SharedBuffer], split: bool) -> 
         name, offset = m[1], int(m[2])
         known = sizes.get(name)
         if split and known:
-            return (
-                f'void* {name} = emu::shared_buf("{name}", {known.size}, {known.elem_bits}, 1024);'
-            )
+            place = f"{known.size}, {known.elem_bits}, 1024, {offset}"
+            return f'void* {name} = emu::shared_buf("{name}", {place});'
         room = next((o for o in offsets if o > offset), 1 << 20) - offset
         size, bits = (known.size, known.elem_bits) if known else (room, 8)
         return f'{m[0]} emu::name_shared("{name}", {name}, {size}, {bits});'

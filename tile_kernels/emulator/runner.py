@@ -54,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sms", type=int, metavar="N", help=text)
     text = "leave source, inputs and a gdb script of each kernel there"
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help=text)
+    text = "write a page about a failure: the kernel's source, both accesses, barriers, memory"
+    parser.add_argument("--report", choices=("html",), help=text)
     parser.add_argument("--reports", action="store_true", help="print what each launch did")
     text = "seconds after which the script is stopped (default: 600; 0: never)"
     parser.add_argument("--time-limit", type=float, default=600.0, metavar="S", help=text)
@@ -92,7 +94,7 @@ def _command(options: argparse.Namespace) -> list[str]:
     flags = [f"--mode={options.mode}", f"--arch={options.arch}", f"--order={options.order}",
              f"--seed={options.seed}", f"--time-limit={options.time_limit}"]  # fmt: skip
     flags += ["--merged-shared"] * options.merged_shared + ["--reports"] * options.reports
-    for name in ("config", "sms", "keep"):
+    for name in ("config", "sms", "keep", "report"):
         value = getattr(options, name)
         if value is not None:
             flags.append(f"--{name}={value}")
@@ -220,6 +222,7 @@ def _settings(options: argparse.Namespace) -> Any:
         num_sms=options.sms,
         keep=options.keep,
         show_reports=options.reports,
+        report=options.report,
     )
 
 

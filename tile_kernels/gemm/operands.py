@@ -258,6 +258,7 @@ def fp8_launches(
     named = (("a", a), ("b", b), ("the shifts of b", shifts), ("d", d), ("c", c))
     for name, data in named:
         check_address(name, data)
+    weights: tuple[Any, ...]
     if shifts is None:
         a_sf, b_sf, before = scales_and_launches(x.a_sf, x.b_sf, x.rows_per_scale, buffers)
         weights, b_scale = (b, b_sf), b_scale_kind(x.b_sf, x.rows_per_scale)

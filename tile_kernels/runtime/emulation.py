@@ -41,6 +41,7 @@ class Options:
     |  | layout (hazards of reused memory show) |
     | `contract` | True: `a * b + c` fuses about as nvcc does it |
     | `keep` | a folder in which each kernel leaves its source, inputs and a script for gdb |
+    | `report` | a file for an HTML page about a failure; `"html"`: one named after the kernel |
     """
 
     arch: str = DEFAULT_ARCH
@@ -50,6 +51,7 @@ class Options:
     split_shared: bool = True
     contract: bool = False
     keep: str | Path | None = None
+    report: str | Path | None = None
 
     def __post_init__(self) -> None:
         checks.one_of("arch", self.arch, tuple(DESCRIBED))
@@ -136,4 +138,5 @@ def _build(kernel: Kernel, static: tuple[Any, ...], options: Options) -> Any:
         split_shared=options.split_shared,
         contract=options.contract,
         keep=options.keep and Path(options.keep) / kernel.name,
+        report=options.report,
     )

@@ -4,8 +4,8 @@
 using CUtensorMap = emu::TensorMap;
 
 namespace tl {
-template <int N> void cp_async_gs(const void *d, const void *s) { emu::cp_async(const_cast<void *>(d), s, N, N); }
-template <int N> void cp_async_gs_conditional(const void *d, const void *s, bool c) { emu::cp_async(const_cast<void *>(d), s, N, c ? N : 0); }
+template <int N> EMU_INLINE void cp_async_gs(const void *d, const void *s) { emu::cp_async(const_cast<void *>(d), s, N, N); }
+template <int N> EMU_INLINE void cp_async_gs_conditional(const void *d, const void *s, bool c) { emu::cp_async(const_cast<void *>(d), s, N, c ? N : 0); }
 inline void cp_async_commit() { emu::cp_commit(); }
 template <int N> void cp_async_wait() { emu::cp_wait(N); }
 
@@ -23,7 +23,7 @@ inline uint32_t mbarrier_try_wait(uint64_t &b, int phase) {
 inline void mbarrier_wait(uint64_t &b, int phase) { emu::mbar_wait(&b, uint32_t(phase)); }
 inline void mbarrier_test_wait(uint64_t &b, int phase) { emu::mbar_wait(&b, uint32_t(phase)); }
 inline bool mbarrier_test_wait(uint64_t &b, int phase, uint32_t on) { return on && mbarrier_try_wait(b, phase); }
-inline void fence_proxy_async() {}
+inline void fence_proxy_async() { emu::proxy_fence(); }
 inline void fence_barrier_init() {}
 }  // namespace tl
 
@@ -49,18 +49,18 @@ template <class B> void mbarrier_cp_async_arrive_noinc(B &b) { emu::mbar_cp_asyn
 
 enum class CacheHintSm90 : uint64_t { EVICT_NORMAL = 0x1000000000000000, EVICT_FIRST = 0x12F0000000000000, EVICT_LAST = 0x14F0000000000000 };
 constexpr CacheHintSm90 kNormal = CacheHintSm90::EVICT_NORMAL;
-template <CacheHintSm90 H = kNormal, class B> void tma_load(void *s, const void *g, B &b, uint32_t n) {
+template <CacheHintSm90 H = kNormal, class B> EMU_INLINE void tma_load(void *s, const void *g, B &b, uint32_t n) {
   emu::bulk_load(s, g, n, barrier_address(b));
 }
-template <class B> void tma_load_multicast(void *s, void *g, B &b, uint32_t n, uint16_t mask) {
+template <class B> EMU_INLINE void tma_load_multicast(void *s, void *g, B &b, uint32_t n, uint16_t mask) {
   emu::bulk_load(s, g, n, barrier_address(b), mask);
 }
 template <CacheHintSm90 H = kNormal, class B, class... C>
-void tma_load_multicast(const CUtensorMap &m, B &b, const void *s, uint16_t mask, C... coords) {
+EMU_INLINE void tma_load_multicast(const CUtensorMap &m, B &b, const void *s, uint16_t mask, C... coords) {
   int32_t c[] = {int32_t(coords)...};
   emu::tensor_load(m, const_cast<void *>(s), barrier_address(b), c, mask);
 }
-template <class B> void tma_store_cluster(void *d, void *s, int rank, uint32_t n, B &b) {
+template <class B> EMU_INLINE void tma_store_cluster(void *d, void *s, int rank, uint32_t n, B &b) {
   emu::cluster_store(d, s, rank, n, barrier_address(b));
 }
 template <bool F = false> void cluster_arrive_relaxed() { emu::cluster_arrive(); }
@@ -81,9 +81,9 @@ template <bool F = false> dim3 cluster_grid_dims() {
   uint3 c = emu::cluster_shape();
   return dim3(gridDim.x / c.x, gridDim.y / c.y, gridDim.z / c.z);
 }
-inline void tma_store(void *g, void *s, uint32_t n) { emu::bulk_store(g, s, n, false); }
-inline void tma_store_add(float *s, float *g, int n) { emu::bulk_store(g, s, uint32_t(n), true); }
-template <CacheHintSm90 H = kNormal, class B, class... C> void tma_load(const CUtensorMap &m, B &b, const void *s, C... coords) {
+EMU_INLINE void tma_store(void *g, void *s, uint32_t n) { emu::bulk_store(g, s, n, false); }
+EMU_INLINE void tma_store_add(float *s, float *g, int n) { emu::bulk_store(g, s, uint32_t(n), true); }
+template <CacheHintSm90 H = kNormal, class B, class... C> EMU_INLINE void tma_load(const CUtensorMap &m, B &b, const void *s, C... coords) {
   int32_t c[] = {int32_t(coords)...};
   emu::tensor_load(m, const_cast<void *>(s), barrier_address(b), c);
 }
@@ -93,11 +93,11 @@ template <CacheHintSm90 H = kNormal, class B> EMU_RT void tma_load_im2col(const 
   int32_t coords[5] = {c, w, h, n, 0};
   emu::tensor_load(shifted, const_cast<void *>(s), barrier_address(b), coords);
 }
-template <CacheHintSm90 H = kNormal, class... C> void tma_store(const CUtensorMap &m, const void *s, C... coords) {
+template <CacheHintSm90 H = kNormal, class... C> EMU_INLINE void tma_store(const CUtensorMap &m, const void *s, C... coords) {
   int32_t c[] = {int32_t(coords)...};
   emu::tensor_store(m, s, c, false);
 }
-template <class... C> void tma_store_add(const CUtensorMap &m, const void *s, C... coords) {
+template <class... C> EMU_INLINE void tma_store_add(const CUtensorMap &m, const void *s, C... coords) {
   int32_t c[] = {int32_t(coords)...};
   emu::tensor_store(m, s, c, true);
 }

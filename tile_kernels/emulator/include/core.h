@@ -21,6 +21,7 @@
 #include <utility>
 
 #define EMU_RT __attribute__((no_sanitize("thread")))
+#define EMU_INLINE __attribute__((always_inline)) inline   // so that the runtime sees the generated line as its caller
 #ifdef EMU_RUNTIME
 #define EMU_CONST   // the runtime sets these before it resumes a thread ...
 #else
@@ -44,17 +45,26 @@ struct Range {
   char *base;
   uint64_t size;
   uint32_t elem_bits;
-  uint32_t unused;
+  uint32_t fresh;       // its content is undefined until the kernel writes it
   Traffic traffic;
 };
+struct Event {           // of the failing block: a warp arrives at a barrier (0), a barrier completes (1), a wait (2)
+  uint32_t serial;
+  int32_t what, warp, barrier, line;   // barrier: its number, or 100 + the index of an mbarrier; line: generated, or 0
+};
+struct SharedMap { char name[48]; uint32_t offset, size, elem_bits, planned; };   // planned: TileLang's offset + 1, or 0
+constexpr int kMaxEvents = 256, kMaxMaps = 64;
 struct Failure {
   char kind[24], text[1000], buffer[80];
   int64_t offset, element;
   uint32_t block[3], thread[3];
   void *pcs[24];
   void *other_pc;   // the access this one conflicts with, where known
-  int32_t num_pcs, has_thread;
+  int32_t num_pcs, has_thread, num_events, num_maps;
+  Event events[kMaxEvents];
+  SharedMap maps[kMaxMaps];
 };
+constexpr int kMaxSites = 16;
 struct Launch {
   uint32_t grid[3], block[3];
   uint64_t dyn_bytes;
@@ -67,6 +77,8 @@ struct Launch {
   Range *ranges;
   Failure *failure;
   uint64_t blocks, threads, barriers, warp_ops, async_ops;  // results
+  // Reads of undefined memory, by instruction. `blamed`: reads there get another value than usual, or fail if `strict`.
+  uint32_t blamed, strict, num_sites, sites[kMaxSites];
   uint32_t cluster[3];  // blocks of a cluster; zeros: none
 };
 struct TensorMap {  // the meaning of a CUtensorMap, unpacked
@@ -113,7 +125,8 @@ void defer(CollFn fn, const void *arg, size_t bytes);
 void defer_commit();
 void defer_wait(int keep);
 bool marks_operands();                                     // check mode with late operations
-void mark_operand(const void *p, size_t bytes, bool on);   // must not be written while on
+void mark_operand(const void *p, size_t bytes, bool on, int swizzle = -1);   // must not be written while on
+void proxy_fence();                                        // fence.proxy.async
 unsigned live_lanes();
 
 // ---- memory ------------------------------------------------------------------------------------------------------
@@ -122,9 +135,24 @@ void access(const void *p, size_t bytes, Access kind);
 void global_only(const void *p, size_t bytes, const char *what);   // an instruction without a form for shared memory
 // A vector access needs its full alignment, although g++ may split it into narrower ones that do not.
 void require_aligned(const void *p, size_t bytes, Access kind);
-char *shared_buf(const char *name, size_t bytes, int elem_bits, size_t align);
+// planned: where TileLang puts it; buffers that overlap there must not both be in use.
+char *shared_buf(const char *name, size_t bytes, int elem_bits, size_t align, int planned = -1);
 char *dyn_shared(const char *name, size_t bytes, int elem_bits);            // bytes 0: all of it
 void name_shared(const char *name, void *p, size_t bytes, int elem_bits);  // a named part of the merged arena
+// An array of one thread, for as long as it is in scope: undefined until written. Its address escapes here, so the
+// compiler keeps it in memory and instruments its accesses. rewrite.py puts a margin on both sides.
+struct Local {
+  static constexpr uint32_t kMargin = 64;
+  const char *name;
+  char *base;
+  uint32_t bytes, elem_bytes;
+  Local *outer;
+  template <class T, size_t N> Local(const char *n, T (&a)[N]) : name(n), base(reinterpret_cast<char *>(a)), bytes(sizeof a), elem_bytes(sizeof(T)) { begin(); }
+  ~Local() { end(); }
+  void begin();
+  void end();
+};
+void defined(const void *p, size_t bytes);           // code that is not instrumented has written a thread's array
 uint32_t smem_addr(const void *p);
 char *smem_ptr(uint32_t a);
 

@@ -25,8 +25,12 @@ template <DataType D> constexpr int bytes_of() {
   static_assert(D != DataType::kInt4 && D != DataType::kUInt4, "half a byte");
   return D == DataType::kBFloat16 || D == DataType::kFloat16 ? 2 : D == DataType::kTensorFloat32 ? 4 : D == DataType::kFloat64 ? 8 : 1;
 }
+template <DataType C> constexpr int bytes_of_c() { return C == DataType::kFloat16 ? 2 : C == DataType::kFloat64 ? 8 : 4; }
 template <DataType D> constexpr int per_register() {   // elements in 32 bits
   if constexpr (D == DataType::kInt4 || D == DataType::kUInt4) return 8; else return 4 / bytes_of<D>();
+}
+template <DataType D> constexpr int register_bytes(int elements) {   // of one lane, when a warp holds `elements`
+  if constexpr (D == DataType::kInt4 || D == DataType::kUInt4) return elements / 64; else return elements * bytes_of<D>() / 32;
 }
 template <DataType C> EMU_RT void accumulate(void *c, int i, double s, bool keep) {
   if constexpr (C == DataType::kFloat32) {
@@ -70,6 +74,9 @@ template <DataType A, DataType B, DataType C, int M, int N, int K, bool TA, bool
 EMU_RT void mma_sync(X *c, const Y *a, const Z *b) {
   static_assert(M == 16 && N == 8, "the emulator has the m16n8 family of mma.sync only");
   MmaArg x{c, a, b};
+  emu::access(a, register_bytes<A>(16 * K), emu::READ);
+  emu::access(b, register_bytes<B>(8 * K), emu::READ);
+  emu::access(c, 4 * bytes_of_c<C>(), emu::READ);
   emu::collective(~0u, mma_fn<A, B, C, K>, &x);
 }
 
@@ -87,6 +94,7 @@ template <int X, bool TRANS, bool STORE> EMU_RT void ldsm_fn(unsigned lanes, voi
 }
 template <int X, bool TRANS, bool STORE> EMU_RT void ldsm(const void *s, void *r) {
   LdArg a{const_cast<void *>(s), r};
+  if (STORE) emu::access(r, 4 * X, emu::READ); else emu::defined(r, 4 * X);
   emu::collective(~0u, ldsm_fn<X, TRANS, STORE>, &a);
 }
 template <int X, bool TRANS, class... R> EMU_RT void stsm(const void *s, R... r) { int v[] = {int(r)...}; ldsm<X, TRANS, true>(s, v); }
@@ -142,7 +150,7 @@ template <DataType D, bool MN_MAJOR, int K> EMU_RT void gmma_operand(uint64_t d,
 template <DataType D, bool MN_MAJOR, int K> EMU_RT void gmma_mark(uint64_t d, int first, int rows, bool on) {
   constexpr int SZ = bytes_of<D>(), RUN = 16 / SZ;
   for (int r = 0; r < rows; r += MN_MAJOR ? RUN : 1) for (int k = 0; k < K; k += MN_MAJOR ? 1 : RUN)
-    emu::mark_operand(gmma_at<MN_MAJOR, SZ>(d, first + r, k), 16, on);
+    emu::mark_operand(gmma_at<MN_MAJOR, SZ>(d, first + r, k), 16, on, int(d >> 62));
 }
 // A warp computes its 16 rows together: B is read once per warp, by the last lane to arrive.
 struct WgmmaArg { const void *a; uint64_t da, db; void *c; bool keep; };
@@ -174,9 +182,13 @@ EMU_RT void wgmma_fn(unsigned lanes, void **args) {
     }
   }
 }
+template <DataType C, int N> EMU_RT void wgmma_registers(void *c, bool keep) {
+  if (keep) emu::access(c, N / 2 * bytes_of_c<C>(), emu::READ); else emu::defined(c, N / 2 * bytes_of_c<C>());
+}
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool TA, bool TB, int SA = 1, int SB = 1>
 EMU_RT void wgmma_ss(uint64_t da, uint64_t db, uint32_t *c, bool keep) {
   WgmmaArg x{nullptr, da, db, c, keep};
+  wgmma_registers<C, N>(c, keep);
   if (emu::self->lane == 0 && emu::marks_operands()) {
     gmma_mark<A, TA, K>(da, emu::self->warp % 4 * 16, 16, true);
     gmma_mark<B, TB, K>(db, 0, N, true);
@@ -186,6 +198,8 @@ EMU_RT void wgmma_ss(uint64_t da, uint64_t db, uint32_t *c, bool keep) {
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool TA, bool TB, int SA = 1, int SB = 1>
 EMU_RT void wgmma_rs(const uint32_t *a, uint64_t db, uint32_t *c, bool keep) {
   WgmmaArg x{a, 0, db, c, keep};
+  emu::access(a, register_bytes<A>(16 * K), emu::READ);
+  wgmma_registers<C, N>(c, keep);
   if (emu::self->lane == 0 && emu::marks_operands()) gmma_mark<B, TB, K>(db, 0, N, true);
   emu::defer(wgmma_fn<A, B, C, N, K, TA, TB, true, SA * SB>, &x, sizeof x);
 }

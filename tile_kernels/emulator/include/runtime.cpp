@@ -56,7 +56,10 @@ static void block_on(Why why) {
   to_sched();
   if (probing) fail("deadlock", "%s", deadlock_text);   // resumed only to say where it waits
 }
-void yield() { to_sched(); }
+void yield() {
+  to_sched();
+  if (probing) fail("deadlock", "%s", deadlock_text);   // resumed only to say where it spins
+}
 void polled(bool changed) {
   if (changed) { cur->polls = 0; progress = true; return; }
   unsigned n = ++cur->polls;
@@ -90,11 +93,13 @@ static void prepare(Fiber *f) {
   *reinterpret_cast<uint64_t *>(f->stack + kPage) = kCanary;
   f->sp = top; f->state = READY; f->why = NOTHING; f->bar = -1; f->polls = 0;
   f->loads.clear(); f->stores.clear(); f->deferred.clear();
+  f->locals = nullptr;
   f->load_groups = f->store_groups = f->deferred_groups = 0;
 }
 static void drop_block(Block *b) {
   if (b->arena) munmap(b->arena, kArena);
   if (b->stacks) munmap(b->stacks, kStack * size_t(b->n));
+  if (b->marks) munmap(b->marks, kStack * size_t(b->n));
   if (b->guarded) num_guards -= b->n;
   for (Fiber *f : b->f) delete f;
   for (Shadow &s : b->shadows) if (s.cells) munmap(s.cells, s.capacity * sizeof(Cell));
@@ -114,7 +119,8 @@ static Block *take_block(int n) {   // nullptr and a noted failure when there is
   b->n = n;
   b->arena = map_memory(kArena, "the shared memory of a block");
   b->stacks = map_memory(kStack * size_t(n), "the stacks of a block");
-  if (!b->arena || !b->stacks) { drop_block(b); return nullptr; }
+  b->marks = map_memory(kStack * size_t(n), "the marks of a block");
+  if (!b->arena || !b->stacks || !b->marks) { drop_block(b); return nullptr; }
   b->regions.reserve(kMaxRegions);
   for (int i = 0; i < n; ++i) {
     Fiber *f = new Fiber();
@@ -137,6 +143,8 @@ static void reset_block(Block *b, uint64_t id) {
   b->used = 0;
   b->regions.clear(); b->names.clear(); b->mbars.clear(); b->flights.clear();
   memset(b->bars, 0, sizeof b->bars);
+  memset(&b->proxied, 0, sizeof b->proxied);
+  b->owner.clear();
   memset(b->knows, 0, sizeof b->knows);
   for (uint32_t &t : b->now) t = 1;
   b->reduce_acc[BAR_OR] = 0; b->reduce_acc[BAR_AND] = 1; b->reduce_acc[BAR_COUNT] = 0;
@@ -175,6 +183,25 @@ static void describe_deadlock(const std::vector<Fiber *> &fibers) {
       used += snprintf(deadlock_text + used, sizeof deadlock_text - size_t(used), "%s%d in %s", sep, count[i], name[i]);
       sep = ", ";
     }
+  for (Fiber *f : fibers) {
+    if (f->state != BLOCKED || f->why != IN_BARRIER || used >= int(sizeof deadlock_text) - 1) continue;
+    const Bar &r = f->blk->bars[f->bar];
+    used += snprintf(deadlock_text + used, sizeof deadlock_text - size_t(used), "; barrier %d has %d of %d threads", f->bar, r.arrived,
+                     r.count > 0 ? r.count : f->blk->live);
+    break;
+  }
+  for (Fiber *f : fibers) {                 // what the first mbarrier of those still lacks
+    if (f->state != BLOCKED || f->why != IN_MBARRIER || used >= int(sizeof deadlock_text) - 1) continue;
+    const MBar &m = f->blk->mbars[size_t(f->bar)];
+    const char *base = f->blk->arena, *name = "an mbarrier";
+    for (const Region &r : f->blk->regions) if (m.addr >= r.base && m.addr < r.base + r.size) { name = r.name; base = r.base; }
+    int length = int(strlen(name));
+    if (length > 4 && !strcmp(name + length - 4, "_mem")) length -= 4;   // the array behind a barrier of the program
+    snprintf(deadlock_text + used, sizeof deadlock_text - size_t(used),
+             "; %.*s[%d] has completed %u phases and thread %d waits for the end of one of parity %u; the current phase lacks %u of %u arrivals and %lld bytes", length, name,
+             int(m.addr - base) / 8, m.phase, f->lin, f->parity, m.pending, m.count, (long long)m.tx);
+    break;
+  }
 }
 // Runs the fibers of the resident blocks until all have ended. Copies in flight land only when nothing else can run. Where
 // the blocks only poll, `start_another` brings in one more, since they may wait for it; nullptr when there is none.
@@ -214,13 +241,9 @@ template <class F> static void run_blocks(std::vector<Block *> &blocks, F start_
     }
     if (failed) return;
     if (spins > 20000) {
-      for (Fiber *f : fibers) if (f->state == READY) {
-        cur = f;
-        note_failure("deadlock", "no progress: threads spin on memory that nobody writes, with %zu blocks of %llu resident", blocks.size(),
-                     (unsigned long long)gridDim.x * gridDim.y * gridDim.z);
-        cur = nullptr;
-        return;
-      }
+      snprintf(deadlock_text, sizeof deadlock_text, "no progress: threads spin on memory that nobody writes, with %zu blocks of %llu resident",
+               blocks.size(), (unsigned long long)gridDim.x * gridDim.y * gridDim.z);
+      for (Fiber *f : fibers) if (f->state == READY) { probing = true; resume(f); probing = false; return; }
     }
   }
 }
@@ -229,6 +252,7 @@ template <class F> static void run_blocks(std::vector<Block *> &blocks, F start_
 static void wake_bar(Block *b, int id, int extra_warp) {
   Bar &r = b->bars[id];
   r.arrived = 0;
+  log_event(b->serial, 1, -1, id, 0);
   for (int w = 0; w < num_warps; ++w) r.from[w].lanes = 0;
   L->barriers++;
   progress = true;
@@ -254,6 +278,7 @@ static void note_arrival(Bar &r, int id, int count, int line, void *pc) {
   r.count = count;
   auto &from = r.from[cur->warp];
   unsigned lane = 1u << cur->lane;
+  if (!(from.lanes & ~lane)) log_event(b->serial, 0, cur->warp, id, line);
   if (from.lanes & lane) from.lanes = 0;                // a warp may arrive, without waiting, more than once
   if (from.lanes && from.line != line) {
     L->failure->other_pc = from.pc;
@@ -410,7 +435,14 @@ void defer(CollFn fn, const void *arg, size_t bytes) {
   if (L->async_late) cur->deferred.push_back(d); else collective(~0u, fn, d.arg);
 }
 bool marks_operands() { return L->check && L->async_late; }
-void mark_operand(const void *p, size_t bytes, bool on) { mark_pending(p, bytes, 3, on); }
+void mark_operand(const void *p, size_t bytes, bool on, int swizzle) { mark_pending(p, bytes, 3, on, swizzle); }
+void proxy_fence() {
+  if (!L->check) return;
+  Block *b = cur->blk;
+  b->proxied.join(b->knows[cur->warp]);
+  uint32_t &own = b->proxied.t[cur->warp], &now = b->now[cur->warp];
+  own = std::max(own, now++);
+}
 void defer_commit() { cur->deferred_groups++; }
 void defer_wait(int keep) {
   Fiber *f = cur;
@@ -436,7 +468,18 @@ static void on_exit_fiber(Fiber *f) {
 
 // ---- shared memory ------------------------------------------------------------------------------------------------
 // Each buffer has its own part of the arena with a gap on both sides, and starts as 0xFF (NaN, -1): uninitialised reads show.
-char *shared_buf(const char *name, size_t bytes, int elem_bits, size_t align) {
+static void note_overlaps(Block *b, Region &r) {
+  for (Region &o : b->regions) {
+    if (&o == &r || o.planned < 0 || r.planned < 0) continue;
+    if (size_t(o.planned) >= size_t(r.planned) + r.size || size_t(r.planned) >= size_t(o.planned) + o.size) continue;
+    o.overlaps = r.overlaps = true;
+  }
+  if (!r.overlaps) return;
+  size_t end = 0;
+  for (const Region &o : b->regions) if (o.planned >= 0) end = std::max(end, size_t(o.planned) + o.size);
+  if (b->owner.size() < end) b->owner.resize(end);
+}
+char *shared_buf(const char *name, size_t bytes, int elem_bits, size_t align, int planned) {
   Block *b = cur->blk;
   for (Region &r : b->regions) if (r.name == name || !strcmp(r.name, name)) return r.base;
   size_t off = (b->used + 64 + align - 1) / align * align;
@@ -453,7 +496,8 @@ char *shared_buf(const char *name, size_t bytes, int elem_bits, size_t align) {
   }
   char *p = b->arena + off;
   memset(p, 0xff, bytes);
-  b->regions.push_back({name, p, bytes, uint32_t(elem_bits), nullptr, &s});
+  b->regions.push_back({name, p, bytes, uint32_t(elem_bits), nullptr, &s, false, planned, false});
+  if (L->check) note_overlaps(b, b->regions.back());
   return p;
 }
 char *dyn_shared(const char *name, size_t bytes, int elem_bits) {
@@ -656,6 +700,7 @@ static void run_grid(uint64_t total, int n) {
       if (!failed) run_blocks(running, start);
     }
   }
+  for (Block *b : blocks) if (failed) madvise(b->marks, kStack * size_t(n), MADV_DONTNEED);   // of arrays that never ended
   for (Block *b : blocks) if (pool.size() < 4) pool.push_back(b); else drop_block(b);
 }
 int launch(Launch *l, void (*entry)(void **), void **args) {
@@ -664,7 +709,8 @@ int launch(Launch *l, void (*entry)(void **), void **args) {
   if (!own_lo) find_image(&threadIdx, own_lo, own_hi);
   entry_fn = entry;
   failed = probing = false;
-  cur = nullptr; self = nullptr; hook_pc = nullptr; num_suspects = 0; any_alignment = false;
+  cur = nullptr; self = nullptr; hook_pc = call_pc = nullptr; num_suspects = 0; any_alignment = init_quiet = false;
+  write_how = PLAIN; num_events = l->num_sites = 0;
   memset(l->failure, 0, sizeof *l->failure);
   l->blocks = l->threads = l->barriers = l->warp_ops = l->async_ops = 0;
   blockDim = {l->block[0], l->block[1], l->block[2]};
@@ -689,7 +735,7 @@ int launch(Launch *l, void (*entry)(void **), void **args) {
       Range &r = l->ranges[i];
       memset(&r.traffic, 0, sizeof r.traffic);
       if (!shadow_start(range_shadows[size_t(i)], r.size)) break;
-      tensors.push_back({r.name, r.base, r.size, r.elem_bits, &r.traffic, &range_shadows[size_t(i)]});
+      tensors.push_back({r.name, r.base, r.size, r.elem_bits, &r.traffic, &range_shadows[size_t(i)], r.fresh != 0, -1, false});
     }
   }
   if (!failed) {
@@ -699,6 +745,7 @@ int launch(Launch *l, void (*entry)(void **), void **args) {
     release_stops();
     release_faults();
   }
+  take_back();
   for (Shadow &s : range_shadows) shadow_trim(s);
   resident.clear();
   tensors.clear();

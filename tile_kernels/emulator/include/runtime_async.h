@@ -3,7 +3,17 @@
 #pragma once
 
 // ---- cp.async -----------------------------------------------------------------------------------------------------
+struct Caller {            // names the generated line that a copy belongs to
+  explicit Caller(void *pc) { call_pc = pc; }
+  ~Caller() { call_pc = nullptr; }
+};
+struct Writing {           // what the checked writes of a scope are
+  explicit Writing(How how) { write_how = how; }
+  ~Writing() { write_how = PLAIN; }
+};
 static void land_copy(const Copy &c) {
+  Writing copied(COPIED);
+  Caller from(c.pc);
   if (L->async_late) mark_pending(c.dst, size_t(c.bytes), 1, false);
   access(c.dst, size_t(c.bytes), WRITE);
   if (c.copied) { access(c.src, size_t(c.copied), READ); memcpy(c.dst, c.src, size_t(c.copied)); }
@@ -12,6 +22,9 @@ static void land_copy(const Copy &c) {
 void cp_async(void *dst, const void *src, int bytes, int copied) {
   Fiber *f = cur;
   Copy c{};
+  c.pc = __builtin_return_address(0);
+  Writing by_copy(COPIED);
+  Caller from(c.pc);
   c.dst = static_cast<char *>(dst); c.src = static_cast<const char *>(src); c.bytes = bytes; c.copied = copied; c.group = f->load_groups;
   L->async_ops++;
   if (!L->async_late) return land_copy(c);
@@ -42,6 +55,7 @@ static void mbar_complete(Block *b, int index) {
   memset(&m.current, 0, sizeof m.current);
   L->barriers++;
   progress = true;
+  log_event(b->serial, 1, -1, 100 + index, 0);
   for (Fiber *f : b->f)
     if (f->state == BLOCKED && f->why == IN_MBARRIER && f->bar == index && (m.phase & 1) != f->parity) { f->state = READY; f->bar = -1; }
 }
@@ -63,6 +77,7 @@ static void mbar_arrive_at(Block *b, void *bar, uint32_t expect_tx, bool arrive)
   if (!arrive) return;
   if (!m.pending) fail("barrier", "more arrivals on an mbarrier than its count of %u in one phase", m.count);
   m.pending--;
+  log_event(b->serial, 0, cur->warp, 100 + i, 0);
   if (b == cur->blk) release(b, cur->warp, m.current);
   else b->acquired = b->acquired_here = release_time++;   // from another block of the cluster: errs towards "ordered"
   mbar_complete(b, i);
@@ -91,6 +106,7 @@ void mbar_wait(void *bar, uint32_t parity) {
   while (!mbar_test(bar, parity)) {
     cur->bar = mbar_index(bar);
     cur->parity = parity & 1;
+    if (cur->lane == 0) log_event(cur->blk->serial, 2, cur->warp, 100 + cur->bar, 0);
     block_on(IN_MBARRIER);
   }
 }
@@ -154,7 +170,7 @@ static void land_flight(Block *b, const Flight &x) {
       if (g) memcpy(b->arena + s, g, size_t(x.map.elem_bytes)); else memset(b->arena + s, 0, size_t(x.map.elem_bytes));
     });
   else memcpy(x.dst, x.src, x.bytes);
-  stamp_async(b, x.dst, x.bytes, x.clock);
+  stamp_async(b, x.dst, x.bytes, x.clock, x.pc, x.tensor ? How(TENSOR + x.map.swizzle) : BULK);
   MBar &m = b->mbars[size_t(x.mbar)];
   m.current.t[kAsync] = std::max(m.current.t[kAsync], x.clock);
   m.tx -= x.bytes;
@@ -172,6 +188,7 @@ static void land_one_flight(const std::vector<Block *> &blocks) {
 }
 static void start_flight(Flight &x, Block *b) {
   L->async_ops++;
+  x.pc = short_pc();
   access(x.dst, x.bytes, WRITE);                        // the target must be free, as seen by the issuing thread
   if (b == cur->blk) mark_pending(x.dst, x.bytes, 1, true);
   b->now[kAsync]++;
@@ -194,6 +211,7 @@ static void start_flights(Flight x, void *bar, unsigned multicast) {
 struct AnyAlignment { AnyAlignment() { any_alignment = true; } ~AnyAlignment() { any_alignment = false; } };
 
 void cluster_store(void *dst, const void *src, int rank, uint32_t bytes, void *bar) {
+  Caller from(__builtin_return_address(0));
   Flight x{};
   x.dst = static_cast<char *>(dst); x.src = static_cast<const char *>(src); x.bytes = bytes;
   access(src, bytes, READ);
@@ -201,6 +219,7 @@ void cluster_store(void *dst, const void *src, int rank, uint32_t bytes, void *b
   start_flights(x, bar, 1u << rank);
 }
 void bulk_load(void *dst, const void *src, uint32_t bytes, void *bar, unsigned multicast) {
+  Caller from(__builtin_return_address(0));
   Flight x{};
   x.dst = static_cast<char *>(dst); x.src = static_cast<const char *>(src); x.bytes = bytes;
   require_aligned(smem_addr(dst), 16, "a bulk copy");
@@ -210,6 +229,7 @@ void bulk_load(void *dst, const void *src, uint32_t bytes, void *bar, unsigned m
   start_flights(x, bar, multicast);
 }
 void tensor_load(const TensorMap &map, void *dst, void *bar, const int32_t *coords, unsigned multicast) {
+  Caller from(__builtin_return_address(0));
   Flight x{};
   x.dst = static_cast<char *>(dst); x.bytes = box_bytes(map); x.tensor = true; x.map = map;
   memcpy(x.coords, coords, sizeof(int32_t) * size_t(map.rank));
@@ -257,18 +277,27 @@ static void land_store(const Copy &c) {
 }
 static void start_store(const Copy &c) {
   L->async_ops++;
+  init_quiet = c.tensor;                                // what lies outside of the tensor may be undefined
+  quiet_hit = false;
   access(c.src, size_t(c.bytes), READ);
+  init_quiet = false;
+  if (quiet_hit)
+    for_box(c.map, c.coords, uint32_t(c.src - cur->blk->arena), [&](uint32_t s, char *g) {
+      if (g) access(cur->blk->arena + s, size_t(c.map.elem_bytes), READ);
+    });
   if (!L->async_late) return land_store(c);
   mark_pending(c.src, size_t(c.bytes), 2, true);
   cur->stores.push_back(c);
 }
 void bulk_store(void *dst, const void *src, uint32_t bytes, bool add) {
+  Caller from(__builtin_return_address(0));
   Copy c{};
   c.dst = static_cast<char *>(dst); c.src = static_cast<const char *>(src); c.bytes = int(bytes); c.add = add; c.group = cur->store_groups;
   require_aligned(smem_addr(src), 16, "a bulk copy");
   start_store(c);
 }
 void tensor_store(const TensorMap &map, const void *src, const int32_t *coords, bool add) {
+  Caller from(__builtin_return_address(0));
   Copy c{};
   c.src = static_cast<const char *>(src); c.bytes = int(box_bytes(map)); c.tensor = true; c.add = add; c.map = map; c.group = cur->store_groups;
   memcpy(c.coords, coords, sizeof(int32_t) * size_t(map.rank));

@@ -65,6 +65,8 @@ static bool ordered(const Stamp &s, uint32_t time, const Fiber *f) {   // within
   if (v == f->warp) return (!s.multi && s.tid1 - 1 == f->lin) || s.wepoch != b->wepoch[v];
   return b->knows[f->warp].t[v] >= s.clock;
 }
+constexpr int kOtherValue = 0x47;   // 51015 as float, 50944 as bfloat16; the usual one is 0xff, NaN
+static const char *place(const Region *r, const char *p);
 static Stamp stamp(const Fiber *f, bool atomic) {
   const Block *b = f->blk;
   return {b->serial, b->now[f->warp], b->wepoch[f->warp], uint16_t(f->lin + 1), uint8_t(atomic), 0};
@@ -72,7 +74,7 @@ static Stamp stamp(const Fiber *f, bool atomic) {
 static char *image_lo = nullptr, *image_hi = nullptr;   // the kernel's own library
 static char *own_lo = nullptr, *own_hi = nullptr;       // the runtime's: clang also reports reads of threadIdx
 static uint32_t short_pc() {
-  char *pc = static_cast<char *>(hook_pc);
+  char *pc = static_cast<char *>(hook_pc ? hook_pc : call_pc);
   return pc >= image_lo && pc < image_hi ? uint32_t(pc - image_lo) : 0;
 }
 static bool same_epoch(const Stamp &a, const Stamp &b) { return a.wepoch == b.wepoch && (a.tid1 - 1) >> 5 == (b.tid1 - 1) >> 5; }
@@ -138,14 +140,55 @@ static void add_reader(Cell &c, const Fiber *f, const Stamp &me) {
   r.tid1 = kManyTid;
 }
 
+struct Lent { const Region *region; size_t offset, bytes; };
+static std::vector<Lent> lent;                          // tensor bytes with another value than 0xff, by note_undefined
+static void take_back() {
+  for (const Lent &x : lent) {
+    if (!x.region->traffic) continue;
+    for (size_t i = x.offset; i < x.offset + x.bytes; ++i) {
+      const Cell &c = x.region->shadow->cells[i >> x.region->shadow->shift];
+      if (!(c.w.tid1 && c.w.serial >= launch_serial)) x.region->base[i] = char(0xff);
+    }
+  }
+  lent.clear();
+}
+// A read of bytes that nobody has written. Whether the value matters only other values can tell: the host runs the launch
+// again, in which the reads of one instruction (`blamed`) get other ones.
+static void note_undefined(const Region *r, char *p, size_t n, Access kind) {
+  if (init_quiet) { quiet_hit = true; return; }
+  uint32_t pc = short_pc();
+  if (!pc) pc = ~0u;
+  if (L->blamed == pc) {
+    if (L->strict) fail("uninitialised", "uninitialised: %zu-byte %s %s, which no thread has written", n, kVerb[kind], place(r, p));
+    memset(p, kOtherValue, n);
+    lent.push_back({r, size_t(p - r->base), n});
+    return;
+  }
+  for (uint32_t i = 0; i < L->num_sites; ++i) if (L->sites[i] == pc) return;
+  if (L->num_sites < uint32_t(kMaxSites)) L->sites[L->num_sites++] = pc;
+}
+// The async proxy (wgmma, bulk and tensor stores) sees ordinary stores only after a fence.proxy.async. Copies by cp.async are
+// let off, as TileLang does. Stores that no barrier orders are left to the race check.
+static void check_proxy(const Cell &c, const Region *r, char *p, size_t n, const char *reader) {
+  Block *b = cur->blk;
+  if (c.how != PLAIN || !c.w.tid1 || c.w.tid1 == kAsyncTid || c.w.serial != b->serial) return;
+  if (c.w.clock <= b->proxied.t[(c.w.tid1 - 1) >> 5] || !ordered(c.w, c.wtime, cur)) return;
+  L->failure->other_pc = c.wpc ? image_lo + c.wpc : nullptr;
+  fail("fence", "missing fence: %s reads %zu bytes of %s, written by thread %d with no fence.proxy.async in between", reader, n, place(r, p),
+       c.w.tid1 - 1);
+}
+
 static void check_cell(Cell &c, Region *r, char *p, size_t n, Access kind, Fiber *f) {
   Block *b = f->blk;
   bool global = r->traffic != nullptr, write = kind == WRITE || kind == ATOMIC, atomic = kind >= ATOMIC;
   if (c.pend_kind && c.pend_serial == b->serial) {
     bool mine = c.pend_kind == 1 && write && c.pend_tid == uint16_t(f->lin + 1);
     static const char *const role[] = {"", "the target of an asynchronous copy", "the source of an asynchronous copy", "an operand of a wgmma"};
-    if (!(c.pend_kind >= 2 && !write) && !mine)
+    if (!(c.pend_kind >= 2 && !write) && !mine) {
+      uint32_t pc = c.pend_kind == 1 ? c.wpc : c.pend_kind == 2 && c.r.tid1 != kManyTid ? c.rpc : 0;
+      L->failure->other_pc = pc ? image_lo + pc : nullptr;
       fail("race", "race: %zu-byte %s %s, %s of thread %d not yet waited for", n, kVerb[kind], place(r, p), role[c.pend_kind], c.pend_tid - 1);
+    }
   }
   // Stamps of other blocks: stale in shared memory, concurrent in global memory unless an acquire covers them.
   bool w_here = c.w.tid1 && c.w.serial == b->serial, r_here = c.r.tid1 && c.r.serial == b->serial;
@@ -158,6 +201,7 @@ static void check_cell(Cell &c, Region *r, char *p, size_t n, Access kind, Fiber
       memcpy(x.old, p, n);
     }
   }
+  if (kind != WRITE && (global ? r->fresh && !(c.w.tid1 && c.w.serial >= launch_serial) : !w_here)) note_undefined(r, p, n, kind);
   if (write) {
     if (r_here && c.r.tid1 == kManyTid) {
       const Readers &t = readers[c.readers];
@@ -176,7 +220,7 @@ static void check_cell(Cell &c, Region *r, char *p, size_t n, Access kind, Fiber
   if (write) {
     if (r->traffic && !(c.w.tid1 && c.w.serial >= launch_serial)) r->traffic->distinct_written += granule;
     me.multi = w_here && same_epoch(c.w, me) && (c.w.multi || c.w.tid1 != me.tid1);
-    c.w = me; c.wtime = release_time; c.wpc = short_pc();
+    c.w = me; c.wtime = release_time; c.wpc = short_pc(); c.how = write_how;
   }
   if (!write || kind == ATOMIC) {
     if (r->traffic && !(c.r.tid1 && c.r.serial >= launch_serial)) r->traffic->distinct_read += granule;
@@ -189,11 +233,28 @@ static void check_cell(Cell &c, Region *r, char *p, size_t n, Access kind, Fiber
   }
 }
 
-static void stamp_async(Block *b, char *p, size_t n, uint32_t clock);
+static void stamp_async(Block *b, char *p, size_t n, uint32_t clock, uint32_t pc, How how);
 // ---- the access check ---------------------------------------------------------------------------------------------
 static Region *find_shared(Block *b, char *p, size_t n) {
   for (Region &r : b->regions) if (p >= r.base && p + n <= r.base + r.size) return &r;
   return nullptr;
+}
+// Buffers have memory of their own here; TileLang gives those that it thinks are not in use together the same bytes.
+static void check_overlap(const Region *r, size_t off, size_t n, Access kind, Block *b) {
+  uint8_t me = uint8_t(r - b->regions.data() + 1), *owner = b->owner.data() + r->planned + off;
+  if (kind == READ || kind == ATOMIC_READ) {
+    for (size_t i = 0; i < n; ++i) {
+      if (owner[i] == me || !owner[i]) continue;
+      const Cell &c = r->shadow->cells[(off + i) >> r->shadow->shift];
+      if (!(c.w.tid1 && c.w.serial == b->serial)) return;              // not written at all: noted already
+      const Region &other = b->regions[owner[i] - 1];
+      fail("shared memory", "overlap: %zu-byte %s %s, whose bytes %s has overwritten (%s is at bytes %d to %zu of shared memory, %s at %d to %zu)", n,
+           kVerb[kind], place(r, r->base + off), other.name, r->name, r->planned, size_t(r->planned) + r->size - 1, other.name, other.planned,
+           size_t(other.planned) + other.size - 1);
+    }
+    return;
+  }
+  memset(owner, me, n);
 }
 static bool any_alignment = false;   // set while the copy engine works: it moves bytes, not words
 static void check_region(Region *r, char *p, size_t n, Access kind, Fiber *f) {
@@ -208,6 +269,7 @@ static void check_region(Region *r, char *p, size_t n, Access kind, Fiber *f) {
   s.lo = std::min(s.lo, first);
   s.hi = std::max(s.hi, last + 1);
   for (size_t i = first; i <= last; ++i) check_cell(s.cells[i], r, r->base + (i << s.shift), size_t(1) << s.shift, kind, f);
+  if (r->overlaps) check_overlap(r, off, n, kind, f->blk);
 }
 template <class Regions> static const Region *nearest(const Regions &regions, const char *p) {
   const Region *best = nullptr;
@@ -218,10 +280,69 @@ template <class Regions> static const Region *nearest(const Regions &regions, co
   }
   return best;
 }
+// ---- arrays of one thread ----------------------------------------------------------------------------------------
+static uint32_t name_site(const char *name) {            // such sites are arrays, not instructions
+  uint32_t h = 2166136261u;
+  for (; *name; ++name) h = (h ^ uint8_t(*name)) * 16777619u;
+  return h | 0x80000000u;
+}
+static void note_undefined_local(Fiber *f, char *p, size_t n) {
+  const Local *a = f->locals;
+  while (a && !(p >= a->base && p < a->base + a->bytes)) a = a->outer;
+  if (!a) return;
+  uint32_t site = name_site(a->name);
+  if (L->blamed == site && L->strict) {
+    snprintf(L->failure->buffer, sizeof L->failure->buffer, "%s", a->name);
+    L->failure->offset = p - a->base;
+    L->failure->element = L->failure->offset / a->elem_bytes;
+    fail("uninitialised", "uninitialised: %zu-byte read of the thread's own %s byte %lld (element %lld), which it has not written", n, a->name,
+         (long long)L->failure->offset, (long long)L->failure->element);
+  }
+  for (uint32_t i = 0; i < L->num_sites; ++i) if (L->sites[i] == site) return;
+  if (L->num_sites < uint32_t(kMaxSites)) L->sites[L->num_sites++] = site;
+}
+[[noreturn]] static void beside_local(Fiber *f, char *p, size_t n, Access kind) {
+  const Local *a = f->locals;
+  while (a && !(p + n > a->base - Local::kMargin && p < a->base + a->bytes + Local::kMargin)) a = a->outer;
+  Failure *x = L->failure;
+  x->offset = a ? p - a->base : 0;
+  x->element = a ? (x->offset < 0 ? x->offset - int64_t(a->elem_bytes) + 1 : x->offset) / int64_t(a->elem_bytes) : 0;
+  snprintf(x->buffer, sizeof x->buffer, "%s", a ? a->name : "array");
+  fail("out of bounds", "out of bounds: %zu-byte %s the thread's own %s byte %lld (element %lld); it has %u bytes", n, kVerb[kind], x->buffer,
+       (long long)x->offset, (long long)x->element, a ? a->bytes : 0);
+}
+static inline void check_local(Fiber *f, char *p, size_t n, Access kind) {
+  char *m = f->blk->marks + (p - f->blk->stacks), any = 0;
+  for (size_t i = 0; i < n; ++i) any |= m[i];
+  if (!any) return;
+  if (any & 4) beside_local(f, p, n, kind);
+  if (kind == WRITE) memset(m, 2, n);
+  else if (any & 1) note_undefined_local(f, p, n);
+}
+void Local::begin() {
+  outer = cur->locals;
+  cur->locals = this;
+  memset(base, L->blamed == name_site(name) ? kOtherValue : 0xff, bytes);
+  char *m = cur->blk->marks + (base - cur->blk->stacks);
+  memset(m - kMargin, 4, kMargin);
+  memset(m, 1, bytes);
+  memset(m + bytes, 4, kMargin);
+}
+void Local::end() {
+  cur->locals = outer;
+  memset(cur->blk->marks + (base - cur->blk->stacks) - kMargin, 0, bytes + 2 * kMargin);
+}
+void defined(const void *p, size_t bytes) {
+  const char *q = static_cast<const char *>(p);
+  Block *b = cur->blk;
+  if (L->check && q >= b->stacks && q < b->stacks + kStack * size_t(b->n)) check_local(cur, const_cast<char *>(q), bytes, WRITE);
+}
+
 static void check(const void *ptr, size_t n, Access kind) {
   Fiber *f = cur;
   char *p = const_cast<char *>(static_cast<const char *>(ptr));
-  if (!f || failed || !n || (p >= f->stack && p < f->stack + kStack)) return;
+  if (!f || failed || !n) return;
+  if (p >= f->stack && p < f->stack + kStack) return check_local(f, p, n, kind);
   if (num_suspects) settle_suspects();
   if (kind != READ || p != last_read) same_reads = 0;
   last_read = p;
@@ -237,7 +358,7 @@ static void check(const void *ptr, size_t n, Access kind) {
       for (Block *o : resident) {
         if (o->cluster != b->cluster || p < o->arena || p >= o->arena + kArena) continue;
         if (!find_shared(o, p, n)) fail("out of bounds", "out of bounds: %zu-byte %s shared memory of block %d of the cluster", n, kVerb[kind], o->rank);
-        if (kind != READ) stamp_async(o, p, n, 0);
+        if (kind != READ) stamp_async(o, p, n, 0, short_pc(), PLAIN);
         return;
       }
     if (p >= image_lo && p < image_hi) return;                        // constants of the kernel itself
@@ -268,8 +389,20 @@ static Cells shared_cells(Block *b, char *p, size_t n) {
   if (fits < s.shift) shadow_split(s, fits);
   return {&s, off >> s.shift, ((off + n - 1) >> s.shift) + 1};
 }
+// What the async proxy is about to read: fenced, and in the layout in which it was written?
+static void check_async_read(const Cell &c, char *p, size_t n, uint8_t kind, int mode) {
+  Block *b = cur->blk;
+  Region *r = find_shared(b, p, n);
+  check_proxy(c, r, p, n, kind == 3 ? "a wgmma" : "a bulk store");
+  if (kind != 3 || mode < 0 || c.w.tid1 != kAsyncTid || c.w.serial != b->serial || c.how < TENSOR || c.how == BULK) return;
+  int wanted = mode == 1 ? 3 : mode == 2 ? 2 : mode == 3 ? 1 : 0, found = c.how - TENSOR;   // a descriptor counts downwards
+  if (wanted == found) return;
+  static const char *const name[] = {"no swizzle", "the 32-byte swizzle", "the 64-byte swizzle", "the 128-byte swizzle"};
+  L->failure->other_pc = c.wpc ? image_lo + c.wpc : nullptr;
+  fail("layout", "layout mismatch: a wgmma reads %s with %s, the tensor copy wrote it with %s", place(r, p), name[wanted], name[found]);
+}
 // Copies in flight: their target may not be touched, their source may not be written.
-static void mark_pending(const void *ptr, size_t n, uint8_t kind, bool on) {
+static void mark_pending(const void *ptr, size_t n, uint8_t kind, bool on, int swizzle = -1) {
   if (!L->check || !n) return;
   char *p = const_cast<char *>(static_cast<const char *>(ptr));
   Block *b = cur->blk;
@@ -280,19 +413,22 @@ static void mark_pending(const void *ptr, size_t n, uint8_t kind, bool on) {
   s.hi = std::max(s.hi, r.end);
   for (size_t i = r.first; i < r.end; ++i) {
     Cell &c = s.cells[i];
+    if (on && kind >= 2) check_async_read(c, p, n, kind, swizzle);
     // An operand mark must not hide that a copy into the same place is still in flight.
     if (kind == 3 && c.pend_serial == b->serial && c.pend_kind && c.pend_kind != 3) continue;
     c.pend_serial = b->serial; c.pend_tid = uint16_t(cur->lin + 1); c.pend_kind = on ? kind : 0;
   }
 }
 // The copy engine has written: later accesses must have acquired `clock` through the mbarrier.
-static void stamp_async(Block *b, char *p, size_t n, uint32_t clock) {
+static void stamp_async(Block *b, char *p, size_t n, uint32_t clock, uint32_t pc, How how) {
   if (!L->check) return;
   Cells r = shared_cells(b, p, n);
+  if (Region *x = find_shared(b, p, n)) if (x->overlaps) check_overlap(x, size_t(p - x->base), n, WRITE, b);
   for (size_t i = r.first; i < r.end; ++i) {
     Cell &c = r.shadow->cells[i];
     c.w = {b->serial, clock, 0, kAsyncTid, 0, 0};
-    c.wpc = 0;
+    c.wpc = pc;
+    c.how = how;
     c.wtime = release_time;
     c.pend_kind = 0;
   }

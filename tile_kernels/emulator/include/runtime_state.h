@@ -30,6 +30,7 @@ struct Copy {  // cp.async, or a bulk store, not yet landed
   const char *src;
   int bytes, copied, group;
   bool tensor, add;
+  void *pc;
   TensorMap map;
   int32_t coords[5];
 };
@@ -51,6 +52,7 @@ struct Fiber : Thread {
   uint32_t cluster_phase;                   // of the cluster barrier, at the thread's last arrival
   std::vector<Copy> loads, stores;          // oldest first
   std::vector<Deferred> deferred;
+  Local *locals;                            // innermost first
   int load_groups, store_groups, deferred_groups;
 };
 static int num_warps = 0;                   // of a block of this launch
@@ -88,7 +90,8 @@ struct alignas(64) Cell {                             // shadow of one granule o
   uint32_t wpc;                             // instruction of the last write
   uint32_t pend_serial;
   uint16_t pend_tid;
-  uint8_t pend_kind, unused;                // a copy in flight: 1 its target, 2 its source, 3 operand of a wgmma
+  uint8_t pend_kind;                        // a copy in flight: 1 its target, 2 its source, 3 operand of a wgmma
+  uint8_t how;                              // the last write: PLAIN, COPIED, TENSOR + swizzle, BULK
 };
 static_assert(sizeof(Cell) == 64, "one cache line per granule");
 struct Shadow {
@@ -97,13 +100,24 @@ struct Shadow {
   uint32_t shift;                           // granule = 1 << shift bytes
   size_t lo, hi;                            // touched cells
 };
-struct Region { const char *name; char *base; size_t size; uint32_t elem_bits; Traffic *traffic; Shadow *shadow; };
+enum How : uint8_t { PLAIN, COPIED, TENSOR, BULK = TENSOR + 4 };
+struct Region {
+  const char *name;
+  char *base;
+  size_t size;
+  uint32_t elem_bits;
+  Traffic *traffic;                         // null: shared memory
+  Shadow *shadow;
+  bool fresh;                               // undefined until written
+  int planned;                              // shared: TileLang's offset, or -1
+  bool overlaps;                            // ... which another buffer's overlaps
+};
 struct Named { const char *name; char *base; size_t size; uint32_t elem_bits; };
 struct Flight {                             // a bulk or tensor load not yet landed
   int mbar;
   char *dst;
   const char *src;
-  uint32_t bytes, clock;
+  uint32_t bytes, clock, pc;
   bool tensor;
   TensorMap map;
   int32_t coords[5];
@@ -118,11 +132,14 @@ struct Block {
   int n, live;
   std::vector<Fiber *> f;
   char *stacks;
+  char *marks;                              // of each stack byte: 0 not followed, 1 undefined, 2 written, 4 beside an array
   bool guarded;
   Bar bars[18];                             // 0 to 15 of the program, the grid's, the cluster's
   unsigned wlive[kMaxWarps], wwait[kMaxWarps];
   uint32_t wepoch[kMaxWarps];
   Clock knows[kAgents];                     // knows[w].t[v]: what warp w knows of warp v
+  Clock proxied;                            // whose stores, up to when, a fence.proxy.async has covered
+  std::vector<uint8_t> owner;               // of each planned byte: 1 + the region that wrote it last; empty without overlaps
   uint32_t now[kAgents];
   // Ordering through atomics, see fence(): up to which release time other blocks, and the block's own threads, are ordered.
   uint32_t acquired, acquired_here;
@@ -161,11 +178,33 @@ static std::unordered_map<uint32_t, ClusterBar> cluster_bars;
 static char *last_read = nullptr;           // spins on plain memory: see check()
 static uint32_t same_reads = 0, accesses = 0;
 static void *hook_pc = nullptr;            // the kernel instruction whose access is being checked
+static void *call_pc = nullptr;            // ... or which has called the runtime for a copy
+static How write_how = PLAIN;              // what writes while a copy lands
+static bool init_quiet = false, quiet_hit = false;   // look for undefined bytes without noting them
+static Event events[kMaxEvents];           // the latest, as a ring
+static uint32_t num_events = 0;
+static void log_event(uint32_t serial, int what, int warp, int barrier, int line) {
+  const Event &last = events[(num_events + kMaxEvents - 1) % kMaxEvents];
+  if (num_events && last.serial == serial && last.what == what && last.warp == warp && last.barrier == barrier && what != 1) return;
+  events[num_events++ % kMaxEvents] = {serial, what, warp, barrier, line};
+}
 struct Suspect { char *p; size_t n; unsigned char old[16]; Region *region; Stamp other; bool other_block; void *pc; uint32_t other_pc; };
 static Suspect suspects[16];
 static int num_suspects = 0;
 
 // ---- failing ------------------------------------------------------------------------------------------------------
+static void describe_block(Failure *f, const Block *b) {   // for the report page
+  f->num_events = f->num_maps = 0;
+  uint32_t first = num_events > uint32_t(kMaxEvents) ? num_events - kMaxEvents : 0;
+  for (uint32_t i = first; i < num_events; ++i)
+    if (events[i % kMaxEvents].serial == b->serial) f->events[f->num_events++] = events[i % kMaxEvents];
+  for (const Region &r : b->regions) {
+    if (f->num_maps == kMaxMaps) break;
+    SharedMap &m = f->maps[f->num_maps++];
+    snprintf(m.name, sizeof m.name, "%s", r.name);
+    m.offset = uint32_t(r.base - b->arena); m.size = uint32_t(r.size); m.elem_bits = r.elem_bits; m.planned = uint32_t(r.planned + 1);
+  }
+}
 static void record(const char *kind, const char *format, va_list ap) {
   if (failed) return;
   failed = true;
@@ -175,6 +214,7 @@ static void record(const char *kind, const char *format, va_list ap) {
   vsnprintf(f->text, sizeof f->text, format, ap);
   f->has_thread = cur != nullptr;
   if (!cur) return;
+  describe_block(f, cur->blk);
   uint3 b = cur->blk->bid, t = cur->tid;
   uint32_t bb[3] = {b.x, b.y, b.z}, tt[3] = {t.x, t.y, t.z};
   memcpy(f->block, bb, sizeof bb);

@@ -28,6 +28,7 @@ def plan(num_rows: int, *problem: Any) -> Plan:
 
 def _plan(num_rows: int, problem: Problem, device: Device) -> Plan:
     wide = tiling.wide(problem)
-    by_class = {SMALL: FEW_ROWS, MEDIUM: NARROW if wide.columns == WIDE.columns else wide, LARGE: wide}
+    medium = NARROW if wide.columns == WIDE.columns else wide
+    by_class = {SMALL: FEW_ROWS, MEDIUM: medium, LARGE: wide}
     tile = by_class[size_class(num_rows, problem.n, device.num_sms)]
     return tiling.with_tile(problem, tile, device)

@@ -114,7 +114,9 @@ _TOPK_WEIGHTS_BACKWARD = Cases(
         Reject("grad_weights", "half", edited("grad_weights", torch.Tensor.half)),
         Reject("scoring_func", "unknown", changed(scoring_func="relu")),
     ],
-    compare=close_results(rtol=1e-4, atol=1e-6),
+    # Gradients of logits are differences that may cancel: on an H200 one of 2 million elements,
+    # 2.6e-7, was 1.1e-6 off.
+    compare=close_results(rtol=1e-4, atol=4e-6),
 )
 
 
