@@ -20,6 +20,10 @@ DEFAULT_ARCH = "sm_90a"
 _DATA_FIELD = 1  # of DLTensor, in the numbering of tvm_struct_get
 
 
+# Part of the cache's keys. Read at import: a file that changes later is not the code that runs.
+_SOURCES = tuple(Path(str(name)).read_text() for name in (__file__, lines.__file__))
+
+
 @dataclass(frozen=True)
 class Param:
     """A parameter of the prim_func: a tensor with a shape, or a scalar."""
@@ -233,8 +237,7 @@ def lower(
             arch,
             sorted((k, repr(v)) for k, v in configs.items()),
             str(tilelang.__version__),
-            Path(__file__).read_text(),
-            Path(lines.__file__).read_text(),
+            *_SOURCES,
             # Relative: a kernel that only moved in its file is still the same.
             [[n - f for n in ns] for ns, f in zip(python.values(), first, strict=True)],
         ]
