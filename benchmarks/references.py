@@ -134,6 +134,10 @@ def _moe(s: Sizes) -> dict[str, Arguments]:
             "scores": logits.view(s.tokens, 8, -1), "num_topk_sum": 2, "num_topk_groups": 4,
         },
         "topk_weights": {"logits": logits, "topk_idx": chosen},
+        "topk_weights_backward": {
+            "grad_weights": torch.rand(chosen.shape), "logits": logits, "topk_idx": chosen,
+            "scoring_func": "sigmoid", "routed_scaling_factor": 1.0,
+        },
     }  # fmt: skip
 
 
@@ -158,17 +162,23 @@ def _quant(s: Sizes) -> dict[str, Arguments]:
         "per_channel_cast": column,
         "per_channel_cast_and_transpose": column,
         "per_channel_cast_fused": {**column, "pos_to_token": torch.randperm(s.tokens).int()},
+        "per_channel_cast_fused_and_transpose": {
+            **column, "pos_to_token": torch.randperm(s.tokens).int(),
+        },
         "per_token_cast": row,
         "per_token_cast.e2m1": {**row, "fmt": "e2m1", "num_per_channels": 32},
         "per_token_cast.e5m6": {**row, "fmt": "e5m6", "num_per_channels": s.hidden},
         "per_token_cast_back": {"x": eights, "fmt": "bf16", "num_per_channels": 128},
         "per_token_cast_with_precomputed_sf": {**row, "sf": eights[1]},
         "per_token_cast_with_sf_only": row,
+        "split_to_bf16": {"x": s.floats(s.experts, s.hidden), "parts": (0, 1, 2)},
+        "swiglu_backward": {"x": wide, "act_x_grad": s.bf16(*x.shape)[: len(wide)], "fmt": "bf16"},
         "swiglu_backward_and_per_token_cast": {
             "x": per_token_cast(s.bf16(len(rows), 2 * s.hidden), "e4m3", 128),
             "grad_out": s.bf16(len(rows), s.hidden), "weight": torch.rand(inverse.shape),
             "pos_to_token_topk": index, "token_topk_to_pos": inverse, "num_per_channels": 128,
         },
+        "swiglu_forward": {"x": wide, "fmt": "bf16"},
         "swiglu_forward_and_per_channel_cast_and_transpose": {
             "x": wide, "fmt": "e4m3", "num_per_tokens": 128,
         },
@@ -678,6 +688,7 @@ PLAIN: dict[str, Plain | str] = {
         scores.topk(num_topk_sum).values.sum(2).topk(num_topk_groups).indices
     ),
     "moe.topk_weights": lambda logits, topk_idx: weights_of(logits.sigmoid(), topk_idx),
+    "moe.topk_weights_backward": SAME,
     "quant.cast_back": rows_back,
     "quant.fake_cast": fake,
     "quant.per_block_cast": blocks_to_e4m3,
@@ -687,13 +698,19 @@ PLAIN: dict[str, Plain | str] = {
     "quant.per_channel_cast": columns_to_e4m3,
     "quant.per_channel_cast_and_transpose": lambda x, **_: transposed(columns_to_e4m3(x)),
     "quant.per_channel_cast_fused": lambda x, pos_to_token, **_: columns_to_e4m3(x[pos_to_token]),
+    "quant.per_channel_cast_fused_and_transpose": lambda x, pos_to_token, **_: transposed(
+        columns_to_e4m3(x[pos_to_token])
+    ),
     "quant.per_token_cast": rows_to_e4m3,
     "quant.per_token_cast.e2m1": rows_to_e2m1,
     "quant.per_token_cast.e5m6": rows_to_e5m6,
     "quant.per_token_cast_back": rows_back,
     "quant.per_token_cast_with_precomputed_sf": given_rows,
     "quant.per_token_cast_with_sf_only": row_scales,
+    "quant.split_to_bf16": SAME,
+    "quant.swiglu_backward": SAME,
     "quant.swiglu_backward_and_per_token_cast": swiglu_backward,
+    "quant.swiglu_forward": lambda x, **_: swiglu(x).bfloat16(),
     "quant.swiglu_forward_and_per_channel_cast_and_transpose": lambda x, **_: transposed(
         columns_to_e4m3(swiglu(x).bfloat16())
     ),
