@@ -45,6 +45,12 @@ def _single_rows(arguments: Arguments) -> bool:
     return arguments.get("x_block_size", (1, 1))[0] == 1
 
 
+def _without_maps(arguments: Arguments) -> bool:
+    """Rows are not looked up in the routing of all tokens."""
+    names = ("psum_num_tokens_per_expert", "topk_weights", "pos_to_token_topk")
+    return all(arguments.get(name) is None for name in names)
+
+
 ROW_WISE = {
     "attention.indexer_logits": _rows("q", "weights", "start", "end"),
     # The gradient of the keys is a sum over queries.
@@ -115,12 +121,15 @@ ROW_WISE = {
     "moe.topk_gate": _rows("scores"),
     "moe.topk_sum_and_topk_group_idx": _rows("scores"),
     "moe.topk_weights": _rows("logits", "topk_idx"),
+    "moe.topk_weights_backward": _rows("grad_weights", "logits", "topk_idx"),
     "quant.cast_back": _rows("x", when=_single_rows),
     "quant.fake_cast": _rows("x"),
     "quant.per_token_cast": _rows("x", when=_single_rows),
     "quant.per_token_cast_back": _rows("x"),
     "quant.per_token_cast_with_precomputed_sf": _rows("x", "sf"),
     "quant.per_token_cast_with_sf_only": _rows("x", when=_single_rows),
+    "quant.split_to_bf16": _rows("x"),
+    "quant.swiglu_forward": _rows("x", when=_without_maps),
     # `clamped_count` counts over all rows.
     "quant.swiglu_forward_and_per_token_cast": _rows(
         "x", "pos_to_token_topk", "pos_to_expert", when=lambda a: a.get("clamped_count") is None
@@ -137,6 +146,8 @@ OTHERS = {
     "attention.kv_compress_norm_rope_cast": _WINDOWS,
     "attention.kv_compress_packed": _WINDOWS,
     "attention.kv_compress_packed_bwd": _WINDOWS,
+    "engram.engram_convolution_bwd": _WINDOWS,
+    "engram.engram_convolution_fwd": _WINDOWS,
     "engram.fused_weight": "has no tokens",
     "engram.grad_w_reduce": _SUM,
     "engram.ngram_windows": _WINDOWS,
@@ -158,6 +169,8 @@ OTHERS = {
     "quant.per_channel_cast": _BLOCKS,
     "quant.per_channel_cast_and_transpose": _BLOCKS,
     "quant.per_channel_cast_fused": _BLOCKS,
+    "quant.per_channel_cast_fused_and_transpose": _BLOCKS,
+    "quant.swiglu_backward": _ROUTING,
     "quant.swiglu_backward_and_per_token_cast": _ROUTING,
     "quant.swiglu_forward_and_per_channel_cast_and_transpose": _BLOCKS,
     "transpose.batched_transpose": "moves rows to columns",

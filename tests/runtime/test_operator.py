@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,7 @@ from tile_kernels.torch import mhc as mhc_references
 from tile_kernels.transpose import reference
 
 OPERATORS = registry.operators()
+_GENERATIONS = itertools.count(1)
 PUBLIC = operators()  # the library's own: other tests declare operators too
 each_operator = pytest.mark.parametrize("op", PUBLIC, ids=lambda each: each.name)
 
@@ -48,6 +50,8 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(operator.backends, "choose", lambda _: "tilelang")
     monkeypatch.setattr(config, "planned_device", lambda _: described())
     monkeypatch.setattr(launch.Kernel, "handle", handle)
+    # Kernels remember handles by problem: none of other tests may be found.
+    monkeypatch.setattr(config, "generation", -next(_GENERATIONS))
     found: list[str] = []
     prepare = Operator._prepare
     monkeypatch.setattr(

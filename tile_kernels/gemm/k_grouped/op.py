@@ -168,7 +168,7 @@ def _matrix(operand: Operand, rows: int, ks: Any) -> Operand:
     data, sf = operand
     if data.dim() == 1:
         data = reference.joined(data, rows, ks)
-    if sf.dim() == 2 and not sf.is_contiguous() and sf.T.is_contiguous():
+    if isinstance(sf, Tensor) and sf.dim() == 2 and not sf.is_contiguous() and sf.T.is_contiguous():
         sf = sf.T
     return data, sf
 

@@ -539,6 +539,7 @@ def sum_of_products(size: int) -> Any:
     order, then the groups, wherever this is called and whichever the parts are.
     """
     columns = cut_columns(size)
+    half = -(-columns.groups // 2) * columns.fold  # leaves of a pass
 
     @T.macro
     def summed(mul, squares, token, mix, fold, eps, totals):
@@ -550,19 +551,24 @@ def sum_of_products(size: int) -> Any:
                 totals[1] = T.ieee_add(totals[1], squares[i + 1, token])
         else:
             group = T.alloc_local((2,), T.float32)
-            for i in tuple(range(columns.leaves)):
-                if i % columns.fold == 0:
-                    group[0] = mul[i, token, mix]
-                    group[1] = squares[i, token]
-                else:
-                    group[0] = T.ieee_add(group[0], mul[i, token, mix])
-                    group[1] = T.ieee_add(group[1], squares[i, token])
-                if i == columns.fold - 1:
-                    totals[0] = group[0]
-                    totals[1] = group[1]
-                elif i % columns.fold == columns.fold - 1 or i == columns.leaves - 1:
-                    totals[0] = T.ieee_add(totals[0], group[0])
-                    totals[1] = T.ieee_add(totals[1], group[1])
+            # Two passes: the loads of all leaves at once take more registers than there are.
+            for turn in T.serial(2):
+                for i in tuple(range(half)):
+                    leaf = turn * half + i
+                    if leaf < columns.leaves:
+                        if i % columns.fold == 0:
+                            group[0] = mul[leaf, token, mix]
+                            group[1] = squares[leaf, token]
+                        else:
+                            group[0] = T.ieee_add(group[0], mul[leaf, token, mix])
+                            group[1] = T.ieee_add(group[1], squares[leaf, token])
+                        if i % columns.fold == columns.fold - 1 or leaf == columns.leaves - 1:
+                            if leaf < columns.fold:
+                                totals[0] = group[0]
+                                totals[1] = group[1]
+                            else:
+                                totals[0] = T.ieee_add(totals[0], group[0])
+                                totals[1] = T.ieee_add(totals[1], group[1])
         totals[2] = inverse_norm(totals[1], size, eps)
 
     return summed
