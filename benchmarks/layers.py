@@ -559,7 +559,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
 
 
 def prepare(names: Sequence[str]) -> None:
-    """Each case once, in a process of its own if there are several."""
+    """Runs each case once; several cases run in separate processes."""
     if len(names) == 1:
         run(names[0], prepare=True)
         return

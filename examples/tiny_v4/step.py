@@ -32,7 +32,7 @@ class TrainingStep:
 
     On a GPU the first steps run as they are and later ones replay a CUDA graph: forward, backward,
     clipping, optimizer and the bias of the experts, without any work of the host in between. The
-    bits are the same. The graph reads the batch and the learning rate from tensors of its own.
+    bits are the same. The graph reads the batch and the learning rate from fixed tensors.
 
     The tensor that a call returns is overwritten by the next one.
     """
