@@ -6,7 +6,7 @@ TORCH ?=
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: demo check docs test test-fast test-full lint format clean help FORCE
+.PHONY: demo check dist docs test test-fast test-full lint format clean help FORCE
 
 help:
 	@echo "make demo         train a small model made of everything here"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-fast    what to run after every edit: no emulation, no compiler, one process"
 	@echo "make test-full    every sample emulated, every kernel compiled for every architecture (hours)"
 	@echo "make docs         the documentation as a site, in build/site"
+	@echo "make dist         sdist and wheel in dist/, tested in a fresh environment"
 	@echo "make lint         ruff and mypy"
 	@echo "PYTHON=... is the interpreter, TORCH=... a requirement or wheel of PyTorch to install"
 
@@ -31,6 +32,9 @@ demo: .venv/ready
 
 check: .venv/ready
 	$(BIN)/tile-kernels check
+
+dist: .venv/ready
+	$(BIN)/python tools/dist.py
 
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -1,13 +1,15 @@
 """The emulator beside Triton's interpreter, the cost of its checks, and the planted bugs it finds.
 
-    python benchmarks/emulator.py [FILE]      writes JSON; needs no GPU
+    python benchmarks/emulator.py [--only PART] [FILE]      writes JSON; needs no GPU
 
 The same four computations are written in TileLang and in Triton and run on CPU tensors. Times are
 the processor's, of the fastest of some warm calls. Triton (`pip install triton`) is optional:
-without it its column is missing. The planted bugs are those of the tests.
+without it its column is missing. The planted bugs are those of the tests. `--only` measures one
+part again (times, scaling, python_lines, planted) and leaves the others in the file as they are.
 """
 
 # No `from __future__ import annotations`: TileLang reads the annotations as values.
+import argparse
 import json
 import os
 import platform
@@ -246,30 +248,63 @@ def python_lines() -> dict[str, int]:
     return counts
 
 
+def times() -> dict[str, dict[str, float]]:
+    """Times of each computation."""
+    found = {}
+    for name, case in cases().items():
+        found[name] = measure(case)
+        print(name, found[name], flush=True)
+    return found
+
+
+def scaling() -> dict[str, dict[str, float]]:
+    """A vector add in check mode by its number of elements: warm calls, and the first one."""
+    found = {}
+    for log in (16, 18, 20, 22):
+        n = 1 << log
+        emulated = Emulated.build(_add(n), pass_configs={})
+        values = [torch.randn(n), torch.randn(n), torch.zeros(n)]
+        started = time.process_time()
+        emulated(*values)
+        first = round((time.process_time() - started) * 1e3, 1)
+        warm = milliseconds(lambda run=emulated, v=values: run(*v))
+        per_element = round(warm * 1e6 / n, 1)
+        found[str(n)] = {"check_ms": warm, "ns_per_element": per_element, "first_ms": first}
+        print(n, found[str(n)], flush=True)
+    return found
+
+
+PARTS: dict[str, Callable[[], Any]] = {
+    "times": times, "scaling": scaling, "python_lines": python_lines, "planted": planted
+}  # fmt: skip
+
+
 def main() -> None:
     """Measures and writes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", nargs="?", type=Path, default=RESULTS / "emulator.json")
+    parser.add_argument("--only", choices=PARTS)
+    options = parser.parse_args()
     for mode in ("check", "fast"):
         Emulated.build(_add(1024), pass_configs={}, mode=mode)  # the headers are compiled once
-    content = {
-        "machine": {
-            "cpu": re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1],
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "tilelang": tilelang.__version__,
-            "triton": None if triton is None else triton.__version__,
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        },
-        "times": {},
+    content = json.loads(options.file.read_text()) if options.only else {}
+    machine = {
+        "cpu": re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "tilelang": tilelang.__version__,
+        "triton": None if triton is None else triton.__version__,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
-    for name, case in cases().items():
-        content["times"][name] = measure(case)
-        print(name, content["times"][name], flush=True)
-    content["python_lines"] = python_lines()
-    print(content["python_lines"])
-    content["planted"] = planted()
-    print(sum(b["diagnosed"] for b in content["planted"].values()), "of", len(content["planted"]))
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "emulator.json"
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    if options.only in (None, "times"):
+        content["machine"] = machine  # printed beside the times
+    content.setdefault("machine", machine)
+    for name in [options.only] if options.only else PARTS:
+        content[name] = PARTS[name]()
+        content.setdefault("dates", {})[name] = machine["date"]
+    planted_bugs = content.get("planted", {}).values()
+    print(sum(bug["diagnosed"] for bug in planted_bugs), "of", len(planted_bugs), "diagnosed")
+    options.file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

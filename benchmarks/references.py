@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tile_kernels.runtime import registry
-from tile_kernels.runtime.cases import Arguments
+from tile_kernels.runtime.cases import Arguments, tensors_in
+from tile_kernels.runtime.operator import Operator
 from tile_kernels.testing import benchmark
 from tile_kernels.torch import (
     get_fused_mapping,
@@ -735,14 +736,27 @@ def _fastest(calls: Sequence[Callable[[], Any]], seconds: float) -> list[float]:
     return [min(taken) for taken in times]
 
 
+def sample_of(op: Operator) -> Arguments:
+    """The largest of an operator's small samples."""
+    samples = [sample.build(torch.device("cpu")) for sample in op.cases.small]
+    return max(samples, key=lambda given: sum(x.numel() for x in tensors_in(given)))
+
+
 def measure(sizes: Sizes, seconds: float, only: str = "") -> list[Row]:
-    """A row for each operator, and for variants; one thread."""
+    """A row for each operator, and for variants; one thread.
+
+    An operator that `arguments` does not list is measured with one of its samples, and its
+    reference counts as the straightforward code.
+    """
     by_name = {op.name: op for op in registry.all_ops()}
+    calls_of = arguments(sizes)
+    listed = {".".join(name.split(".")[:2]) for name in calls_of}
+    calls_of |= {name: sample_of(op) for name, op in by_name.items() if name not in listed}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = []
     try:
-        for name, given in arguments(sizes).items():
+        for name, given in calls_of.items():
             if not re.search(only, name):
                 continue
             op, plain = by_name[".".join(name.split(".")[:2])], PLAIN.get(name, SAME)

@@ -1,6 +1,6 @@
-"""Drawings: the path of a call, the layout of the package, the data flow of the FP8 experts.
+"""Drawings: the path of a call, the package, the data flow of FP8 experts and of attention.
 
-python docs/diagrams.py        writes docs/call_path.svg, docs/layout.svg and docs/fp8_flow.svg
+python docs/diagrams.py        writes call_path.svg, layout.svg, fp8_flow.svg, attention_flow.svg
 """
 
 from __future__ import annotations
@@ -369,7 +369,67 @@ def weight_gradient(
     flow(ax, 118, below - FLOW_HEIGHT, result)
 
 
+def attention_flow() -> None:
+    """Compressed sparse attention, from hidden states to hidden states."""
+    ax = canvas(150, 96)
+    ax.text(75, 92, "x [T, hidden]", fontsize=9, ha="center", fontweight="bold")
+    columns = (
+        (
+            0,
+            "queries",
+            "wq_a, RMS norm, wq_b;\neach head by its own RMS;\nlast 64 channels rotated",
+            GREEN,
+        ),
+        (
+            38,
+            "rows of tokens",
+            "wkv, RMS norm; last 64 channels\nrotated, the others through e4m3",
+            GREEN,
+        ),
+        (
+            76,
+            "entries of 4 tokens",
+            "kv_compress, RMS norm; rotated at\nthe first token, through e4m3",
+            BLUE,
+        ),
+        (
+            114,
+            "keys of the indexer",
+            "kv_compress, RMS norm; rotated,\nHadamard matrix, e2m1",
+            BLUE,
+        ),
+    )
+    for x, title, text, colour in columns:
+        box(ax, x, 68, 35, 16, title, text, colour)
+        arrow(ax, (75, 90), (x + 17.5, 84))
+    box(
+        ax, 94, 43, 55, 17, "indexer_select: the 512 best entries",
+        "64 heads of 128 channels in e2m1, made of the\ncompressed queries;\n"
+        "score = sum over heads of weight * relu(q . k)", BLUE,
+    )  # fmt: skip
+    arrow(ax, (131.5, 68), (131.5, 60), "k [T / 4, 128]")
+    box(
+        ax, 0, 24, 149, 13, "sparse_attention: one softmax over window, chosen entries and sink",
+        "out = sum exp(s) row / (sum exp(s) + exp(sink)), s = q . row / sqrt(512); a row of 512 "
+        "channels is key and value, the same for all heads;\n"
+        "a token sees the last 128 rows and up to 512 entries that are complete", BLUE,
+    )  # fmt: skip
+    arrow(ax, (17.5, 68), (17.5, 37), "q [T, 64, 512]")
+    arrow(ax, (55.5, 68), (55.5, 37), "window")
+    arrow(ax, (82, 68), (82, 37), "entries")
+    arrow(ax, (121, 43), (121, 37), "attention_indices")
+    box(
+        ax, 38, 6, 73, 11, "output",
+        "last 64 channels rotated back by the query's position; wo_a by groups, wo_b",
+        GREEN,
+    )  # fmt: skip
+    arrow(ax, (74, 24), (74, 17), "[T, 64, 512]")
+    arrow(ax, (74, 6), (74, 1), "y [T, hidden]")
+    save("attention_flow.svg")
+
+
 if __name__ == "__main__":
     call_path()
     layout()
     fp8_flow()
+    attention_flow()

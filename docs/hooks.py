@@ -20,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 DOCS = "docs/"
 # Pages of the reference: a title, and the modules whose public names it has.
 REFERENCE = {
-    "package": ("The package", ["tile_kernels", "tile_kernels.config", "tile_kernels.utils"]),
+    "package": ("The package", ["tile_kernels", "tile_kernels.config", "tile_kernels.rand",
+        "tile_kernels.utils"]),
     "moe": (
         "Routing",
         ["tile_kernels.moe", "tile_kernels.modeling.moe", "tile_kernels.modeling.fp8_experts"],
@@ -34,6 +35,10 @@ REFERENCE = {
             "tile_kernels.modeling.quant",
         ],
     ),
+    "norm": (
+        "RMS norm and rotary embedding",
+        ["tile_kernels.transform", "tile_kernels.modeling.norm"],
+    ),
     "gemm": ("Matrix products", ["tile_kernels.gemm"]),
     "engram": ("Engram", ["tile_kernels.engram", "tile_kernels.modeling.engram"]),
     "mhc": ("Hyper-connections", ["tile_kernels.mhc", "tile_kernels.modeling.mhc"]),
@@ -41,7 +46,7 @@ REFERENCE = {
     "transpose": ("Transposes", ["tile_kernels.transpose"]),
     "ep": ("Expert parallelism", ["tile_kernels.ep"]),
     "oracles": (
-        "Oracles",
+        "References",
         [
             "tile_kernels.torch",
             "tile_kernels.torch.engram",
@@ -91,7 +96,7 @@ def in_site(path: str) -> bool:
 
 
 def links_of(text: str, document: str) -> list[str]:
-    """What a document links to outside of the site; refused in words if it is not there."""
+    """What a document links to outside of the site; raises if the target does not exist."""
     found = []
 
     def note(link: str, path: str) -> str:
@@ -192,7 +197,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if name in FAMILIES:
         markdown += (
             f"\n\n## Reference\n\n[All functions](reference/{FAMILIES[name]}.md) with their "
-            "docstrings, and [the oracles](reference/oracles.md) that define them.\n"
+            "docstrings, and [the references](reference/oracles.md) that define them.\n"
         )
     return markdown
 

@@ -1,6 +1,6 @@
 """Write the generated tables of the documents: `python docs/tables.py [--check]`.
 
-The README's operators come from the registry, the arguments on the page of routing from docstrings,
+The list of operators comes from the registry, the arguments on the page of routing from docstrings,
 the numbers of the benchmark page, of the comparison, of whole layers and of the demo from the
 results files.
 """
@@ -11,6 +11,7 @@ import re
 import statistics
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,11 @@ def comparison() -> list[str]:
         "|---|---|---|---|",
         *(f"| `{case}` | {there} | {here} | {there / here:.2f} |" for case, there, here in cases),
     ]
+
+
+def rivals() -> dict[str, Any]:
+    """Times of other libraries relative to this one, measured in one run."""
+    return dict(json.loads((ROOT / "benchmarks" / f"rivals.{RESULTS.name}.json").read_text()))
 
 
 def layer_results() -> dict[str, Any] | None:
@@ -255,6 +261,53 @@ def demo() -> list[str]:
     ]
 
 
+def torch_versions() -> list[str]:
+    """What `tools/torch_versions.py` wrote: versions of PyTorch, and what ran with each."""
+    run = json.loads((ROOT / "docs" / "measured" / "torch_versions.json").read_text())
+    rows = []
+    for name in sorted(run, key=lambda each: [int(n) for n in re.findall(r"\d+", each)]):
+        each = run[name]
+        said = each.get("reason", "")
+        if each["result"] == "passed":
+            said = f"{each['references']} cases of references, {each['tests']} tests"
+        rows.append(f"| {name} | {each['result']} | {said} |")
+    return ["| PyTorch | here | |", "|---|---|---|", *rows]
+
+
+def startup() -> list[str]:
+    """What `benchmarks/startup.py` wrote: a process without TileLang, and host times beside its."""
+    file = RESULTS.parent / f"startup.{RESULTS.name}.json"
+    if not file.exists():
+        return ["Not measured yet."]
+    run = json.loads(file.read_text())
+    machine, calls = run["machine"], run["first_call_s"]
+    graphs = sum(run["graph_equals"].values())
+    equal = run["equals_tilelang"]
+    rows = [
+        f"| `{name}` | {1e3 * calls[name]:.1f} | "
+        + " | ".join(
+            f"{run[column][name]:.1f}" if name in run[column] else ""
+            for column in ("host_us", "host_us_tilelang", "launch_us", "launch_us_tilelang")
+        )
+        + " |"
+        for name in calls
+    ]
+    return [
+        f"{machine['device']}, {machine['cpu']}; PyTorch {machine['torch']}, Python "
+        f"{machine['python']}; {machine['date']}. From `import tile_kernels` to the first result: "
+        f"**{run['import_to_first_result_s']:.2f} s**, after `import torch` "
+        f"({run['import_torch_s']:.1f} s) and the creation of a CUDA context "
+        f"({run['cuda_context_s']:.1f} s), in a process without TileLang and nvcc. CUDA graphs of "
+        f"{graphs} of {len(calls)} calls gave the same bits; {sum(equal.values())} of {len(equal)} "
+        "results were bit for bit those of TileLang's own launches.",
+        "",
+        "| call | first call, ms | host time, us | launched by TileLang | launch alone, us "
+        "| by TileLang |",
+        "|---|---|---|---|---|---|",
+        *rows,
+    ]
+
+
 def emulator() -> list[str]:
     """What `benchmarks/emulator.py` wrote: planted bugs, Python lines, times beside Triton's."""
     run = json.loads((RESULTS.parent / "emulator.json").read_text())
@@ -286,10 +339,64 @@ def emulator() -> list[str]:
         "| | check | fast | Triton's interpreter | Triton / check | build, s |",
         "|---|---|---|---|---|---|",
         *times,
+        "",
+        *_scaling(run),
     ]
 
 
-TABLES = {"operators": (ROOT / "README.md", operators)}
+def _scaling(run: dict[str, Any]) -> list[str]:
+    """Cost of the checks by the amount of data."""
+    after = run["scaling"]
+    smallest, *_, largest = list(after)[1:]
+    data = int(largest) / int(smallest)
+    growth = after[largest]["check_ms"] / after[smallest]["check_ms"]
+    return [
+        f"The cost of the checks grows with the data: a vector add of {data:.0f} times as many "
+        f"elements ({smallest} to {largest}) takes {growth:.1f} times as long. Processor time, "
+        f"{run['dates']['scaling']}:",
+        "",
+        "| elements | check, ms | ns per element | first call, ms |",
+        "|---|---|---|---|",
+        *(
+            f"| {n} | {t['check_ms']:.1f} | {t['ns_per_element']:.0f} | {t['first_ms']:.0f} |"
+            for n, t in after.items()
+        ),
+    ]
+
+
+def corpus() -> list[str]:
+    """How the kernels of `tests/emulator/corpus` end, by version of TileLang."""
+    runs = json.loads((RESULTS.parent / "emulator_corpus.json").read_text())
+    newest, *older = sorted(runs, key=lambda v: [int(part) for part in v.split(".")], reverse=True)
+    families = Counter(name.partition(".")[0] for name in runs[newest]["outcomes"])
+    rows = []
+    for version in (newest, *older):
+        n = runs[version]["summary"]
+        rows.append(
+            f"| {version} | {n['kernels']} | {n['right']} | {n['refused']} | {n['wrong']} | "
+            f"{n['reported']} | {n['error']} |"
+        )
+    reasons: dict[str, list[str]] = {}
+    for version in older:
+        for name, message in runs[version]["messages"].items():
+            text = re.sub(r" \(\w+\.\w+:\d+\)$", "", message)
+            reasons.setdefault(f"`{name}`: {text.partition(' [block')[0]}", []).append(version)
+    return [
+        "Families: " + ", ".join(f"{name} {count}" for name, count in families.items()) + ". Check "
+        f"mode, torch {runs[newest]['settings']['torch']}, {runs[newest]['settings']['date']}.",
+        "",
+        "| TileLang | kernels | right | refused | wrong | reported | other error |",
+        "|---|---|---|---|---|---|---|",
+        *rows,
+        "",
+        "What is not right with the older versions: arguments that their `T.Kernel` or other "
+        "functions do not take, and code that they generate with a mistake:",
+        "",
+        *(f"- {reason} ({', '.join(versions)})" for reason, versions in reasons.items()),
+    ]
+
+
+TABLES = {"operators": (ROOT / "docs" / "operators.md", operators)}
 TABLES["arguments"] = (ROOT / "docs" / "moe.md", arguments)
 TABLES["layer"] = (ROOT / "docs" / "mhc.md", streams)
 TABLES["fp8"] = (ROOT / "docs" / "fp8-layer.md", fp8)
@@ -297,7 +404,10 @@ TABLES["layers"] = (ROOT / "docs" / "layers.md", layers)
 TABLES["demo"] = (ROOT / "docs" / "demo.md", demo)
 TABLES["comparison"] = (ROOT / "docs" / "comparison.md", comparison)
 TABLES["benchmarks"] = (ROOT / "docs" / "benchmarks.md", benchmarks)
+TABLES["torch"] = (ROOT / "docs" / "release.md", torch_versions)
+TABLES["startup"] = (ROOT / "docs" / "precompiled.md", startup)
 TABLES["emulator"] = (ROOT / "docs" / "finding-bugs.md", emulator)
+TABLES["corpus"] = (ROOT / "docs" / "finding-bugs.md", corpus)
 
 
 def updated(name: str) -> str:

@@ -41,8 +41,9 @@ def _rows(*arguments: str, **how: Any) -> Rows:
 
 
 def _single_rows(arguments: Arguments) -> bool:
-    """The blocks of given scales are rows, or there are none."""
-    return arguments.get("x_block_size", (1, 1))[0] == 1
+    """The blocks of given scales are rows, or there are none; no seed counts rows."""
+    seeded = arguments.get("seed") is not None
+    return not seeded and arguments.get("x_block_size", (1, 1))[0] == 1
 
 
 def _without_maps(arguments: Arguments) -> bool:
@@ -51,13 +52,42 @@ def _without_maps(arguments: Arguments) -> bool:
     return all(arguments.get(name) is None for name in names)
 
 
+def _with_positions(arguments: Arguments) -> bool:
+    """Tokens are not counted, and lie in the first dimension."""
+    return arguments.get("positions") is not None and arguments["query"].dim() == 3
+
+
+def _of_rows(arguments: Arguments) -> bool:
+    """Weights are those of rows, not looked up."""
+    weights = arguments.get("topk_weights")
+    return weights is not None and weights.dim() == 1
+
+
 ROW_WISE = {
+    "attention.cache_indices": _rows("logical", "block_table"),
+    "attention.attention_target": _rows("q", "indices", "lse_full"),
+    "attention.indexer_kl": _rows("p", "logits"),
     "attention.indexer_logits": _rows("q", "weights", "start", "end"),
     # The gradient of the keys is a sum over queries.
     "attention.indexer_logits_bwd": _rows("q", "weights", "indices", "grad", results=(0, 2)),
     "attention.indexer_select": _rows("q", "weights", "start", "end"),
     "attention.indexer_topk": _rows("logits", "start", "end"),
+    "attention.kv_cache_gather": _rows("slots"),
     "attention.kv_compress_step": _rows("state", "kv_a", "z_a", "kv_b", "z_b"),
+    # A plan is made for a batch.
+    "attention.sparse_attention_decode": _rows(
+        "q",
+        "indices",
+        "topk_length",
+        "extra_indices",
+        "extra_topk_length",
+        when=lambda a: a.get("plan") is None and a.get("splits") != "balanced",
+    ),
+    "attention.sparse_attention": _rows("q", "indices", "topk_length"),
+    # The gradients of rows and of sinks are sums over queries.
+    "attention.sparse_attention_bwd": _rows(
+        "q", "indices", "grad", "out", "lse", "topk_length", results=(0,)
+    ),
     # The gradient of the fused weight is a sum over tokens, in parts.
     "engram.engram_gate_bwd": _rows(
         "grad_out",
@@ -68,10 +98,23 @@ ROW_WISE = {
         "gate_score",
         "rstd_x",
         "rstd_k",
+        "image_token_mask",
         results=(0, 1, 2),
     ),
-    "engram.engram_gate_fwd": _rows("hidden_states", "k", "v"),
-    "engram.engram_hash": _rows("ngram_token_ids", dim=1),
+    "engram.engram_gate_fwd": _rows("hidden_states", "k", "v", "image_token_mask"),
+    "engram.engram_gate_packed_bwd": _rows(
+        "grad_out",
+        "hidden_states",
+        "kv",
+        "dot",
+        "gate_score",
+        "rstd_x",
+        "rstd_k",
+        "image_token_mask",
+        results=(0, 1),
+    ),
+    "engram.engram_gate_packed_fwd": _rows("hidden_states", "kv", "image_token_mask"),
+    "engram.engram_hash": _rows("ngram_token_ids", "image_token_mask", dim=1),
     "gemm.bf16_gemm_nt": _rows("a", "c", "d"),
     "gemm.fp8_fp4_gemm_nt": _rows("a", "c", "d"),
     "gemm.fp8_gemm_nt": _rows("a", "c", "d"),
@@ -106,6 +149,7 @@ ROW_WISE = {
     "mhc.mhc_pre_apply_mix_bwd": _rows("grad_out", "x", "mix", "grad_x"),
     "mhc.mhc_pre_big_fuse": _rows("residual"),
     "mhc.mhc_pre_fwd": _rows("residual"),
+    "mhc.mhc_reduce_partials_bwd": _rows("out_grad", "out_mul", "sqrsum"),
     "mhc.mhc_pre_split_mixes": _rows("input_mixes"),
     "mhc.mhc_pre_split_mixes_bwd": _rows(
         "grad_pre", "grad_post", "grad_comb", "input_mixes", results=(0,)
@@ -115,6 +159,25 @@ ROW_WISE = {
     "moe.hash_gate": _rows("logits", "token_ids", "mask"),
     "moe.inplace_unique_group_indices": _rows("group_indices"),
     "moe.mask_indices_by_tp": _rows("indices"),
+    # Sequences have equal numbers of tokens.
+    "moe.moe_topk_gate_backward": _rows(
+        "scores",
+        "topk_idx",
+        "topk_weights",
+        "grad_topk_weights",
+        "mask",
+        "grad_scores",
+        when=lambda a: a.get("grad_scores_sum") is None,
+    ),
+    "moe.moe_topk_gate_forward": _rows(
+        "logits",
+        "mask",
+        "image_token_mask",
+        "fix_routing_mask",
+        "unmapped_topk_idx",
+        "force_random",
+        "scores",
+    ),
     "moe.normalize_weight": _rows("topk_weights"),
     "moe.reduce_fused": _rows("topk_weights", "token_topk_to_pos"),
     "moe.top2_sum_gate": _rows("logits", "mask", "unmapped_topk_idx"),
@@ -124,6 +187,25 @@ ROW_WISE = {
     "moe.topk_weights_backward": _rows("grad_weights", "logits", "topk_idx"),
     "quant.cast_back": _rows("x", when=_single_rows),
     "quant.fake_cast": _rows("x"),
+    # The gradient of the weight is a sum over tokens, in parts.
+    "quant.norm_backward": _rows(
+        "out_grad",
+        "x",
+        "rstd",
+        "residual_out_grad",
+        results=(0,),
+        when=lambda a: a["x"].dim() == 2,
+    ),
+    "quant.norm_forward": _rows("x", "residual", when=lambda a: a["x"].dim() == 2),
+    "quant.norm_forward_and_per_token_cast": _rows(
+        "x",
+        "residual",
+        when=lambda a: (
+            a["x"].dim() == 2
+            and a.get("mega_moe_sf") is None
+            and not a.get("use_tma_aligned_col_major_sf")
+        ),
+    ),
     "quant.per_token_cast": _rows("x", when=_single_rows),
     "quant.per_token_cast_back": _rows("x"),
     "quant.per_token_cast_with_precomputed_sf": _rows("x", "sf"),
@@ -132,15 +214,28 @@ ROW_WISE = {
     "quant.swiglu_forward": _rows("x", when=_without_maps),
     # `clamped_count` counts over all rows.
     "quant.swiglu_forward_and_per_token_cast": _rows(
-        "x", "pos_to_token_topk", "pos_to_expert", when=lambda a: a.get("clamped_count") is None
+        "x",
+        "pos_to_token_topk",
+        "pos_to_expert",
+        when=lambda a: a.get("clamped_count") is None and "alignment" not in a and not _of_rows(a),
     ),
+    "transform.apply_rotary": _rows("query", "key", "positions", when=_with_positions),
+    "transform.rotary_embedding": _rows("query", "key", "positions", when=_with_positions),
 }
 
+_SPLITS = "tokens lie in the second dimension, behind the splits of their sums"
+_SEQUENCES = "the positions of tokens follow from the bounds of all sequences"
 _WINDOWS = "a result is computed from neighbouring tokens"
 _ROUTING = "the routing of all tokens decides where a row is"
 _BLOCKS = "a scale is that of several rows"
 _SUM = "sums over tokens"
 OTHERS = {
+    "attention.kv_cache_append": "rows are written into pages; no arithmetic spans two rows",
+    "attention.decode_plan": "all requests share the device",
+    "attention.attention_indices": _SEQUENCES,
+    "attention.hca_attention": _SEQUENCES,
+    "attention.hca_attention_bwd": _SEQUENCES,
+    "quant.plain_cast": "values by themselves, or by their index",
     "attention.kv_compress": _WINDOWS,
     "attention.kv_compress_bwd": _WINDOWS,
     "attention.kv_compress_norm_rope_cast": _WINDOWS,
@@ -148,6 +243,10 @@ OTHERS = {
     "attention.kv_compress_packed_bwd": _WINDOWS,
     "engram.engram_convolution_bwd": _WINDOWS,
     "engram.engram_convolution_fwd": _WINDOWS,
+    "engram.engram_sinkhorn_finalize": "has no tokens",
+    "engram.engram_sinkhorn_momentum_update": "has no tokens",
+    "engram.engram_sinkhorn_step": "has no tokens",
+    "engram.engram_sinkhorn_step_reduce": "has no tokens",
     "engram.fused_weight": "has no tokens",
     "engram.grad_w_reduce": _SUM,
     "engram.ngram_windows": _WINDOWS,
@@ -157,6 +256,8 @@ OTHERS = {
     "gemm.m_grouped_bf16_gemm_nt_masked": "`masked_m` counts rows of all groups",
     "gemm.m_grouped_fp8_fp4_gemm_nt_masked": "`masked_m` counts rows of all groups",
     "gemm.m_grouped_fp8_gemm_nt_masked": "`masked_m` counts rows of all groups",
+    "mhc.mhc_pre_from_partials": _SPLITS,
+    "mhc.mhc_reduce_partials": _SPLITS,
     "moe.aux_fi": _SUM,
     "moe.expand_to_fused": _ROUTING,
     "moe.expand_to_fused_with_sf": _ROUTING,

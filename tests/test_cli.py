@@ -234,6 +234,10 @@ def dumps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     tile_kernels.set_log_level(0)
 
 
+# They have an operator for calls with a gradient.
+GATES = {"moe.top2_sum_gate", "moe.moe_topk_gate_forward"}
+
+
 @pytest.mark.parametrize("op", registry.all_ops(), ids=lambda op: op.name)
 def test_every_saved_call_can_be_replayed(
     op: Operator, dumps: Path, capsys: pytest.CaptureFixture[str]
@@ -243,7 +247,7 @@ def test_every_saved_call_can_be_replayed(
     samples = op.cases.small if serving else [op.cases.ordinary()]
     for sample in samples:
         op.function(**sample.build("cpu"))
-    if op.name == "moe.top2_sum_gate":  # has an operator for calls with a gradient
+    if op.name in GATES:
         arguments = op.cases.ordinary().build("cpu")
         op.function(**{**arguments, "logits": arguments["logits"].requires_grad_()})
     if op.name == "mhc.mhc_pre_fwd":  # has operators for its gradients
@@ -454,7 +458,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_first(
         assert cli.main(words) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
-        assert "--plot needs matplotlib: pip install 'tile-kernels[bench]'" in captured.err
+        assert "--plot needs matplotlib: pip install 'moe-tile-kernels[bench]'" in captured.err
 
 
 def test_ep_model_errors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Every kernel that the samples ask for: lowered for all architectures, compiled with nvcc.
 
-No GPU is needed. The machine code is read back: no spills, no local memory, and global accesses
-as wide as the plan promises.
+No GPU is needed. The machine code is read back: no spills, no local memory, products of the tensor
+cores that overlap (wgmma), and global accesses as wide as the plan promises.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def test_compiles_well(op: Operator, arch: str, full: bool) -> None:
         for function in functions:
             assert function.spill_bytes == 0, item.label
             assert 0 < function.registers <= 255
+            assert not function.serialised, f"{item.label}: ptxas serialises its wgmma"
         if arch in ("sm_80", "sm_89", "sm_90a"):  # the encodings that we can read
             check_accesses(item, sum((f.accesses for f in functions), Counter()))
 

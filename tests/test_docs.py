@@ -36,6 +36,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
         "demo",
         "comparison",
         "emulator",
+        "corpus",
+        "startup",
+        "torch",
     ],
 )
 def test_generated_tables_are_fresh(name: str) -> None:

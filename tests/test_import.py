@@ -54,9 +54,11 @@ print((time.perf_counter() - start) / (middle - start))
 
 
 def test_version_is_in_one_place() -> None:
+    """Whatever distribution installed this package: its metadata has the same version."""
     import importlib.metadata
 
-    assert importlib.metadata.version("tile-kernels") == tile_kernels.__version__
+    names = importlib.metadata.packages_distributions()["tile_kernels"]
+    assert {importlib.metadata.version(name) for name in names} == {tile_kernels.__version__}
 
 
 def test_unknown_attributes_are_named() -> None:
@@ -64,3 +66,28 @@ def test_unknown_attributes_are_named() -> None:
     assert set(tile_kernels.__all__) <= set(dir(tile_kernels))
     for name in tile_kernels.__all__:
         assert getattr(tile_kernels, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [("2.1.0", True), ("1.0.0", True), ("0.1.0", False)]
+)
+def test_the_other_distribution_is_refused(version: str, refused: bool, tmp_path: Path) -> None:
+    """DeepSeek's `tile-kernels` owns the same folder; its releases start at 1.0."""
+    info = tmp_path / f"tile_kernels-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: tile-kernels\nVersion: {version}\n"
+    )
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    import tile_kernels
+except ImportError as error:
+    print(error)
+"""
+    message = run_fresh(code)
+    assert bool(message) is refused
+    if refused:
+        assert message.startswith(f"tile-kernels {version} (DeepSeek's) and moe-tile-kernels")
+        assert "pip uninstall tile-kernels moe-tile-kernels" in message

@@ -56,7 +56,7 @@ def test_every_dependency_is_bounded_and_pinned() -> None:
     pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", CONSTRAINTS, re.M))
     extras = PYPROJECT["project"]["optional-dependencies"].values()
     for requirement in sum(extras, PYPROJECT["project"]["dependencies"]):
-        if not requirement.startswith("tile-kernels["):
+        if not requirement.startswith("moe-tile-kernels["):
             bounded = re.fullmatch(r"([\w-]+)>=[\d.]+,<[\d.]+", requirement)
             assert bounded, requirement
             assert bounded[1] in pinned, requirement
@@ -332,6 +332,63 @@ def test_a_torch_without_cuda_is_no_check() -> None:
 
 def test_ci_checks_the_constraints() -> None:
     assert "tools/check_constraints.py" in (ROOT / ".ci" / "run").read_text()
+
+
+# ---- the release --------------------------------------------------------------------------------
+
+dist = load("dist")
+
+
+def test_a_version_needs_a_heading() -> None:
+    text = "# Changes\n\n## 0.2.0, unreleased\n\n## 0.1.0, 2026-11-18\n"
+    dist.check_changelog(text, "0.2.0", False)
+    dist.check_changelog(text, "0.1.0", True)
+    with pytest.raises(dist.DistError, match=r"says 'unreleased' for 0\.2\.0, not a date"):
+        dist.check_changelog(text, "0.2.0", True)
+    with pytest.raises(dist.DistError, match=r"no heading for 0\.3\.0"):
+        dist.check_changelog(text, "0.3.0", False)
+
+
+def test_this_version_has_a_heading() -> None:
+    import tile_kernels
+
+    assert dist.version() == tile_kernels.__version__
+    dist.check_changelog((ROOT / "CHANGELOG.md").read_text(), dist.version(), False)
+
+
+def test_a_wheel_has_all_files_and_no_others(tmp_path: Path) -> None:
+    (tmp_path / "tile_kernels" / "emulator" / "include").mkdir(parents=True)
+    names = ["tile_kernels/a.py", "tile_kernels/a.pyi", "tile_kernels/emulator/include/x.h"]
+    for name in (*names, "tile_kernels/notes.txt"):
+        (tmp_path / name).write_text("")
+    wheel = tmp_path / "x.whl"
+
+    def write(*given: str) -> None:
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name in (*given, "x-1.dist-info/METADATA"):
+                archive.writestr(name, "")
+
+    write(*names)
+    dist.check_wheel(wheel, tmp_path)
+    for wrong in (names[1:], [*names, "tests/test_x.py"]):
+        write(*wrong)
+        with pytest.raises(dist.DistError, match=r"missing .*unexpected"):
+            dist.check_wheel(wheel, tmp_path)
+
+
+def test_every_header_and_stub_is_declared_as_package_data() -> None:
+    """What `tools/dist.py` expects in a wheel is what setuptools is told to put there."""
+    patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["tile_kernels"]
+    for name in dist.expected_files(ROOT):
+        path = Path(name).relative_to("tile_kernels")
+        assert path.suffix == ".py" or any(path.match(pattern) for pattern in patterns), name
+
+
+def test_versions_of_torch_that_are_tried() -> None:
+    listed = (
+        "ERROR: ... (from versions: 2.9.1, 2.10.0, 2.12.0, 2.12.1, 2.13.0, 2.13.0+cpu, 2.14.0rc1)"
+    )
+    assert load("torch_versions").offered(listed) == ["2.10.0", "2.12.1", "2.13.0+cpu"]
 
 
 # ---- commands of TileKernels --------------------------------------------------------------------

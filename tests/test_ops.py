@@ -159,8 +159,11 @@ each_writing_op = pytest.mark.parametrize("op", WRITING, ids=lambda op: op.name)
 
 
 def results_of(op: Operator, arguments: Arguments) -> tuple[torch.Tensor, ...]:
-    """Results as buffers, full of ones: their own memory, padding included."""
-    results = tuple(tensors_in(op.function(**arguments)))
+    """Results as buffers, full of ones: their own memory, padding included.
+
+    A result that an option adds, such as `with_scores`, has no buffer.
+    """
+    results = tuple(tensors_in(op.function(**arguments)))[: op.num_results]
     for result in results:
         (result.view(torch.uint8) if result.itemsize == 1 else result).fill_(1)
     return results

@@ -15,6 +15,8 @@ from tile_kernels.commands.emulate import emulate
 from tile_kernels.commands.ep_model import ep_model
 from tile_kernels.commands.info import info, list_ops
 from tile_kernels.commands.kernels import source, warmup
+from tile_kernels.commands.pack import add_arguments as add_pack_arguments
+from tile_kernels.commands.pack import pack
 from tile_kernels.emulator import runner
 from tile_kernels.runtime import backends
 from tile_kernels.runtime.device import DESCRIBED
@@ -69,15 +71,17 @@ def _parser() -> argparse.ArgumentParser:
     text = "processes to use (default: one per core, at most 8); 1 stays in this process"
     added.add_argument("--jobs", type=int, metavar="N", help=text)
     added.add_argument("--replay", type=Path, metavar="FILE", help="a call saved by the log")
-    added = command("bench", bench, "device time, bandwidth, host time, the oracle beside it")
+    added = command("bench", bench, "device time, bandwidth, host time, time of the reference")
     added.add_argument("which", nargs="*", metavar="FAMILY|OP")
     added.add_argument("--save", action="store_true", help="write JSON files to --output")
     added.add_argument("--plot", action="store_true", help="write PNG and SVG pictures to --output")
     added.add_argument("--output", type=Path, default=Path("benchmarks/results"), metavar="FOLDER")
     added.add_argument("--load", type=Path, metavar="FOLDER", help="show saved results instead")
     added.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    added.add_argument("--no-oracle", action="store_true", help="on a GPU: leave the oracles out")
-    added = command("warmup", warmup, "compile kernels ahead of time into TileLang's disk cache")
+    added.add_argument(
+        "--no-reference", action="store_true", help="on a GPU: do not measure the references"
+    )
+    added = command("warmup", warmup, "compile kernels ahead of time into the disk cache")
     added.add_argument("op", nargs="?", help="an operator; default: the benchmark shapes of all")
     added.add_argument(
         "arguments", nargs="*", metavar="NAME=VALUE", help="as scores=float32[8192,256] num_topk=8"
@@ -96,6 +100,10 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--list", action="store_true", help=text)
     takes_arch(added)
     added.add_argument("--jobs", type=int, metavar="N", help="compiles at a time")
+    text = "compile kernels into a bundle, for machines without TileLang and compiler"
+    added = command("pack", pack, text)
+    takes_arch(added)
+    add_pack_arguments(added)
     added = command("source", source, "the generated CUDA of an operator's kernels, without a GPU")
     added.add_argument("op")
     added.add_argument("arguments", nargs="*", metavar="NAME=VALUE", help="as for warmup")

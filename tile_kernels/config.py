@@ -1,4 +1,4 @@
-"""Settings of the process: the SM budget, and whether kernels may be compiled.
+"""Settings of the process: the SM budget, casts, bundles of kernels, whether they may be compiled.
 
 The SM budget is for kernels that size their grid by the number of multiprocessors. On a machine
 without CUDA the numbers are those of the described default device (an H200), which emulation and
@@ -7,8 +7,12 @@ compiling ahead of time assume.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -23,10 +27,27 @@ __all__ = [
     "CompilationForbiddenError",
     "compilation_count",
     "forbid_compilation",
+    "get_amax_clamp_for_quant",
+    "get_deterministic_algorithms",
+    "get_device",
     "get_device_num_sms",
     "get_max_smem_per_sm",
+    "get_max_ub_per_vector_core",
+    "get_num_ai_cores",
+    "get_num_cube_cores",
     "get_num_sms",
+    "get_num_vec_cores",
+    "get_pdl",
+    "get_token_alignment",
+    "is_ascend",
+    "quant_amax_min",
+    "reset_runtime_config",
+    "set_amax_clamp_for_quant",
+    "set_bundles",
     "set_num_sms",
+    "set_pdl",
+    "set_token_alignment",
+    "use_deterministic_algorithms",
 ]
 
 _lock = threading.Lock()
@@ -108,3 +129,217 @@ def planned_device(index: int | None) -> _device.Device:
         if device is None:
             device = _planned[index] = with_budget(_physical(index), index)
         return device
+
+
+# ---- casts --------------------------------------------------------------------------------------
+
+# The least amax of a group by format and kind of scale: e4m3 scales (True) or others (False).
+_DEFAULT_AMAX_MIN = {
+    ("e4m3", False): 1e-4,
+    ("e2m1", False): 6.0 * 2.0**-126,
+    ("e5m6", False): 1e-4,
+    ("e4m3", True): 448.0 * 2.0**-9,
+    ("e2m1", True): 6.0 * 2.0**-9,
+}
+_LARGEST = {"e4m3": 448.0, "e2m1": 6.0}
+_amax_min = dict(_DEFAULT_AMAX_MIN)
+
+
+def amax_min(fmt: str, use_e4m3_sf: bool) -> float:
+    """The setting for a cast to `fmt` that is given no `amax_min`; formats without one: 1e-4."""
+    return _amax_min.get((fmt, use_e4m3_sf), 1e-4)
+
+
+def _checked_amax_min(owner: str, fmt: object, use_e4m3_sf: object, value: object) -> float:
+    if fmt not in _LARGEST:
+        raise ValueError(f"{owner}: fmt must be e4m3 or e2m1, got {fmt!r}")
+    if not isinstance(use_e4m3_sf, bool):
+        kind = type(use_e4m3_sf).__name__
+        raise TypeError(f"{owner}: use_e4m3_sf must be a bool, got {kind}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{owner}: value must be a number, got {type(value).__name__}")
+    least = _LARGEST[str(fmt)] * 2.0**-126
+    if not least <= value < math.inf:
+        raise ValueError(
+            f"{owner}: value must be finite and at least {least}, so that scales are normal "
+            f"numbers, got {value}"
+        )
+    return float(value)
+
+
+def set_amax_clamp_for_quant(fmt: str, use_e4m3_sf: bool, value: float) -> None:
+    """Sets the least amax of casts to `fmt`, for the process; `quant_amax_min` sets it for a block.
+
+    Args:
+        fmt: `"e4m3"` or `"e2m1"`.
+        use_e4m3_sf: Of casts with scales in e4m3, or of the others.
+        value: Finite, and so large that the scale of a group of zeros is a normal float32.
+
+    Raises:
+        TypeError: If an argument has another type.
+        ValueError: If the format is another one, or the value is out of range.
+    """
+    global _amax_min  # noqa: PLW0603 - module state by contract: it is process-wide
+    value = _checked_amax_min("set_amax_clamp_for_quant", fmt, use_e4m3_sf, value)
+    with _lock:
+        _amax_min = {**_amax_min, (fmt, use_e4m3_sf): value}
+
+
+def get_amax_clamp_for_quant(fmt: str, use_e4m3_sf: bool) -> float:
+    """The least amax of casts to `fmt`.
+
+    >>> get_amax_clamp_for_quant("e4m3", False), get_amax_clamp_for_quant("e2m1", True)
+    (0.0001, 0.01171875)
+    """
+    _checked_amax_min("get_amax_clamp_for_quant", fmt, use_e4m3_sf, 1.0)
+    return _amax_min[fmt, use_e4m3_sf]
+
+
+@contextlib.contextmanager
+def quant_amax_min(
+    value: float, fmt: str | None = None, use_e4m3_sf: bool | None = None
+) -> Iterator[None]:
+    """Sets the least amax of casts inside of a `with` block, and restores it afterwards.
+
+    The setting is that of the process: other threads see it too. A graph that `torch.compile` has
+    traced is traced again if it has changed. Pass `amax_min=` to a cast to concern that one alone.
+
+    Args:
+        value: As in `set_amax_clamp_for_quant`.
+        fmt: `"e4m3"` or `"e2m1"`; by default both.
+        use_e4m3_sf: Of casts with scales in e4m3, or of the others; by default both.
+
+    Example:
+        >>> with quant_amax_min(1e-10, "e4m3"):
+        ...     get_amax_clamp_for_quant("e4m3", False)
+        1e-10
+    """
+    global _amax_min  # noqa: PLW0603 - as above
+    formats = tuple(_LARGEST) if fmt is None else (fmt,)
+    kinds = (False, True) if use_e4m3_sf is None else (use_e4m3_sf,)
+    keys = [(each, kind) for each in formats for kind in kinds]
+    for key in keys:
+        _checked_amax_min("quant_amax_min", *key, value)
+    with _lock:
+        before = {key: _amax_min[key] for key in keys}
+        _amax_min = {**_amax_min, **dict.fromkeys(keys, float(value))}
+    try:
+        yield
+    finally:
+        with _lock:
+            _amax_min = {**_amax_min, **before}
+
+
+# ---- other settings of TileKernels --------------------------------------------------------------
+
+_DEFAULT_TOKEN_ALIGNMENT = 128
+_token_alignment = _DEFAULT_TOKEN_ALIGNMENT
+_pdl = False
+_deterministic = False
+
+
+def set_token_alignment(alignment: int) -> None:
+    """Sets the alignment of the ranges of experts in buffers sorted by expert; by default 128."""
+    global _token_alignment  # noqa: PLW0603 - module state by contract: it is process-wide
+    if isinstance(alignment, bool) or not isinstance(alignment, int):
+        kind = type(alignment).__name__
+        raise TypeError(f"set_token_alignment: alignment must be an int, got {kind}")
+    if alignment < 1:
+        raise ValueError(f"set_token_alignment: alignment must be at least 1, got {alignment}")
+    _token_alignment = alignment
+
+
+def get_token_alignment() -> int:
+    """The alignment of the ranges of experts."""
+    return _token_alignment
+
+
+def _checked_bool(owner: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{owner}: the setting must be a bool, got {type(value).__name__}")
+    return value
+
+
+def set_pdl(enabled: bool) -> None:
+    """Stores whether programmatic dependent launch is wanted; no kernel of this package uses it."""
+    global _pdl  # noqa: PLW0603 - module state by contract: it is process-wide
+    _pdl = _checked_bool("set_pdl", enabled)
+
+
+def get_pdl() -> bool:
+    """What `set_pdl` has stored."""
+    return _pdl
+
+
+def use_deterministic_algorithms(enabled: bool) -> None:
+    """Stores the setting. Every operator of this package is deterministic, whatever it is."""
+    global _deterministic  # noqa: PLW0603 - module state by contract: it is process-wide
+    _deterministic = _checked_bool("use_deterministic_algorithms", enabled)
+
+
+def get_deterministic_algorithms() -> bool:
+    """What `use_deterministic_algorithms` has stored."""
+    return _deterministic
+
+
+def reset_runtime_config() -> None:
+    """All settings, the SM budget included, back to their defaults."""
+    global _amax_min, _budget, generation  # noqa: PLW0603 - as above
+    with _lock:
+        _amax_min = dict(_DEFAULT_AMAX_MIN)
+        _budget = None
+        _device_budgets.clear()
+        _planned.clear()
+        generation += 1
+    set_token_alignment(_DEFAULT_TOKEN_ALIGNMENT)
+    set_pdl(False)
+    use_deterministic_algorithms(False)
+
+
+# ---- names that TileKernels has for other hardware ----------------------------------------------
+
+
+def is_ascend() -> bool:
+    """Whether this is a Huawei Ascend: never, this package has CUDA kernels."""
+    return False
+
+
+def get_device() -> str:
+    """The type of device that kernels run on: `"cuda"`."""
+    return "cuda"
+
+
+def get_num_vec_cores() -> int:
+    """Twice the SM budget, as TileKernels counts vector cores."""
+    return 2 * get_num_sms()
+
+
+def get_num_cube_cores() -> int:
+    """The SM budget."""
+    return get_num_sms()
+
+
+get_num_ai_cores = get_num_cube_cores
+
+
+def get_max_ub_per_vector_core(use_simt: bool = True) -> int:  # noqa: ARG001
+    """The shared memory of a multiprocessor in bytes; `use_simt` has no meaning on CUDA."""
+    return get_max_smem_per_sm()
+
+
+def set_bundles(paths: Iterable[str | Path] | None) -> None:
+    """Reads compiled kernels from these bundles before anything is compiled.
+
+    Kernels that the process has already stay in use. See docs/precompiled.md.
+
+    Args:
+        paths: Files that `tile-kernels pack` wrote, or folders with such files; an empty list for
+            none; None for what the environment variable `TILE_KERNELS_BUNDLES` names, or else for
+            an installed wheel of kernels.
+
+    Raises:
+        BundleError: If one does not exist, or belongs to another version of this package.
+    """
+    from tile_kernels.runtime import bundles
+
+    bundles.set_bundles(paths)

@@ -1,8 +1,24 @@
-"""Integer helpers shared by host code, kernels' plans and tests."""
+"""Helpers shared by host code, kernels' plans and tests: integers, and names of dtypes."""
 
 from __future__ import annotations
 
-__all__ = ["align", "ceil_div", "is_power_of_two"]
+import torch
+
+__all__ = [
+    "align",
+    "ceil_div",
+    "dtype_to_str",
+    "is_power_of_two",
+    "next_power_of_two",
+    "str_to_dtype",
+]
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    "e2m1": torch.int8,
+}
 
 
 def ceil_div(x: int, y: int) -> int:
@@ -30,3 +46,37 @@ def is_power_of_two(x: int) -> bool:
     [1, 2, 4, 8]
     """
     return x > 0 and x & (x - 1) == 0
+
+
+def next_power_of_two(x: int) -> int:
+    """The least power of two that is not below `x`, for positive `x`.
+
+    >>> [next_power_of_two(x) for x in (1, 2, 3, 8, 9)]
+    [1, 2, 4, 8, 16]
+    """
+    if x < 1:
+        raise ValueError(f"next_power_of_two: x must be positive, got {x}")
+    return 1 << (x - 1).bit_length()
+
+
+def dtype_to_str(dtype: torch.dtype) -> str:
+    """The format that a dtype stores: `fp32`, `bf16`, `e4m3`, or `e2m1` for int8.
+
+    >>> dtype_to_str(torch.float8_e4m3fn)
+    'e4m3'
+    """
+    for name, known in _DTYPES.items():
+        if known is dtype:
+            return name
+    raise ValueError(f"dtype_to_str: dtype must be one of {[*_DTYPES.values()]}, got {dtype}")
+
+
+def str_to_dtype(name: str) -> torch.dtype:
+    """The dtype that stores a format: `fp32`, `bf16`, `e4m3`, or `e2m1` in int8.
+
+    >>> str_to_dtype("e2m1")
+    torch.int8
+    """
+    if name not in _DTYPES:
+        raise ValueError(f"str_to_dtype: name must be one of {[*_DTYPES]}, got {name!r}")
+    return _DTYPES[name]

@@ -180,7 +180,7 @@ def set_up(venv: Path, requested_torch: str | None) -> None:
     torch = install_torch(venv, requested_torch, pyproject, constraints)
     adapted = venv / "constraints.txt"
     adapted.write_text(adapt_constraints(constraints, torch.version))
-    print("installing tile-kernels and the tools for its development", flush=True)
+    print("installing moe-tile-kernels and the tools for its development", flush=True)
     run(venv / "bin" / "python", "-m", "pip", "install", "-c", adapted, "-e", f"{ROOT}[dev]")
     copy_pinned(venv, constraints)
 

@@ -23,11 +23,12 @@ from tile_kernels.testing.benchmark import machine
 
 VARIANTS = {
     "everything": [],
+    "with dense attention": ["--attention", "dense"],
     "without the memory": ["--no-engram"],
     "without streams": ["--no-mhc"],
     "without experts": ["--dense"],
     "without e4m3": ["--fp8", "off"],
-    "none of it": ["--no-engram", "--no-mhc", "--dense"],
+    "none of it": ["--attention", "dense", "--no-engram", "--no-mhc", "--dense"],
 }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 # run may be made longer than planned.
 FIXED = (
     "seed", "rows", "length", "hidden", "intermediate", "layers", "learning_rate", "no_engram",
-    "no_mhc", "dense", "fp8", "precision",
+    "attention", "no_mhc", "dense", "fp8", "precision",
 )  # fmt: skip
 
 

@@ -1,8 +1,11 @@
-"""A decoder-only language model of hyper-connections, an n-gram memory and experts.
+"""A decoder-only language model of sparse attention, hyper-connections, a memory and experts.
 
-Each layer is attention and a feed-forward part. Both stand between residual streams
-(`HyperConnection`); the feed-forward part is a mixture of experts (`MoELayer`); chosen layers begin
-with an Engram memory of the last tokens (`EngramModule`). Every one of the three can be left out.
+Each layer is attention and a feed-forward part. Both are between residual streams
+(`HyperConnection`). Attention sees a window of tokens and compressed entries of older ones, chosen
+by an indexer (`CompressedSparseAttention`) in even layers and all of them
+(`HeavilyCompressedAttention`) in odd ones; the feed-forward part is a mixture of experts
+(`MoELayer`); chosen layers begin with an Engram memory of the last tokens (`EngramModule`). Every
+one of the four can be left out.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tile_kernels import engram
+from tile_kernels.modeling.attention import CompressedSparseAttention, HeavilyCompressedAttention
 from tile_kernels.modeling.engram import EngramHasher, EngramModule
 from tile_kernels.modeling.mhc import HyperConnection, HyperHead, expand_from_embedding
 from tile_kernels.modeling.moe import MoELayer
@@ -35,6 +39,14 @@ class Config:
     intermediate: int = 64
     engram_layers: tuple[int, ...] = (1,)
     table_rows: int = 4096
+    # Of sparse attention: tokens that are seen as they are, tokens of an entry in even and in odd
+    # layers, entries that are chosen, and channels of compressed queries and of a group of heads.
+    window: int = 8
+    ratio: int = 4
+    heavy_ratio: int = 32
+    entries: int = 8
+    rank: int = 32
+    sparse: bool = True
     mhc: bool = True
     engram: bool = True
     moe: bool = True
@@ -71,6 +83,41 @@ def rotated(x: Tensor) -> Tensor:
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     one, other = x.chunk(2, dim=-1)
     return torch.cat((one * cos - other * sin, one * sin + other * cos), dim=-1)
+
+
+class SparseAttention(nn.Module):
+    """Attention of the normed input over a window and compressed entries.
+
+    With `trains_indexer`, a call leaves the loss of the indexer in `indexer_loss`.
+    """
+
+    def __init__(self, config: Config, index: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.hidden)
+        self.trains_indexer = False
+        self.indexer_loss: Tensor | None = None
+        sizes: dict[str, Any] = {
+            "heads": config.heads, "q_rank": config.rank, "out_groups": 2,
+            "out_rank": config.rank, "window": config.window,
+        }  # fmt: skip
+        self.attend: CompressedSparseAttention | HeavilyCompressedAttention
+        if index % 2:
+            self.attend = HeavilyCompressedAttention(
+                config.hidden, ratio=config.heavy_ratio, **sizes
+            )
+        else:
+            self.attend = CompressedSparseAttention(
+                config.hidden, ratio=config.ratio, topk=config.entries, index_heads=4,
+                index_dim=64, **sizes,
+            )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[batch, length, hidden]` to the same."""
+        x = self.norm(x.float()).to(x.dtype)
+        if self.trains_indexer and isinstance(self.attend, CompressedSparseAttention):
+            y, self.indexer_loss = self.attend(x, indexer_loss=True)
+            return y
+        return self.attend(x)
 
 
 class FeedForward(nn.Module):
@@ -140,7 +187,10 @@ class TinyV4(nn.Module):
                 self.memories[str(layer)] = EngramModule(
                     hasher, i, config.hidden, self.streams, embed_dim=16
                 )
-        parts = [part(config) for _ in range(config.layers) for part in (Attention, FeedForward)]
+        parts: list[nn.Module] = []
+        for i in range(config.layers):
+            attend = SparseAttention(config, i) if config.sparse else Attention(config)
+            parts += [attend, FeedForward(config)]
         self.parts = nn.ModuleList(self._between_streams(part) for part in parts)
         self.leave = HyperHead(config.hidden, config.streams) if config.mhc else None
         self.norm = nn.RMSNorm(config.hidden)
@@ -172,6 +222,22 @@ class TinyV4(nn.Module):
         if self.config.dtype is not torch.bfloat16:
             return contextlib.nullcontext()
         return torch.autocast(self.tokens.weight.device.type, torch.bfloat16)
+
+    def with_indexer_loss(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits, and the loss of all indexers together; 0 where there is none."""
+        layers = [part for part in self.modules() if isinstance(part, SparseAttention)]
+        loss = torch.zeros((), device=token_ids.device)
+        for layer in layers:
+            layer.trains_indexer = True
+        try:
+            logits = self(token_ids)
+        finally:
+            for layer in layers:
+                layer.trains_indexer = False
+        for layer in layers:
+            if layer.indexer_loss is not None:
+                loss, layer.indexer_loss = loss + layer.indexer_loss, None
+        return logits, loss
 
     def experts(self) -> list[MoELayer]:
         """The mixtures of experts, in order."""

@@ -11,7 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.tiny_v4.model import Attention, FeedForward, PlainResidual, TinyV4
+from examples.tiny_v4.model import (
+    Attention,
+    FeedForward,
+    PlainResidual,
+    SparseAttention,
+    TinyV4,
+)
+from tile_kernels.modeling.attention import CompressedSparseAttention, HeavilyCompressedAttention
+from tile_kernels.modeling.attention.entries import EntryCompressor
 from tile_kernels.modeling.engram import EngramModule
 from tile_kernels.modeling.mhc import HyperConnection, HyperHead
 from tile_kernels.modeling.moe import MoELayer
@@ -42,8 +50,10 @@ class PlainTinyV4(nn.Module):
         return model.head(model.norm(x.float()))
 
 
-def block(part: Attention | FeedForward, x: Tensor) -> Tensor:
-    """A part by itself; attention and the dense one are plain PyTorch as they are."""
+def block(part: Attention | SparseAttention | FeedForward, x: Tensor) -> Tensor:
+    """A part by itself; dense attention and the dense one are plain PyTorch as they are."""
+    if isinstance(part, SparseAttention):
+        return attended(part.attend, part.norm(x.float()).to(x.dtype))
     if isinstance(part, FeedForward) and part.experts is not None:
         return mixture(part.experts, part.norm(x.float()).to(x.dtype))
     return part(x)
@@ -108,6 +118,134 @@ def doubly_stochastic(logits: Tensor, repeat: int, eps: float) -> Tensor:
     for dim in [-2, *[-1, -2] * (repeat - 1)]:
         y = y / (y.sum(dim, keepdim=True) + eps)
     return y
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+def attended(layer: CompressedSparseAttention | HeavilyCompressedAttention, x: Tensor) -> Tensor:
+    """Attention of `[batch, length, hidden]` over all rows with a mask, most of them not seen."""
+    length, eps = x.shape[1], layer.norm_eps
+    positions = torch.arange(length, device=x.device)
+    a = normed(F.linear(x, layer.wq_a.weight), layer.q_norm.weight, eps)
+    q = F.linear(a, layer.wq_b.weight).unflatten(-1, (layer.heads, -1))
+    q = turned(layer, F.rms_norm(q, q.shape[-1:], eps=eps), positions).bfloat16()
+    row = normed(F.linear(x, layer.wkv.weight).float(), layer.kv_norm.weight, eps)
+    rows, age = cached(layer, row, positions), positions[:, None] - positions
+    seen = ((age >= 0) & (age < layer.window)).expand(len(x), -1, -1)
+    if layer.compressor is not None:
+        entry, first = compressed(layer.compressor, x), positions[:: layer.ratio]
+        first = first[: entry.shape[1]]
+        complete = (first + layer.ratio <= positions[:, None] + 1).expand(len(x), -1, -1)
+        if isinstance(layer, CompressedSparseAttention):
+            complete = best(index_scores(layer, x, a, positions, first), complete, layer.topk)
+        rows = torch.cat((rows, cached(layer, entry, first)), 1)
+        seen = torch.cat((seen, complete), 2)
+    with torch.autocast(x.device.type, enabled=False):
+        keys = rows.float()
+        logits = torch.einsum("blhd,bnd->bhln", q.float(), keys) * layer.head_dim**-0.5
+        logits = logits.masked_fill(~seen[:, None], -torch.inf)
+        sink = layer.attn_sink.float()[:, None, None].expand(len(x), -1, length, 1)
+        weights = torch.cat((logits, sink), -1).softmax(-1)[..., :-1]
+        out = torch.einsum("bhln,bnd->blhd", weights, keys).bfloat16()
+    out = turned(layer, out, positions, back=True).to(x.dtype)
+    out = out.unflatten(2, (layer.out_groups, -1)).flatten(3)
+    weight = layer.wo_a.weight.unflatten(0, (layer.out_groups, -1))
+    return F.linear(torch.einsum("blgc,grc->blgr", out, weight).flatten(2), layer.wo_b.weight)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm in float32."""
+    return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
+
+
+def turned(
+    layer: CompressedSparseAttention | HeavilyCompressedAttention,
+    x: Tensor,
+    positions: Tensor,
+    back: bool = False,
+) -> Tensor:
+    """The last channels of `[batch, length, ..., channels]` rotated, pairs as complex numbers."""
+    angle = positions[:, None] * layer.frequency_bits.view(torch.float32)
+    angle = angle.view(len(positions), *[1] * (x.dim() - 3), angle.shape[1])
+    cos, sin = angle.cos(), -angle.sin() if back else angle.sin()
+    width = 2 * angle.shape[-1]
+    one, other = x[..., -width:].float().unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = torch.stack((one * cos - other * sin, one * sin + other * cos), -1)
+    return torch.cat((x[..., :-width], pairs.flatten(-2).to(x.dtype)), -1)
+
+
+def cached(
+    layer: CompressedSparseAttention | HeavilyCompressedAttention, x: Tensor, positions: Tensor
+) -> Tensor:
+    """Rows as a cache holds them: rotated channels in bfloat16, the others rounded to e4m3."""
+    x = turned(layer, x.float(), positions)
+    plain, tail = x.split((layer.head_dim - layer.rope_dim, layer.rope_dim), -1)
+    scaled, scale = by_powers(plain.detach(), 64, E4M3_MAX, LEAST)
+    rounded_plain = (scaled.to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+    return torch.cat((plain + (rounded_plain - plain.detach()), tail), -1).bfloat16()
+
+
+def by_powers(x: Tensor, group: int, largest: float, least: float) -> tuple[Tensor, Tensor]:
+    """Groups of channels divided by the power of two that brings them to `largest`, and that."""
+    groups = x.unflatten(-1, (-1, group))
+    most = groups.abs().amax(-1, keepdim=True).clamp(min=least) / largest
+    mantissa, exponent = torch.frexp(most)
+    scale = torch.ldexp(torch.ones_like(most), torch.where(mantissa == 0.5, exponent - 1, exponent))
+    return groups / scale, scale
+
+
+def compressed(part: EntryCompressor, x: Tensor) -> Tensor:
+    """Normed entries: `[batch, length, hidden]` to `[batch, length // ratio, channels]`."""
+    ratio, width = part.ratio, part.channels
+    whole = x[:, : x.shape[1] // ratio * ratio].float()
+    with torch.autocast(x.device.type, enabled=False):
+        kv, z = (F.linear(whole, each.weight) for each in (part.wkv, part.wgate))
+    kv, z = (
+        each.unflatten(1, (-1, ratio))
+        for each in (kv, z + part.ape.repeat(kv.shape[1] // ratio, 1))
+    )
+    values, scores = kv[..., -width:], z[..., -width:]
+    if part.overlap:  # the window before, through the other half of the channels
+        values = torch.cat((earlier(kv[..., :width], 1), values), 2)
+        before = z[..., :width]
+        first = torch.full_like(before[:, :1], -torch.inf)
+        scores = torch.cat((torch.cat((first, before[:, :-1]), 1), scores), 2)
+    return normed((scores.softmax(2) * values).sum(2), part.norm.weight, part.norm_eps)
+
+
+def index_scores(
+    layer: CompressedSparseAttention, x: Tensor, a: Tensor, positions: Tensor, first: Tensor
+) -> Tensor:
+    """How much each entry matters to each token, without a gradient: `[batch, length, entries]`."""
+    indexer = layer.indexer
+    with torch.no_grad():
+        q = F.linear(a, indexer.wq_b.weight).unflatten(-1, (indexer.heads, -1))
+        key = compressed(indexer.compressor, x)
+        weights = F.linear(x, indexer.weights_proj.weight).float()
+        with torch.autocast(x.device.type, enabled=False):
+            q, key = (
+                four_bits(F.linear(turned(layer, each, at).float(), indexer.hadamard.float()))
+                for each, at in ((q, positions), (key, first))
+            )
+            scores = torch.einsum("blhc,bnc->blhn", q, key).relu()
+        return (scores * weights[..., None]).sum(2)
+
+
+def four_bits(x: Tensor) -> Tensor:
+    """`x` divided by the root of its width, as e2m1 holds it with a power of two for 32 values."""
+    x, scale = by_powers(x * x.shape[-1] ** -0.5, 32, 6.0, 6 * 2.0**-126)
+    step = torch.where(x.abs() < 2, 0.5, torch.where(x.abs() < 4, 1.0, 2.0))
+    return ((x / step).round() * step * scale).flatten(-2)
+
+
+def best(scores: Tensor, allowed: Tensor, topk: int) -> Tensor:
+    """Which of the allowed entries are among the `topk` best; of equal ones the first."""
+    order = (
+        scores.masked_fill(~allowed, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    )
+    chosen = torch.zeros_like(allowed, dtype=torch.bool).scatter(-1, order[..., :topk], True)
+    return chosen & allowed
 
 
 # ---- memory -------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ def write_report(result: dict[str, Any], path: Path) -> Path:
     parts = ", ".join(
         words
         for there, words in (
+            (config.sparse, "sparse attention over compressed entries"),
+            (not config.sparse, "dense attention"),
             (config.mhc, f"{config.streams} residual streams"),
             (not config.mhc, "a plain residual"),
             (config.engram, "an n-gram memory"),

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from examples.tiny_v4.model import TinyV4
 
+INDEXER_WEIGHT = 0.1  # of the loss of indexers; other values were not compared
 BIAS_STEP = 0.01  # by which the bias of an expert moves
 EAGER_STEPS = 2  # before the capture: kernels are compiled, moments and caches exist
 
@@ -16,6 +17,17 @@ def loss_of(model: nn.Module, token_ids: Tensor) -> Tensor:
     """Nats per letter of `[rows, length + 1]`."""
     logits = model(token_ids[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), token_ids[:, 1:].flatten())
+
+
+def training_loss_of(model: TinyV4, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Nats per letter; and what is minimised, which has the loss of indexers added.
+
+    The two have no parameter in common, so that the weight of the second does not matter to the
+    first, but for the norm to which gradients are clipped.
+    """
+    logits, indexer_loss = model.with_indexer_loss(token_ids[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), token_ids[:, 1:].flatten())
+    return loss, loss + INDEXER_WEIGHT * indexer_loss
 
 
 def optimizer_of(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
@@ -71,8 +83,8 @@ class TrainingStep:
 
     def _run(self, batch: Tensor) -> Tensor:
         self.optimizer.zero_grad()
-        loss = loss_of(self.model, batch)
-        loss.backward()
+        loss, minimised = training_loss_of(self.model, batch)
+        minimised.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         for layer in self.model.experts():

@@ -56,6 +56,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("demo"), help="report and checkpoint")
     parser.add_argument("--every", type=positive, default=100, help="steps between checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument(
+        "--attention", choices=("sparse", "dense"), default="sparse",
+        help="sparse: over a window and compressed entries; dense: over all tokens",
+    )  # fmt: skip
     parser.add_argument("--no-engram", action="store_true", help="without the n-gram memory")
     parser.add_argument("--no-mhc", action="store_true", help="one plain residual stream")
     parser.add_argument("--dense", action="store_true", help="no experts")
@@ -100,6 +104,7 @@ def config_of(options: argparse.Namespace, vocab: int) -> Config:
         engram_layers=(options.layers - 1,), mhc=not options.no_mhc,
         engram=not options.no_engram, moe=not options.dense, precision=options.precision,
         fp8=options.fp8 == "on" and options.precision == "bf16",
+        sparse=options.attention == "sparse",
         dtype=torch.float32 if options.device == "cpu" else torch.bfloat16,
     )  # fmt: skip
 

@@ -260,6 +260,85 @@ def two_buffers(bug: bool) -> Any:
     return elementwise(body)
 
 
+def cluster_exchange(bug: bool) -> Any:
+    """Each block of a pair writes a tile into the other's shared memory."""
+
+    @T.prim_func
+    def cluster_exchange(x: T.Tensor[(4, N), T.float32], y: T.Tensor[(4, N), T.float32]):
+        with T.Kernel(4, threads=N, cluster_dims=(2, 1, 1)) as b:
+            t = T.get_thread_binding()
+            mine = T.alloc_shared((N,), T.float32)
+            theirs = T.alloc_shared((N,), T.float32)
+            mine[t] = x[b, t]
+            T.cluster_sync()
+            T.copy_cluster(mine, theirs, dst_block=(b % 2) ^ 1)
+            if not bug:
+                T.cluster_sync()
+            y[b, t] = theirs[t]
+
+    return cluster_exchange
+
+
+def cluster_end(bug: bool) -> Any:
+    """A block may not end while the other block of its cluster still writes to it."""
+
+    @T.prim_func
+    def cluster_end(x: T.Tensor[(4, N), T.float32], y: T.Tensor[(4, N), T.float32]):
+        with T.Kernel(4, threads=N, cluster_dims=(2, 1, 1)) as b:
+            t = T.get_thread_binding()
+            mine = T.alloc_shared((N,), T.float32)
+            theirs = T.alloc_shared((N,), T.float32)
+            mine[t] = x[b, t]
+            T.cluster_sync()
+            T.copy_cluster(mine, theirs, dst_block=(b % 2) ^ 1)
+            y[b, t] = mine[t]
+            if not bug:
+                T.cluster_sync()
+
+    return cluster_end
+
+
+def sparse_product(bug: bool) -> Any:
+    """A product with structured zeros, whose metadata a program computes wrongly."""
+
+    @T.prim_func
+    def sparse_product(
+        a: T.Tensor[(64, 32), T.bfloat16],
+        e: T.Tensor[(64, 4), T.int16],
+        b: T.Tensor[(64, 64), T.bfloat16],
+        c: T.Tensor[(64, 64), T.float32],
+    ):
+        with T.Kernel(1, threads=128) as _:
+            sa = T.alloc_shared((64, 32), T.bfloat16)
+            se = T.alloc_shared((64, 4), T.int16)
+            sb = T.alloc_shared((64, 64), T.bfloat16)
+            acc = T.alloc_fragment((64, 64), T.float32)
+            T.copy(a, sa)
+            T.copy(b, sb)
+            for i, j in T.Parallel(64, 4):
+                se[i, j] = e[i, j] if not bug else T.int16(0)
+            T.clear(acc)
+            T.gemm_sp(sa, se, sb, acc, transpose_B=True)
+            T.copy(acc, c)
+
+    return sparse_product
+
+
+def register_pool(bug: bool) -> Any:
+    """Of 3 x 128 threads with 168 registers each, two warpgroups want more than a third gives."""
+    n, more = 384, 216 if bug else 208
+
+    @T.macro
+    def body(x, y, b, t):
+        if t < 128:
+            T.set_max_nreg(80, 0)
+        else:
+            T.set_max_nreg(more, 1)
+        y[t] = x[t]
+
+    return elementwise(body, threads=n, size=n, out=n)
+
+
 # ---- the table -----------------------------------------------------------------------------------
 
 
@@ -280,6 +359,17 @@ def half_rows(rows: int, columns: int) -> Callable[[], Sequence[Any]]:
         rand(rows, columns, dtype=torch.bfloat16),
         torch.zeros(rows, columns, dtype=torch.bfloat16),
     )
+
+
+def sparse_matrices() -> Sequence[Any]:
+    """The second and the third of every four elements are stored: 0b1001, in each half byte."""
+    stored = rand(64, 32, dtype=torch.bfloat16)
+    places = torch.full((64, 4), 0x9999 - 0x10000, dtype=torch.int16)
+    return stored, places, rand(64, 64, dtype=torch.bfloat16), torch.zeros(64, 64)
+
+
+def four_rows() -> Sequence[Any]:
+    return rand(4, N), torch.zeros(4, N)
 
 
 @dataclass(frozen=True)
@@ -357,6 +447,28 @@ BUGS = {
         generic_operand, matrices(64), "fence",
         "a wgmma reads 16 bytes of shared sa byte 0", "T.gemm(sa, sb", configs=k.PLAIN,
         edit=lambda s: s.replace("tl::fence_proxy_async();", ""), other_line="sa[i, j] = a[i, j]",
+    ),
+    "missing fence after cp.async": Bug(
+        lambda _: k.gemm(128, 128, 128), matrices(128), "fence",
+        "a wgmma reads 16 bytes of shared sa byte 0", "T.gemm(sa, sb", configs={},
+        edit=lambda s: s.replace("tl::fence_proxy_async();", ""), other_line="T.copy(a[by * bm",
+    ),
+    "missing cluster barrier": Bug(
+        cluster_exchange, four_rows, "race", "with no cluster barrier in between",
+        "y[b, t] = theirs[t]", other_line="T.copy_cluster(mine, theirs", configs=k.PLAIN,
+    ),
+    "end of a block in use": Bug(
+        cluster_end, four_rows, "race", "the block ends although another block",
+        "T.copy_cluster(mine, theirs", configs=k.PLAIN,
+    ),
+    "metadata of a sparse product": Bug(
+        sparse_product, sparse_matrices, "metadata",
+        "the metadata 0x0 of row 0, elements 0 to 3", "T.gemm_sp(sa, se", configs=k.PLAIN,
+    ),
+    "registers of warpgroups": Bug(
+        register_pool, vectors(384, 384), "deadlock",
+        "waits for 216 registers per thread and has 168; the block has 384 x 168 = 64512",
+        "T.set_max_nreg(more, 1)",
     ),
     "uninitialised local array": Bug(
         undefined_local, vectors(), "uninitialised",

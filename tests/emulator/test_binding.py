@@ -101,7 +101,7 @@ def test_a_table_may_point_into_an_argument() -> None:
         Emulated.build(gather(3))(table, both[:3])
 
 
-def swap(width: int, dims: tuple[int, int, int], rank: int) -> Any:
+def swap(width: int, dims: tuple[int, int, int], rank: int, first_sync: bool = True) -> Any:
     @T.prim_func
     def kernel(x: T.Tensor((4, width), T.float32), y: T.Tensor((4, width), T.float32)):
         with T.Kernel(4, threads=width, cluster_dims=dims) as b:
@@ -109,7 +109,8 @@ def swap(width: int, dims: tuple[int, int, int], rank: int) -> Any:
             mine = T.alloc_shared((width,), T.float32)
             theirs = T.alloc_shared((width,), T.float32)
             mine[t] = x[b, t]
-            T.cluster_sync()
+            if first_sync:
+                T.cluster_sync()
             T.copy_cluster(mine, theirs, dst_block=(b % 2) ^ rank)
             T.cluster_sync()
             y[b, t] = theirs[t]
@@ -133,6 +134,12 @@ def test_cluster_errors() -> None:
         EmulationError, match="a grid of 4 x 1 x 1 does not consist of clusters of 3"
     ):
         run(swap(64, (3, 1, 1), 1), x, y)
+
+
+def test_a_block_of_a_cluster_must_have_started() -> None:
+    x, y = torch.randn(4, 64), torch.zeros(4, 64)
+    with pytest.raises(EmulationError, match="block 1 of the cluster, which may not have started"):
+        run(swap(64, (2, 1, 1), 1, first_sync=False), x, y)
 
 
 def test_other_machines_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -654,3 +654,22 @@ def test_message_gives_the_index_of_a_matrix_element() -> None:
     x, y = rand(32, 32, dtype=torch.bfloat16), torch.zeros(32, 32, dtype=torch.bfloat16)
     with pytest.raises(EmulationError, match=r"y\[2, 7\]"):
         probe(x, y)
+
+
+def test_records_of_large_tensors_move_to_huge_pages() -> None:
+    """After some launches they do; results and reports stay the same."""
+    n = 1 << 18
+    body = "int i = blockIdx.x * 256 + threadIdx.x; ((float4*)y)[i] = ((float4*)x)[i + {}];"
+    copy, beyond = (
+        cuda_source(body.format(d), {"x": "float", "y": "float"}, threads=256, blocks=n // 1024)
+        for d in (0, 1)
+    )
+    x, y = rand(n), torch.zeros(n)
+    for _ in range(6):
+        y.zero_()
+        buffers = copy(x, y).buffers
+        assert torch.equal(x, y)
+        assert buffers is not None
+        assert buffers["y"].distinct_written == y.nbytes
+    with pytest.raises(EmulationError, match=f"read of x byte {4 * n}"):
+        beyond(x, y)

@@ -157,8 +157,23 @@ def test_fast_mode_gives_the_same_results(case: Any) -> None:
     case(mode="fast", order="reverse")
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
-@pytest.mark.parametrize("case", [check_cast, check_rowsum, check_offsets])
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    [
+        (check_cast, "sm_80"),
+        (check_rowsum, "sm_80"),
+        (check_offsets, "sm_89"),
+        (check_cast, "sm_100a"),
+        (check_offsets, "sm_120a"),
+        pytest.param(check_cast, "sm_89", marks=pytest.mark.full),
+        pytest.param(check_cast, "sm_120a", marks=pytest.mark.full),
+        *(
+            pytest.param(check_rowsum, arch, marks=pytest.mark.full)
+            for arch in ("sm_89", "sm_100a", "sm_120a")
+        ),
+        *(pytest.param(check_offsets, a, marks=pytest.mark.full) for a in ("sm_80", "sm_100a")),
+    ],
+)
 def test_sources_of_other_architectures(case: Any, arch: str) -> None:
     case(arch=arch)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 import re
 
 import pytest
 import torch
 
-from tile_kernels.emulator import EmulationError
+from tile_kernels.emulator import Emulated, EmulationError
 
 from .helpers import cuda_source, rand, reports_in_all_orders
 
@@ -417,6 +418,81 @@ def test_printing(capfd: pytest.CaptureFixture[str]) -> None:
     assert "msg='v' BlockIdx=(0, 0, 0), ThreadIdx=(2, 0, 0): value=1.5" in capfd.readouterr().out
 
 
+SPARSE = """
+  unsigned a[4], b[4], meta = {meta};
+  for (int i = 0; i < 4; ++i) {{ a[i] = {stored}; b[i] = 0x3c003c00; }}
+  float c[4] = {{0, 0, 0, 0}};
+  tl::mma_sp_sync<tl::DataType::kFloat16, tl::DataType::kFloat16, tl::DataType::kFloat32, 16, 8, 32,
+                  false, true, SM80::MMA::SparseSel::{sel}>(c, a, b, &meta);
+  y[threadIdx.x] = c[0];
+"""
+
+
+@pytest.mark.parametrize(
+    ("sel", "meta", "stored"),
+    [
+        ("Zero", "threadIdx.x % 4 < 2 ? 0x44444444 : 0u", "0x3c003c00"),
+        ("One", "threadIdx.x % 4 < 2 ? 0u : 0xeeeeeeee", "0x3c003c00"),
+        ("Zero", "0u", "0u"),  # no places, but nothing is stored either: rows past the edge
+    ],
+)
+def test_sparse_product_reads_the_selected_lanes(sel: str, meta: str, stored: str) -> None:
+    y = torch.full((32,), -1.0)
+    cuda_source(SPARSE.format(sel=sel, meta=meta, stored=stored), {"y": "float"})(y)
+    assert y.tolist() == [16.0 if stored != "0u" else 0.0] * 32  # 16 stored ones, all of B is one
+
+
+def test_sparse_product_with_undefined_metadata() -> None:
+    source = SPARSE.format(sel="One", meta="threadIdx.x % 4 < 2 ? 0xeeeeeeee : 1u", stored="1u")
+    with pytest.raises(EmulationError, match="metadata 0x1 of row 0, elements 0 to 3") as caught:
+        cuda_source(source, {"y": "float"})(torch.zeros(32))
+    assert caught.value.kind == "metadata"
+
+
+def test_sparse_product_of_an_unknown_shape_is_refused() -> None:
+    body = "unsigned a[2], b[2], c[4]; tl::mma_sp_sync<tl::DataType::kInt8, tl::DataType::kInt8, "
+    body += "tl::DataType::kInt32, 16, 8, 32, false, true, SM80::MMA::SparseSel::Zero>(c, a, b, a);"
+    with pytest.raises(EmulationError, match="a sparse product of this shape"):
+        cuda_source(body, {"y": "int"})
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "message"),
+    [
+        ("tl::warpgroup_reg_alloc<220>();", "registers", "220 registers: .* a multiple of 8"),
+        ("tl::warpgroup_reg_dealloc<16>();", "registers", "from 24 to 256"),
+        (
+            "if (threadIdx.x < 96) tl::warpgroup_reg_dealloc<40>();",
+            "divergence",
+            "threads 0 and 96 of one warpgroup have executed setmaxnreg 1 and 0 times",
+        ),
+    ],
+)
+def test_wrong_setmaxnreg(body: str, kind: str, message: str) -> None:
+    with pytest.raises(EmulationError, match=message) as caught:
+        cuda_source(body, {"y": "int"}, threads=128)(torch.zeros(1, dtype=torch.int32))
+    assert caught.value.kind == kind
+
+
+def test_setmaxnreg_shares_what_min_blocks_leave() -> None:
+    """384 threads of which two blocks fit have 80 registers each: 96 + 96 + 48 are the same."""
+    body = "if (threadIdx.x < 128) tl::warpgroup_reg_dealloc<48>(); "
+    body += "else tl::warpgroup_reg_alloc<{}>();"
+    y = torch.zeros(1, dtype=torch.int32)
+    for more in (96, 104):
+        kernel = cuda_source(body.format(more), {"y": "int"}, threads=384)
+        lowered = dataclasses.replace(
+            kernel.lowered,
+            source=kernel.lowered.source.replace("bounds__(384, 1)", "bounds__(384, 2)"),
+        )
+        kernel = Emulated.from_lowered(lowered)
+        if more == 96:
+            kernel(y)
+            continue
+        with pytest.raises(EmulationError, match="has 384 x 80 = 30720 registers"):
+            kernel(y)
+
+
 def test_unknown_intrinsic_is_named() -> None:
     with pytest.raises(EmulationError, match=r"probe: the kernel uses tl::frobnicate") as caught:
         cuda_source("y[0] = tl::frobnicate(1);", {"y": "int"})
@@ -431,7 +507,6 @@ def test_unknown_intrinsic_is_named() -> None:
         ('asm volatile("wmma.load.a %0, %1;" : "=r"(y[0]));', "inline PTX"),
         ("tl::tcgen05_ld(y);", "tcgen05"),
         ("tl::clc_try_cancel(y, y);", "cluster launch control"),
-        ("tl::wgmma_sp_ss(y);", "sparse matrix product"),
         ("y[0] = __tl_cvt_f32x2_to_bf16x2_rs_sat(v, 1);", "stochastic rounding"),
         ("curandStateXORWOW_t state;", "cuRAND other than Philox"),
     ],

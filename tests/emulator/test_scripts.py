@@ -23,10 +23,10 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def start(*arguments: Any) -> subprocess.Popen[str]:
+def start(*arguments: Any, cwd: Path | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tile_kernels.emulator", *map(str, arguments)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=ENVIRONMENT, text=True, **pipes)
+    return subprocess.Popen(command, env=ENVIRONMENT, text=True, cwd=cwd, **pipes)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -73,15 +73,40 @@ def test_memory_limit(tmp_path: Path) -> None:
     assert "the limit is 0.4 GB" in err
 
 
+FAULTY = """
+import tilelang, torch
+from tilelang import language as T
+
+@tilelang.jit(out_idx=[1])
+def shifted(n):
+    @T.prim_func
+    def shifted(x: T.Tensor[(n,), T.float32], y: T.Tensor[(n,), T.float32]):
+        with T.Kernel(1, threads=n):
+            t = T.get_thread_binding()
+            if t < n - 1:
+                y[t] = x[t]
+            y[t] += 1.0
+    return shifted
+
+try:
+    shifted(32)(torch.ones(32, device="cuda"))
+except Exception:
+    print("never mind")
+"""
+
+
 def test_failures_that_a_script_swallows_are_reported(tmp_path: Path) -> None:
+    """A result of `out_idx` is undefined at first, so adding to it is an error."""
     script = tmp_path / "careless.py"
-    text = (SCRIPTS / "gpu_tests.py").read_text()
-    call = "try:\n    test_missing_barrier()\nexcept Exception:\n    print('never mind')\n"
-    script.write_text(f"{text}\n\n{call}")
-    status, out, err = finish(start(script))
+    script.write_text(FAULTY)
+    status, out, err = finish(start("--report", "html", script, cwd=tmp_path))
     assert status == 1
     assert out == "never mind\n"
-    assert "a failure that the script did not report: reverse_kernel: race" in err
+    assert "a failure that the script did not report: shifted_kernel: uninitialised" in err
+    assert "4-byte read of y byte 124 (element 31)" in err
+    assert "careless.py:13: y[t] += 1.0" in err
+    text = (tmp_path / "shifted_kernel-uninitialised.html").read_text()
+    assert "<tr class='bad'><td>13</td>" in text
 
 
 def test_missing_script_is_named() -> None:
@@ -92,6 +117,7 @@ def test_missing_script_is_named() -> None:
 
 def test_pytest_emulate(tmp_path: Path) -> None:
     options = ["-q", "-p", "no:cacheprovider", "-p", "tile_kernels.pytest_emulate", "--emulate"]
+    options += ["--emulate-report", "html"]
     (tmp_path / "test_theirs.py").write_text((SCRIPTS / "gpu_tests.py").read_text())
     command = [sys.executable, "-m", "pytest", *options, "test_theirs.py"]
     done = subprocess.run(
@@ -100,6 +126,7 @@ def test_pytest_emulate(tmp_path: Path) -> None:
     assert "1 failed, 2 passed" in done.stdout, done.stdout
     assert "reverse_kernel: race: 4-byte write to shared tile" in done.stdout
     assert "3 kernels, 2 launches" in done.stdout
+    assert "<tr class='bad'>" in (tmp_path / "reverse_kernel-race.html").read_text()
 
 
 # ---- in this process ---------------------------------------------------------------------------

@@ -183,8 +183,11 @@ def test_lowering_wants_a_prim_func() -> None:
         Emulated.build(3)
 
 
-def test_importing_the_emulator_does_not_import_tilelang() -> None:
-    code = "import sys, tile_kernels.emulator as e; sys.exit('tilelang' in sys.modules)"
+def test_importing_the_emulator_imports_neither_tilelang_nor_torch() -> None:
+    code = (
+        "import sys; from tile_kernels.emulator import EmulationError, runner; "
+        "sys.exit('tilelang' in sys.modules or 'torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -432,6 +435,14 @@ def test_unknown_mode() -> None:
         ),
         (
             "k.cpp:3:5: error: 'frob' is not a member of 'tl'\n",
+            "the kernel uses tl::frob, which the emulator does not provide",
+        ),
+        (
+            "k.cpp:3:5: error: use of undeclared identifier 'frob'\n    3 |   frob(1);\n",
+            "the kernel uses frob, which the emulator does not provide: frob(1);",
+        ),
+        (
+            "k.cpp:3:5: error: no member named 'frob' in namespace 'tl'\n",
             "the kernel uses tl::frob, which the emulator does not provide",
         ),
         (

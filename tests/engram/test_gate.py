@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tile_kernels
+from tests.requirements import GROUNDS
 from tile_kernels import engram
 from tile_kernels.engram.gate.plan import count_parts
 from tile_kernels.testing.numeric import calc_diff
@@ -203,3 +204,74 @@ def test_second_import_paths() -> None:
     assert engram_gate_kernel.engram_gate_fwd is engram.engram_gate_fwd
     assert engram_gate_kernel.engram_gate_bwd is engram.engram_gate_bwd
     assert engram_grad_w_reduce_kernel.grad_w_reduce is engram.grad_w_reduce
+
+
+# ---- image tokens, packed keys and values -------------------------------------------------------
+
+
+def _packed(device: str) -> dict[str, Any]:
+    torch.manual_seed(8)
+    x = torch.randn(5, 2, 64).bfloat16()
+    x[1, 0, :3] = torch.tensor([-0.0, float("nan"), float("inf")]).bfloat16()
+    kv = torch.randn(5, 3, 64).bfloat16()
+    kv[1] = float("nan")  # of an image token: not used
+    mask = torch.tensor([False, True, False, True, False])
+    given = {"hidden_states": x, "kv": kv, "image_token_mask": mask}
+    weight = torch.randn(2, 64)
+    return {k: v.to(device) for k, v in {**given, "weight_fused": weight}.items()}
+
+
+@pytest.mark.parametrize("ground", GROUNDS)
+def test_three_modes_have_the_same_bits(ground: tuple[str, str]) -> None:
+    """With saving, without, in place; image tokens keep theirs."""
+    backend, device = ground
+    given = _packed(device)
+    with tile_kernels.backend(backend):
+        saved = engram.engram_gate_packed_fwd(**given, eps=1e-6, clamp_value=1e-6)
+        plain = engram.engram_gate_packed_fwd(
+            **given, eps=1e-6, clamp_value=1e-6, save_for_backward=False
+        )[0]
+        x = given["hidden_states"].clone()
+        written = engram.engram_gate_packed_fwd(
+            **{**given, "hidden_states": x}, eps=1e-6, clamp_value=1e-6, save_for_backward=False,
+            inplace=True,
+        )[0]  # fmt: skip
+    assert written is x
+    mask = given["image_token_mask"]
+    for other in (plain, x):
+        assert torch.equal(other.view(torch.int16), saved[0].view(torch.int16))
+    image = given["hidden_states"][mask].view(torch.int16)
+    assert torch.equal(saved[0][mask].view(torch.int16), image)
+    assert not any(each[mask].any() for each in saved[1:] if each is not None)
+
+
+@pytest.mark.parametrize("ground", GROUNDS)
+def test_packed_gradients_are_those_of_the_parts(ground: tuple[str, str]) -> None:
+    backend, device = ground
+    given = _packed(device)
+    x, kv, mask = (given[name] for name in ("hidden_states", "kv", "image_token_mask"))
+    x[1, 0, :3] = 0
+    grad = torch.randn(5, 2, 64).bfloat16().to(device)
+    grad[1, 0, 0] = -0.0
+    leaves = [t.clone().requires_grad_() for t in (x, kv, given["weight_fused"])]
+    with tile_kernels.backend(backend):
+        out = engram.engram_gate_packed_fwd(*leaves, 1e-6, 1e-6, False, mask)[0]
+        out.backward(grad)
+        apart = [t.clone().requires_grad_() for t in (x, kv[:, :2], kv[:, 2])]
+        weight = given["weight_fused"].clone().requires_grad_()
+        engram.engram_gate_fwd(*apart, weight, 1e-6, 1e-6, image_token_mask=mask)[0].backward(grad)
+    found = [leaf.grad for leaf in leaves]
+    assert torch.equal(found[0].view(torch.int16), apart[0].grad.view(torch.int16))
+    assert torch.equal(found[1], torch.cat((apart[1].grad, apart[2].grad[:, None]), 1))
+    torch.testing.assert_close(found[2], weight.grad, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found[0][mask].view(torch.int16), grad[mask].view(torch.int16))
+    assert not found[1][mask].any()
+
+
+def test_in_place_needs_no_gradient() -> None:
+    given = _packed("cpu")
+    given["kv"].requires_grad_()
+    with pytest.raises(ValueError, match="inplace must be False with gradients"):
+        engram.engram_gate_packed_fwd(
+            **given, eps=1e-6, clamp_value=1e-6, save_for_backward=False, inplace=True
+        )

@@ -67,7 +67,7 @@ BAD_ON_ONE: list[tuple[dict[str, Any], str]] = [
     ({"x": (torch.zeros(2, 2), torch.zeros(3, 1))}, "x[1] must have shape [2, width], got (3, 1)"),
     ({"x": (torch.zeros(2, 2),) * 9}, "x must have 1..8 tensors, got 9"),
     ({"topk_idx": None}, "topk_idx must be given unless there is a handle"),
-    ({"topk_idx": choices([0, 3], [1, -1]).int()}, "topk_idx must be int64, got int32"),
+    ({"topk_idx": choices([0, 3], [1, -1]).short()}, "topk_idx must be int32 or int64, got int16"),
     ({"topk_idx": choices([0, 4], [1, -1])}, "topk_idx must hold -1..3, but element [0, 1] is 4"),
     ({"topk_idx": choices([0, 3], [1, -2])}, "topk_idx must hold -1..3, but element [1, 1] is -2"),
     (
@@ -90,7 +90,12 @@ BAD_ON_ONE: list[tuple[dict[str, Any], str]] = [
     ({"num_sms": -1}, "num_sms must be at least 0, got -1"),
     ({"previous_event": EventHandle()}, "allocate_on_comm_stream must be True"),
     ({"do_zero_padding": True}, "do_zero_padding needs the expanded layout"),
-    ({"use_tma_aligned_col_major_sf": True}, "use_tma_aligned_col_major_sf needs x to be a pair"),
+    (
+        {"use_tma_aligned_col_major_sf": True, "x": (torch.zeros(2, 2), torch.zeros(2, 2).half())},
+        "use_tma_aligned_col_major_sf needs scale factors of 4 bytes as the second of x, got",
+    ),
+    ({"do_expand": 2}, "do_expand must be a bool, got int"),
+    ({"num_qps": 130}, "num_qps must be at most the 129 queue pairs of the buffer"),
     ({"handle": "h", "topk_idx": None}, "handle must be an EPHandle, got str"),
     (
         {"cumulative_local_expert_recv_stats": torch.zeros(3, dtype=torch.int32)},
@@ -391,8 +396,9 @@ def test_domains_and_attributes() -> None:
         assert flat.get_physical_domain_size() == (2, 2)
         assert flat.num_allocated_qps == 17
         assert flat.num_bytes == 2 << 20
+        assert flat.get_theoretical_num_sms(256, 8) == 20  # no bandwidth is known
         with pytest.raises(ValueError, match="nvlink_gbs must be positive"):
-            flat.get_theoretical_num_sms(256, 8)
+            flat.get_theoretical_num_sms(256, 8, rdma_gbs=50)
         assert 4 <= flat.get_theoretical_num_sms(256, 8, nvlink_gbs=430) <= 132
         with pytest.raises(ValueError, match="num_scaleout_topk must be 0, got 2"):
             flat.get_theoretical_num_sms(256, 8, 2)
@@ -434,7 +440,10 @@ def test_threads_that_wait_in_vain_say_for_whom() -> None:
             buffer.barrier()
         return str(error.value)
 
-    assert run_ranks(2, rank)[1] == "rank 1 waited 1 s in ElasticBuffer.barrier for rank 0"
+    assert (
+        run_ranks(2, rank)[1]
+        == "rank 1 waited 1 s in ElasticBuffer.barrier (exchange of descriptors) for rank 0"
+    )
 
 
 @pytest.mark.parametrize("offset", [0, 1, 3])
@@ -476,7 +485,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     [
         ("EP_OVERRIDE_RDMA_SL", "16", "sl_idx must be in 0..15, got 16"),
         ("EP_OVERRIDE_RDMA_SL", "low", "EP_OVERRIDE_RDMA_SL must be a number, got 'low'"),
-        ("EP_NUM_TOPK_IDX_BITS", "32", "EP_NUM_TOPK_IDX_BITS must be 64: topk_idx is int64 here"),
+        ("EP_NUM_TOPK_IDX_BITS", "16", "EP_NUM_TOPK_IDX_BITS must be 32 or 64, got 16"),
     ],
 )
 def test_environment_errors(

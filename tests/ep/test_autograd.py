@@ -217,16 +217,3 @@ def test_only_what_has_a_gradient_asks_for_one() -> None:
         assert back is not None
         assert (out.requires_grad, back.requires_grad) == (which is x, which is weights)
         which.requires_grad_(False)
-
-
-def test_weights_of_single_slots_have_no_gradient() -> None:
-    buffer = ElasticBuffer(
-        LocalGroup(), num_max_tokens_per_rank=4, hidden=2, allow_multiple_reduction=False
-    )
-    weights = torch.ones(1, 1, requires_grad=True)
-    _, _, carried, _, _ = buffer.dispatch(
-        torch.ones(1, 2), torch.tensor([[0]]), weights, num_experts=2, do_expand=True
-    )
-    assert carried is not None
-    with pytest.raises(ValueError, match="topk_weights must be None for the expanded layout"):
-        carried.sum().backward()

@@ -110,7 +110,7 @@ def test_a_lost_rank_is_named_and_left_behind(engine: str, how: str) -> None:
     for rank, (message, seconds) in zip((0, 1, 3), results):
         assert message.startswith(f"rank {rank} ")
         assert f"rank {LOST}" in message
-        assert "ElasticBuffer.combine (comparing notes)" in message
+        assert "ElasticBuffer.combine (exchange of descriptors)" in message
         assert seconds < TIMEOUT + 4
 
 
@@ -172,7 +172,9 @@ def a_broken_buffer(group: dist.ProcessGroup) -> list[str]:
 
 def test_a_buffer_that_broke_down_says_so() -> None:
     results, _ = run_processes(2, a_broken_buffer, may_die=(0, 1))
-    cause = "rank 0 waited 1 s in ElasticBuffer.barrier for rank 1 to send"
+    cause = (
+        "rank 0 waited 1 s in ElasticBuffer.barrier (exchange of descriptors) for rank 1 to send"
+    )
     assert results == [cause, f"mmap: this buffer broke down before: {cause}"]
 
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from examples.tiny_v4 import report, step, train
 from examples.tiny_v4.checkpoint import FIXED, ResumeError
+from examples.tiny_v4.model import TinyV4
 from tests.examples.small import SMALL, run
 
 STEPS = ("--steps", "9")
@@ -26,19 +27,19 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run that a signal stopped in its fourth step."""
     steps = []
 
-    def loss_of(model: nn.Module, token_ids: Tensor) -> Tensor:
+    def loss_of(model: TinyV4, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         steps.append(1)
         if len(steps) == 4:
             os.kill(os.getpid(), signal.SIGTERM)
         return original(model, token_ids)
 
-    original = step.loss_of
+    original = step.training_loss_of
     assert threading.current_thread() is threading.main_thread()
-    monkeypatch.setattr(step, "loss_of", loss_of)
+    monkeypatch.setattr(step, "training_loss_of", loss_of)
     with pytest.raises(SystemExit) as stopped:
         run(tmp_path / "parts", *STEPS)
     assert stopped.value.code == 128 + signal.SIGTERM
-    monkeypatch.setattr(step, "loss_of", original)
+    monkeypatch.setattr(step, "training_loss_of", original)
     return tmp_path / "parts"
 
 
@@ -71,6 +72,7 @@ def test_time_is_that_of_all_steps(interrupted: Path) -> None:
         (["--seed", "1"], "--seed was 0, now it is 1"),
         (["--fp8", "off"], "--fp8 was on, now it is off"),
         (["--intermediate", "32"], "--intermediate was 64, now it is 32"),
+        (["--attention", "dense"], "--attention was sparse, now it is dense"),
         (["--dense"], "--dense was not given, now it is given"),
         (["--no-engram"], "--no-engram was not given, now it is given"),
         (["--no-mhc"], "--no-mhc was not given, now it is given"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -186,3 +187,43 @@ def test_gradient_of_many_steps(device: str, repeat: int) -> None:
     found = mhc.sinkhorn_normalize_bwd(grad, x, repeat)
     expected = oracles.sinkhorn_normalize_bwd(grad.double(), x.double(), repeat)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-6)
+
+
+def test_kernels_as_nemo_calls_them() -> None:
+    """The three names that it imports, and its calling sequence: an autograd function."""
+    from tile_kernels.mhc.sinkhorn_kernel import (  # type: ignore[import-not-found]
+        _mhc_sinkhorn_bwd,
+        _mhc_sinkhorn_fwd,
+    )
+    from tile_kernels.modeling.mhc.ops import sinkhorn_normalize
+
+    torch.manual_seed(0)
+    x = torch.randn(7, 4, 4, requires_grad=True)
+    forward, backward = (make(4, 32, 20, 1e-6) for make in (_mhc_sinkhorn_fwd, _mhc_sinkhorn_bwd))
+
+    class Sinkhorn(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            out = torch.empty_like(x)
+            forward(x, out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad_out: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            grad_x = torch.empty_like(x)
+            backward(grad_out.contiguous(), x, grad_x)
+            return grad_x
+
+    weights = torch.randn(7, 4, 4)
+    (Sinkhorn.apply(x) * weights).sum().backward()
+    found, x.grad = x.grad, None
+    expected = sinkhorn_normalize(x, repeat=20, eps=1e-6)
+    assert torch.equal(Sinkhorn.apply(x), expected)
+    (expected * weights).sum().backward()
+    assert torch.equal(found, x.grad)
+    with pytest.raises(ValueError, match=r"mhc_sinkhorn: x must hold matrices of 4 rows"):
+        forward(torch.zeros(1, 3, 3), torch.zeros(1, 3, 3))
+    with pytest.raises(ValueError, match="mhc_sinkhorn: token_block must be"):
+        _mhc_sinkhorn_fwd(4, 0, 20, 1e-6)

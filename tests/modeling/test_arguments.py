@@ -11,7 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tile_kernels.modeling.attention import KVCompressor
+from tile_kernels.modeling.attention import (
+    CompressedSparseAttention,
+    HeavilyCompressedAttention,
+    KVCompressor,
+)
 from tile_kernels.modeling.engram import (
     CausalConvolution,
     EngramHasher,
@@ -65,6 +69,16 @@ MODULES: list[tuple[type[nn.Module], dict[str, Any], dict[str, tuple[Any, ...]]]
         KVCompressor,
         {"hidden": 16, "channels": 8, "window": 4},
         {"overlap": BOOL, "norm_eps": EPS_OR_NONE},
+    ),
+    (
+        CompressedSparseAttention,
+        {"hidden": 16, "heads": 2, "q_rank": 8, "out_groups": 1, "out_rank": 8, "index_heads": 2},
+        {"rope": NONE, "norm_eps": EPS},
+    ),
+    (
+        HeavilyCompressedAttention,
+        {"hidden": 16, "heads": 2, "q_rank": 8, "out_groups": 1, "out_rank": 8},
+        {"ratio": (0,), "rope": NONE, "norm_eps": EPS},
     ),
 ]  # fmt: skip
 CASES = [

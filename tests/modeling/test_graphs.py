@@ -15,7 +15,11 @@ from examples.tiny_v4.plain import PlainTinyV4
 from examples.tiny_v4.speed import captured
 from examples.tiny_v4.step import EAGER_STEPS, TrainingStep, loss_of, optimizer_of
 from tests.examples.small import distance
-from tile_kernels.modeling.attention import KVCompressor
+from tile_kernels.modeling.attention import (
+    CompressedSparseAttention,
+    HeavilyCompressedAttention,
+    KVCompressor,
+)
 from tile_kernels.modeling.engram import EngramHasher, EngramModule
 from tile_kernels.modeling.mhc import HyperConnection, HyperHead
 from tile_kernels.modeling.moe import MoELayer
@@ -63,6 +67,37 @@ def compressor(overlap: bool) -> Callable[[str], Built]:
     return build
 
 
+class WithLoss(nn.Module):
+    """The result of sparse attention, with the loss of its indexer added to it."""
+
+    def __init__(self, layer: CompressedSparseAttention) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, loss = self.layer(x, indexer_loss=True)
+        return y + loss
+
+
+def sparse_attention(device: str) -> Built:
+    layer = CompressedSparseAttention(
+        64, heads=4, q_rank=32, out_groups=2, out_rank=32, window=8, topk=4, index_heads=2,
+        device=device, dtype=torch.bfloat16,
+    )  # fmt: skip
+    return Built(WithLoss(layer), (streams(2, 33, 64, device=device),))
+
+
+def heavy_attention(ratio: int) -> Callable[[str], Built]:
+    def build(device: str) -> Built:
+        layer = HeavilyCompressedAttention(
+            64, heads=4, q_rank=32, out_groups=2, out_rank=32, window=8, ratio=ratio,
+            device=device, dtype=torch.bfloat16,
+        )  # fmt: skip
+        return Built(layer, (streams(2, 33, 64, device=device),))
+
+    return build
+
+
 def experts(precision: str) -> Callable[[str], Built]:
     def build(device: str) -> Built:
         layer = MoELayer(
@@ -89,11 +124,15 @@ LAYERS = {
     "EngramModule": engram,
     "KVCompressor": compressor(overlap=True),
     "KVCompressor without overlap": compressor(overlap=False),
+    "CompressedSparseAttention": sparse_attention,
+    "HeavilyCompressedAttention": heavy_attention(16),
+    "HeavilyCompressedAttention, window alone": heavy_attention(0),
     "MoELayer bf16": experts("bf16"),
     "MoELayer fp8": experts("fp8"),
     "TinyV4": demo(),
     "TinyV4 fp8": demo(fp8=False, precision="fp8", hidden=128, intermediate=128),
     "TinyV4 without streams": demo(mhc=False),
+    "TinyV4 with dense attention": demo(sparse=False),
 }
 each_layer = pytest.mark.parametrize("build", LAYERS.values(), ids=list(LAYERS))
 
@@ -215,6 +254,43 @@ def test_compiled_is_one_graph_on_cuda(name: str, mode: str | None) -> None:
     assert distance(expected[0].float(), found[0].float()) < 0.1
     every = [torch.cat([x.float().flatten() for x in xs[1:]]) for xs in (expected, found)]
     assert distance(*every) < 0.15
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
+@pytest.mark.parametrize("ratio", [4, 16, 0])
+def test_decoding_step_is_a_cuda_graph(ratio: int, cache: str) -> None:
+    """One capture for all steps: tokens, slots and the state are read when it is replayed."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "heads": 4, "q_rank": 32, "out_groups": 2, "out_rank": 32, "window": 8, "cache": cache,
+        "device": "cuda", "dtype": torch.bfloat16,
+    }  # fmt: skip
+    layer: Any = (
+        CompressedSparseAttention(64, topk=4, index_heads=2, **sizes)
+        if ratio == 4
+        else HeavilyCompressedAttention(64, ratio=ratio, **sizes)
+    )
+    x, token = torch.randn(3, 60, 64, device="cuda").bfloat16(), torch.zeros(3, 64).bfloat16()
+    token = token.cuda()
+    slots = torch.tensor([2, -1, 0], dtype=torch.int32, device="cuda")
+    state, eager = layer.state(3, 64), layer.state(3, 64)
+    layer.step(token, state, slots)
+    with no_waiting():
+        layer.step(token, state, slots)
+    graph, found = captured(lambda: layer.step(token, state, slots))
+    state.reset()
+    for given in (state, eager):
+        layer(x[:, :20], state=given)
+    for t in range(20, 60):
+        token.copy_(x[:, t])
+        if t == 40:
+            slots.copy_(torch.tensor([1, 0, 2]))
+        graph.replay()
+        expected = layer.step(token, eager, slots)
+        kept = slots >= 0
+        assert torch.equal(found[kept], expected[kept])
+    assert state.lengths.tolist() == eager.lengths.tolist() == [60, 40, 60]
 
 
 @pytest.mark.gpu

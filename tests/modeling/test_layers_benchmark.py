@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import layers
+from benchmarks import attention_layer, layers
 from benchmarks.plain_layers import PlainMoE
 from tests.examples.small import distance
 
@@ -101,3 +101,30 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         layers.main(["moe"])
     assert "there is no case moe; cases are mhc.4096" in capsys.readouterr().err
+
+
+def test_stages_of_attention_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = attention_layer.main(["--output", str(tmp_path)])
+    content = json.loads(path.read_text())
+    by_step = {
+        step: [each for each in content["results"] if each["step"] == step]
+        for step in attention_layer.STEPS
+    }
+    for results in by_step.values():
+        names = [each["stage"] for each in results]
+        assert names[-2:] == [attention_layer.TOTAL, attention_layer.DENSE]
+        assert {"selection", "attention", "output"} <= set(names)
+        assert all(each["wall_us"] > 0 for each in results)
+    assert attention_layer.markdown(content) in capsys.readouterr().out
+
+
+def test_stages_of_decoding_are_a_step() -> None:
+    """The stages, one after the other, give what `step` of the layer gives."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        stages = attention_layer.decode(attention_layer.SMALL)
+        found = [stage() for stage in stages.values()][-1]
+        again = [stage() for stage in stages.values()][-1]
+    assert found.shape == (2, 32)
+    assert torch.equal(found, again)
+    assert found.isfinite().all()

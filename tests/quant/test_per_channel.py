@@ -202,6 +202,8 @@ def planned(**changes: Any) -> Any:
         "group": 128,
         "round_sf": False,
         "gathered": False,
+        "scale_columns": 128,
+        "packed": False,
         "rows": 8192,
         "width": 7168,
         "row_stride": 7168,

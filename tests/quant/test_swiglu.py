@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tile_kernels
 from tests.quant.helpers import INF, LAYOUTS, NAN, bits, float32, hex_rows
+from tests.requirements import GROUNDS
 from tile_kernels import quant
 from tile_kernels import torch as references
 from tile_kernels.quant import scales
@@ -460,3 +462,95 @@ def test_backward_on_cuda_agrees() -> None:
     found = swiglu_backward((moved[0], moved[1]), *moved[2:], 128, 0.5)
     for tensor, kept in zip(found, expected):
         torch.testing.assert_close(tensor.cpu(), kept, rtol=1e-5, atol=1e-6)
+
+
+# ---- ranges of experts --------------------------------------------------------------------------
+
+
+def _ranges(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of which 0, 1 and 4 exist."""
+    torch.manual_seed(4)
+    ends = torch.tensor([2, 4, 5], dtype=torch.int32, device=device)
+    return torch.randn(7, 64, device=device), ends
+
+
+@pytest.mark.parametrize("ground", GROUNDS)
+def test_rows_that_do_not_exist_are_left_alone(ground: tuple[str, str]) -> None:
+    """Without `fill_padding` only rows of experts have to be written; the others are not read."""
+    backend, device = ground
+    x, ends = _ranges(device)
+    exists = torch.tensor([0, 1, 4], device=device)
+    wanted = quant.swiglu_forward(x, "fp32", ends, alignment=4)
+    codes = quant.swiglu_forward_and_per_token_cast(
+        x, "e4m3", 32, psum_num_tokens_per_expert=ends, alignment=4
+    )
+    missing = torch.tensor([2, 3, 5, 6], device=device)
+    x[missing] = torch.nan
+    out = torch.full_like(wanted, 7.0)
+    data, sf = (torch.full_like(each.view(torch.uint8), 7).view(each.dtype) for each in codes)
+    with tile_kernels.backend(backend):
+        quant.swiglu_forward(x, "fp32", ends, alignment=4, fill_padding=False, out=out)
+        quant.swiglu_forward_and_per_token_cast(
+            x, "e4m3", 32, psum_num_tokens_per_expert=ends, alignment=4, fill_padding=False,
+            out=(data, sf),
+        )  # fmt: skip
+    torch.testing.assert_close(out[exists], wanted[exists], rtol=1e-6, atol=1e-7)
+    assert torch.equal(data.view(torch.uint8)[exists], codes[0].view(torch.uint8)[exists])
+    assert not sf[missing].any()
+    if backend != "torch":
+        assert (out[missing] == 7).all()
+
+
+def test_counting_does_not_hide_the_gradient() -> None:
+    x, ends = _ranges("cpu")
+    counted, plain = (x.clone().requires_grad_() for _ in range(2))
+    count = torch.zeros(4, dtype=torch.int64)
+    grad = torch.randn(7, 32)
+    quant.swiglu_forward(counted, "fp32", ends, None, None, 0.5, count, alignment=4).backward(grad)
+    quant.swiglu_forward(plain, "fp32", ends, None, None, 0.5, alignment=4).backward(grad)
+    assert counted.grad is not None
+    assert plain.grad is not None
+    assert torch.equal(counted.grad, plain.grad)
+    left, right = x[[0, 1, 4]].split(32, dim=1)
+    wanted = [left > 0.5, right > 0.5, right < -0.5, left == left]
+    assert count.tolist() == [int(each.sum()) for each in wanted]
+
+
+def test_a_psum_layout_from_the_fused_mapping() -> None:
+    """The two layouts of rows give the same gradients of the quantized form."""
+    x, ends = _ranges("cpu")
+    data, sf = quant.per_token_cast(x, "e4m3", 32)
+    grad, weight = torch.randn(7, 32).bfloat16(), torch.rand(7)
+    index = torch.tensor([0, 1, -1, -1, 4, -1, -1], dtype=torch.int32)
+    by_index = quant.swiglu_backward_and_per_token_cast(
+        (data, sf), grad, weight[:, None], index, index[:, None], 32
+    )
+    by_range = quant.swiglu_backward_and_per_token_cast(
+        (data, sf), grad, weight, None, None, 32, psum_num_tokens_per_expert=ends, alignment=4
+    )
+    assert torch.equal(by_range[0], by_index[0])
+    assert torch.equal(by_range[2], by_index[2])
+    assert torch.equal(by_range[3], by_index[3][:, 0])
+    assert torch.equal(by_range[1][0].float(), by_index[1][0].float())
+    assert not by_range[1][1][[2, 3, 5, 6]].any()
+
+
+@pytest.mark.parametrize("ground", GROUNDS)
+@pytest.mark.parametrize("experts", [1, 2, 31, 33, 64, 1100])
+def test_ranges_of_many_experts(experts: int, ground: tuple[str, str]) -> None:
+    """Every row is found, whatever the number of experts; some have no rows."""
+    backend, device = ground
+    generator = torch.Generator().manual_seed(experts)
+    counts = torch.randint(0, 3, (experts,), generator=generator)
+    ends = (2 * torch.arange(experts) + counts).to(torch.int32)
+    rows = min(2 * experts + 3, 70)
+    ends += rows - 5 - 2 * experts if experts == 1100 else 0  # the last experts have the rows
+    ends.clamp_(min=0)
+    x = torch.ones(rows, 16, device=device)
+    with tile_kernels.backend(backend):
+        out = quant.swiglu_forward(x, "fp32", ends.to(device), alignment=2)
+    exists, start = torch.zeros(rows, dtype=torch.bool), 0
+    for end in ends.tolist():
+        exists[start:end] = True
+        start = -(-end // 2) * 2
+    assert torch.equal(out.cpu().any(1), exists)

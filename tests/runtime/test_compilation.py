@@ -12,7 +12,7 @@ import torch
 
 import tile_kernels
 from tile_kernels import config
-from tile_kernels.runtime import compilation, logs, warmup
+from tile_kernels.runtime import bundles, compilation, logs, warmup
 from tile_kernels.runtime.launch import Kernel, KernelDefinition, recording
 
 SCORES = "float32[5,40]"
@@ -29,6 +29,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return lambda *_: None
 
     monkeypatch.setattr(KernelDefinition, "compile", compile_nothing)
+    monkeypatch.setattr(bundles, "find_cached", lambda _: None)
+    monkeypatch.setattr(bundles, "need_compiler", lambda _: None)
     return found
 
 

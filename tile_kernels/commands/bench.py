@@ -47,10 +47,10 @@ def _measure(options: argparse.Namespace) -> Any:
 
     selected = registry.select(options.which)
     if not torch.cuda.is_available():
-        print("no GPU here: measuring the host's share of a call and the oracles on the CPU")
+        print("no GPU here: measuring the host time of a call and the references on the CPU")
     cases = sum(len(op.cases.benchmarks) for op in selected)
     with terminal.progress_bar(cases, "measuring") as advance:
-        oracles = {"oracle": not options.no_oracle, "compile_oracle": not options.no_compile}
+        oracles = {"oracle": not options.no_reference, "compile_oracle": not options.no_compile}
         return benchmark.run(selected, **oracles, on_case=advance)
 
 

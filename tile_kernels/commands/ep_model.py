@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from typing import Any
 
 from tile_kernels.runtime import terminal
@@ -32,6 +33,8 @@ def ep_model(options: argparse.Namespace) -> int:
     hybrid = physical.is_hybrid and not options.direct
     nodes, per_node = (options.nodes, options.ranks_per_node) if hybrid else (1, physical.num_ranks)
     near = options.ranks_per_node
+    for sentence in model.limits_exceeded(nodes, per_node, options.experts):
+        sys.stderr.write(f"warning: {sentence}\n")
     sms = model.num_sms(
         nodes, per_node, options.experts, options.topk, rdma_gbs=options.rdma_gbs,
         nvlink_gbs=options.nvlink_gbs, num_device_sms=options.sms, num_physical_nvlink_ranks=near,

@@ -9,13 +9,12 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
 import tile_kernels
 from tile_kernels.emulator import cache
-from tile_kernels.runtime import backends, emulation, registry, sources, terminal
+from tile_kernels.runtime import backends, bundles, emulation, registry, sources, terminal
 from tile_kernels.runtime.device import current_device
 from tile_kernels.runtime.operator import Operator
 
@@ -26,31 +25,47 @@ def info(_: argparse.Namespace) -> int:
     if torch.cuda.is_available():
         gpu = f"{device.name}, {device.arch}, {device.num_sms} SMs, CUDA {torch.version.cuda}"
     else:
-        gpu = "none: CPU tensors run the oracles; kernels compile, and run emulated"
+        gpu = "none: CPU tensors run the references; kernels compile, and run emulated"
     rows = [
         ["tile_kernels", tile_kernels.__version__],
         ["Python", sys.version.split()[0]],
-        *([name, _version(name)] for name in ("torch", "tilelang", "apache-tvm-ffi", "matplotlib")),
+        *([name, _version(name, extra)] for name, extra in _PACKAGES.items()),
         ["GPU", gpu],
         ["nvcc", _tool(sources.nvcc(), "kernels cannot be compiled: install a CUDA toolkit")],
         ["C++ compiler", _tool(shutil.which("g++"), "kernels cannot be emulated: install g++")],
         ["emulation", emulation.missing() or "ready"],
         ["emulation cache", str(cache.cache_dir())],
         ["backend", os.environ.get("TILE_KERNELS_BACKEND", "auto")],
-        [
-            "kernel cache",
-            os.environ.get("TILELANG_CACHE_DIR", str(Path.home() / ".tilelang/cache")),
-        ],
+        ["bundles of kernels", _bundles(device.arch)],
+        ["kernel cache", str(cache.cache_dir("kernels"))],
     ]
     terminal.show_table("tile-kernels", [("", "left"), ("", "left")], rows)
     return 0
 
 
-def _version(package: str) -> str:
+# Packages, and the extra of this one that installs each.
+_PACKAGES = {"torch": "", "tilelang": "[jit]", "apache-tvm-ffi": "[jit]", "matplotlib": "[bench]"}
+
+
+def _version(package: str, extra: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return f"missing: pip install {package}"
+        from rich.markup import escape
+
+        return escape(f"missing: pip install '{bundles.DISTRIBUTION}{extra}'")
+
+
+def _bundles(arch: str) -> str:
+    """Those that have kernels for this machine's GPU."""
+    try:
+        found = [root for root in bundles.roots(arch) if isinstance(root, bundles.Bundle)]
+    except bundles.BundleError as error:
+        return f"unusable: {error}"
+    words = [
+        f"{len(each.kernels)} kernels for {each.manifest['arch']} in {each.path}" for each in found
+    ]
+    return "; ".join(words) or f"none for {arch}"
 
 
 def _tool(path: str | None, missing: str) -> str:

@@ -15,7 +15,7 @@ from tile_kernels.runtime import emulation, registry, sources, terminal
 from tile_kernels.runtime.device import current_device, described
 
 
-def _call(op: str, arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
+def call_of_words(op: str, arguments: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """`NAME=VALUE` words as a call; without any, the operator's first benchmark case."""
     declared = registry.get(op)
     if not arguments:
@@ -47,9 +47,9 @@ def warmup(options: argparse.Namespace) -> int:
         return _list_kernels(options)
     calls: Any = None
     if options.calls:
-        calls = _calls_in(options.calls)
+        calls = calls_in(options.calls)
     elif options.op:
-        calls = [_call(options.op, options.arguments)]
+        calls = [call_of_words(options.op, options.arguments)]
     report = tile_kernels.warmup(
         calls, model=options.model, training=options.training or None,
         max_tokens=options.max_tokens, arch=options.arch, jobs=options.jobs,
@@ -76,7 +76,7 @@ def _list_kernels(options: argparse.Namespace) -> int:
     return 0
 
 
-def _calls_in(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def calls_in(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Calls to compile for: `[["family.operator", {"argument": "float32[8,44]", ...}], ...]`."""
     calls = json.loads(path.read_text())
     if not isinstance(calls, list) or not all(
@@ -95,7 +95,7 @@ def source(options: argparse.Namespace) -> int:
     if options.keep:
         raise ValueError("--keep goes with --emulate")
     device = described(options.arch) if options.arch else current_device()
-    for item in compilations([_call(options.op, options.arguments)], device):
+    for item in compilations([call_of_words(options.op, options.arguments)], device):
         print(f"// {item.label} for {item.arch}")
         print(sources.cuda_source(item.kernel.definition, item.static, item.arch))
     return 0
@@ -105,7 +105,7 @@ def emulate(options: argparse.Namespace) -> int:
     """Run an operator's kernels on the CPU and leave them to a debugger."""
     op = registry.get(options.op)
     if options.arguments:
-        named = {k: _random(v) for k, v in _call(options.op, options.arguments)[1].items()}
+        named = {k: _random(v) for k, v in call_of_words(options.op, options.arguments)[1].items()}
     else:
         named = op.cases.vectors[0].arguments()
     settings = {"arch": options.arch} if options.arch else {}

@@ -78,7 +78,7 @@ def cuda_include() -> tuple[str, ...]:
         raise EmulationError(
             "running kernels on a CPU needs CUDA's header files (not the compiler): install "
             "nvidia-cuda-runtime, nvidia-cuda-crt and nvidia-cuda-cccl (pip install "
-            "'tile-kernels[emulate]'), or a CUDA 13 toolkit, or name an include folder in "
+            "'moe-tile-kernels[emulate]'), or a CUDA 13 toolkit, or name an include folder in "
             "TILE_KERNELS_CUDA_INCLUDE",
             kind="toolchain",
         )
@@ -164,6 +164,8 @@ _MISSING = [
     re.compile(r"error: '([\w:]+)' was not declared"),
     re.compile(r"error: '([\w:]+)' is not a member of '(\w+)'"),
     re.compile(r"error: '([\w:]+)' does not name a type"),
+    re.compile(r"error: use of undeclared identifier '([\w:]+)'"),  # these two are clang's
+    re.compile(r"error: no member named '([\w:]+)' in namespace '(\w+)'"),
     re.compile(r"error: no matching function for call to '(.*?)'\n"),
     re.compile(r"error: static assertion failed: (.*)"),
 ]
@@ -171,7 +173,7 @@ _QUOTED = re.compile(r"^\s*\d+ \| (.*)$", re.M)
 
 
 def explain(stderr: str) -> str:
-    """One sentence from g++'s output: which name of the generated code the emulator lacks."""
+    """One sentence from the compiler's output: which name the emulator lacks."""
     for pattern in _MISSING:
         m = pattern.search(stderr)
         if not m:
@@ -182,7 +184,7 @@ def explain(stderr: str) -> str:
         if "static assertion" in m[0]:
             return f"the kernel uses something the emulator does not provide ({name}){line}"
         return f"the kernel uses {name}, which the emulator does not provide{line}"
-    return "g++ could not compile the generated kernel:\n" + stderr[-3000:]
+    return "the C++ compiler failed on the generated kernel:\n" + stderr[-3000:]
 
 
 def runtime_library() -> Path:

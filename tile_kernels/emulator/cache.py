@@ -25,18 +25,18 @@ ABANDONED_SECONDS = 24 * 3600  # after which a private file is one that a killed
 _SEAL = b"tile_kernels emulator"
 
 
-def cache_dir() -> Path:
+def cache_dir(kind: str = "emulator") -> Path:
     """Where compiled kernels are kept: `TILE_KERNELS_CACHE`, or the user's cache folder."""
     root = os.environ.get("TILE_KERNELS_CACHE")
     if root:
-        return Path(root).expanduser().absolute() / "emulator"
+        return Path(root).expanduser().absolute() / kind
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base).absolute() / "tile_kernels" / "emulator"
+    return Path(base).absolute() / "tile_kernels" / kind
 
 
-def open_cache() -> Path:
+def open_cache(kind: str = "emulator") -> Path:
     """The cache folder, created if need be; an error unless it is safe to run code from it."""
-    folder = cache_dir()
+    folder = cache_dir(kind)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
@@ -52,7 +52,7 @@ def open_cache() -> Path:
 
 def _unusable(folder: Path, problem: str) -> EmulationError:
     return EmulationError(
-        f"the cache of emulated kernels {folder} {problem}; set TILE_KERNELS_CACHE to a folder "
+        f"the cache of compiled kernels {folder} {problem}; set TILE_KERNELS_CACHE to a folder "
         "that you own and that nobody else can write",
         kind="cache",
     )

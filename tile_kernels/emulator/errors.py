@@ -38,7 +38,7 @@ class EmulationError(RuntimeError):
 
     | field | meaning |
     |---|---|
-    | `kind` | `"out of bounds"`, `"race"`, `"misaligned"`, `"deadlock"`, `"divergence"`, `"barrier"`, `"assert"`, `"uninitialised"`, `"fence"`, `"layout"`, `"shared memory"`, `"stack"`, `"arithmetic"`, `"memory"`, `"launch"`, `"unsupported"`, `"toolchain"`, `"cache"` |
+    | `kind` | `"out of bounds"`, `"race"`, `"misaligned"`, `"deadlock"`, `"divergence"`, `"barrier"`, `"assert"`, `"uninitialised"`, `"fence"`, `"layout"`, `"metadata"`, `"registers"`, `"shared memory"`, `"stack"`, `"arithmetic"`, `"memory"`, `"launch"`, `"unsupported"`, `"toolchain"`, `"cache"` |
     | `kernel` | name of the device function, if one was running |
     | `buffer`, `byte_offset`, `element` | where in which tensor or shared buffer |
     | `block`, `thread` | indices of the CUDA thread that noticed |

@@ -20,6 +20,7 @@ from . import cache, pointers
 from . import debug as _debug
 from . import lines as _lines
 from . import page as _page
+from .arguments import TensorSlot, check_scalar
 from .errors import BarrierEvent, EmulationError, SharedPart
 from .lowering import DEFAULT_ARCH, Kernel, Lowered, Param, compile_expressions, lower
 from .report import KernelRun, Report, Traffic
@@ -146,28 +147,7 @@ _SCALARS: dict[str, Any] = {
     "bool": ctypes.c_bool,
 }
 
-# TileLang's name of a dtype -> torch's. Packed fp4 is two values per byte, in a byte tensor of half
-# the last dimension.
-_DTYPES = {
-    "float8_e4m3": "float8_e4m3fn",
-    "float8_e8m0": "float8_e8m0fnu",
-    "e4m3_float8": "float8_e4m3fn",
-    "e5m2_float8": "float8_e5m2",
-}
-_PACKED = {
-    "float4_e2m1fn": ("float4_e2m1fn_x2", "uint8", "int8"),
-    "int4": ("int8", "uint8"),
-    "uint4": ("uint8", "int8"),
-}
 _lock = threading.RLock()  # the runtime keeps its state in globals
-
-
-def _accepted_dtypes(name: str) -> tuple[torch.dtype, ...]:
-    names = _PACKED.get(name, (_DTYPES.get(name, name),))
-    found = tuple(d for n in names if isinstance(d := getattr(torch, n, None), torch.dtype))
-    if not found:
-        raise EmulationError(f"the emulator does not know the dtype {name}")
-    return found
 
 
 def _span(t: torch.Tensor) -> int:
@@ -198,115 +178,6 @@ def _addresses(
     movable = {n: s for n, s in spans.items() if n not in fixed}
     with staged(movable, lambda n: bool(totals[n][written] or totals[n][atomic])) as copies:
         yield here | copies
-
-
-class _TensorSlot:
-    """Checks one tensor argument and solves for the symbols in its shape."""
-
-    def __init__(self, param: Param, used: bool) -> None:
-        self.name = param.name
-        self.used = used
-        self.shape = param.shape or ()
-        self.strides = param.strides
-        self.dtypes = _accepted_dtypes(param.dtype)
-        self.packed = param.dtype in _PACKED
-        bits = re.search(r"\d+", param.dtype)
-        self.elem_bits = 8 if param.dtype == "bool" else int(bits[0]) if bits else 8
-        self.symbols = [(i, e) for i, e in enumerate(self.shape) if e.isidentifier()]
-        self.constants = [(i, int(e)) for i, e in enumerate(self.shape) if e.isdigit()]
-        rest = [(i, e) for i, e in enumerate(self.shape) if not (e.isidentifier() or e.isdigit())]
-        self.derived = [(i, e, compile_expressions([e])) for i, e in rest]
-        self.stride_symbols = [(i, e) for i, e in enumerate(self.strides or ()) if e.isidentifier()]
-        self.stride_rest = [
-            (i, e, compile_expressions([e]))
-            for i, e in enumerate(self.strides or ())
-            if not e.isidentifier()
-        ]
-
-    @classmethod
-    def of_bytes(cls, name: str) -> _TensorSlot:
-        """Memory that the kernel reaches through an address in a tensor."""
-        return cls(Param(name, "uint8", ("num_bytes",)), True)
-
-    def empty(self, sizes: Sequence[int]) -> torch.Tensor:
-        """A tensor of these (logical) sizes whose bytes are 0xFF: NaN, or -1."""
-        sizes = list(sizes)
-        if self.packed and sizes:
-            sizes[-1] //= 2
-        made = torch.empty(sizes, dtype=self.dtypes[0])
-        if made.dtype == torch.bool:
-            return made.fill_(True)
-        made.view(torch.uint8).fill_(0xFF)
-        return made
-
-    def sizes(self, t: torch.Tensor) -> list[int]:
-        sizes = list(t.shape)
-        if self.packed and sizes:
-            sizes[-1] *= 2
-        return sizes
-
-    def bind(self, t: Any, symbols: dict[str, Any]) -> None:
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{self.name}: expected a tensor, got {type(t).__name__}")
-        if t.device.type != "cpu":
-            raise ValueError(f"{self.name}: expected a CPU tensor, got one on {t.device}")
-        if t.dtype not in self.dtypes:
-            expected = " or ".join(str(d) for d in self.dtypes)
-            raise TypeError(f"{self.name}: expected dtype {expected}, got {t.dtype}")
-        if t.dim() != len(self.shape):
-            raise ValueError(
-                f"{self.name}: expected {len(self.shape)} dimensions ({', '.join(self.shape)}), "
-                f"got {t.dim()}"
-            )
-        sizes = self.sizes(t)
-        for i, e in self.symbols:
-            if symbols.setdefault(e, sizes[i]) != sizes[i]:
-                raise ValueError(
-                    f"{self.name}: dimension {i} ({e}) is {sizes[i]}, elsewhere {e} is {symbols[e]}"
-                )
-        for i, size in self.constants:
-            if sizes[i] != size:
-                raise ValueError(f"{self.name}: dimension {i} must be {size}, got {sizes[i]}")
-        if self.strides is None:
-            if not t.is_contiguous():
-                raise ValueError(f"{self.name}: expected a contiguous tensor, got {t.stride()}")
-            return
-        for i, e in self.stride_symbols:
-            stride = t.stride(i)
-            if symbols.setdefault(e, stride) != stride:
-                raise ValueError(
-                    f"{self.name}: stride {i} ({e}) is {stride}, elsewhere {e} is {symbols[e]}"
-                )
-
-    def check_derived(self, t: torch.Tensor, symbols: dict[str, Any]) -> None:
-        for i, e, value in self.derived:
-            expected = value(symbols)[0]
-            if self.sizes(t)[i] != expected:
-                raise ValueError(
-                    f"{self.name}: dimension {i} must be {e} = {expected}, got {self.sizes(t)[i]}"
-                )
-        for i, e, value in self.stride_rest:
-            expected = value(symbols)[0]
-            if self.packed and i < t.dim() - 1:
-                expected //= 2
-            if t.stride(i) != expected and t.shape[i] > 1 and t.numel():
-                shown = expected if e.isdigit() else f"{e} = {expected}"
-                raise ValueError(f"{self.name}: stride {i} must be {shown}, got {t.stride(i)}")
-
-
-def _check_scalar(param: Param, value: Any) -> None:
-    """A scalar of the right type that the kernel's own type can hold; ctypes would cut it off."""
-    integer = re.fullmatch(r"(u?)int(\d+)", param.dtype)
-    accepted = (int,) if integer or param.dtype == "bool" else (int, float)
-    if not isinstance(value, accepted):
-        raise TypeError(
-            f"{param.name}: expected a {param.dtype} scalar, got {type(value).__name__}"
-        )
-    if integer:
-        bits = int(integer[2])
-        low, high = (0, 2**bits) if integer[1] else (-(2 ** (bits - 1)), 2 ** (bits - 1))
-        if not low <= value < high:
-            raise ValueError(f"{param.name}: {value} is out of range for {param.dtype}")
 
 
 class _Launcher:
@@ -372,10 +243,10 @@ class Emulated:
         used |= {
             lowered.maps[n].tensor for k in lowered.kernels for n, _ in k.args if n in lowered.maps
         }
-        self._slots: list[_TensorSlot | Param] = [
-            p if p.shape is None else _TensorSlot(p, p.name in used) for p in lowered.params
+        self._slots: list[TensorSlot | Param] = [
+            p if p.shape is None else TensorSlot(p, p.name in used) for p in lowered.params
         ]
-        self._workspaces = [_TensorSlot(p, True) for p in lowered.workspaces]
+        self._workspaces = [TensorSlot(p, True) for p in lowered.workspaces]
         self._maps = {
             name: (m, compile_expressions([*m.dims, *m.strides, *m.box]))
             for name, m in lowered.maps.items()
@@ -494,7 +365,7 @@ class Emulated:
         fresh = [*fresh, *(w.name for w in self.lowered.workspaces if w.name in tensors)]
         targets = pointers.targets({n: tensors[n][1] for n in self.lowered.tables if n in tensors})
         fixed = pointers.overlapping({n: t for n, (_, t) in tensors.items()}, targets)
-        tensors |= {n: (_TensorSlot.of_bytes(n), t) for n, t in targets.items()}
+        tensors |= {n: (TensorSlot.of_bytes(n), t) for n, t in targets.items()}
         checked = self.mode == "check"
         spans = {n: (t.data_ptr(), _span(t)) for n, (_, t) in tensors.items()}
         unknown = [n for n in fresh if n not in tensors]
@@ -568,24 +439,24 @@ class Emulated:
 
     def _allocate_workspaces(
         self, symbols: dict[str, Any]
-    ) -> dict[str, tuple[_TensorSlot, torch.Tensor]]:
+    ) -> dict[str, tuple[TensorSlot, torch.Tensor]]:
         return {
             s.name: (s, s.empty(compile_expressions(s.shape)(symbols))) for s in self._workspaces
         }
 
     def _bind(
         self, args: tuple[Any, ...]
-    ) -> tuple[dict[str, tuple[_TensorSlot, torch.Tensor]], dict[str, Any]]:
+    ) -> tuple[dict[str, tuple[TensorSlot, torch.Tensor]], dict[str, Any]]:
         if len(args) != len(self._slots):
             names = ", ".join(s.name for s in self._slots)
             raise TypeError(
                 f"{self.name}: expected {len(self._slots)} arguments ({names}), got {len(args)}"
             )
-        tensors: dict[str, tuple[_TensorSlot, torch.Tensor]] = {}
+        tensors: dict[str, tuple[TensorSlot, torch.Tensor]] = {}
         symbols: dict[str, Any] = {}
         for slot, value in zip(self._slots, args, strict=True):
             if isinstance(slot, Param):
-                _check_scalar(slot, value)
+                check_scalar(slot, value)
                 symbols[slot.name] = value
             elif value is None and not slot.used:
                 continue
@@ -605,7 +476,7 @@ class Emulated:
         self,
         launcher: _Launcher,
         launch: CLaunch,
-        tensors: Mapping[str, tuple[_TensorSlot, torch.Tensor]],
+        tensors: Mapping[str, tuple[TensorSlot, torch.Tensor]],
         addresses: Mapping[str, int],
         symbols: dict[str, Any],
         again: bool = False,
@@ -713,7 +584,7 @@ class Emulated:
         self,
         kernel: Kernel,
         launch: CLaunch,
-        tensors: Mapping[str, tuple[_TensorSlot, torch.Tensor]],
+        tensors: Mapping[str, tuple[TensorSlot, torch.Tensor]],
     ) -> EmulationError:
         f: CFailure = launch.failure.contents
         buffer: str | None = f.buffer.decode() or None

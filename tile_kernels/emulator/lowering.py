@@ -18,6 +18,8 @@ from .errors import EmulationError
 
 DEFAULT_ARCH = "sm_90a"
 _DATA_FIELD = 1  # of DLTensor, in the numbering of tvm_struct_get
+# Of launches with programmatic stream serialization; the spelling is TVM's.
+_OVERLAP_TAG = "tirx.use_programtic_dependent_launch"
 
 
 # Part of the cache's keys. Read at import: a file that changes later is not the code that runs.
@@ -54,6 +56,7 @@ class TensorMap:
     interleave: int
     swizzle: int
     fill: int
+    promotion: int = 0  # of accesses in L2; the emulator has no use for it
     # of im2col, where `box` is (channels, pixels): traversal strides, lower and upper corner
     pixels: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None = None
 
@@ -69,6 +72,7 @@ class Kernel:
     dyn_bytes: str
     shared: dict[str, SharedBuffer]
     cluster: tuple[int, ...] = (1, 1, 1)
+    overlaps: bool = False  # may start before the launch before it has ended (PDL)
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Lowered:
     workspaces: tuple[Param, ...] = ()  # tensors that the host code allocates (T.alloc_global)
     tables: tuple[str, ...] = ()  # parameters whose elements are addresses of other tensors
     python: lines.LineMap = lines.NOTHING  # where the lines of `source` come from
+    assumptions: tuple[str, ...] = ()  # what `T.assume` says of sizes and scalars
 
     def to_json(self) -> str:
         """Serialise for the cache."""
@@ -99,7 +104,7 @@ class Lowered:
                 Param(p["name"], p["dtype"], _thaw(p["shape"]), _thaw(p["strides"]))
                 for p in d[field]
             )
-        d["tables"] = tuple(d["tables"])
+        d["tables"], d["assumptions"] = tuple(d["tables"]), tuple(d["assumptions"])
         d["kernels"] = tuple(
             Kernel(
                 name=k["name"],
@@ -109,6 +114,7 @@ class Lowered:
                 dyn_bytes=k["dyn_bytes"],
                 shared={n: SharedBuffer(**s) for n, s in k["shared"].items()},
                 cluster=tuple(k["cluster"]),
+                overlaps=k["overlaps"],
             )
             for k in d["kernels"]
         )
@@ -214,8 +220,12 @@ def lower(
     arch: str = DEFAULT_ARCH,
     pass_configs: Mapping[Any, Any] | None = None,
     cache_dir: Path | None = None,
+    with_lines: bool = True,
 ) -> Lowered:
     """Lower a prim_func to CUDA source and a launch description.
+
+    With `with_lines` the result says from which Python lines the source comes; without, the source
+    is exactly what TileLang compiles.
 
     With `cache_dir` the result is kept on disk, keyed by the prim_func's text, the architecture,
     the pass configs and the TileLang version.
@@ -229,7 +239,7 @@ def lower(
     own = attrs["tilelang_pass_configs"] if attrs and "tilelang_pass_configs" in attrs else {}
     configs = {**plain_configs(dict(own)), **plain_configs(pass_configs)}
     stored: Path | None = None
-    python = lines.python_lines(prim_func)
+    python = lines.python_lines(prim_func) if with_lines else {}
     first = [min(numbers) for numbers in python.values()]
     if cache_dir is not None:
         facts = [
@@ -237,6 +247,7 @@ def lower(
             arch,
             sorted((k, repr(v)) for k, v in configs.items()),
             str(tilelang.__version__),
+            with_lines,
             *_SOURCES,
             # Relative: a kernel that only moved in its file is still the same.
             [[n - f for n in ns] for ns, f in zip(python.values(), first, strict=True)],
@@ -246,7 +257,7 @@ def lower(
         known = _read_stored(stored)
         if known is not None:
             return replace(known, python=known.python.shifted(list(python), first))
-    result = _lower(prim_func, arch, configs, python)
+    result = _lower(prim_func, arch, configs, python, with_lines)
     if stored is not None:
         moved = result.python.shifted([""] * len(first), [-f for f in first])
         text = replace(result, python=moved).to_json()
@@ -261,14 +272,22 @@ def _read_stored(path: Path) -> Lowered | None:
 
 
 def _lower(
-    prim_func: Any, arch: str, configs: dict[str, Any], python_lines: Mapping[str, Sequence[int]]
+    prim_func: Any,
+    arch: str,
+    configs: dict[str, Any],
+    python_lines: Mapping[str, Sequence[int]],
+    with_lines: bool,
 ) -> Lowered:
     from tilelang import tvm
-    from tilelang.backend.target import determine_target
     from tilelang.engine.lower import lower as tilelang_lower
 
+    try:
+        from tilelang.backend.target import determine_target
+    except ModuleNotFoundError:  # 0.1.11
+        from tilelang.utils.target import determine_target
+
     target = determine_target({"kind": "cuda", "arch": arch}, return_object=True)
-    if lines.supported():
+    if with_lines and lines.supported():
         configs = {**configs, lines.DIRECTIVES: True}
     with tvm.transform.PassContext(opt_level=3, config=configs), target:
         artifact = tilelang_lower(prim_func, target=target)
@@ -299,6 +318,7 @@ def _lower(
         workspaces=tuple(workspaces.values()),
         tables=_pointer_tables(prim_func),
         python=python,
+        assumptions=tuple(a for f in host.functions.values() for a in _assumptions(f)),
     )
 
 
@@ -344,6 +364,23 @@ def _workspaces(host: Any) -> dict[str, Param]:
         found[name] = Param(name, str(dtype), tuple(to_python(e) for e in shape))
 
     tvm.tirx.stmt_functor.post_order_visit(host.body, visit)
+    return found
+
+
+def _assumptions(host: Any) -> list[str]:
+    """The conditions of `T.assume`, which the host code checks."""
+    from tilelang import tvm
+
+    tirx = tvm.tirx
+    found: list[str] = []
+
+    def visit(node: Any) -> None:
+        if isinstance(node, tirx.AssertStmt):
+            message = "".join(str(part.value) for part in node.message_parts)
+            if message.startswith("Assume: "):
+                found.append(to_python(node.condition))
+
+    tirx.stmt_functor.post_order_visit(host.body, visit)
     return found
 
 
@@ -443,7 +480,7 @@ def _tensor_map(args: list[Any]) -> TensorMap:
         raise EmulationError(
             f"the TMA descriptor of {args[4].name} has element strides {parts[3]}, not 1"
         )
-    interleave, swizzle, _promotion, fill = (int(a) for a in args[5 + 4 * rank :])
+    interleave, swizzle, promotion, fill = (int(a) for a in args[5 + 4 * rank :])
     return TensorMap(
         tensor=str(args[4].name),
         kind=int(args[2]),
@@ -453,6 +490,7 @@ def _tensor_map(args: list[Any]) -> TensorMap:
         interleave=interleave,
         swizzle=swizzle,
         fill=fill,
+        promotion=promotion,
     )
 
 
@@ -494,6 +532,8 @@ def _kernel(f: Any, maps: Mapping[str, TensorMap]) -> Kernel:
         dyn_bytes=to_python(f.attrs.get("dyn_shared_memory_buf", 0)),
         shared=_shared_buffers(f),
         cluster=tuple(int(n) for n in f.attrs.get("cluster_dims", None) or (1, 1, 1)),
+        overlaps="has_cuda_pdl_sync" in f.attrs
+        or _OVERLAP_TAG in map(str, f.attrs.get("tirx.kernel_launch_params", None) or ()),
     )
 
 

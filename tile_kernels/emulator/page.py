@@ -46,7 +46,9 @@ dt { color: var(--soft); }
 dd { margin: 0; overflow-wrap: anywhere; }
 .bad-text { color: var(--bad); font-weight: 600; }
 .other-text { color: var(--other); font-weight: 600; }
-svg { display: block; }
+svg { display: block; overflow: visible; }
+svg svg { overflow: hidden; }
+.map { padding: 0 .7rem; }
 svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 svg .small { fill: var(--soft); font-size: 11px; }
 pre { margin: 0; padding: .6rem; white-space: pre-wrap; overflow-wrap: anywhere;
@@ -235,45 +237,42 @@ def _shared(e: EmulationError) -> str:
     if not e.shared:
         return ""
     end = max(p.offset + p.size for p in e.shared)
-    scale, left, row = 760 / max(end, 1), 10, 38
+    row = 38
     lanes: list[int] = []  # where each lane is free from
     out = []
     for part in sorted(e.shared, key=lambda p: (p.offset, -p.size)):
         lane = next((i for i, free in enumerate(lanes) if free <= part.offset), len(lanes))
         lanes[lane : lane + 1] = [part.offset + part.size]
-        out.append(_part(part, e, left + part.offset * scale, part.size * scale, 8 + row * lane))
+        out.append(_part(part, e, end, 8 + row * lane))
     height = 8 + row * len(lanes) + 18
-    out.append(f"<text class='small' x='{left}' y='{height - 6}'>byte 0</text>")
-    out.append(
-        f"<text class='small' x='{left + end * scale}' y='{height - 6}' text-anchor='end'>"
-        f"byte {end}</text>"
-    )
+    out.append(f"<text class='small' y='{height - 6}'>byte 0</text>")
+    out.append(f"<text class='small' x='100%' y='{height - 6}' text-anchor='end'>byte {end}</text>")
     return (
         "<h2>Shared memory</h2><p class='soft'>Buffers at the places TileLang gives them; what is "
-        "below each other shares its bytes over time.</p><div class='box'>"
-        f"<svg width='790' height='{height}' role='img' aria-label='map of shared memory'>"
+        "below each other shares its bytes over time.</p><div class='box map'>"
+        f"<svg width='100%' height='{height}' role='img' aria-label='map of shared memory'>"
         + "".join(out)
         + "</svg></div>"
     )
 
 
-def _part(part: SharedPart, e: EmulationError, x: float, width: float, y: int) -> str:
+def _part(part: SharedPart, e: EmulationError, end: int, y: int) -> str:
+    """A buffer, at its share of the page's width. Its name is cut off where it does not fit."""
     named = e.buffer is not None and part.name in e.buffer.split("/")
     colour = "var(--bad)" if named else "var(--good)"
     label = f"{part.name} ({part.size} bytes)"
+    x, width = (f"{100 * n / max(end, 1):.2f}%" for n in (part.offset, part.size))
     out = (
         f"<g><title>{_text(label)}: bytes {part.offset} to {part.offset + part.size - 1}</title>"
-        f"<rect x='{x:.1f}' y='{y}' width='{max(width, 2):.1f}' height='28' fill='none' "
+        f"<rect x='{x}' y='{y}' width='{width}' height='28' fill='var(--code)' "
         f"stroke='{colour}' stroke-width='1.5'/>"
+        f"<svg x='{x}' y='{y}' width='{width}' height='28'><text x='6' y='18'>{_text(label)}</text>"
+        "</svg>"
     )
-    if width > 7 * len(label):
-        out += f"<text x='{x + 6:.1f}' y='{y + 18}'>{_text(label)}</text>"
-    elif width > 7 * len(part.name):
-        out += f"<text x='{x + 4:.1f}' y='{y + 18}'>{_text(part.name)}</text>"
     if named and e.byte_offset is not None and 0 <= e.byte_offset < part.size:
-        at = x + width * e.byte_offset / part.size
+        at = f"{100 * (part.offset + e.byte_offset) / max(end, 1):.2f}%"
         out += (
-            f"<line x1='{at:.1f}' x2='{at:.1f}' y1='{y - 4}' y2='{y + 32}' stroke='{colour}' "
+            f"<line x1='{at}' x2='{at}' y1='{y - 4}' y2='{y + 32}' stroke='{colour}' "
             "stroke-width='3'/>"
         )
     return out + "</g>"

@@ -20,6 +20,8 @@ _MSVC_GUARD = re.compile(r"^#if defined\(_MSC_VER\).*?^#endif\n", re.S | re.M)
 _INCLUDE = re.compile(
     r"^#include <(tl_templates/|cooperative_groups|cuda\.h|math_constants|curand).*\n", re.M
 )
+_MIN_BLOCKS = re.compile(r"__launch_bounds__\(\w+, (\d+)\)")
+_SETMAXNREG = re.compile(r"(\bwarpgroup_reg_(?:de)?alloc<\d+>\()\)")
 _KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\([^;{]*\{")
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?([\w: ]+?) (\w+)\[\];")
 _PART = re.compile(r"void\* (\w+) = \(\(void\*\)\(\(char\*\)buf_dyn_shmem \+ (\d+)\)\);")
@@ -33,7 +35,6 @@ _UNSUPPORTED = [
     (re.compile(r"\b(?:asm|__asm__)\b"), "inline PTX, which has no meaning on a CPU"),
     (re.compile(r"\btl::tcgen05|\btcgen05"), "tcgen05 (tensor memory of sm_100)"),
     (re.compile(r"\bcurandState(?!Philox4_32_10)\w*"), "a generator of cuRAND other than Philox"),
-    (re.compile(r"\bwgmma_sp_\w+|\bmma_sp_sync\b"), "a sparse matrix product (2:4)"),
     (re.compile(r"\bclc_\w+"), "cluster launch control (sm_100)"),
     (re.compile(r"_rs_sat\b"), "stochastic rounding, whose random bits only the hardware defines"),
 ]
@@ -66,6 +67,9 @@ def rewrite(
     ends = [s for s, _ in starts[1:]] + [len(source)]
     for (start, name), end in zip(starts, ends, strict=True):
         piece = _place_shared(source[start:end], shared.get(name, {}), split_shared)
+        min_blocks = _MIN_BLOCKS.search(piece)
+        if min_blocks and min_blocks[1] != "1":
+            piece = _SETMAXNREG.sub(rf"\g<1>{min_blocks[1]})", piece)
         pieces.append(_LOCAL.sub(_follow, piece) if follow_locals else piece)
     text = "".join(pieces)
     if "__shared__" in text:

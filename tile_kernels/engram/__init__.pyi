@@ -6,8 +6,16 @@ from tile_kernels.engram.gate.op import (
     engram_gate as engram_gate,
     engram_gate_bwd as engram_gate_bwd,
     engram_gate_fwd as engram_gate_fwd,
+    engram_gate_packed_bwd as engram_gate_packed_bwd,
+    engram_gate_packed_fwd as engram_gate_packed_fwd,
 )
 from tile_kernels.engram.grad_w.op import grad_w_reduce as grad_w_reduce
 from tile_kernels.engram.hash.op import engram_hash as engram_hash
 from tile_kernels.engram.ngram.op import ngram_windows as ngram_windows
+from tile_kernels.engram.sinkhorn.op import (
+    engram_sinkhorn_finalize as engram_sinkhorn_finalize,
+    engram_sinkhorn_momentum_update as engram_sinkhorn_momentum_update,
+    engram_sinkhorn_step as engram_sinkhorn_step,
+    engram_sinkhorn_step_reduce as engram_sinkhorn_step_reduce,
+)
 from tile_kernels.engram.weight.op import fused_weight as fused_weight

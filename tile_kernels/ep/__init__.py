@@ -5,9 +5,12 @@ from tile_kernels.ep.domains import get_logical_domain_size, get_physical_domain
 from tile_kernels.ep.engines import LocalGroup, run_ranks
 from tile_kernels.ep.events import EventHandle, EventOverlap
 from tile_kernels.ep.handle import EPHandle
+from tile_kernels.ep.legacy import Buffer, Config, install_as_deep_ep
 from tile_kernels.ep.requests import topk_idx_t
 
 __all__ = [
+    "Buffer",
+    "Config",
     "EPHandle",
     "ElasticBuffer",
     "EventHandle",
@@ -15,6 +18,7 @@ __all__ = [
     "LocalGroup",
     "get_logical_domain_size",
     "get_physical_domain_size",
+    "install_as_deep_ep",
     "run_ranks",
     "topk_idx_t",
 ]

@@ -71,7 +71,7 @@ def agree(
     tail = torch.tensor([counts[rank] for rank in active]).view(-1, 1).view(torch.uint8)
     rows = torch.cat([head.expand(len(active), -1), tail], dim=1)
     ones = engine.ones()
-    received = engine.exchange(rows, ones, ones, f"{call} (comparing notes)")
+    received = engine.exchange(rows, ones, ones, f"{call} (exchange of descriptors)")
     heads = received[:, :-8]
     if error is not None or not torch.equal(heads, rows[:, :-8]):
         descriptors = {rank: json.loads(bytes(row.tolist())) for rank, row in zip(active, heads)}

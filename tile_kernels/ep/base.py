@@ -42,6 +42,7 @@ class BufferBase:
     _check_ranks: bool
     _keep_tensors: bool
     _destroyed: bool = False
+    _serial: int
 
     def destroy(self) -> None:
         """Wait for all ranks and end the use of the buffer; needs `explicitly_destroy=True`."""
@@ -50,9 +51,9 @@ class BufferBase:
                 "ElasticBuffer.destroy: the buffer was made with explicitly_destroy=False"
             )
         if not self._destroyed:
-            self._destroyed = True
             self._fabric.world.settle()
-            self._fabric.world.barrier("ElasticBuffer.destroy")
+            self._agree("ElasticBuffer.destroy", {}, None)
+            self._destroyed = True
 
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
@@ -61,7 +62,7 @@ class BufferBase:
         del use_comm_stream, sequential  # the host waits, so streams have nothing to order
         if with_cpu_sync and torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._fabric.world.barrier("ElasticBuffer.barrier")
+        self._agree("ElasticBuffer.barrier", {}, None)
 
     @staticmethod
     def capture() -> EventHandle:
@@ -101,6 +102,10 @@ class BufferBase:
             )
         check()
 
+    def _check_alive(self, call: str) -> None:
+        if self._destroyed:
+            raise RuntimeError(f"{call}: the buffer was destroyed")
+
     def _agree(
         self,
         call: str,
@@ -110,10 +115,10 @@ class BufferBase:
         needs_counts: bool = True,
     ) -> list[int]:
         """The agreement check; without `needs_counts`, only on a buffer with `check_ranks`."""
-        if self._destroyed:
-            raise RuntimeError(f"{call}: the buffer was destroyed")
+        self._check_alive(call)
         if needs_counts or self._check_ranks:
-            return agree(self._fabric.world, call, settings, error, counts)
+            numbered = {"buffer": f"number {self._serial} of the group", **settings}
+            return agree(self._fabric.world, call, numbered, error, counts)
         if error is not None:
             raise type(error)(f"{call}: rank {self.rank_idx}: {error}") from error
         return list(counts or [0] * self.num_ranks)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tile_kernels.ep import exchange, model
 from tile_kernels.ep.agreement import agree, checked, unreachable
-from tile_kernels.ep.arguments import CombineArguments, DispatchArguments
+from tile_kernels.ep.arguments import CombineArguments, DispatchArguments, with_flags
 from tile_kernels.ep.autograd import CombineFn, DispatchFn
 from tile_kernels.ep.domains import topology_of
 from tile_kernels.ep.engines import make_engine
@@ -18,8 +18,15 @@ from tile_kernels.ep.events import EventHandle, EventOverlap
 from tile_kernels.ep.gather import GatherMethods
 from tile_kernels.ep.handle import EPHandle
 from tile_kernels.ep.pipeline import PipelineMethods
-from tile_kernels.ep.requests import combine_request, dispatch_request
-from tile_kernels.ep.setup import BufferArguments, active_engine, check_arguments, data_engine
+from tile_kernels.ep.requests import Limits, combine_request, dispatch_request
+from tile_kernels.ep.setup import (
+    BUFFER_FLAGS,
+    BufferArguments,
+    active_engine,
+    check_arguments,
+    data_engine,
+    next_serial,
+)
 from tile_kernels.ep.sizes import SizeHints, buffer_bytes
 from tile_kernels.ep.transport import Fabric, no_wait
 
@@ -32,7 +39,8 @@ class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
     | argument | meaning |
     |---|---|
     | `group` | a `torch.distributed` process group, or a `LocalGroup` (ranks as threads) |
-    | `num_bytes` | size of the buffer, or give the shape below |
+    | `num_bytes` | size of the buffer, or give the shape below; a call that needs more raises and \
+says how many bytes it needs |
     | `num_max_tokens_per_rank`, `hidden`, `num_topk`, `use_fp8_dispatch` | the shape |
     | `allow_hybrid_mode` | send tokens once to each node, then on to its ranks |
     | `allow_multiple_reduction` | add results on each rank and node on their way back, rounding \
@@ -49,8 +57,8 @@ each time; otherwise the source adds them all up, rounding once |
 
     Errors of one rank are raised on all of them, before any data moves, and say which rank it was.
     A rank that dies or hangs is an error on all others within the timeout, which names it. The
-    buffer is then of no more use; a new one with `active_ranks` works among the others: choices
-    of experts on inactive ranks count as none, and tokens travel in direct mode.
+    buffer cannot be used after that. Create a new one with `active_ranks` among the remaining
+    ranks: experts of inactive ranks are never chosen, and tokens are sent in direct mode.
 
     `EP_OVERRIDE_RDMA_SL` in the environment replaces `sl_idx`, `EP_AVOID_RECORD_STREAM=1` keeps
     tensors of asynchronous calls alive in their event, `EP_BUFFER_DEBUG=1` prints the settings.
@@ -101,33 +109,35 @@ each time; otherwise the source adds them all up, rounding once |
             engine=engine, num_scaleup_ranks=num_scaleup_ranks, check_ranks=check_ranks,
             active_ranks=active_ranks,
         )  # fmt: skip
+        arguments = with_flags(arguments, BUFFER_FLAGS)
         world = active_engine(make_engine(group), arguments)
         environment, error = checked(lambda: check_arguments(world, arguments))
         agree(world, "ElasticBuffer", arguments.settings(), error)
         if environment is None:
             raise unreachable()
         all_active = len(world.active) == world.size
+        self.deterministic = arguments.deterministic
+        self.allow_hybrid_mode = arguments.allow_hybrid_mode
+        self.allow_multiple_reduction = arguments.allow_multiple_reduction
+        self.prefer_overlap_with_compute = arguments.prefer_overlap_with_compute
+        self.explicitly_destroy = arguments.explicitly_destroy
         topology, physical = topology_of(
-            world, allow_hybrid_mode and all_active, num_scaleup_ranks if all_active else world.size
-        )
+            world, self.allow_hybrid_mode and all_active,
+            num_scaleup_ranks if all_active else world.size,
+        )  # fmt: skip
         self.num_bytes = num_bytes or buffer_bytes(
-            topology, physical, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch,
-            allow_multiple_reduction,
+            topology, physical, num_max_tokens_per_rank, hidden, num_topk,
+            arguments.use_fp8_dispatch, self.allow_multiple_reduction,
         )  # fmt: skip
         world = data_engine(world, arguments, self.num_bytes)
 
         self.group = group
         self.rank_idx, self.num_ranks = world.index, world.size
         self.engine = world.name
-        self.deterministic = deterministic
-        self.allow_hybrid_mode = allow_hybrid_mode
-        self.allow_multiple_reduction = allow_multiple_reduction
-        self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.sl_idx = environment.sl_idx
-        self.num_allocated_qps = num_allocated_qps or model.default_num_qps(allow_hybrid_mode)
+        self.num_allocated_qps = num_allocated_qps or model.default_num_qps(self.allow_hybrid_mode)
         self.num_cpu_timeout_secs = num_cpu_timeout_secs
         self.num_gpu_timeout_secs = num_gpu_timeout_secs
-        self.explicitly_destroy = explicitly_destroy
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.num_cpu_bytes = num_cpu_bytes
         self.num_rdma_ranks, self.num_nvlink_ranks = physical
@@ -135,7 +145,13 @@ each time; otherwise the source adds them all up, rounding once |
         self.num_scaleup_ranks = topology.num_scaleup_ranks
         self.scaleout_rank_idx = topology.node_of(world.index)
         self.scaleup_rank_idx = topology.index_in_node(world.index)
-        self._check_ranks = check_ranks
+        self._check_ranks = arguments.check_ranks
+        self._serial = next_serial(group)
+        self._limits = Limits(
+            num_max_tokens_per_rank, self.num_allocated_qps, num_bytes,
+            topology.is_hybrid or physical[0] == 1, self.allow_multiple_reduction,
+            self.can_avoid_host_waits,
+        )  # fmt: skip
         self._keep_tensors = environment.keep_tensors
         self._fabric = Fabric.of(world, topology)
         self._engram = EngramStore(world, self.num_bytes - num_cpu_bytes, num_cpu_bytes)
@@ -182,7 +198,7 @@ each time; otherwise the source adds them all up, rounding once |
         | argument | shape | dtype | meaning |
         |---|---|---|---|
         | `x` | `[T, H]`, or a tuple of `[T, width]` | any | data; or data, scale factors, more |
-        | `topk_idx` | `[T, K]` | int64 | experts, -1: none, each once; `K` up to 32 |
+        | `topk_idx` | `[T, K]` | int64 or int32 | experts, -1: none, each once; `K` up to 32 |
         | `topk_weights` | `[T, K]` | float32, or None | carried along |
         | `cumulative_local_expert_recv_stats` | `[L]` | int32, or None | counts are added to it |
         | `num_experts` | | int | a multiple of the ranks |
@@ -192,10 +208,12 @@ each time; otherwise the source adds them all up, rounding once |
         | `do_handle_copy` | | bool | keep a copy of `topk_idx`, not the tensor itself |
         | `do_cpu_sync` | | bool | results have as many rows as arrived, not as many as could |
         | `do_expand` | | bool | one row for each token and local expert, by expert |
-        | `use_tma_aligned_col_major_sf` | | bool | the second of `x` comes with columns in a row |
+        | `use_tma_aligned_col_major_sf` | | bool | the second of `x`, if there is one, arrives \
+column-major |
         | `num_max_rows` | | int, or None | without `do_cpu_sync`: rows of the results |
         | returns `recv_x` | `[N, H]`, or `[rows, H]` expanded | as `x` | tuple if `x` is one |
-        | returns `recv_topk_idx` | `[N, K]` | int64 | local experts, -1: none here; None expanded |
+        | returns `recv_topk_idx` | `[N, K]` | as `topk_idx` | local experts, -1: none here; None \
+expanded |
         | returns `recv_topk_weights` | `[N, K]`, or `[rows]` | float32 | None if none came |
         | returns `handle` | | `EPHandle` | |
         | returns `event` | | `EventOverlap` | |
@@ -236,13 +254,10 @@ each time; otherwise the source adds them all up, rounding once |
     def _dispatch(
         self, arguments: DispatchArguments
     ) -> tuple[Received, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
-        may_be_static = self.can_avoid_host_waits
-        request, error = checked(
-            lambda: dispatch_request(
-                self._fabric, arguments, self.num_max_tokens_per_rank, may_be_static
-            )
-        )
-        is_static = may_be_static and arguments.do_cpu_sync is False
+        request, error = checked(lambda: dispatch_request(self._fabric, arguments, self._limits))
+        if request is not None:
+            arguments = request.arguments
+        is_static = self.can_avoid_host_waits and arguments.do_cpu_sync is False
         needs_counts = arguments.handle is None and not is_static
         hop = None if request is None else request.route.hop
         recv_counts = self._agree(
@@ -329,9 +344,7 @@ rank |
         )  # fmt: skip
 
     def _combine(self, arguments: CombineArguments) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        request, error = checked(
-            lambda: combine_request(self._fabric, arguments, self.allow_multiple_reduction)
-        )
+        request, error = checked(lambda: combine_request(self._fabric, arguments, self._limits))
         settings = {} if request is None else request.settings
         self._agree("ElasticBuffer.combine", settings, error, needs_counts=False)
         if request is None:
@@ -347,7 +360,8 @@ rank |
                 combined, weights = CombineFn.apply(self, run, request.handle, *inputs)
             else:
                 combined, weights = run()
-            event = finish([*inputs, combined, weights], arguments.async_with_compute_stream)
+            is_async = bool(arguments.async_with_compute_stream)
+            event = finish([*inputs, combined, weights], is_async)
         return combined, weights, event
 
 

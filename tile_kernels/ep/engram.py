@@ -120,6 +120,7 @@ class EngramMethods(BufferBase):
 
         `sf` `[R * n, P]`, of 4-byte elements and the same on all ranks, belongs to float8 rows.
         """
+        self._check_alive("ElasticBuffer.engram_write")
         with named("ElasticBuffer.engram_write"):
             self._check_all_active()
         self._engram.write(storage, sf)
@@ -131,6 +132,7 @@ class EngramMethods(BufferBase):
 
         Returns a function that returns `[T, Q * H]` and scale factors `[T, Q * P]`, or None.
         """
+        self._check_alive("ElasticBuffer.engram_fetch")
         checks.integer("num_qps", num_qps, 0)
         checks.boolean("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
         data, sf = self._engram.fetch(indices)

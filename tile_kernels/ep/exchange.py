@@ -79,7 +79,8 @@ def _layout(
         size = handle.num_recv_tokens
         payloads = [_padded(each, size) for each in arrived]
         weights = None if weights is None else _padded(weights, size)
-        topk_idx = _padded(routing.recv_topk_idx, size, -1).clone()  # the handle keeps its own
+        # The handle keeps its own, in int64.
+        topk_idx = _padded(routing.recv_topk_idx, size, -1).to(handle.topk_idx.dtype, copy=True)
     else:
         size = handle.num_expanded_tokens
         payloads = [scatter_rows(each, routing.topk_to_pos, size) for each in arrived]
@@ -88,7 +89,7 @@ def _layout(
             positions = torch.where(routing.topk_to_pos >= 0, routing.topk_to_pos, size)
             row_weights[positions.long()] = weights
             weights = row_weights[:size]
-    if column_major_sf:
+    if column_major_sf and len(payloads) > 1:  # without scale factors there is nothing to lay out
         payloads[1] = column_major(payloads[1])
     return Dispatched(payloads, topk_idx, weights, handle)
 
@@ -157,7 +158,10 @@ def _handle(fabric: Fabric, request: DispatchRequest, plan: Plan, serial: int) -
             starts = starts.clamp(max=num_expanded)
             counts = torch.minimum(counts, num_expanded - starts)
         ends = starts + counts
-    copy = request.arguments.do_handle_copy
+    given, copy = request.arguments.topk_idx, request.arguments.do_handle_copy
+    if given is None:
+        raise RuntimeError("a dispatch without a handle has topk_idx")
+    kept = route.topk_idx.to(given.dtype)
     routing = Routing(plan, topology, rank, serial, local, topk_to_pos, pos_to_expert)
     return EPHandle(
         do_expand=route.expand,
@@ -165,7 +169,7 @@ def _handle(fabric: Fabric, request: DispatchRequest, plan: Plan, serial: int) -
         expert_alignment=alignment,
         num_max_tokens_per_rank=max_tokens,
         num_sms=route.num_sms,
-        topk_idx=route.topk_idx.clone() if copy else route.topk_idx,
+        topk_idx=kept.clone() if copy else kept,
         num_recv_tokens=num_recv,
         num_expanded_tokens=num_expanded,
         num_recv_tokens_per_expert_list=aligned.tolist() if route.cpu_sync else [],

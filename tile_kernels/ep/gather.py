@@ -16,6 +16,7 @@ from tile_kernels.ep.engines import Engine
 from tile_kernels.ep.model import SECTION
 from tile_kernels.ep.requests import SUMMED
 from tile_kernels.ep.rows import Field, as_bytes
+from tile_kernels.ep.sizes import shapes_of
 from tile_kernels.runtime import checks
 from tile_kernels.utils import align
 
@@ -48,7 +49,7 @@ class GatherSessions:
         if not self._open:
             raise RuntimeError("ElasticBuffer.destroy_agrs_session: there is no open session")
         self._open = False
-        self._engine.barrier("ElasticBuffer.destroy_agrs_session")
+        self._agree("destroy_agrs_session", [], None)
 
     def abandon(self) -> None:
         """Close it after an error, without waiting for ranks that may never come."""
@@ -216,6 +217,7 @@ class GatherMethods(BufferBase):
         self._sessions = GatherSessions(self._fabric.world, num_max_session_bytes, max_gathers)
 
     def _agrs(self, call: str) -> GatherSessions:
+        self._check_alive(f"ElasticBuffer.{call}")
         if self._sessions is None:
             raise RuntimeError(f"ElasticBuffer.{call}: agrs_set_config must come first")
         return self._sessions
@@ -246,16 +248,18 @@ class GatherMethods(BufferBase):
         self,
         shapes: Sequence[int] | Sequence[Sequence[int]],
         dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Where this rank's part of the next all-gather lies: fill it, then gather it.
 
-        One shape gives a tensor, a sequence of shapes a tuple.
+        One shape gives a tensor, a sequence of shapes a tuple. The memory is on `device`, by
+        default the device of the group: the current GPU for NCCL and symmetric memory, else the
+        CPU.
         """
-        several = len(shapes) > 0 and not isinstance(shapes[0], int)
-        wanted = shapes if several else [shapes]
+        wanted, several = shapes_of(shapes)
         sessions = self._agrs("agrs_get_inplace_tensor")
-        views = sessions.own_views(wanted, dtype, torch.device(device))  # type: ignore[arg-type]
+        on = self._fabric.world.device if device is None else torch.device(device)
+        views = sessions.own_views(wanted, dtype, on)
         return tuple(views) if several else views[0]
 
     def all_gather(self, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:

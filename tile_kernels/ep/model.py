@@ -18,6 +18,10 @@ SECTION = 32  # a token's data, scale factors and metadata each start on a multi
 MAX_TOPK = 32
 SPARE_SLOTS = 1280  # of a hybrid receive buffer: 8 channels on each of 160 SMs
 WORKSPACE_BYTES = 14 << 20  # 12,820,528 bytes of counters, in whole pages
+# Limits of DeepEP's kernels, for warnings; the engines here have none of them.
+MAX_RANKS, MAX_EXPERTS, MAX_LOCAL_EXPERTS = 1024, 2048, 256
+MAX_HYBRID = 128  # ranks of a node plus local experts, in hybrid mode
+DEFAULT_NUM_SMS = 20  # where no bandwidth is known
 
 
 # ---- sizes --------------------------------------------------------------------------------------
@@ -29,14 +33,18 @@ def dispatch_token_bytes(hidden: int, element_size: int, num_sf_packs: int, num_
     >>> dispatch_token_bytes(7168, 2, 0, 8)
     14464
     """
-    data = align(hidden * element_size, SECTION)
-    scales = align(4 * num_sf_packs, SECTION)
-    return data + scales + align(8 * num_topk + 4 * (1 + num_topk), SECTION)
+    return dispatch_row_bytes((hidden * element_size, 4 * num_sf_packs), num_topk)
 
 
-def combine_token_bytes(hidden: int, num_topk: int) -> int:
-    """Bytes of one combined bfloat16 token: data, ids and weights."""
-    return align(2 * hidden, SECTION) + align(8 * num_topk, SECTION)
+def dispatch_row_bytes(parts: Sequence[int], num_topk: int) -> int:
+    """Bytes of one dispatched token with parts of so many bytes, and its metadata."""
+    metadata = 8 * num_topk + 4 * (1 + num_topk)
+    return sum(align(size, SECTION) for size in (*parts, metadata))
+
+
+def combine_token_bytes(hidden: int, num_topk: int, element_size: int = 2) -> int:
+    """Bytes of one combined token, by default of bfloat16: data, ids and weights."""
+    return align(element_size * hidden, SECTION) + align(8 * num_topk, SECTION)
 
 
 def buffer_bytes(
@@ -62,22 +70,71 @@ def buffer_bytes(
     num_packs = ceil_div(hidden, SECTION) if use_fp8_dispatch else 0
     out = dispatch_token_bytes(hidden, 1 if use_fp8_dispatch else 2, num_packs, slots)
     back = combine_token_bytes(hidden, slots)
-    copies = 1 if allow_multiple_reduction else slots
+    ranks = (num_scaleout_ranks, num_scaleup_ranks, tokens)
+    dispatch = dispatch_slots(*ranks, all_nvlink) * out
+    combine = combine_slots(*ranks, slots, allow_multiple_reduction, all_nvlink) * back
+    return align(max(dispatch, combine), PAGE)
+
+
+def dispatch_slots(
+    num_scaleout_ranks: int,
+    num_scaleup_ranks: int,
+    num_max_tokens_per_rank: int,
+    all_nvlink: bool = True,
+) -> int:
+    """How many dispatched tokens the buffer of a rank must have room for."""
+    nodes, tokens = num_scaleout_ranks, num_max_tokens_per_rank
+    if nodes == 1:
+        return (num_scaleup_ranks + (not all_nvlink)) * tokens
+    return (num_scaleup_ranks * nodes + 1) * tokens + nodes * (tokens + SPARE_SLOTS)
+
+
+def combine_slots(
+    num_scaleout_ranks: int,
+    num_scaleup_ranks: int,
+    num_max_tokens_per_rank: int,
+    num_topk: int,
+    allow_multiple_reduction: bool = True,
+    all_nvlink: bool = True,
+) -> int:
+    """How many combined tokens the buffer of a rank must have room for."""
+    nodes, tokens = num_scaleout_ranks, num_max_tokens_per_rank
+    copies = 1 if allow_multiple_reduction else num_topk
 
     def max_copies(ranks: int) -> int:
-        return min(ranks, slots) if allow_multiple_reduction else slots
+        return min(ranks, num_topk) if allow_multiple_reduction else num_topk
 
-    if num_scaleout_ranks == 1:
-        ranks = num_scaleup_ranks
-        dispatch = (ranks + (not all_nvlink)) * tokens * out
-        combine = (max_copies(ranks) + (0 if all_nvlink else ranks * copies)) * tokens * back
-    else:
-        nodes = num_scaleout_ranks
-        forwarded = nodes * (tokens + SPARE_SLOTS)
-        dispatch = (num_scaleup_ranks * nodes * tokens + tokens + forwarded) * out
-        combine = (max_copies(num_scaleup_ranks) * nodes + max_copies(nodes)) * tokens * back
-        combine += copies * forwarded * back
-    return align(max(dispatch, combine), PAGE)
+    if nodes == 1:
+        staged = 0 if all_nvlink else num_scaleup_ranks * copies
+        return (max_copies(num_scaleup_ranks) + staged) * tokens
+    received = max_copies(num_scaleup_ranks) * nodes + max_copies(nodes)
+    return received * tokens + copies * nodes * (tokens + SPARE_SLOTS)
+
+
+def limits_exceeded(num_scaleout_ranks: int, num_scaleup_ranks: int, num_experts: int) -> list[str]:
+    """The limits of DeepEP's kernels that a configuration exceeds, one sentence each.
+
+    The engines of this package do not have these limits.
+
+    >>> limits_exceeded(2, 8, 256)
+    []
+    >>> limits_exceeded(32, 64, 4096)[0]
+    'DeepEP has at most 1024 ranks, this configuration has 2048'
+    """
+    ranks = num_scaleout_ranks * num_scaleup_ranks
+    local = num_experts // ranks
+    limits = [
+        (MAX_RANKS, ranks, "ranks"),
+        (MAX_EXPERTS, num_experts, "experts"),
+        (MAX_LOCAL_EXPERTS, local, "experts on each rank"),
+    ]
+    if num_scaleout_ranks > 1:
+        limits.append((MAX_HYBRID, num_scaleup_ranks + local, "ranks of a node and local experts"))
+    return [
+        f"DeepEP has at most {limit} {what}, this configuration has {size}"
+        for limit, size, what in limits
+        if size > limit
+    ]
 
 
 def engram_bytes(

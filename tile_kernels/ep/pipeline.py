@@ -127,6 +127,7 @@ class PipelineMethods(BufferBase):
 
     def _configured_pipeline(self, call: str, num_sms: int) -> Pipeline:
         checks.integer("num_sms", num_sms, 0)
+        self._check_alive(f"ElasticBuffer.{call}")
         if self._pipeline is None:
             raise RuntimeError(f"ElasticBuffer.{call}: pp_set_config must come first")
         return self._pipeline

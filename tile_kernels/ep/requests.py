@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,26 +11,41 @@ import torch
 from torch import Tensor
 
 from tile_kernels.ep.agreement import Settings
-from tile_kernels.ep.arguments import CombineArguments, DispatchArguments
+from tile_kernels.ep.arguments import (
+    COMMON_FLAGS,
+    DISPATCH_FLAGS,
+    CombineArguments,
+    DispatchArguments,
+    with_flags,
+)
 from tile_kernels.ep.handle import EPHandle
-from tile_kernels.ep.model import MAX_TOPK
+from tile_kernels.ep.model import (
+    MAX_TOPK,
+    PAGE,
+    combine_slots,
+    combine_token_bytes,
+    dispatch_row_bytes,
+    dispatch_slots,
+)
 from tile_kernels.ep.plan import Hop
 from tile_kernels.ep.rows import Field, field_of
 from tile_kernels.ep.transport import Fabric
 from tile_kernels.moe.mapping.plan import MAX_EXPERTS
 from tile_kernels.runtime import checks
+from tile_kernels.utils import align
 
 MAX_PAYLOADS = 8
 MAX_ALIGNMENT = 2**16
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
-topk_idx_t = torch.int64
+topk_idx_t = torch.int32 if os.environ.get("EP_NUM_TOPK_IDX_BITS") == "32" else torch.int64
 
 
 @dataclass(frozen=True)
 class Route:
     """Where the tokens of a dispatch go, and the layout in which they arrive.
 
-    It is that of `handle`, or a new one, of which `hop` is the first.
+    It is that of `handle`, or a new one, of which `hop` is the first. `topk_idx` is int64,
+    whatever was given.
     """
 
     topk_idx: Tensor
@@ -122,31 +138,59 @@ def _check_choices(topk_idx: Tensor, num_experts: int) -> None:
         )
 
 
-def dispatch_request(
-    fabric: Fabric, arguments: DispatchArguments, default_max_tokens: int, may_be_static: bool
-) -> DispatchRequest:
-    """Check the arguments of `ElasticBuffer.dispatch`.
+@dataclass(frozen=True)
+class Limits:
+    """What the buffer of a request allows.
 
-    `default_max_tokens` is the `num_max_tokens_per_rank` of the buffer. With `may_be_static`, a
-    dispatch without CPU sync reads no value on the device.
+    `num_bytes` is None where the caller did not give it: the engines then allocate what they need.
     """
-    arguments.check()
+
+    num_max_tokens_per_rank: int
+    num_allocated_qps: int
+    num_bytes: int | None
+    all_nvlink: bool
+    allow_multiple_reduction: bool
+    may_be_static: bool  # a dispatch without CPU sync reads no value on the device
+
+    def check_size(self, needed: int) -> None:
+        """`needed` bytes fit the buffer."""
+        if self.num_bytes is not None and needed > self.num_bytes:
+            raise ValueError(
+                f"num_bytes of the buffer must be at least {align(needed, PAGE)} for this call, "
+                f"got {self.num_bytes}"
+            )
+
+
+def dispatch_request(
+    fabric: Fabric, arguments: DispatchArguments, limits: Limits
+) -> DispatchRequest:
+    """Check the arguments of `ElasticBuffer.dispatch`."""
+    arguments = with_flags(arguments, DISPATCH_FLAGS)
+    arguments.check(limits.num_allocated_qps)
     for name in (
         "do_handle_copy", "do_expand", "do_zero_padding", "use_tma_aligned_col_major_sf"
     ):  # fmt: skip
         checks.boolean(name, getattr(arguments, name))
     payloads = _payloads(arguments.x)
-    if arguments.use_tma_aligned_col_major_sf and (
-        len(payloads) < 2 or payloads[1].element_size() != 4
+    if (
+        arguments.use_tma_aligned_col_major_sf
+        and len(payloads) > 1
+        and payloads[1].element_size() != 4
     ):
         raise ValueError(
-            "use_tma_aligned_col_major_sf needs x to be a pair with scale factors of 4 bytes as "
-            f"second, got {', '.join(str(field_of(each)) for each in payloads)}"
+            "use_tma_aligned_col_major_sf needs scale factors of 4 bytes as the second of x, got "
+            f"{', '.join(str(field_of(each)) for each in payloads)}"
         )
     if arguments.handle is None:
-        route = _new_route(fabric, arguments, payloads[0], default_max_tokens, may_be_static)
+        route = _new_route(
+            fabric, arguments, payloads[0], limits.num_max_tokens_per_rank, limits.may_be_static
+        )
     else:
         route = _route_of_handle(fabric, arguments, payloads[0], arguments.handle)
+    nodes, per_node = fabric.topology.num_scaleout_ranks, fabric.topology.num_scaleup_ranks
+    slots = dispatch_slots(nodes, per_node, route.num_max_tokens_per_rank, limits.all_nvlink)
+    parts = [field_of(each).num_bytes for each in payloads]
+    limits.check_size(slots * dispatch_row_bytes(parts, route.topk_idx.shape[1]))
     if arguments.do_zero_padding and not route.expand:
         raise ValueError("do_zero_padding needs the expanded layout (do_expand=True)")
     weights, stats = arguments.topk_weights, arguments.cumulative_local_expert_recv_stats
@@ -154,6 +198,12 @@ def dispatch_request(
         dims, shape = ("num_tokens", "num_topk"), tuple(route.topk_idx.shape)
         checks.tensor("topk_weights", weights, dims, torch.float32, shape=shape)
         _same_device("topk_weights", weights, payloads[0])
+        needs_grad = torch.is_grad_enabled() and weights.requires_grad
+        if needs_grad and route.expand and not limits.allow_multiple_reduction:
+            raise ValueError(
+                "topk_weights must not require gradients for the expanded layout when the buffer "
+                "is made with allow_multiple_reduction=False: combine cannot return them"
+            )
     if stats is not None:
         name, shape = "cumulative_local_expert_recv_stats", (_num_local(route.num_experts, fabric),)
         checks.tensor(name, stats, ("num_local_experts",), torch.int32, shape=shape)
@@ -201,7 +251,7 @@ def _route_of_handle(
     if x.shape[0] != num_tokens:
         raise ValueError(f"x must have the {num_tokens} tokens of the handle, got {x.shape[0]}")
     return Route(
-        handle.topk_idx,
+        handle.topk_idx.long(),
         handle.num_experts,
         handle.num_max_tokens_per_rank,
         handle.expert_alignment,
@@ -240,7 +290,8 @@ def _new_route(
         )
     max_tokens = _max_tokens(fabric, arguments.num_max_tokens_per_rank, default_max_tokens)
     num_tokens, dims = x.shape[0], ("num_tokens", "num_topk")
-    checks.tensor("topk_idx", topk_idx, dims, topk_idx_t, shape=(num_tokens, None))
+    checks.tensor("topk_idx", topk_idx, dims, checks.INTEGERS, shape=(num_tokens, None))
+    topk_idx = topk_idx.long()
     _same_device("topk_idx", topk_idx, x)
     checks.integer("the number of columns of topk_idx", topk_idx.shape[1], 1, MAX_TOPK)
     if num_tokens > max_tokens:
@@ -288,12 +339,12 @@ def _num_experts(num_experts: int | None, num_ranks: int) -> int:
     return num_experts
 
 
-def combine_request(
-    fabric: Fabric, arguments: CombineArguments, allow_multiple_reduction: bool
-) -> CombineRequest:
+def combine_request(fabric: Fabric, arguments: CombineArguments, limits: Limits) -> CombineRequest:
     """Check the arguments of `ElasticBuffer.combine`."""
     x, weights, bias = arguments.x, arguments.topk_weights, arguments.bias
-    arguments.check()
+    allow_multiple_reduction = limits.allow_multiple_reduction
+    arguments = with_flags(arguments, COMMON_FLAGS)
+    arguments.check(limits.num_allocated_qps)
     handle = _check_handle(arguments.handle, fabric)
     num_rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
     checks.tensor("x", x, ("num_rows", "hidden"), SUMMED, shape=(num_rows, None))
@@ -301,6 +352,11 @@ def combine_request(
     if handle.routing.plan.is_static and not allow_multiple_reduction:
         raise ValueError("handle must come from a buffer with allow_multiple_reduction=False too")
     num_tokens, num_topk = handle.topk_idx.shape
+    slots = combine_slots(
+        fabric.topology.num_scaleout_ranks, fabric.topology.num_scaleup_ranks,
+        handle.num_max_tokens_per_rank, num_topk, allow_multiple_reduction, limits.all_nvlink,
+    )  # fmt: skip
+    limits.check_size(slots * combine_token_bytes(x.shape[1], num_topk, x.element_size()))
     if weights is not None:
         if handle.do_expand:
             if not allow_multiple_reduction:

@@ -56,7 +56,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         size = (num_rows, width * tensor.element_size())
         return torch.empty(size, dtype=torch.uint8, device=tensor.device)
-    return tensor.contiguous().view(torch.uint8)
+    rows = tensor.contiguous()
+    if rows.stride(-1) != 1:  # one column counts as contiguous whatever its stride
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows.view(torch.uint8)
 
 
 def _words(*sizes: int) -> torch.dtype:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +15,11 @@ from tile_kernels.ep import model
 from tile_kernels.ep.agreement import Settings, named
 from tile_kernels.ep.engines import ActiveEngine, Engine, check_engine, chosen_engine
 from tile_kernels.runtime import checks
+
+BUFFER_FLAGS = (
+    "use_fp8_dispatch", "deterministic", "allow_hybrid_mode", "allow_multiple_reduction",
+    "prefer_overlap_with_compute", "explicitly_destroy", "check_ranks",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +75,7 @@ class Environment:
 def check_arguments(world: Engine, arguments: BufferArguments) -> Environment:
     """Check the arguments of `ElasticBuffer` and read its environment variables."""
     check_engine(world, arguments.engine)
-    for name in (
-        "use_fp8_dispatch", "deterministic", "allow_hybrid_mode", "allow_multiple_reduction",
-        "prefer_overlap_with_compute", "explicitly_destroy", "check_ranks",
-    ):  # fmt: skip
+    for name in BUFFER_FLAGS:
         checks.boolean(name, getattr(arguments, name))
     sl_idx = _from_environment("EP_OVERRIDE_RDMA_SL", arguments.sl_idx)
     checks.integer("sl_idx", sl_idx, 0, 15)
@@ -78,8 +83,9 @@ def check_arguments(world: Engine, arguments: BufferArguments) -> Environment:
     checks.integer("num_cpu_timeout_secs", arguments.num_cpu_timeout_secs, 1)
     checks.integer("num_gpu_timeout_secs", arguments.num_gpu_timeout_secs, 1)
     _check_sizes(arguments)
-    if _from_environment("EP_NUM_TOPK_IDX_BITS", 64) != 64:
-        raise ValueError("EP_NUM_TOPK_IDX_BITS must be 64: topk_idx is int64 here")
+    bits = _from_environment("EP_NUM_TOPK_IDX_BITS", 64)
+    if bits not in (32, 64):
+        raise ValueError(f"EP_NUM_TOPK_IDX_BITS must be 32 or 64, got {bits}")
     keep_tensors = bool(_from_environment("EP_AVOID_RECORD_STREAM", 0))
     return Environment(sl_idx, keep_tensors, bool(_from_environment("EP_BUFFER_DEBUG", 0)))
 
@@ -117,6 +123,17 @@ def _check_sizes(arguments: BufferArguments) -> None:
         raise ValueError(
             f"num_cpu_bytes must be at most num_bytes {num_bytes}, got {num_cpu_bytes}"
         )
+
+
+_num_buffers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_num_buffers_lock = threading.Lock()  # ranks may be threads
+
+
+def next_serial(group: Any) -> int:
+    """The number of a new buffer of a group: equal on all ranks, since making one is collective."""
+    with _num_buffers_lock:
+        _num_buffers[group] = _num_buffers.get(group, 0) + 1
+        return _num_buffers[group]
 
 
 def active_engine(world: Engine, arguments: BufferArguments) -> Engine:

@@ -34,6 +34,14 @@ def buffer_bytes(
     )  # fmt: skip
 
 
+def shapes_of(
+    shapes: Sequence[int] | Sequence[Sequence[int]],
+) -> tuple[list[Sequence[int]], bool]:
+    """A list of shapes, and whether several were given rather than one."""
+    several = len(shapes) > 0 and not isinstance(shapes[0], int)
+    return (list(shapes) if several else [shapes]), several  # type: ignore[arg-type, list-item]
+
+
 class SizeHints(BufferBase):
     """Sizes and counts of `ElasticBuffer`."""
 
@@ -71,10 +79,10 @@ class SizeHints(BufferBase):
 
     @staticmethod
     def get_agrs_num_max_session_bytes(
-        group: Any, shapes: Sequence[Sequence[int]], dtype: torch.dtype
+        group: Any, shapes: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype
     ) -> int:
-        """Bytes of a session that gathers a tensor of each shape."""
-        return model.all_gather_session_bytes(make_engine(group).size, shapes, dtype)
+        """Bytes of a session that gathers a tensor of each shape, or of one shape."""
+        return model.all_gather_session_bytes(make_engine(group).size, shapes_of(shapes)[0], dtype)
 
     @staticmethod
     def get_agrs_buffer_size_hint(group: Any, num_max_session_bytes: int) -> int:
@@ -94,14 +102,18 @@ class SizeHints(BufferBase):
     ) -> int:
         """How many SMs would keep the links busy: see `model.num_sms`.
 
-        Bandwidths are not detected: those that matter for the topology must be given. On a machine
-        without a GPU the SMs are those of the default device (`config.get_device_num_sms`).
+        Bandwidths are not detected. Without any, the result is 20, the number that DeepEP's
+        legacy buffer uses, or all SMs of a smaller device. If one is given, all that matter for
+        the topology must be given. On a machine without a GPU the SMs are those of the default
+        device (`config.get_device_num_sms`).
         """
         if num_scaleout_topk != 0:
             raise ValueError(
                 "ElasticBuffer.get_theoretical_num_sms: num_scaleout_topk must be 0, got "
                 f"{num_scaleout_topk}"
             )
+        if rdma_gbs == 0 and nvlink_gbs == 0:
+            return min(model.DEFAULT_NUM_SMS, config.get_device_num_sms())
         with named("ElasticBuffer.get_theoretical_num_sms"):
             return model.num_sms(
                 self.num_scaleout_ranks,

@@ -16,6 +16,11 @@ from tile_kernels.mhc.norm_fn.op import (
     mhc_norm_fn_bwd as mhc_norm_fn_bwd,
     mhc_norm_fn_fwd as mhc_norm_fn_fwd,
 )
+from tile_kernels.mhc.partials.op import (
+    mhc_pre_from_partials as mhc_pre_from_partials,
+    mhc_reduce_partials as mhc_reduce_partials,
+    mhc_reduce_partials_bwd as mhc_reduce_partials_bwd,
+)
 from tile_kernels.mhc.post.op import (
     mhc_post as mhc_post,
     mhc_post_bwd as mhc_post_bwd,

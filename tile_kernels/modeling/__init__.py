@@ -1,5 +1,5 @@
 """Trainable pieces on top of the operators: autograd functions and modules."""
 
-from tile_kernels.modeling import attention, engram, mhc, moe, quant
+from tile_kernels.modeling import attention, engram, mhc, moe, norm, quant
 
-__all__ = ["attention", "engram", "mhc", "moe", "quant"]
+__all__ = ["attention", "engram", "mhc", "moe", "norm", "quant"]

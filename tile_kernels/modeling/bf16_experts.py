@@ -27,7 +27,6 @@ so `auto` chooses `m_grouped` where there are no gradients and rows enough.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +36,11 @@ from torch.autograd.function import once_differentiable
 from tile_kernels import gemm, moe, quant
 from tile_kernels.gemm.tiling import BLOCK
 from tile_kernels.modeling.fp8_experts import needs_gradients
+from tile_kernels.modeling.grouped_product import (
+    compute_capability,
+    grouped_mm_is_available,
+    grouped_product,
+)
 from tile_kernels.moe.mapping.reference import max_expanded_tokens
 
 ENGINES = ("auto", "loop", "grouped_mm", "m_grouped")
@@ -46,37 +50,15 @@ ROWS = 16  # each expert's rows are a multiple of this, as grouped products want
 # ---- products of all experts --------------------------------------------------------------------
 
 
-def grouped_mm_is_available(x: Tensor) -> bool:
-    """Whether PyTorch multiplies all experts in one launch for such rows.
-
-    Meta tensors stand for those of a GPU that can.
-    """
-    if x.dtype is not torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
-        return False
-    return x.is_meta or (x.is_cuda and compute_capability(x) >= (9, 0))
-
-
-_CAPABILITIES: dict[int, tuple[int, int]] = {}
-
-
-def compute_capability(x: Tensor) -> tuple[int, int]:
-    """The compute capability of the GPU of `x`, which PyTorch takes some microseconds to find."""
-    if torch.compiler.is_compiling():  # where a table would be part of what is traced
-        return torch.cuda.get_device_capability(x.device)
-    index = x.get_device()
-    found = _CAPABILITIES.get(index)
-    if found is None:
-        found = _CAPABILITIES[index] = torch.cuda.get_device_capability(index)
-    return found
-
-
 def m_grouped_is_available(x: Tensor) -> bool:
     """Whether this package multiplies all experts in one launch for such rows."""
     return grouped_mm_is_available(x) and (x.is_meta or compute_capability(x) == (9, 0))
 
 
 def uses_grouped_mm(x: Tensor, engine: str) -> bool:
-    """Whether products take one launch, and need no counts on the host.
+    """Whether products are one operator that needs no counts on the host.
+
+    Under `torch.compile` they always are: the operator counts inside where it must.
 
     Raises:
         ValueError: If rows like `x` cannot use the `engine`.
@@ -92,7 +74,9 @@ def uses_grouped_mm(x: Tensor, engine: str) -> bool:
             "engine grouped_mm needs bfloat16 on a CUDA device of capability 9.0 or more, got "
             f"{x.dtype} on {x.device}"
         )
-    return engine != "loop" and available
+    if engine == "auto":
+        return available or torch.compiler.is_compiling()
+    return engine != "loop"
 
 
 def row_alignment(x: Tensor, topk_idx: Tensor, num_experts: int, engine: str, train: bool) -> int:
@@ -134,7 +118,7 @@ class Groups(NamedTuple):
         if rows.is_meta:  # which has no numbers of rows; shapes are enough
             return rows @ weight[0]
         if self.counts is None:
-            return _grouped_mm(rows, weight, offs=self.ends)
+            return grouped_product(rows, weight, self.ends)
         parts = (part @ w for part, w in zip(rows.split(self.counts), weight))
         return torch.cat(list(parts))
 
@@ -146,14 +130,9 @@ class Groups(NamedTuple):
         if a.is_meta or (self.counts is None and len(a) == 0):
             return a.new_zeros(len(self.ends), a.shape[1], b.shape[1])
         if self.counts is None:
-            return _grouped_mm(a.t(), b, offs=self.ends)
+            return grouped_product(a.t(), b, self.ends)
         parts = zip(a.split(self.counts), b.split(self.counts))
         return torch.stack([left.t() @ right for left, right in parts])
-
-
-def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    multiply: Callable[..., Tensor] = torch._grouped_mm
-    return multiply(a, b, offs=offs)
 
 
 # ---- rows ---------------------------------------------------------------------------------------
@@ -380,7 +359,7 @@ class _Experts(torch.autograd.Function):
             grad_h, grad_weights, *z = rows.activate_backward(h, grad_z, weights, needs_out)
             del h, grad_z  # freed here, which bounds the memory at the largest products below
             if needs_out:
-                grad_out = _added(main_out, groups.multiply_transposed(grad_rows, z.pop()))
+                grad_out = _added(main_out, groups.multiply_transposed(grad_rows, z[0]))
             del grad_rows
             if needs_in:
                 grad_in = _added(main_in, groups.multiply_transposed(grad_h, rows.expand(x)))

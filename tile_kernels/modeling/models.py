@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from tile_kernels import attention, moe
-from tile_kernels.modeling.attention import KVCompressor
+from tile_kernels.modeling.attention import (
+    CompressedSparseAttention,
+    HeavilyCompressedAttention,
+    KVCompressor,
+)
+from tile_kernels.modeling.attention.indexer import FORMATS
+from tile_kernels.modeling.attention.state import LAYOUTS
 from tile_kernels.modeling.engram import EngramHasher, EngramModule
 from tile_kernels.modeling.mhc import HyperConnection, HyperHead, expand_from_embedding
 from tile_kernels.modeling.moe import MoELayer
@@ -28,6 +34,12 @@ from tile_kernels.runtime.token_counts import MAX_TOKENS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 INDEX_FORMATS = ("e4m3", "e2m1", "bfloat16")
+ALLOWED = {
+    "dtype": tuple(DTYPES),
+    "format": INDEX_FORMATS,
+    "index_format": FORMATS,
+    "cache": tuple(LAYOUTS),
+}
 
 
 # ---- descriptions -------------------------------------------------------------------------------
@@ -98,6 +110,29 @@ class Indexer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Attention:
+    """A `CompressedSparseAttention`, or with `topk=0` a `HeavilyCompressedAttention`.
+
+    `max_context` is the longest that decoding has room for, with `max_sequences` of them at once.
+    """
+
+    heads: int
+    ratio: int
+    topk: int = 0
+    q_rank: int = 1024
+    out_groups: int = 8
+    out_rank: int = 1024
+    window: int = 128
+    index_heads: int = 64
+    index_dim: int = 128
+    index_format: str = "e2m1"
+    cache: str = "fp8"
+    max_context: int = 131072
+    max_sequences: int = 64
+    dtype: str = "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True)
 class Model:
     """The sizes of a model. Parts that it does not have are None or empty."""
 
@@ -107,15 +142,21 @@ class Model:
     engram: Engram | None = None
     compressors: tuple[Compressor, ...] = ()
     indexer: Indexer | None = None
+    attention: tuple[Attention, ...] = ()
     max_tokens: int = MAX_TOKENS
     training: bool = False
 
 
+_TINY = {
+    "q_rank": 32, "out_groups": 2, "out_rank": 32, "window": 8, "cache": "bf16",
+    "max_context": 1024, "max_sequences": 1, "dtype": "float32",
+}  # fmt: skip
 _V4_EXPERTS = {"scoring": "sqrtsoftplus", "shared_experts": 1, "precision": "fp8"}
 
-# The hidden size, the compressors and the indexer of V4 are as published, and so are all sizes of
-# V3. What is not stated in a public description that we follow is our choice: the experts of the
-# V4-like models, and the Engram tables, which no published checkpoint of that size has.
+# The hidden size, the compressors, the indexer and the attention of V4 are as published, and so are
+# all sizes of V3. What is not stated in a public description that we follow is our choice: the
+# experts of the V4-like models, and the Engram tables, which no published checkpoint of that size
+# has.
 PRESETS = {
     "deepseek-v3": Model(
         hidden=7168,
@@ -132,6 +173,7 @@ PRESETS = {
             Compressor(128, 4),
         ),
         indexer=Indexer(heads=64, dim=128, topk=512),
+        attention=(Attention(64, 0), Attention(64, 4, topk=512), Attention(64, 128)),
     ),
     "v4-like": Model(
         hidden=7168,
@@ -144,6 +186,10 @@ PRESETS = {
             Compressor(128, 4),
         ),
         indexer=Indexer(heads=64, dim=128, topk=1024),
+        attention=(
+            Attention(128, 4, topk=1024, q_rank=1536, out_groups=16),
+            Attention(128, 128, q_rank=1536, out_groups=16),
+        ),
     ),
     # `examples/tiny_v4` with its default options, in training.
     "tiny-v4": Model(
@@ -151,6 +197,10 @@ PRESETS = {
         experts=Experts(64, 8, 2, shared_experts=1, round_activations=True, dtype="float32"),
         streams=Streams(4),
         engram=Engram(vocab=128, table_rows=4096, tables=2, embed_dim=16, dtype="float32"),
+        attention=(
+            Attention(4, 4, topk=8, index_heads=4, index_dim=64, **_TINY),  # type: ignore[arg-type]
+            Attention(4, 32, **_TINY),  # type: ignore[arg-type]
+        ),
         training=True,
     ),
 }
@@ -223,7 +273,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if type(value) is not hint or (hint is int and value < 0):
         wanted = "an integer of at least 0" if hint is int else f"a {hint.__name__}"
         raise ValueError(f"{where} must be {wanted}, got {value!r}")
-    allowed = {"dtype": tuple(DTYPES), "format": INDEX_FORMATS}.get(where.rpartition(" ")[2])
+    allowed = ALLOWED.get(where.rpartition(" ")[2])
     if allowed and value not in allowed:
         raise ValueError(f"{where} must be one of {', '.join(allowed)}, got {value!r}")
     return value
@@ -259,6 +309,8 @@ def computations(model: Model) -> Iterator[Computation]:
         parts += [(name, run, model.max_tokens) for name, run in _compressor(model, each)]
     if model.indexer is not None:
         parts += _indexer(model, model.indexer)
+    for each_layer in model.attention:
+        parts += _attention(model, each_layer)
     for name, run, most in parts:
         yield Computation(name, run, most)
 
@@ -379,6 +431,50 @@ def _compressor(model: Model, sizes: Compressor) -> Iterator[tuple[str, Callable
             layer.compress_and_cast(tokens(count)[None], angles, angles)
 
         yield f"{name}, cast", cast
+
+
+def _attention(model: Model, sizes: Attention) -> list[tuple[str, Callable[[int], Any], int]]:
+    """Prompts, in one sequence and in several; in training the loss too; and decoding."""
+    dtype = DTYPES[sizes.dtype]
+    common: dict[str, Any] = {
+        "heads": sizes.heads, "q_rank": sizes.q_rank, "out_groups": sizes.out_groups,
+        "out_rank": sizes.out_rank, "window": sizes.window, "ratio": sizes.ratio,
+        "cache": sizes.cache, "device": "meta", "dtype": dtype,
+    }  # fmt: skip
+    layer: CompressedSparseAttention | HeavilyCompressedAttention
+    if sizes.topk:
+        layer = CompressedSparseAttention(
+            model.hidden, topk=sizes.topk, index_heads=sizes.index_heads,
+            index_dim=sizes.index_dim, index_format=sizes.index_format, **common,
+        )  # fmt: skip
+    else:
+        layer = HeavilyCompressedAttention(model.hidden, **common)
+    name = f"attention with entries of {sizes.ratio}" if sizes.ratio else "window attention"
+
+    def tokens(count: int, grad: bool = False) -> Tensor:
+        return _empty(count, model.hidden, dtype=dtype, grad=grad)
+
+    def prompts(count: int, grad: bool) -> Tensor:
+        if grad and isinstance(layer, CompressedSparseAttention):
+            y, loss = layer(tokens(count, grad), indexer_loss=True)
+            return y + loss
+        return layer(tokens(count, grad))
+
+    @torch.no_grad()
+    def decode(count: int) -> None:
+        state = layer.state(count, sizes.max_context)
+        layer.step(tokens(count), state)
+        layer.step(tokens(count), state, _empty(count, dtype=torch.int32))
+
+    @torch.no_grad()
+    def start(count: int) -> None:
+        layer(tokens(count)[None], state=layer.state(1, max(count, sizes.max_context)))
+
+    return [
+        (name, _passes(model, prompts), model.max_tokens),
+        (f"{name}, prompts", start, min(model.max_tokens, sizes.max_context)),
+        (f"{name}, decoding", decode, sizes.max_sequences),
+    ]
 
 
 def _indexer(model: Model, sizes: Indexer) -> list[tuple[str, Callable[[int], Any], int]]:

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tile_kernels import gemm, moe, quant
-from tile_kernels.modeling.bf16_experts import compute_capability, without_autocast
+from tile_kernels.modeling.bf16_experts import without_autocast
+from tile_kernels.modeling.grouped_product import compute_capability
 
 Routed = tuple[Tensor, Tensor, Tensor]
 # Parts as they lie next to each other. The first three are all parts; the last three of one and of

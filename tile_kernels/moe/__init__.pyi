@@ -10,6 +10,11 @@ from tile_kernels.moe.indices.op import (
     mask_indices_by_tp as mask_indices_by_tp,
 )
 from tile_kernels.moe.mapping.op import get_fused_mapping as get_fused_mapping
+from tile_kernels.moe.moe_topk.op import (
+    moe_topk_gate as moe_topk_gate,
+    moe_topk_gate_backward as moe_topk_gate_backward,
+    moe_topk_gate_forward as moe_topk_gate_forward,
+)
 from tile_kernels.moe.reduce.op import reduce_fused as reduce_fused
 from tile_kernels.moe.top2_sum.op import top2_sum_gate as top2_sum_gate
 from tile_kernels.moe.topk.op import (

@@ -32,6 +32,11 @@ class Gate(NamedTuple):
     has_map: bool
     has_unmapped: bool
     vector: int
+    has_bias: bool = True
+    has_image: bool = False  # a second bias for some of the tokens
+    has_random: bool = False  # tokens with random experts
+    has_scores: bool = False  # the scores of all experts are a result
+    index_dtype: str = "int64"
 
 
 def row_vector(num_experts: int, alignment: int) -> int:

@@ -6,6 +6,7 @@ from tilelang import language as T
 
 from tile_kernels.moe.plan import REPLICA_STEP, SOFTMAX, Gate
 from tile_kernels.runtime.device import WARP
+from tile_kernels.runtime.kernels.philox import below, philox, uniform
 
 LANES = WARP
 FULL_WARP = 0xFFFFFFFF
@@ -40,6 +41,12 @@ def warp_max(value):
 def first_lane(mask):
     """The lowest lane whose bit is set in an int32 mask."""
     return T.__ffs(mask) - 1
+
+
+@T.macro
+def last_lane(mask):
+    """The highest lane whose bit is set in an int32 mask; -1 if there is none."""
+    return 31 - T.call_extern(T.int32, "__clz", mask)
 
 
 def sorting_network(size: int) -> list[tuple[int, int]]:
@@ -113,7 +120,7 @@ def warp_topk(per_lane: int, num_topk: int) -> Any:
                 | (lane == 0)
             )
             before = T.cast(starts, T.int32) & (T.shift_left(2, lane) - 1)
-            for _ in T.serial(lane - (31 - T.call_extern(T.int32, "__clz", before))):
+            for _ in T.serial(lane - (last_lane(before))):
                 hits = hits & (hits - 1)
         won[1] = won_lane * per_lane + first_lane(hits)
 
@@ -337,13 +344,16 @@ def finish(gate: Gate) -> Any:
             topk_weights[token, lane] = weight
             if expert[0] >= 0 and expert[0] < gate.num_experts:
                 logical = T.cast(expert[0], T.int32)
-            topk_idx[token, lane] = numbered(logical, token, to_physical_map, logical_count, ranks)
+            topk_idx[token, lane] = T.cast(
+                numbered(logical, token, to_physical_map, logical_count, ranks), gate.index_dtype
+            )
         if gate.num_shared > 0:
             if lane < gate.num_shared:
                 topk_weights[token, gate.num_topk + lane] = T.float32(1)
                 logical = gate.num_experts + lane
-                topk_idx[token, gate.num_topk + lane] = numbered(
-                    logical, token, to_physical_map, logical_count, ranks
+                topk_idx[token, gate.num_topk + lane] = T.cast(
+                    numbered(logical, token, to_physical_map, logical_count, ranks),
+                    gate.index_dtype,
                 )
 
     return finished
@@ -356,10 +366,61 @@ def drop(gate: Gate) -> Any:
     def dropped(lane, token, unmapped, topk_idx, topk_weights):
         for j in T.serial(T.ceildiv(gate.num_topk + gate.num_shared, LANES)):
             if j * LANES + lane < gate.num_topk + gate.num_shared:
-                topk_idx[token, j * LANES + lane] = T.int64(-1)
+                topk_idx[token, j * LANES + lane] = T.cast(T.int64(-1), gate.index_dtype)
                 topk_weights[token, j * LANES + lane] = T.float32(0)
         if gate.has_unmapped:
             if lane < gate.num_topk:
-                unmapped[token, lane] = T.int64(-1)
+                unmapped[token, lane] = T.cast(T.int64(-1), gate.index_dtype)
 
     return dropped
+
+
+def draw(gate: Gate) -> Any:
+    """A macro: random experts and weights of a token, by one warp; lane `j` has slot `j`.
+
+    The slots are the first ones of a shuffled list of all physical experts (Fisher-Yates): slot `j`
+    exchanges its entry with a random one behind it or itself. Lane `k` remembers its exchange: the
+    position, and the value that went there.
+    """
+    num_logical = gate.num_experts + gate.num_shared
+    slots = gate.num_topk + gate.num_shared
+
+    @T.macro
+    def drawn(lane, token, logical_count, topk_idx, topk_weights, ranks):
+        words = T.alloc_local((4,), T.uint32)
+        experts = T.alloc_var(T.int32, init=num_logical)
+        if gate.has_map:
+            experts = 0
+            for i in T.serial(T.ceildiv(num_logical, LANES)):
+                if i * LANES + lane < num_logical:
+                    experts = experts + T.max(logical_count[i * LANES + lane], 0)
+            experts = T.call_extern(T.int32, "__reduce_add_sync", T.uint32(FULL_WARP), experts)
+        seed = T.cast(ranks[0], T.int64)
+        philox(seed, T.cast(token, T.int64) * LANES + T.cast(lane, T.int64), words)
+        position = T.alloc_var(T.int32, init=-1)
+        if lane < slots and lane < experts:
+            position = lane + below(words[1], experts - lane)
+        chosen = T.alloc_var(T.int32, init=-1)
+        moved = T.alloc_var(T.int32, init=-1)
+        at = T.alloc_var(T.int32)
+        value = T.alloc_var(T.int32)
+        other = T.alloc_var(T.int32)
+        same = T.alloc_var(T.int32)
+        for j in T.unroll(slots):
+            at = T.shfl_sync(position, j)
+            same = T.cast(T.ballot(lane < j and position == at), T.int32)
+            value = T.shfl_sync(moved, last_lane(same) & (LANES - 1))
+            if same == 0:
+                value = at
+            same = T.cast(T.ballot(lane < j and position == j), T.int32)
+            other = T.shfl_sync(moved, last_lane(same) & (LANES - 1))
+            if same == 0:
+                other = j
+            if lane == j:
+                chosen = value
+                moved = other
+        if position >= 0:
+            topk_idx[token, lane] = T.cast(T.cast(chosen, T.int64), gate.index_dtype)
+            topk_weights[token, lane] = uniform(words[0])
+
+    return drawn

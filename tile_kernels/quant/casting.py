@@ -6,23 +6,49 @@ says of NaN and infinity, and `tile_kernels.quant.scales` of padding, holds for 
 
 from __future__ import annotations
 
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 
-from tile_kernels.quant import formats, scales
+from tile_kernels.quant import formats, scales, stochastic
 from tile_kernels.quant.types import ROW_MAJOR, QuantTensor, ScaleFlags
 from tile_kernels.runtime.arithmetic import row_chunks
+
+
+class CastOptions(NamedTuple):
+    """Scales in e4m3, with a factor of all; and stochastic rounding, by a seed or by a hash."""
+
+    use_e4m3_sf: bool = False
+    global_sf: torch.Tensor | None = None
+    stochastic: bool = False
+    seed: torch.Tensor | int | None = None
+
+
+NEAREST = CastOptions()
 
 _CAST_FORMATS = {fmt.name: fmt for fmt in (formats.E4M3, formats.E2M1)}
 _FORMAT_OF_DTYPE = {fmt.dtype: fmt for fmt in (formats.E4M3, formats.E2M1, formats.E5M6)}
 _OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def dequantize(x: QuantTensor, block_size: tuple[int, int]) -> torch.Tensor:
+def as_factor(global_sf: torch.Tensor | float | None) -> torch.Tensor | None:
+    """A factor of all scales as a float32 tensor without dimensions, for any device.
+
+    >>> as_factor(0.5), as_factor(None)
+    (tensor(0.5000), None)
+    """
+    if isinstance(global_sf, (int, float)):
+        return torch.tensor(global_sf, dtype=torch.float32)
+    return global_sf if global_sf is None else global_sf.reshape(())
+
+
+def dequantize(
+    x: QuantTensor, block_size: tuple[int, int], global_sf: torch.Tensor | None = None
+) -> torch.Tensor:
     """The values of a quantised tensor, float32 `[T, H]`: `code * sf`, rounded once.
 
-    The dtype of the data says the format, the dtype of the scale factors their layout.
+    The dtype of the data says the format, the dtype of the scale factors their layout. With
+    `global_sf` the factor is `sf * global_sf`.
 
     >>> dequantize((torch.tensor([[33, 15]], dtype=torch.int8), torch.tensor([[2.0, 0.5]])), (1, 2))
     tensor([[ 1.,  2., -3.,  0.]])
@@ -31,7 +57,10 @@ def dequantize(x: QuantTensor, block_size: tuple[int, int]) -> torch.Tensor:
     if data.dtype not in _FORMAT_OF_DTYPE:
         raise TypeError(f"quantised data must be one of {[*_FORMAT_OF_DTYPE]}, got {data.dtype}")
     values = _FORMAT_OF_DTYPE[data.dtype].decode(data)
-    return values * scales.expand_blocks(scales.read_sf(sf), block_size, values.shape)
+    factors = scales.read_sf(sf)
+    if global_sf is not None:
+        factors = factors * global_sf
+    return values * scales.expand_blocks(factors, block_size, values.shape)
 
 
 def to_float32(x: torch.Tensor | QuantTensor, x_block_size: tuple[int, int] | None) -> torch.Tensor:
@@ -74,6 +103,7 @@ def quantize(
     block_size: tuple[int, int],
     flags: ScaleFlags = ROW_MAJOR,
     clamp_min: float | None = None,
+    options: CastOptions = NEAREST,
 ) -> QuantTensor:
     """float32 `[T, H]` to data of a format and the scale factors of its blocks.
 
@@ -83,43 +113,85 @@ def quantize(
     >>> data.float().tolist(), sf.tolist()
     ([[64.0, -128.0, 192.0, 448.0]], [[0.015625]])
     """
+    sf, inv = _scales_of(values, fmt, block_size, flags, clamp_min, options)
+    if options.stochastic:
+        scaled = scales.times_blocks(values, inv, block_size)
+        return stochastic_encode(scaled, fmt, options.seed), sf
+    return encode_scaled(values, fmt, block_size, inv), sf
+
+
+def _scales_of(
+    values: torch.Tensor,
+    fmt: formats.Format,
+    block_size: tuple[int, int],
+    flags: ScaleFlags,
+    clamp_min: float | None,
+    options: CastOptions,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale factors in their layout, and the factors before encoding `[M, G]`."""
     amax = block_amax(values, block_size)
+    if options.use_e4m3_sf:
+        sf, inv = formats.e4m3_scale_from_amax(amax, fmt, clamp_min, options.global_sf)
+        return scales.lay_out_e4m3_sf(sf, flags.use_tma_aligned_col_major_sf), inv
     sf, inv = formats.scale_from_amax(amax, fmt, flags.round_sf, clamp_min)
-    data = encode_scaled(values, fmt, block_size, inv)
-    return data, scales.lay_out_sf(sf, *flags[1:])
+    return scales.lay_out_sf(sf, *flags[1:]), inv
+
+
+def stochastic_encode(
+    scaled: torch.Tensor, fmt: formats.Format, seed: torch.Tensor | int | None
+) -> torch.Tensor:
+    """Scaled float32 `[T, H]` to data of e4m3 or e2m1, rounded stochastically.
+
+    >>> x = torch.full((1, 8), 1.25)
+    >>> codes = stochastic_encode(x, formats.E2M1, 0).view(torch.uint8)
+    >>> set((codes & 15).flatten().tolist()) <= {2, 3}  # 1 or 1.5
+    True
+    """
+    bits = stochastic.bits_of(scaled, fmt.name, seed)
+    codes = stochastic.rounded_codes(scaled, bits, fmt.name).to(torch.uint8)
+    return codes.view(fmt.dtype) if fmt is formats.E4M3 else formats.pack_e2m1(codes)
 
 
 def scale_factors(
-    x: torch.Tensor, fmt: str, block_size: tuple[int, int], flags: ScaleFlags = ROW_MAJOR
+    x: torch.Tensor,
+    fmt: str,
+    block_size: tuple[int, int],
+    flags: ScaleFlags = ROW_MAJOR,
+    clamp_min: float | None = None,
+    options: CastOptions = NEAREST,
 ) -> torch.Tensor:
     """The scale factors of `cast` without the data.
 
     >>> scale_factors(torch.tensor([[1.0, -2.0, 3.0, 7.0]]), "e4m3", (1, 4)).tolist()
     [[0.015625]]
     """
-    amax = block_amax(to_float32(x, x_block_size=None), block_size)
-    sf, _ = formats.scale_from_amax(amax, _CAST_FORMATS[fmt], flags.round_sf)
-    return scales.lay_out_sf(sf, *flags[1:])
+    values = to_float32(x, x_block_size=None)
+    return _scales_of(values, _CAST_FORMATS[fmt], block_size, flags, clamp_min, options)[0]
 
 
 def quantize_with_sf(
-    values: torch.Tensor, fmt: formats.Format, block_size: tuple[int, int], sf: torch.Tensor
+    values: torch.Tensor,
+    fmt: formats.Format,
+    block_size: tuple[int, int],
+    sf: torch.Tensor,
+    global_sf: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float32 `[T, H]` to data of a format, by given float32 scale factors `[M, G]`.
+    """float32 `[T, H]` to data of a format, by given float32 or e4m3 scale factors `[M, G]`.
 
-    The factor before encoding is `1 / sf`, rounded once.
+    The factor before encoding is `1 / sf`, or `1 / (sf * global_sf)`, rounded once.
 
     >>> sf = torch.tensor([[2.0]])
     >>> quantize_with_sf(torch.tensor([[1.0, 1000.0]]), formats.E4M3, (1, 2), sf).float().tolist()
     [[0.5, 448.0]]
     """
     expected = scales.num_blocks(values.shape, block_size)
-    if sf.shape != expected or sf.dtype != torch.float32:
+    if sf.shape != expected or sf.dtype not in (torch.float32, torch.float8_e4m3fn):
         raise ValueError(
-            f"sf must be float32 of shape {expected} for x of {tuple(values.shape)} in blocks of "
-            f"{block_size}, got {sf.dtype} of {tuple(sf.shape)}"
+            f"sf must be float32 or float8_e4m3fn of shape {expected} for x of "
+            f"{tuple(values.shape)} in blocks of {block_size}, got {sf.dtype} of {tuple(sf.shape)}"
         )
-    return encode_scaled(values, fmt, block_size, torch.ones_like(sf) / sf)
+    factors = sf.float() if global_sf is None else sf.float() * global_sf
+    return encode_scaled(values, fmt, block_size, torch.ones_like(factors) / factors)
 
 
 def encode_scaled(
@@ -152,6 +224,7 @@ def cast(
     round_sf: bool = False,
     use_tma_aligned_col_major_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    use_e4m3_sf: bool = False,
 ) -> QuantTensor: ...
 @overload
 def cast(
@@ -163,6 +236,7 @@ def cast(
     round_sf: bool = False,
     use_tma_aligned_col_major_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    use_e4m3_sf: bool = False,
 ) -> torch.Tensor: ...
 def cast(
     x: torch.Tensor | QuantTensor,
@@ -173,6 +247,7 @@ def cast(
     round_sf: bool = False,
     use_tma_aligned_col_major_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    use_e4m3_sf: bool = False,
 ) -> QuantTensor | torch.Tensor:
     """To e4m3 or e2m1 with a scale factor for each block, of any block and tensor size.
 
@@ -184,7 +259,8 @@ def cast(
     | returns data | `[T, H]` for e4m3, `[T, H / 2]` for e2m1 | float8_e4m3fn, int8 |
     | returns scale factors | see `tile_kernels.quant.scales` | float32, int32 |
 
-    A quantised `x` is first converted to float32. `round_sf` makes the scale factors powers of two.
+    A quantised `x` is first converted to float32. `round_sf` makes the scale factors powers of two,
+    `use_e4m3_sf` e4m3.
     With `sf` these are used and only the data is returned. A NaN affects only its own element; an
     infinity counts as the largest finite float32 for the scale and saturates.
 
@@ -196,7 +272,7 @@ def cast(
     values = to_float32(x, x_block_size)
     if sf is None:
         flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
-        return quantize(values, target, block_size, flags)
+        return quantize(values, target, block_size, flags, options=CastOptions(use_e4m3_sf))
     if use_tma_aligned_col_major_sf or use_packed_ue8m0:
         raise ValueError("a given sf must be row-major float32: leave both layout flags False")
     return quantize_with_sf(values, target, block_size, sf)

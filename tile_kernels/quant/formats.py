@@ -291,3 +291,39 @@ def scale_from_amax(
         return sf, largest / amax
     exponents = ((sf.view(torch.int32) - 1) >> 23) + 1
     return decode_ue8m0(exponents), decode_ue8m0(254 - exponents)
+
+
+_LEAST_E4M3 = 2.0**-9
+
+
+def e4m3_amax_min(fmt: Format) -> float:
+    """The lower bound of `amax` for scales in e4m3: that with the least scale, `2**-9`.
+
+    >>> e4m3_amax_min(E4M3), e4m3_amax_min(E2M1)
+    (0.875, 0.01171875)
+    """
+    return fmt.max * _LEAST_E4M3
+
+
+def e4m3_scale_from_amax(
+    amax: torch.Tensor,
+    fmt: Format,
+    clamp_min: float | None = None,
+    global_sf: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales in e4m3 of groups with the largest magnitudes `amax`, and the factor before encoding.
+
+    `amax` is finite float32 of any shape, `global_sf` a float32 that all scales are multiplied by.
+    Returns `(sf, inv)` of that shape, `sf` in float8_e4m3fn: `amax / (fmt.max * global_sf)`, but at
+    least `clamp_min / fmt.max`, to the nearest e4m3, at most 448; and `inv = 1 / (sf * global_sf)`.
+
+    >>> sf, inv = e4m3_scale_from_amax(torch.tensor([6.0, 600.0, 0.0]), E2M1)
+    >>> sf.float().tolist(), inv.tolist()
+    ([1.0, 96.0, 0.001953125], [1.0, 0.010416666977107525, 512.0])
+    """
+    least = torch.full_like(amax, e4m3_amax_min(fmt) if clamp_min is None else clamp_min)
+    largest = torch.full_like(amax, fmt.max)
+    divisor = largest if global_sf is None else largest * global_sf
+    sf = encode_e4m3(torch.maximum(amax / divisor, least / largest))
+    scale = sf.float() if global_sf is None else sf.float() * global_sf
+    return sf, torch.ones_like(scale) / scale

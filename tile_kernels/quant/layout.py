@@ -10,9 +10,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tile_kernels import config
 from tile_kernels.quant import formats
-from tile_kernels.quant.scales import num_blocks
-from tile_kernels.quant.storage import COLUMN, PACKED, ROW
+from tile_kernels.quant.scales import is_packed_along_tokens, num_blocks, unpack_along_tokens
+from tile_kernels.quant.storage import (
+    COLUMN,
+    E4M3_COLUMN,
+    E4M3_ROW,
+    PACKED,
+    PACKED_ROW,
+    ROW,
+    is_by_rows,
+    is_packed,
+    row_padding,
+    scale_dtype,
+)
 from tile_kernels.quant.types import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
@@ -48,8 +60,10 @@ class ScaleOptions(Protocol):
 
 def layout_of(a: ScaleOptions) -> str:
     """The name of the layout that the flags ask for."""
+    if getattr(a, "use_e4m3_sf", False):
+        return E4M3_COLUMN if a.use_tma_aligned_col_major_sf else E4M3_ROW
     if a.use_packed_ue8m0:
-        return PACKED
+        return PACKED if a.use_tma_aligned_col_major_sf else PACKED_ROW
     return COLUMN if a.use_tma_aligned_col_major_sf else ROW
 
 
@@ -59,13 +73,18 @@ def _check_kinds(a: ScaleOptions) -> None:
     checks.boolean("use_packed_ue8m0", a.use_packed_ue8m0)
 
 
-def check_flags(a: ScaleOptions, rounded: bool = False) -> None:
-    """Packed exponents are powers of two in columns; nothing else makes sense.
+def check_flags(a: ScaleOptions, rounded: bool = False, packed_rows: bool = False) -> None:
+    """Packed exponents are powers of two, in columns.
 
-    `rounded`: scales are powers of two even without `round_sf`.
+    `rounded`: scales are powers of two even without `round_sf`. `packed_rows`: the operator also
+    returns packed exponents row by row.
     """
     _check_kinds(a)
-    if a.use_packed_ue8m0 and not ((a.round_sf or rounded) and a.use_tma_aligned_col_major_sf):
+    if not a.use_packed_ue8m0:
+        return
+    if packed_rows and not (a.round_sf or rounded):
+        raise ValueError("use_packed_ue8m0 needs round_sf: packed scales are exponents")
+    if not packed_rows and not ((a.round_sf or rounded) and a.use_tma_aligned_col_major_sf):
         raise ValueError(
             "use_packed_ue8m0 needs round_sf and use_tma_aligned_col_major_sf: packed scales are "
             "exponents, in columns"
@@ -103,13 +122,90 @@ def check_width(fmt: str, width: int) -> None:
         raise ValueError("x must have at least one channel, got 0")
 
 
-def check_source_scales(x: Tensor, x_sf: Tensor, block: Sequence[int]) -> None:
-    """The scales of a quantized `x` in blocks, in any layout."""
-    checks.tensor("x_sf", x_sf, ("row_blocks", "channel_blocks"), (torch.float32, torch.int32))
+def check_e4m3(a: Any) -> None:
+    """Scales in e4m3 are neither rounded nor packed; only they have a factor `global_sf`."""
+    checks.boolean("use_e4m3_sf", a.use_e4m3_sf)
+    if a.use_e4m3_sf and (a.round_sf or getattr(a, "use_packed_ue8m0", False)):
+        raise ValueError("use_e4m3_sf goes with neither round_sf nor use_packed_ue8m0")
+    if a.global_sf is not None:
+        if not a.use_e4m3_sf:
+            raise ValueError("global_sf needs use_e4m3_sf")
+        check_global_sf(a.global_sf)
+
+
+def check_global_sf(global_sf: object) -> None:
+    """A factor of all scales is a float32 with one element."""
+    dims = ("one",) if isinstance(global_sf, Tensor) and global_sf.dim() else ()
+    if not isinstance(global_sf, Tensor):
+        given = checks.shown(global_sf)
+        raise TypeError(f"global_sf must be a number that float32 holds, or a tensor, got {given}")
+    checks.tensor("global_sf", global_sf, dims, torch.float32, shape=(1,) if dims else ())
+
+
+def check_seed(seed: object) -> None:
+    """A seed is an int64 with one element."""
+    dims = ("one",) if isinstance(seed, Tensor) and seed.dim() else ()
+    if not isinstance(seed, Tensor):
+        given = checks.shown(seed)
+        raise TypeError(f"seed must be an int that 64 bits hold, or a tensor, got {given}")
+    checks.tensor("seed", seed, dims, torch.int64, shape=(1,) if dims else ())
+
+
+def check_amax_min(amax_min: float, fmt: str) -> None:
+    """A bound whose scale, and its inverse, are normal float32: neither 0 nor subnormal."""
+    checks.number("amax_min", amax_min)
+    least = FORMATS[fmt].max * 2.0**-126
+    if not least <= amax_min <= 2.0**127:
+        raise ValueError(f"amax_min must be in {least}..{2.0**127} for {fmt}, got {amax_min}")
+
+
+def least_amax(fmt: Any, use_e4m3_sf: Any, amax_min: Any) -> Any:
+    """The least amax of a cast: what was given, or the setting of `tile_kernels.config`."""
+    if amax_min is not None:
+        return checks.plain(amax_min)
+    use_e4m3_sf = checks.plain(use_e4m3_sf)
+    if isinstance(fmt, str) and isinstance(use_e4m3_sf, bool) and fmt in FORMATS:
+        return config.amax_min(fmt, use_e4m3_sf)
+    return 1.0  # the checks refuse the format
+
+
+def as_scalar(value: Any, x: Any, dtype: torch.dtype) -> Any:
+    """A number as a tensor on the device of `x`; tensors and None as they are.
+
+    What the dtype cannot hold stays as it is, for the checks to refuse.
+    """
+    value = checks.plain(value)
+    kinds = (int,) if dtype == torch.int64 else (int, float)
+    limit = 2**63 if dtype == torch.int64 else 2**127
+    if type(value) not in kinds or not isinstance(x, Tensor) or not -limit <= value < limit:
+        return value
+    return torch.full((), value, dtype=dtype, device=x.device)
+
+
+def flat_scalar(x: Any) -> Any:
+    """The spec of an optional tensor with one element as `[1]`."""
+    return x if x is None or x.dim() == 1 else x.view(1)
+
+
+def check_source_scales(x: Tensor, x_sf: Tensor, block: Sequence[int], e4m3: bool = False) -> None:
+    """The scales of a quantized `x` in blocks, in any layout; in e4m3 too if the operator can."""
+    dtypes = (torch.float32, torch.int32, *([torch.float8_e4m3fn] if e4m3 else []))
+    checks.tensor("x_sf", x_sf, ("row_blocks", "channel_blocks"), dtypes)
     rows, groups = num_blocks((x.shape[0], values_in(x)), block)
     if x_sf.dtype == torch.int32:
         groups = ceil_div(groups, 4)
     checks.tensor("x_sf", x_sf, ("row_blocks", "channel_blocks"), shape=(rows, groups))
+
+
+def unpacked_along_tokens(data: Tensor, sf: Tensor, block: Any) -> Tensor:
+    """Scales of blocks of one channel in float32, if they are packed along tokens."""
+    sizes = block if isinstance(block, (tuple, list)) else ()
+    if len(sizes) != 2 or not all(isinstance(size, int) for size in sizes) or sizes[1] != 1:
+        return sf
+    shape = (data.shape[0], values_in(data))
+    if type(block[0]) is not int or block[0] < 1 or not is_packed_along_tokens(sf, shape, block):
+        return sf
+    return unpack_along_tokens(sf, num_blocks(shape, block)[0])
 
 
 def check_swiglu_clamp(value: float | None) -> None:
@@ -172,11 +268,12 @@ def scale_out(name: str, rows: int, groups: int, layout: str) -> Out:
 
     Kernels also write the padding of the columns, so that they get the buffer behind the result.
     """
-    if layout == ROW:
-        return Out(name, (rows, groups), torch.float32)
-    padded, dtype = align(rows, 4), torch.float32
-    if layout == PACKED:
-        groups, dtype = ceil_div(groups, 4), torch.int32
+    dtype = getattr(torch, scale_dtype(layout))
+    if is_packed(layout):
+        groups = ceil_div(groups, 4)
+    if is_by_rows(layout):
+        return Out(name, (rows, groups), dtype)
+    padded = align(rows, row_padding(layout))
     return Out(name, (rows, groups), dtype, (1, padded), base=(groups, padded))
 
 
@@ -204,23 +301,30 @@ def bytes_of(x: Tensor | QuantTensor) -> int:
     return sum(part.numel() * part.element_size() for part in parts)
 
 
-def _scale_bytes(shape: Sequence[int], block: Sequence[int], packed: bool) -> int:
+def _scale_bytes(
+    shape: Sequence[int], block: Sequence[int], packed: bool, e4m3: bool = False
+) -> int:
     """The bytes of the scales of that many values in blocks, without padding."""
     rows, groups = num_blocks(shape, block)
-    return 4 * rows * (ceil_div(groups, 4) if packed else groups)
+    return rows * groups if e4m3 else 4 * rows * (ceil_div(groups, 4) if packed else groups)
 
 
 def cast_cost(
-    x: Tensor | QuantTensor, fmt: str, shape: Sequence[int], block: Sequence[int], packed: bool
+    x: Tensor | QuantTensor,
+    fmt: str,
+    shape: Sequence[int],
+    block: Sequence[int],
+    packed: bool,
+    e4m3: bool = False,
 ) -> Cost:
     """Reads `x`, writes data of `shape` values and their scales."""
-    written = shape[0] * data_width(fmt, shape[1]) + _scale_bytes(shape, block, packed)
+    written = shape[0] * data_width(fmt, shape[1]) + _scale_bytes(shape, block, packed, e4m3)
     return Cost(bytes=bytes_of(x) + written)
 
 
-def scales_cost(x: Tensor, block: Sequence[int], packed: bool) -> Cost:
+def scales_cost(x: Tensor, block: Sequence[int], packed: bool, e4m3: bool = False) -> Cost:
     """Reads `x`, writes its scales."""
-    return Cost(bytes=bytes_of(x) + _scale_bytes(x.shape, block, packed))
+    return Cost(bytes=bytes_of(x) + _scale_bytes(x.shape, block, packed, e4m3))
 
 
 def given_cost(x: Tensor, fmt: str, sf: Tensor, **_: Any) -> Cost:

@@ -15,7 +15,10 @@ from tile_kernels.quant.storage import (
     INSTRUCTION,
     LANES,
     PACKED,
-    ROW,
+    PACKED_ROW,
+    is_by_rows,
+    is_e4m3,
+    is_packed,
     storage,
     units,
 )
@@ -166,22 +169,55 @@ def e5m6_value(code):
 def scale_of(fmt: str, round_sf: bool) -> Any:
     """A macro: `scale[0]`, the scale of a group, and `scale[1]`, the factor before encoding.
 
-    `amax` is the group's largest magnitude; infinity counts as the largest float32.
+    `amax` is the group's largest magnitude; infinity counts as the largest float32. The exponent of
+    a rounded scale takes a product where the quotient has the same: of 448 and 6, at every power of
+    two and its neighbours, not of 65024.
     """
     largest = MAX[fmt]
+    multiplied = round_sf and fmt in ("e4m3", "e2m1")
 
     @T.macro
     def scaled(amax, clamp_min, scale):
         bounded = T.alloc_var(
             T.float32, init=T.max(T.min(amax, T.float32(LARGEST_FLOAT)), clamp_min)
         )
-        scale[0] = T.ieee_fdiv(bounded, T.float32(largest))
+        if multiplied:
+            scale[0] = T.ieee_mul(bounded, T.float32(1 / largest))
+        else:
+            scale[0] = T.ieee_fdiv(bounded, T.float32(largest))
         if round_sf:
             exponent = T.alloc_var(T.int32, init=((T.reinterpret(scale[0], T.int32) - 1) >> 23) + 1)
             scale[0] = T.reinterpret(exponent << 23, T.float32)
             scale[1] = T.reinterpret((254 - exponent) << 23, T.float32)
         else:
             scale[1] = T.ieee_fdiv(T.float32(largest), bounded)
+
+    return scaled
+
+
+def e4m3_scale_of(fmt: str, has_factor: bool) -> Any:
+    """A macro: as `scale_of`, with a scale in e4m3; `factor` is the factor of all scales.
+
+    `scale[0]` is without that factor.
+    """
+    largest = MAX[fmt]
+
+    @T.macro
+    def scaled(amax, clamp_min, factor, scale):
+        code = T.alloc_local((1,), "float8_e4m3fn")
+        divisor = T.alloc_var(T.float32, init=T.float32(largest))
+        if has_factor:
+            divisor = T.ieee_mul(divisor, factor)
+        ratio = T.alloc_var(
+            T.float32, init=T.ieee_fdiv(T.min(amax, T.float32(LARGEST_FLOAT)), divisor)
+        )
+        ratio = T.max(ratio, T.ieee_fdiv(clamp_min, T.float32(largest)))
+        code[0] = T.cast(ratio, "float8_e4m3fn")
+        scale[0] = T.cast(code[0], T.float32)
+        if has_factor:
+            scale[1] = T.ieee_fdiv(T.float32(1), T.ieee_mul(scale[0], factor))
+        else:
+            scale[1] = T.ieee_fdiv(T.float32(1), scale[0])
 
     return scaled
 
@@ -199,7 +235,7 @@ def read_scale(packed: bool) -> Any:
     def read(sf, m, g):
         if packed:
             return T.reinterpret(((sf[m, g // 4] >> (g % 4 * 8)) & 255) << 23, T.float32)
-        return sf[m, g]
+        return T.cast(sf[m, g], T.float32)
 
     return read
 
@@ -209,10 +245,11 @@ def write_scale(layout: str) -> Any:
 
     @T.macro
     def write(sf, m, g, value):
-        if layout == ROW:
-            sf[m, g] = value
+        stored = T.cast(value, "float8_e4m3fn") if is_e4m3(layout) else value
+        if is_by_rows(layout):
+            sf[m, g] = stored
         else:
-            sf[g, m] = value
+            sf[g, m] = stored
 
     return write
 
@@ -246,6 +283,8 @@ def scale_of_row(fmt: str, round_sf: bool, layout: str, threads: int, written: b
                     shown = T.float32(0)
                 if layout == PACKED:
                     sf[0, row] = exponent_of(shown)
+                elif layout == PACKED_ROW:
+                    sf[row, 0] = exponent_of(shown)
                 else:
                     write(sf, row, 0, shown)
 
@@ -272,10 +311,13 @@ def group_amax(chunk: int, group: int) -> Any:
     return amax_of
 
 
-def write_group_scales(layout: str, width: int, chunk: int, group: int) -> Any:
+def write_group_scales(
+    layout: str, width: int, chunk: int, group: int, batched: bool = False
+) -> Any:
     """A macro: the scales of a thread's groups, each by its first lane.
 
     They are zero where the row does not exist, or past the last group. The whole warp calls it.
+    `batched`: the macro has one more argument, the columns of `sf` before those of the row's batch.
     """
     groups = -(-width // group)
     per_thread = max(1, chunk // group)  # groups of one thread
@@ -283,8 +325,8 @@ def write_group_scales(layout: str, width: int, chunk: int, group: int) -> Any:
     write = write_scale(layout)
 
     @T.macro
-    def write_scales(sf, row, first, lane, scales, exists):
-        if layout == PACKED:
+    def write_scales(sf, row, first, lane, scales, exists, before):
+        if is_packed(layout):
             word = T.alloc_var(T.int32, init=0)
             for i in T.unroll(per_thread):
                 g = first // group + i
@@ -293,17 +335,24 @@ def write_group_scales(layout: str, width: int, chunk: int, group: int) -> Any:
             for d in T.unroll(max(0, (4 // per_thread).bit_length() - 1)):
                 word = word | T.shfl_xor(word, T.shift_left(lanes, d))
             if lane % (4 * lanes // per_thread) == 0 and first < width:
-                sf[first // group // 4, row] = word
+                if layout == PACKED:
+                    sf[before + first // group // 4, row] = word
+                else:
+                    sf[row, first // group // 4] = word
         else:
             for i in T.unroll(per_thread):
                 g = first // group + i
                 if lane % lanes == 0 and g < groups:
                     if exists:
-                        write(sf, row, g, scales[i])
+                        write(sf, row, before + g, scales[i])
                     else:
-                        write(sf, row, g, T.float32(0))
+                        write(sf, row, before + g, T.float32(0))
 
-    return write_scales
+    @T.macro
+    def write_one_batch(sf, row, first, lane, scales, exists):
+        write_scales(sf, row, first, lane, scales, exists, 0)
+
+    return write_scales if batched else write_one_batch
 
 
 # ---- rows ---------------------------------------------------------------------------------------

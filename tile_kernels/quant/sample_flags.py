@@ -7,6 +7,7 @@ ROW: Flags = {}
 ROUNDED: Flags = {"round_sf": True}
 COLUMN: Flags = {"use_tma_aligned_col_major_sf": True}
 PACKED: Flags = {"round_sf": True, "use_tma_aligned_col_major_sf": True, "use_packed_ue8m0": True}
+PACKED_ROW: Flags = {"round_sf": True, "use_packed_ue8m0": True}
 LAYOUTS = {"row": ROW, "rounded": ROUNDED, "column": COLUMN, "packed": PACKED}
 
 

@@ -8,7 +8,9 @@ Data of `T` rows and `H` channels in blocks of `rows x channels` has `M x G` sca
 | no, no | float32 | `[M, G]` | `(G, 1)` |
 | yes, no | float32 | `[M, G]` | `(1, align(M, 4))` |
 | yes, yes | int32 | `[M, ceil(G / 4)]` | `(1, align(M, 4))` |
-| no, yes | int32 | `[M, ceil(G / 4)]` | `(ceil(G / 4), 1)`; no operator takes or returns it |
+| no, yes | int32 | `[M, ceil(G / 4)]` | `(ceil(G / 4), 1)` |
+| no | float8_e4m3fn | `[M, G]` | `(G, 1)` |
+| yes | float8_e4m3fn | `[M, G]` | `(1, align(M, 16))` |
 
 Column-major factors are the transpose of a `[columns, align(M, 4)]` buffer, so that each column
 starts at a multiple of 16 bytes, as the tensor memory accelerator (TMA) wants it. A packed word
@@ -79,13 +81,71 @@ def lay_out_sf(
     return laid_out.copy_(values)
 
 
+def lay_out_e4m3_sf(sf: torch.Tensor, use_tma_aligned_col_major_sf: bool) -> torch.Tensor:
+    """float8_e4m3fn `[M, G]` scale factors by rows, or by columns that are padded to 16 bytes.
+
+    >>> lay_out_e4m3_sf(torch.ones(5, 4).to(torch.float8_e4m3fn), True).stride()
+    (1, 16)
+    """
+    if not use_tma_aligned_col_major_sf:
+        return sf.contiguous()
+    num_rows, num_groups = sf.shape
+    padded = torch.zeros(
+        (num_groups, utils.align(num_rows, 16)), dtype=torch.uint8, device=sf.device
+    )
+    padded[:, :num_rows] = sf.view(torch.uint8).T
+    return padded.view(torch.float8_e4m3fn).T[:num_rows]
+
+
 def read_sf(sf: torch.Tensor) -> torch.Tensor:
     """The scale factors `[M, G]` of any layout as float32; of packed ones `G` is a multiple of 4.
 
     >>> read_sf(torch.tensor([[0x8281807F, 0x83]]).int()).tolist()
     [[1.0, 2.0, 4.0, 8.0, 16.0, 0.0, 0.0, 0.0]]
     """
+    if sf.dtype == torch.float8_e4m3fn:
+        return sf.float()
     return formats.decode_ue8m0(formats.words_to_bytes(sf)) if _is_packed(sf) else sf
+
+
+def pack_along_tokens(sf: torch.Tensor) -> torch.Tensor:
+    """Powers of two `[M, H]` to int32 `[ceil(M / 4), H]`: four rows of exponents in a word.
+
+    >>> pack_along_tokens(torch.full((5, 1), 2.0**-7)).tolist() == [[0x78787878], [0x78]]
+    True
+    """
+    num_rows, width = sf.shape
+    missing = -num_rows % _GROUPS_PER_WORD
+    exponents = torch.nn.functional.pad(formats.encode_ue8m0(sf), (0, 0, 0, missing))
+    fours = exponents.unflatten(0, (-1, _GROUPS_PER_WORD)).transpose(1, 2)
+    return formats.bytes_to_words(fours.reshape(-1, _GROUPS_PER_WORD * width))
+
+
+def unpack_along_tokens(words: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """int32 `[ceil(M / 4), H]` to powers of two `[M, H]`; inverse of `pack_along_tokens`.
+
+    >>> unpack_along_tokens(torch.tensor([[0x78787878], [0x78]]).int(), 5).log2().tolist()
+    [[-7.0], [-7.0], [-7.0], [-7.0], [-7.0]]
+    """
+    fours = formats.words_to_bytes(words).unflatten(1, (-1, _GROUPS_PER_WORD)).transpose(1, 2)
+    return formats.decode_ue8m0(fours.reshape(-1, words.shape[1])[:num_rows])
+
+
+def is_packed_along_tokens(
+    sf: torch.Tensor, shape: Sequence[int], block_size: Sequence[int]
+) -> bool:
+    """Whether scale factors of `shape` values are those of `pack_along_tokens`, by their shape.
+
+    >>> is_packed_along_tokens(torch.zeros(2, 64).int(), (256, 64), (32, 1))
+    True
+    """
+    rows, columns = num_blocks(shape, block_size)
+    packed = (utils.ceil_div(rows, _GROUPS_PER_WORD), columns)
+    by_channels = (rows, utils.ceil_div(columns, _GROUPS_PER_WORD))
+    found = tuple(sf.shape)
+    return (
+        sf.dtype == torch.int32 and block_size[1] == 1 and found == packed and found != by_channels
+    )
 
 
 def read_exponents(sf: torch.Tensor) -> torch.Tensor:
@@ -157,7 +217,9 @@ def _in_blocks(values: torch.Tensor, block_size: tuple[int, int]) -> torch.Tenso
 
 def _is_packed(sf: torch.Tensor) -> bool:
     if sf.dtype not in (torch.float32, torch.int32):
-        raise TypeError(f"sf must be float32, or int32 of packed exponents, got {sf.dtype}")
+        raise TypeError(
+            f"sf must be float32, float8_e4m3fn or int32 of packed exponents, got {sf.dtype}"
+        )
     return sf.dtype == torch.int32
 
 

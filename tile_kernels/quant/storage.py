@@ -17,11 +17,47 @@ LANES = 32
 
 GROUPS = (16, 32, 64, 128)  # channels of a scale that the lanes of a warp share out
 
-# Layouts of scales: rows of float32, columns of float32, columns of four packed exponents.
-ROW, COLUMN, PACKED = "row", "column", "packed"
+# Layouts of scales: rows and columns of float32, columns and rows of four packed exponents, rows
+# and columns of e4m3.
+ROW, COLUMN, PACKED, PACKED_ROW = "row", "column", "packed", "packed_row"
+E4M3_ROW, E4M3_COLUMN = "e4m3_row", "e4m3_column"
+
+
+def is_packed(layout: str) -> bool:
+    """Whether an element holds the exponents of four groups."""
+    return layout in (PACKED, PACKED_ROW)
+
+
+def is_by_rows(layout: str) -> bool:
+    """Whether the scales of a row are neighbours, without padding."""
+    return layout in (ROW, PACKED_ROW, E4M3_ROW)
+
+
+def is_e4m3(layout: str) -> bool:
+    """Whether scales are e4m3."""
+    return layout in (E4M3_ROW, E4M3_COLUMN)
+
+
+def scale_dtype(layout: str) -> str:
+    """The dtype of an element of the scales."""
+    return "int32" if is_packed(layout) else "float8_e4m3fn" if is_e4m3(layout) else "float32"
+
+
+def scale_bits(dtype: str) -> int:
+    """The bits of an element of scales of that dtype."""
+    return 8 if dtype == "float8_e4m3fn" else 32
+
+
+def row_padding(layout: str) -> int:
+    """The multiple of rows that a column of scales is padded to: 16 bytes."""
+    return 1 if is_by_rows(layout) else 16 if is_e4m3(layout) else 4
+
 
 # Results of a cast: data and scales, scales alone, data by given scales, the values that come back.
 CAST, SCALES, GIVEN, FAKE = "cast", "scales", "given", "fake"
+
+# Rounding: to the nearest, or stochastic, by a hash of the values or by a seed.
+NEAREST, HASHED, SEEDED = "nearest", "hashed", "seeded"
 
 # Conversions from float32 to e2m1: `e2m1_code`, `e2m1_word`, `e2m1_pair` of the primitives.
 ARITHMETIC, HALVES, INSTRUCTION = "arithmetic", "halves", "instruction"
@@ -62,15 +98,18 @@ def access_width(name: str, values: int) -> int:
 
 
 def cast_accesses(
-    plan: Any, target: str, scale_bits: int, reads_scales: bool = False
+    plan: Any, target: str, scale_bits: int, source_scale_bits: int = 0
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The bits of the loads and of the stores of a kernel that does `plan.task`.
 
-    It stores values of `target`, and scales with `scale_bits` per access.
+    It stores values of `target`, and scales with `scale_bits` per access. It reads scales of the
+    source with `source_scale_bits`, if it has any.
     """
     loads, stores = {access_width(plan.source, plan.load)}, set()
-    if reads_scales or plan.task == GIVEN:
-        loads.add(32)
+    if source_scale_bits:
+        loads.add(source_scale_bits)
+    if plan.task == GIVEN:
+        loads.add(scale_bits)
     if plan.task != SCALES:
         stores.add(access_width(target, plan.store))
     if plan.task in (CAST, SCALES):

@@ -1,1 +1,1 @@
-"""The one road from a Python call to the hardware: see `docs/architecture.md`."""
+"""From a Python call to the hardware: see `docs/architecture.md`."""

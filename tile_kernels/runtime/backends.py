@@ -3,7 +3,7 @@
 | backend | tensors | runs |
 |---|---|---|
 | `tilelang` | CUDA | the kernel |
-| `torch` | any | the PyTorch oracle |
+| `torch` | any | the PyTorch reference |
 | `emulate` | CPU | the kernel's generated CUDA, executed on the CPU |
 
 By default (`auto`) the tensors decide: CUDA tensors take `tilelang`, CPU tensors `torch`. Meta

@@ -1,8 +1,9 @@
 """Compilations of this process: how many there were, and whether more are allowed.
 
-A kernel that TileLang's disk cache has is loaded instead of compiled. That takes time in the middle
-of a call too, so it counts as a compilation here: what counts is that the process has not got the
-kernel yet. Kernels that the emulator builds do not count.
+A kernel that the disk cache has is loaded instead of compiled. Whether it is there depends on what
+ran before, so it counts as a compilation here: what counts is that the process has not got the
+kernel yet. Kernels of bundles, which are deployed on purpose, and those that the emulator builds do
+not count.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def warmed_up() -> None:
 
 
 def compilation_count(*, since_warmup: bool = False) -> int:
-    """How many kernels this process has compiled, or loaded from TileLang's disk cache.
+    """How many kernels this process has compiled, or loaded from the disk cache.
 
     Args:
         since_warmup: Only those that calls needed since the last `warmup` ended, or since the start
@@ -137,8 +138,8 @@ def forbid_compilation() -> Prohibition:
 
     A call that needs a kernel which the process has not got raises `CompilationForbiddenError`,
     with the operator, the kernel, its static arguments, and what to warm up; nothing is launched.
-    Loading a kernel from TileLang's disk cache is forbidden as well: run `warmup` in the process
-    that serves. `warmup` itself is allowed, and the emulator is not affected.
+    Loading a kernel from the disk cache is forbidden as well: run `warmup` in the process that
+    serves. `warmup` itself is allowed, kernels of bundles are, and the emulator is not affected.
 
     Returns:
         What ends it: `allow()`, or the end of a `with` block. Prohibitions may be nested.

@@ -113,7 +113,7 @@ def run(kernel: Kernel, problem: tuple[Any, ...], *arguments: Any) -> None:
 
 
 def missing() -> str:
-    """What this machine lacks to emulate kernels, in words; empty if nothing."""
+    """Describes what this machine lacks to emulate kernels; empty if nothing is missing."""
     from tile_kernels.emulator import build
 
     if importlib.util.find_spec("tilelang") is None:

@@ -19,11 +19,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tile_kernels import config
 from tile_kernels.runtime import compilation
 from tile_kernels.runtime.device import Device
+
+if TYPE_CHECKING:
+    from tile_kernels.runtime.launcher import Binary
 
 Handle = Callable[..., Any]
 Widths = int | tuple[int, ...]
@@ -54,8 +57,19 @@ class KernelDefinition:
         symbol = "_".join([self.build.__name__, *words]).replace("-", "m").replace(".", "p")
         return self.build(*static).with_attr("global_symbol", symbol)
 
+    def binary(self, static: tuple[Any, ...], arch: str) -> Binary:
+        """Machine code for `arch`. Needs TileLang and nvcc, and no GPU."""
+        from tile_kernels.runtime.launcher import compile_binary
+
+        os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")  # our own log has it
+        return compile_binary(self.prim_func(static), arch, self.pass_configs)
+
     def compile(self, static: tuple[Any, ...], arch: str) -> Handle:
-        """Compile for `arch` (or load from TileLang's disk cache) and return the bare callable."""
+        """Compile for `arch`; the result launches the kernel, see `uses_driver`."""
+        if uses_driver():
+            from tile_kernels.runtime.launcher import Launcher
+
+            return Launcher(self.binary(static, arch))
         os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")  # our own log has it
         import tilelang
 
@@ -74,6 +88,18 @@ def _bare(compiled: Any) -> Handle:
     executable = compiled.adapter.get_exportable_executable()
     module = executable.jit() if hasattr(executable, "jit") else executable
     return module["main"]
+
+
+def uses_driver() -> bool:
+    """Whether kernels that are compiled here are launched through the CUDA driver.
+
+    `TILE_KERNELS_LAUNCHER` is `tilelang` (the default: TileLang compiles, caches and launches) or
+    `driver`. Kernels of a bundle are always launched through the driver.
+    """
+    launcher = os.environ.get("TILE_KERNELS_LAUNCHER", "tilelang")
+    if launcher not in ("tilelang", "driver"):
+        raise ValueError(f"TILE_KERNELS_LAUNCHER must be tilelang or driver, got {launcher!r}")
+    return launcher == "driver"
 
 
 def kernel(
@@ -161,12 +187,26 @@ class Kernel:
         return handle
 
     def handle(self, static: tuple[Any, ...], arch: str) -> Handle:
-        """The compiled kernel: what the process has, or compiled now if that is allowed."""
+        """The compiled kernel: what the process or a bundle has, or compiled now if allowed."""
+        from tile_kernels.runtime import bundles
+        from tile_kernels.runtime.launcher import Launcher
 
         def make() -> Handle:
+            key = bundles.Key(self.module, self.name, static, arch)
+            packed = bundles.find(key)
+            if packed is not None:
+                return Launcher(packed)
             compilation.begin(self.name, static, arch)
             started = time.perf_counter()
-            handle = self.definition.compile(static, arch)
+            by_driver = uses_driver() or not bundles.has_compiler()
+            cached = bundles.find_cached(key) if by_driver else None
+            if cached is not None:
+                handle: Handle = Launcher(cached)
+            else:
+                bundles.need_compiler(key)
+                handle = self.definition.compile(static, arch)
+                if isinstance(handle, Launcher):
+                    bundles.store(key, handle.binary)
             compilation.finish(self.name, static, arch, time.perf_counter() - started)
             return handle
 

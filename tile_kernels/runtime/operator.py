@@ -544,7 +544,7 @@ class Operator(registry.Registered):
         written = [positions[i] for i in self._mutated]
         return [k for at in written for k in (at if isinstance(at, list) else (at,))]
 
-    def require(self, check: Callable[..., None], *args: Any) -> None:
+    def require(self, check: Callable[..., object], *args: Any) -> None:
         """Runs a check of the public function; its errors get the operator's name in front."""
         if is_dynamo_compiling():
             check(*args)

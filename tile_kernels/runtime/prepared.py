@@ -27,6 +27,7 @@ from tile_kernels.runtime.declaration import (
     contiguous_strides,
 )
 from tile_kernels.runtime.outputs import check_output
+from tile_kernels.runtime.positions import getter
 from tile_kernels.runtime.pytorch import empty_strided_cuda
 
 MAX_SIZES = 512  # that a plan remembers; the oldest is dropped first
@@ -39,7 +40,7 @@ class Sized(NamedTuple):
     views: tuple[tuple[int, Any, Any], ...]  # (position, shape, strides)
     constants: tuple[Any, ...]
     steps: tuple[tuple[Callable[..., Any], int, tuple[Any, ...]], ...]
-    launches: tuple[tuple[Callable[..., Any], Callable[[list[Any]], Any]], ...]
+    launches: tuple[Callable[[list[Any]], Any], ...]
     spans: tuple[tuple[int, int], ...]  # (position, bytes from the first element to the last)
 
 
@@ -119,14 +120,14 @@ class Plan:
                 steps.append((function, at, operands))
             return positions[id(value)]
 
-        getters = [_getter([position(x) for x in each.arguments]) for each in launches]
+        positions_of = [[position(x) for x in each.arguments] for each in launches]
 
         def bind(record: Any) -> tuple[Any, ...]:
             handles = (
                 handle(each, sized(each.problem, record)) if isinstance(each, Launch)
                 else each.function for each in launches
             )  # fmt: skip
-            return tuple(zip(handles, getters))
+            return tuple(zip(handles, positions_of))
 
         self._constants, self._steps, self._bind = tuple(constants), tuple(steps), bind
         problems = [x for each in launches if isinstance(each, Launch) for x in each.problem]
@@ -154,7 +155,8 @@ class Plan:
             return Sized(allocations, views, constants, (), (), nonempty)  # an empty grid
         if bound is None or self._sized_problems:
             bound = self._bound = self._bind(record)
-        return Sized(allocations, views, constants, self._steps, bound, nonempty)
+        launches = tuple([_fixed(handle, positions) for handle, positions in bound])
+        return Sized(allocations, views, constants, self._steps, launches, nonempty)
 
     def run(self, values: list[Any], sized: Sized) -> Any:
         """Allocates and launches. `values` holds the arguments and buffers, and is extended."""
@@ -167,8 +169,8 @@ class Plan:
         values += constants
         for function, position, operands in steps:
             values.append(function(values[position], *operands))
-        for handle, arguments in launches:
-            handle(*arguments(values))
+        for launch in launches:
+            launch(values)
         if self.written:
             # Kernels write without the dispatcher, which would inform autograd.
             increment_version([values[i] for i in self.written if not values[i].is_inference()])
@@ -228,10 +230,13 @@ def sized(values: tuple[Any, ...], record: Any) -> tuple[Any, ...]:
     return tuple([x.value(record) if type(x) is Size else x for x in values])
 
 
-def _getter(positions: list[int]) -> Callable[[list[Any]], Any]:
-    if len(positions) == 1:
-        return itemgetter(slice(positions[0], positions[0] + 1))
-    return itemgetter(*positions)
+def _fixed(handle: Callable[..., Any], positions: Sequence[int]) -> Callable[[list[Any]], Any]:
+    """`handle` as a function of the values of a call, for calls of one size."""
+    fixed = getattr(handle, "fixed", None)  # of a Launcher, which is not loaded before it is used
+    if fixed is not None:
+        return fixed(positions)
+    arguments = getter(positions)
+    return lambda values: handle(*arguments(values))
 
 
 def _nothing(values: list[Any]) -> None:  # noqa: ARG001

@@ -34,18 +34,15 @@ class Compiled:
     registers: int
     spill_bytes: int
     instructions: int
+    serialised: bool  # ptxas waits after each wgmma (its messages C75xx)
     accesses: Counter[str] = field(compare=False)  # "LDG.128" -> how many
 
 
 def cuda_source(definition: KernelDefinition, static: tuple[Any, ...], arch: str) -> str:
     """The CUDA C++ that TileLang generates. Runs no compiler and needs no GPU."""
-    import tilelang
-    from tilelang import tvm
+    from tile_kernels.runtime.launcher import lower_kernel
 
-    target = {"kind": "cuda", "arch": arch}
-    config = tvm.transform.PassContext(opt_level=3, config=definition.pass_configs)
-    with config, tvm.target.Target(target):
-        return tilelang.lower(definition.prim_func(static), target=target).kernel_source
+    return lower_kernel(definition.prim_func(static), arch, definition.pass_configs).source
 
 
 def nvcc() -> str | None:
@@ -92,6 +89,7 @@ def _read(report: str, cubin: bytes) -> list[Compiled]:
                 registers=int(registers[1]) if registers else 0,
                 spill_bytes=sum(int(count) for count in spills),
                 instructions=len(code) // _INSTRUCTION_BYTES,
+                serialised="(C75" in report,
                 accesses=_accesses(code),
             )
         )

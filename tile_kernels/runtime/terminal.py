@@ -83,4 +83,4 @@ def _progress_lines(total: float, what: str) -> Callable[..., None]:
 def need_matplotlib() -> None:
     """Raise before a long command whose last step would draw."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib: pip install 'tile-kernels[bench]'")
+        raise ImportError("--plot needs matplotlib: pip install 'moe-tile-kernels[bench]'")

@@ -4,8 +4,8 @@ A call is described, not made: its operator runs on meta tensors with its launch
 gives exactly the kernels that the real call would ask for. A model is described by its sizes; its
 layers run in the same way, and give the kernels for every number of tokens (`token_counts`).
 
-Kernels go to TileLang's disk cache (`TILELANG_CACHE_DIR`, by default `~/.tilelang/cache`), also on
-a machine without a GPU, and stay in the process, so that later calls find them.
+Kernels go to the disk cache (`tile_kernels.runtime.bundles`), also on a machine without a GPU, and
+stay in the process, so that later calls find them.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def warmup(
         raise ValueError("warmup: training and max_tokens need a model")
     else:
         work = compilations(benchmark_calls() if calls is None else calls, device)
-    report = _compile_all(work, device, jobs, progress)
+    report = compile_all(work, device, jobs, progress)
     compilation.warmed_up()
     return report
 
@@ -195,9 +195,10 @@ def planned_device() -> Device:
     return config.planned_device(index)
 
 
-def _compile_all(
+def compile_all(
     work: list[Compilation], device: Device, jobs: int | None, progress: bool
 ) -> WarmupReport:
+    """Compiles in threads; an error in one kernel is raised after the others are done."""
     started = time.perf_counter()
     seconds: dict[str, float] = {}
     errors: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""Measuring operators: device time against the machine's copy bandwidth, host time, the oracle.
+"""Measuring operators: device time against the machine's copy bandwidth, host time, the reference.
 
 `tile-kernels bench` is the way to call it; `docs/benchmarks.md` says how to read the numbers.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import json
 import platform
 import re
@@ -80,8 +81,6 @@ class Report:
 
 def machine() -> dict[str, Any]:
     """What a result must be read with: hardware, versions, date."""
-    import importlib.metadata
-
     cuda = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else "CPU",
@@ -89,10 +88,17 @@ def machine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "tilelang": importlib.metadata.version("tilelang"),
+        "tilelang": _installed("tilelang"),
         "tile_kernels": tile_kernels.__version__,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu() -> str:
@@ -114,7 +120,7 @@ def run(
 ) -> Report:
     """Measure every benchmark case of `ops` on this machine; `on_case` is told each name.
 
-    On a GPU also their oracles, and those under `torch.compile`, unless that is not wanted.
+    On a GPU also their references, and those under `torch.compile`, unless that is not wanted.
     """
     # Host times come first: once the profiler has run, launches stay slower in this process.
     host = {op.name: host_times(op) for op in ops}
@@ -195,7 +201,7 @@ def _host_call(op: Operator) -> Callable[[], Any]:
 
 
 def _compiled_time(op: Operator, arguments: Arguments) -> float | None:
-    """Device time of the oracle under `torch.compile`; None where that fails to compile it."""
+    """Device time of the reference under `torch.compile`; None where that fails to compile it."""
     torch._dynamo.reset()
     compiled = torch.compile(op.oracle)
     try:
@@ -288,8 +294,8 @@ def plot(report: Report, path: Path) -> None:
     floors = [r.bytes / report.copy_gb_per_s / 1e3 for r in measured]
     rows = list(range(len(measured), 0, -1))
     series = [
-        ("oracle, eager", "x", "#b55d4c", [r.oracle_us for r in measured]),
-        ("oracle, torch.compile", "+", "#c9a227", [r.oracle_compiled_us for r in measured]),
+        ("reference, eager", "x", "#b55d4c", [r.oracle_us for r in measured]),
+        ("reference, torch.compile", "+", "#c9a227", [r.oracle_compiled_us for r in measured]),
         ("goal", "|", "#4c956c", [r.goal_us for r in measured]),
         ("tile_kernels", "o", "#2c5f8a", [r.device_us for r in measured]),
     ]

@@ -173,7 +173,7 @@ def _find_flush_name(flush: torch.Tensor) -> str | None:
 
 
 def _record_device_events(run: Callable[[], None]) -> list[DeviceEvent]:
-    """What `run` puts on the GPU; nothing if the profiler is not to be had (in use, no CUPTI)."""
+    """What `run` puts on the GPU; nothing without the profiler (in use, no CUPTI)."""
     from torch.profiler import ProfilerActivity, profile
 
     try:

@@ -1,4 +1,7 @@
-"""`python -m tests.emulator.corpus [word ...] [--json FILE]`: run the corpus, print the table."""
+"""`python -m tests.emulator.corpus [word ...] [--json FILE]`: run the corpus, print the table.
+
+`--json benchmarks/results/emulator_corpus.json` updates the file that the documentation quotes.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import json
 import time
 import traceback
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import tilelang
 import torch
 
 from tile_kernels.emulator import EmulationError
@@ -38,7 +43,8 @@ def outcome(case: Case, settings: Settings) -> tuple[str, str]:
         return "wrong", str(e)
     except Exception as e:
         frame = traceback.extract_tb(e.__traceback__)[-1]
-        return "error", f"{type(e).__name__}: {e} ({frame.filename}:{frame.lineno})"
+        place = f"{Path(frame.filename).name}:{frame.lineno}"
+        return "error", f"{type(e).__name__}: {e} ({place})"
     return "right", ""
 
 
@@ -56,7 +62,7 @@ def main() -> None:
         started = time.perf_counter()
         result, text = outcome(c, Settings(mode=options.mode, order=options.order))
         seconds = round(time.perf_counter() - started, 2)
-        rows.append({"name": c.name, "outcome": result, "seconds": seconds, "text": text})
+        rows.append({"name": c.name, "outcome": result, "text": text})
         shown = "\n    ".join(text.splitlines()[:6])
         print(
             f"{result:9} {seconds:6.1f} s  {c.name}" + (f"\n    {shown}" if text else ""),
@@ -66,8 +72,21 @@ def main() -> None:
     summary = {"kernels": len(rows), **{o: counts[o] for o in OUTCOMES}}
     print(", ".join(f"{name} {value}" for name, value in summary.items()))
     if options.json:
-        table = {"summary": summary, "cases": rows}
-        options.json.write_text(json.dumps(table, indent=1) + "\n")
+        write(options.json, {"mode": options.mode, "order": options.order}, summary, rows)
+
+
+def write(path: Path, settings: dict[str, str], summary: Any, rows: list[dict[str, Any]]) -> None:
+    """Add the results of this version of TileLang to a file, or replace them there."""
+    settings |= {"torch": torch.__version__}
+    settings["date"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    content = json.loads(path.read_text()) if path.exists() else {}
+    content[tilelang.__version__] = {
+        "settings": settings,
+        "summary": summary,
+        "outcomes": {r["name"]: r["outcome"] for r in rows},
+        "messages": {r["name"]: r["text"].splitlines()[0] for r in rows if r["text"]},
+    }
+    path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

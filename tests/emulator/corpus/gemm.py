@@ -6,6 +6,7 @@ import torch
 
 from . import case
 
+AMPERE = {"kind": "cuda", "arch": "sm_80"}
 NO_WARP_SPECIALIZATION = {tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True}
 
 
@@ -110,17 +111,17 @@ def ragged_sizes():
     close(matmul(100, 72, 80, 64, 64, 32)(a, b), a @ b)
 
 
-@case(quick=True)
+@case()
 def ampere_mma():
     a, b = randn(64, 64), randn(64, 64)
-    close(matmul(64, 64, 64, 64, 64, 32, target={"kind": "cuda", "arch": "sm_80"})(a, b), a @ b)
+    close(matmul(64, 64, 64, 64, 64, 32, target=AMPERE)(a, b), a @ b)
 
 
 @case()
 def ampere_mma_int8():
     a = torch.randint(-8, 8, (64, 64), dtype=torch.int8, device="cuda")
     kernel = matmul(64, 64, 64, 64, 64, 64, "int8", "int32", "int32", trans_B=True,
-                    target={"kind": "cuda", "arch": "sm_80"})  # fmt: skip
+                    target=AMPERE)  # fmt: skip
     assert torch.equal(kernel(a, a), a.int() @ a.int().T)
 
 
@@ -576,3 +577,125 @@ def bmm_pointer_table():
     a, b = [randn(M, K) for _ in range(G)], randn(N, K)
     table = torch.tensor([t.data_ptr() for t in a], dtype=torch.int64, device="cuda")
     close(tilelang.compile(gemm, out_idx=-1)(table, b), torch.stack([t @ b.T for t in a]))
+
+
+def compress(a, group, meta):
+    """The stored half of a matrix with structured zeros, and its metadata.
+
+    Of a group of four neighbours two are stored, of a group of two (float32) one; 4 bits per group
+    say which. For float32 they are the places of two 16-bit halves: 0 and 1, or 2 and 3.
+    """
+    rows, columns = a.shape
+    groups = a.reshape(rows, columns // group, group)
+    order = (groups != 0).int().argsort(dim=-1, descending=True, stable=True)
+    places = order[..., : group // 2].sort(dim=-1).values
+    stored = groups.gather(-1, places).reshape(rows, columns // 2)
+    if group == 2:
+        codes = torch.where(places[..., 0] == 1, 0b1110, 0b0100)
+    else:
+        codes = places[..., 0] | places[..., 1] << 2
+    per_word = meta.itemsize * 2
+    shifts = 4 * torch.arange(per_word, device=a.device)
+    words = (codes.reshape(rows, -1, per_word) << shifts).sum(-1)
+    return stored, words.to(meta)  # the upper half of the values wraps to negative words
+
+
+def structured_zeros(*shape, dtype=torch.float16):
+    """Random values of which two of every four (one of every two) are zero, anywhere."""
+    group = 2 if dtype == torch.float32 else 4
+    values = torch.randint(1, 5, shape, device="cuda") * (
+        torch.randint(0, 2, shape, device="cuda") * 2 - 1
+    )
+    rank = torch.rand(*shape, device="cuda").reshape(shape[0], -1, group).argsort(-1).argsort(-1)
+    return torch.where((rank < group // 2).reshape(shape), values, 0).to(dtype)
+
+
+def sparse_matmul(M, N, K, dtype, acc, meta, trans_B=True, in_registers=False, target=None):
+    block_M, block_N, block_K = 64, 64, 64
+    per_word = {"int8": 2, "int16": 4, "int32": 8}[meta] * (2 if dtype == "float32" else 4)
+    B_shape, B_block = ((N, K), (block_N, block_K)) if trans_B else ((K, N), (block_K, block_N))
+
+    @T.prim_func
+    def sparse(
+        A: T.Tensor((M, K // 2), dtype),
+        E: T.Tensor((M, K // per_word), meta),
+        B: T.Tensor(B_shape, dtype),
+        C: T.Tensor((M, N), acc),
+    ):
+        with T.Kernel(T.ceildiv(N, block_N), T.ceildiv(M, block_M), threads=128) as (bx, by):
+            A_shared = T.alloc_shared((block_M, block_K // 2), dtype)
+            A_local = T.alloc_fragment((block_M, block_K // 2), dtype)
+            E_shared = T.alloc_shared((block_M, block_K // per_word), meta)
+            B_shared = T.alloc_shared(B_block, dtype)
+            C_local = T.alloc_fragment((block_M, block_N), acc)
+            T.clear(C_local)
+            for k in T.Pipelined(T.ceildiv(K, block_K), num_stages=2):
+                T.copy(A[by * block_M, k * (block_K // 2)], A_shared)
+                T.copy(E[by * block_M, k * (block_K // per_word)], E_shared)
+                if trans_B:
+                    T.copy(B[bx * block_N, k * block_K], B_shared)
+                else:
+                    T.copy(B[k * block_K, bx * block_N], B_shared)
+                if in_registers:
+                    T.copy(A_shared, A_local)
+                    T.gemm_sp(A_local, E_shared, B_shared, C_local, transpose_B=trans_B)
+                else:
+                    T.gemm_sp(A_shared, E_shared, B_shared, C_local, transpose_B=trans_B)
+            T.copy(C_local, C[by * block_M, bx * block_N])
+
+    return tilelang.compile(sparse, out_idx=-1, target=target)
+
+
+def check_sparse(dtype, acc, meta, torch_dtype, torch_meta, **options):
+    a = structured_zeros(64, 128, dtype=torch_dtype)
+    b = torch.randint(-4, 5, (64, 128), device="cuda").to(torch_dtype)
+    stored, words = compress(a.float(), 2 if dtype == "float32" else 4, torch_meta)
+    stored = stored.to(torch_dtype)
+    kernel = sparse_matmul(64, 64, 128, dtype, acc, meta, **options)
+    product = kernel(stored, words, b if options.get("trans_B", True) else b.T.contiguous())
+    assert torch.equal(product.float(), a.float() @ b.float().T)  # small integers: exact
+
+
+@case(quick=True)
+def sparse_fp16():
+    check_sparse("float16", "float32", "int16", torch.float16, torch.int16, trans_B=False)
+
+
+@case()
+def sparse_bf16():
+    check_sparse("bfloat16", "float32", "int8", torch.bfloat16, torch.int8)
+
+
+@case()
+def sparse_int8():
+    check_sparse("int8", "int32", "int32", torch.int8, torch.int32)
+
+
+@case()
+def sparse_fp8():
+    check_sparse("float8_e4m3", "float32", "int16", torch.float8_e4m3fn, torch.int16)
+
+
+@case()
+def sparse_tf32():
+    check_sparse("float32", "float32", "int16", torch.float32, torch.int16)
+
+
+@case()
+def sparse_a_in_registers():
+    check_sparse("float16", "float32", "int16", torch.float16, torch.int16, in_registers=True)
+
+
+@case()
+def sparse_ampere_fp16():
+    check_sparse("float16", "float32", "int16", torch.float16, torch.int16, target=AMPERE)
+
+
+@case()
+def sparse_ampere_int8():
+    check_sparse("int8", "int32", "int16", torch.int8, torch.int16, target=AMPERE)
+
+
+@case()
+def sparse_ampere_tf32():
+    check_sparse("float32", "float32", "int16", torch.float32, torch.int16, target=AMPERE)

@@ -128,6 +128,7 @@ bool marks_operands();                                     // check mode with la
 void mark_operand(const void *p, size_t bytes, bool on, int swizzle = -1);   // must not be written while on
 void proxy_fence();                                        // fence.proxy.async
 unsigned live_lanes();
+void set_registers(int count, bool increase, int min_blocks);   // setmaxnreg, by every thread of a warpgroup
 
 // ---- memory ------------------------------------------------------------------------------------------------------
 enum Access { READ, WRITE, ATOMIC, ATOMIC_READ };

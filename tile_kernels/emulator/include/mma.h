@@ -2,6 +2,8 @@
 // Products are exact in double; a k-slice is summed in double and rounded once into the accumulator.
 #pragma once
 #include "async.h"
+namespace SM80::MMA { enum class SparseSel { Zero, One }; }
+namespace cute::SM90::GMMA { enum class SparseSel { Zero, One }; }
 namespace tl {
 template <DataType D> EMU_RT double elem(const void *base, size_t i) {
   const char *p = static_cast<const char *>(base);
@@ -47,21 +49,49 @@ template <DataType C> EMU_RT void accumulate(void *c, int i, double s, bool keep
   }
 }
 
+// ---- structured sparsity ----------------------------------------------------------------------------------------------
+// A sparse product gets half of A's elements and, in one register of some lanes, 4 bits for each group: of four elements
+// (two: for tf32) the places of the two (one) that are stored. kDense stands for the selector of an ordinary product.
+constexpr int kDense = -1;
+template <int K, int SEL> constexpr int stored() { return SEL == kDense ? K : K / 2; }
+// From the stored elements of 16 rows to all of them. `meta` are the registers of a warp.
+template <DataType A, int K, int SEL> EMU_RT void expand(const double *packed, const uint32_t *meta, double *a) {
+  constexpr int SZ = bytes_of<A>(), GROUP = SZ == 4 ? 2 : 4, KEPT = GROUP / 2;
+  constexpr int LANES = K / GROUP / 4;                 // whose halves of a register hold a row; for bytes: whole ones
+  static_assert(SZ == 1 ? K == 64 && SEL == 0 : (LANES == 1 || LANES == 2) && SEL < 4 / LANES, "a sparse product of this shape");
+  for (int m = 0; m < 16; ++m) for (int g = 0; g < K / GROUP; ++g) {
+    int lane = SZ == 1 ? m % 8 * 4 + m / 8 + g / 8 * 2 : m % 8 * 4 + SEL * LANES + g / 4;
+    unsigned code = meta[lane] >> (SZ == 1 ? g % 8 * 4 : m / 8 * 16 + g % 4 * 4) & 15;
+    const double *from = packed + m * (K / 2) + g * KEPT;
+    double *to = a + m * K + g * GROUP;
+    for (int i = 0; i < GROUP; ++i) to[i] = 0;
+    bool valid = SZ == 4 ? code == 4 || code == 14 : (code & 3) < code >> 2;
+    if (SZ == 4) to[code == 14] = from[0]; else { to[code & 3] = from[0]; to[code >> 2] += from[1]; }
+    if (!valid && (from[0] != 0 || from[KEPT - 1] != 0))
+      return emu::note_failure("metadata", "sparse product: the metadata 0x%x of row %d, elements %d to %d, is none that the hardware defines%s", code, m,
+                               g * GROUP, g * GROUP + GROUP - 1, SZ == 4 ? " (0x4 or 0xe)" : " (two places in ascending order)");
+  }
+}
+
 // ---- mma.sync, the m16n8 family ---------------------------------------------------------------------------------------
-struct MmaArg { void *c; const void *a, *b; };
-template <DataType A, DataType B, DataType C, int K> EMU_RT void mma_fn(unsigned lanes, void **args) {
+struct MmaArg { void *c; const void *a, *b; uint32_t meta; };
+template <DataType A, DataType B, DataType C, int K, int SEL> EMU_RT void mma_fn(unsigned lanes, void **args) {
   if (lanes != ~0u) return emu::note_failure("divergence", "mma.sync needs all 32 lanes");
-  constexpr int EA = per_register<A>(), HALF = K / (4 * EA);     // elements per register, k-halves
-  double a[16][K], b[K][8];
+  constexpr int EA = per_register<A>(), KA = stored<K, SEL>();   // elements per register
+  double packed[16][KA], full[16][K], b[K][8];
+  uint32_t meta[32];
   for (int l = 0; l < 32; ++l) {
     auto *x = static_cast<MmaArg *>(args[l]);
     int g = l / 4, t = l % 4;
-    for (int h = 0; h < HALF; ++h) for (int e = 0; e < EA; ++e) {
+    meta[l] = x->meta;
+    for (int h = 0; h < K / (4 * EA); ++h) for (int e = 0; e < EA; ++e) {
       int k = h * 4 * EA + t * EA + e;
-      for (int r = 0; r < 2; ++r) a[g + 8 * r][k] = elem<A>(x->a, size_t(h * 2 + r) * EA + e);
+      for (int r = 0; r < 2 && k < KA; ++r) packed[g + 8 * r][k] = elem<A>(x->a, size_t(h * 2 + r) * EA + e);
       b[k][g] = elem<B>(x->b, size_t(h) * EA + e);
     }
   }
+  double(*a)[K] = full;
+  if constexpr (SEL == kDense) a = packed; else expand<A, K, SEL>(packed[0], meta, full[0]);
   for (int l = 0; l < 32; ++l)
     for (int i = 0; i < 4; ++i) {
       int m = l / 4 + 8 * (i / 2), n = l % 4 * 2 + i % 2;
@@ -70,14 +100,22 @@ template <DataType A, DataType B, DataType C, int K> EMU_RT void mma_fn(unsigned
       accumulate<C>(static_cast<MmaArg *>(args[l])->c, i, s, true);
     }
 }
+template <DataType A, DataType B, DataType C, int K, int SEL> EMU_RT void mma_lanes(void *c, const void *a, const void *b, uint32_t meta) {
+  MmaArg x{c, a, b, meta};
+  emu::access(a, register_bytes<A>(16 * stored<K, SEL>()), emu::READ);
+  emu::access(b, register_bytes<B>(8 * K), emu::READ);
+  emu::access(c, 4 * bytes_of_c<C>(), emu::READ);
+  emu::collective(~0u, mma_fn<A, B, C, K, SEL>, &x);
+}
 template <DataType A, DataType B, DataType C, int M, int N, int K, bool TA, bool TB, bool Sat = false, class X, class Y, class Z>
 EMU_RT void mma_sync(X *c, const Y *a, const Z *b) {
   static_assert(M == 16 && N == 8, "the emulator has the m16n8 family of mma.sync only");
-  MmaArg x{c, a, b};
-  emu::access(a, register_bytes<A>(16 * K), emu::READ);
-  emu::access(b, register_bytes<B>(8 * K), emu::READ);
-  emu::access(c, 4 * bytes_of_c<C>(), emu::READ);
-  emu::collective(~0u, mma_fn<A, B, C, K>, &x);
+  mma_lanes<A, B, C, K, kDense>(c, a, b, 0);
+}
+template <DataType A, DataType B, DataType C, int M, int N, int K, bool TA, bool TB, SM80::MMA::SparseSel SEL, class X, class Y, class Z>
+EMU_RT void mma_sp_sync(X *c, const Y *a, const Z *b, const uint32_t *meta) {
+  emu::access(meta, 4, emu::READ);
+  mma_lanes<A, B, C, K, int(SEL)>(c, a, b, *meta);
 }
 
 // ---- ldmatrix, stmatrix: lane 8m + r holds the address of row r of matrix m -------------------------------------------------
@@ -153,23 +191,30 @@ template <DataType D, bool MN_MAJOR, int K> EMU_RT void gmma_mark(uint64_t d, in
     emu::mark_operand(gmma_at<MN_MAJOR, SZ>(d, first + r, k), 16, on, int(d >> 62));
 }
 // A warp computes its 16 rows together: B is read once per warp, by the last lane to arrive.
-struct WgmmaArg { const void *a; uint64_t da, db; void *c; bool keep; };
+struct WgmmaArg { const void *a; uint64_t da, db; void *c; bool keep; uint32_t meta; };
 static_assert(sizeof(WgmmaArg) <= emu::kDeferredBytes);
-template <DataType A, DataType B, DataType C, int N, int K, bool TA, bool TB, bool A_IN_REGS, int SCALE>
+template <DataType A, DataType B, DataType C, int N, int K, bool TA, bool TB, bool A_IN_REGS, int SCALE, int SEL>
 EMU_RT void wgmma_fn(unsigned lanes, void **args) {
   if (lanes != ~0u) return emu::note_failure("divergence", "wgmma needs all 32 lanes of a warp");
-  static double a[16 * K], b[N * K];                   // not on the fiber's stack; one OS thread runs all fibers
+  constexpr int KA = stored<K, SEL>();
+  static double packed[16 * KA], full[16 * K], b[N * K];   // not on the fiber's stack; one OS thread runs all fibers
+  double *a = SEL == kDense ? packed : full;
   auto *first = static_cast<WgmmaArg *>(args[0]);
   if constexpr (A_IN_REGS) {
     constexpr int EA = 4 / bytes_of<A>();
-    for (int l = 0; l < 32; ++l) for (int h = 0; h < K / (4 * EA); ++h) for (int r = 0; r < 2; ++r) for (int e = 0; e < EA; ++e)
-      a[(l / 4 + 8 * r) * K + h * 4 * EA + l % 4 * EA + e] = elem<A>(static_cast<WgmmaArg *>(args[l])->a, size_t(h * 2 + r) * EA + e);
+    for (int l = 0; l < 32; ++l) for (int h = 0; h < KA / (4 * EA); ++h) for (int r = 0; r < 2; ++r) for (int e = 0; e < EA; ++e)
+      packed[(l / 4 + 8 * r) * KA + h * 4 * EA + l % 4 * EA + e] = elem<A>(static_cast<WgmmaArg *>(args[l])->a, size_t(h * 2 + r) * EA + e);
   } else {
-    gmma_operand<A, TA, K>(first->da, emu::self->warp % 4 * 16, 16, a);
+    gmma_operand<A, TA, KA>(first->da, emu::self->warp % 4 * 16, 16, packed);
+  }
+  if constexpr (SEL != kDense) {
+    uint32_t meta[32];
+    for (int l = 0; l < 32; ++l) meta[l] = static_cast<WgmmaArg *>(args[l])->meta;
+    expand<A, K, SEL>(packed, meta, full);
   }
   gmma_operand<B, TB, K>(first->db, 0, N, b);
   if (emu::marks_operands()) {
-    if constexpr (!A_IN_REGS) gmma_mark<A, TA, K>(first->da, emu::self->warp % 4 * 16, 16, false);
+    if constexpr (!A_IN_REGS) gmma_mark<A, TA, KA>(first->da, emu::self->warp % 4 * 16, 16, false);
     gmma_mark<B, TB, K>(first->db, 0, N, false);
   }
   for (int l = 0; l < 32; ++l) {
@@ -185,29 +230,45 @@ EMU_RT void wgmma_fn(unsigned lanes, void **args) {
 template <DataType C, int N> EMU_RT void wgmma_registers(void *c, bool keep) {
   if (keep) emu::access(c, N / 2 * bytes_of_c<C>(), emu::READ); else emu::defined(c, N / 2 * bytes_of_c<C>());
 }
-template <DataType A, DataType B, DataType C, int M, int N, int K, bool TA, bool TB, int SA = 1, int SB = 1>
-EMU_RT void wgmma_ss(uint64_t da, uint64_t db, uint32_t *c, bool keep) {
-  WgmmaArg x{nullptr, da, db, c, keep};
+template <DataType A, DataType B, DataType C, int N, int K, bool TA, bool TB, int SCALE, int SEL>
+EMU_RT void start_wgmma_ss(uint64_t da, uint64_t db, uint32_t *c, bool keep, uint32_t meta) {
+  WgmmaArg x{nullptr, da, db, c, keep, meta};
   wgmma_registers<C, N>(c, keep);
   if (emu::self->lane == 0 && emu::marks_operands()) {
-    gmma_mark<A, TA, K>(da, emu::self->warp % 4 * 16, 16, true);
+    gmma_mark<A, TA, stored<K, SEL>()>(da, emu::self->warp % 4 * 16, 16, true);
     gmma_mark<B, TB, K>(db, 0, N, true);
   }
-  emu::defer(wgmma_fn<A, B, C, N, K, TA, TB, false, SA * SB>, &x, sizeof x);
+  emu::defer(wgmma_fn<A, B, C, N, K, TA, TB, false, SCALE, SEL>, &x, sizeof x);
 }
-template <DataType A, DataType B, DataType C, int M, int N, int K, bool TA, bool TB, int SA = 1, int SB = 1>
-EMU_RT void wgmma_rs(const uint32_t *a, uint64_t db, uint32_t *c, bool keep) {
-  WgmmaArg x{a, 0, db, c, keep};
-  emu::access(a, register_bytes<A>(16 * K), emu::READ);
+template <DataType A, DataType B, DataType C, int N, int K, bool TA, bool TB, int SCALE, int SEL>
+EMU_RT void start_wgmma_rs(const uint32_t *a, uint64_t db, uint32_t *c, bool keep, uint32_t meta) {
+  WgmmaArg x{a, 0, db, c, keep, meta};
+  emu::access(a, register_bytes<A>(16 * stored<K, SEL>()), emu::READ);
   wgmma_registers<C, N>(c, keep);
   if (emu::self->lane == 0 && emu::marks_operands()) gmma_mark<B, TB, K>(db, 0, N, true);
-  emu::defer(wgmma_fn<A, B, C, N, K, TA, TB, true, SA * SB>, &x, sizeof x);
+  emu::defer(wgmma_fn<A, B, C, N, K, TA, TB, true, SCALE, SEL>, &x, sizeof x);
 }
+using cute::SM90::GMMA::SparseSel;
+#define EMU_WGMMA template <DataType A, DataType B, DataType C, int M, int N, int K, bool TA, bool TB, int SA = 1, int SB = 1
+EMU_WGMMA> EMU_RT void wgmma_ss(uint64_t da, uint64_t db, uint32_t *c, bool keep) {
+  start_wgmma_ss<A, B, C, N, K, TA, TB, SA * SB, kDense>(da, db, c, keep, 0);
+}
+EMU_WGMMA> EMU_RT void wgmma_rs(const uint32_t *a, uint64_t db, uint32_t *c, bool keep) {
+  start_wgmma_rs<A, B, C, N, K, TA, TB, SA * SB, kDense>(a, db, c, keep, 0);
+}
+EMU_WGMMA, SparseSel SEL = SparseSel::Zero> EMU_RT void wgmma_sp_ss(uint64_t da, uint64_t db, uint32_t *c, bool keep, uint32_t meta) {
+  start_wgmma_ss<A, B, C, N, K, TA, TB, SA * SB, int(SEL)>(da, db, c, keep, meta);
+}
+EMU_WGMMA, SparseSel SEL = SparseSel::Zero> EMU_RT void wgmma_sp_rs(const uint32_t *a, uint64_t db, uint32_t *c, bool keep, uint32_t meta) {
+  start_wgmma_rs<A, B, C, N, K, TA, TB, SA * SB, int(SEL)>(a, db, c, keep, meta);
+}
+#undef EMU_WGMMA
 inline void warpgroup_arrive() {}
 inline void warpgroup_commit_batch() { emu::defer_commit(); }
 template <int N> void warpgroup_wait() { emu::defer_wait(N); }
 template <int N> void wait_wgmma() { emu::defer_wait(N); }
 template <class T> void warpgroup_fence_operand(T *, int) {}
-template <uint32_t R> void warpgroup_reg_alloc() {}
-template <uint32_t R> void warpgroup_reg_dealloc() {}
+// rewrite.py adds the second number of __launch_bounds__ where it is not 1.
+template <uint32_t R> EMU_INLINE void warpgroup_reg_alloc(int min_blocks = 1) { emu::set_registers(R, true, min_blocks); }
+template <uint32_t R> EMU_INLINE void warpgroup_reg_dealloc(int min_blocks = 1) { emu::set_registers(R, false, min_blocks); }
 }  // namespace tl

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <random>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -91,7 +92,7 @@ static void prepare(Fiber *f) {
   *--top = reinterpret_cast<void *>(&fiber_main);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   *reinterpret_cast<uint64_t *>(f->stack + kPage) = kCanary;
-  f->sp = top; f->state = READY; f->why = NOTHING; f->bar = -1; f->polls = 0;
+  f->sp = top; f->state = READY; f->why = NOTHING; f->bar = -1; f->polls = 0; f->setmaxnregs = 0;
   f->loads.clear(); f->stores.clear(); f->deferred.clear();
   f->locals = nullptr;
   f->load_groups = f->store_groups = f->deferred_groups = 0;
@@ -131,9 +132,11 @@ static Block *take_block(int n) {   // nullptr and a noted failure when there is
   guard_stacks(b);
   return b;
 }
-static void reset_block(Block *b, uint64_t id) {
+static void reset_block(Block *b, uint64_t id, uint32_t member = 0) {   // member: started as which of its cluster
   b->bid = {unsigned(id % gridDim.x), unsigned(id / gridDim.x % gridDim.y), unsigned(id / (uint64_t(gridDim.x) * gridDim.y))};
   b->serial = next_serial++;
+  b->peers_from = cluster_size == 1 ? UINT32_MAX : L->cooperative ? launch_serial : b->serial - member;
+  b->peer_serial = b->peer_time = b->peer_pc = 0;
   b->live = b->n;
   uint3 c = cluster_shape();
   b->rank = int(b->bid.x % c.x + b->bid.y % c.y * c.x + b->bid.z % c.z * c.x * c.y);
@@ -145,6 +148,7 @@ static void reset_block(Block *b, uint64_t id) {
   memset(b->bars, 0, sizeof b->bars);
   memset(&b->proxied, 0, sizeof b->proxied);
   b->owner.clear();
+  b->launch_registers = b->free_registers = 0;
   memset(b->knows, 0, sizeof b->knows);
   for (uint32_t &t : b->now) t = 1;
   b->reduce_acc[BAR_OR] = 0; b->reduce_acc[BAR_AND] = 1; b->reduce_acc[BAR_COUNT] = 0;
@@ -173,12 +177,13 @@ static bool any_flight(const std::vector<Block *> &blocks) {
   return false;
 }
 static void describe_deadlock(const std::vector<Fiber *> &fibers) {
-  static const char *const name[] = {"nothing", "a block barrier", "a warp operation", "an mbarrier", "the barrier of the grid or the cluster"};
-  int count[5] = {}, total = 0;
+  static const char *const name[] = {"nothing", "a block barrier", "a warp operation", "an mbarrier", "the barrier of the grid or the cluster",
+                                     "setmaxnreg"};
+  int count[NUM_WHYS] = {}, total = 0;
   for (Fiber *f : fibers) if (f->state == BLOCKED) { count[f->why]++; total++; }
   int used = snprintf(deadlock_text, sizeof deadlock_text, "deadlock: %d threads wait for ever:", total);
   const char *sep = " ";
-  for (int i = 1; i < 5; ++i)
+  for (int i = 1; i < NUM_WHYS; ++i)
     if (count[i]) {
       used += snprintf(deadlock_text + used, sizeof deadlock_text - size_t(used), "%s%d in %s", sep, count[i], name[i]);
       sep = ", ";
@@ -189,6 +194,14 @@ static void describe_deadlock(const std::vector<Fiber *> &fibers) {
     used += snprintf(deadlock_text + used, sizeof deadlock_text - size_t(used), "; barrier %d has %d of %d threads", f->bar, r.arrived,
                      r.count > 0 ? r.count : f->blk->live);
     break;
+  }
+  for (Fiber *f : fibers) {
+    if (f->state != BLOCKED || f->why != IN_REGISTERS || used >= int(sizeof deadlock_text) - 1) continue;
+    const Block *b = f->blk;
+    used += snprintf(deadlock_text + used, sizeof deadlock_text - size_t(used),
+                     "; warp %d waits for %d registers per thread and has %d; the block has %d x %d = %d registers, of which %d are free", f->warp,
+                     f->bar, b->registers[f->warp], b->n, b->launch_registers, b->n * b->launch_registers, b->free_registers);
+    return;                                 // the cause of whatever else waits
   }
   for (Fiber *f : fibers) {                 // what the first mbarrier of those still lacks
     if (f->state != BLOCKED || f->why != IN_MBARRIER || used >= int(sizeof deadlock_text) - 1) continue;
@@ -227,6 +240,7 @@ template <class F> static void run_blocks(std::vector<Block *> &blocks, F start_
     if (any_flight(blocks)) { land_one_flight(blocks); if (failed) return; continue; }
     if (!ready) {
       describe_deadlock(fibers);
+      for (Fiber *f : fibers) if (f->state == BLOCKED && f->why == IN_REGISTERS) { probing = true; resume(f); probing = false; return; }
       for (Fiber *f : fibers) if (f->state == BLOCKED) { probing = true; resume(f); probing = false; return; }
     }
     if (++spins == kPollsBeforeNext) {
@@ -324,8 +338,9 @@ void grid_sync() {
 }
 
 // ---- clusters -----------------------------------------------------------------------------------------------------
-// The blocks of a cluster run together. Accesses to the shared memory of another block are checked for their bounds, not for
-// races: what the cluster barrier orders is a matter of two blocks, whose clocks are not comparable.
+// The blocks of a cluster run together. Accesses to the shared memory of another block are checked like those to tensors: the
+// clocks of two blocks are not comparable, so what the cluster barrier and arrivals at the other's mbarriers order is kept
+// per block (`acquired`), which errs towards "ordered".
 uint3 cluster_shape() {
   return {std::max(1u, L->cluster[0]), std::max(1u, L->cluster[1]), std::max(1u, L->cluster[2])};
 }
@@ -397,6 +412,45 @@ void fence(bool block_only) {
   take_seen(b, block_only);
 }
 
+// ---- setmaxnreg ---------------------------------------------------------------------------------------------------
+// At launch every thread has an equal share of the multiprocessor's registers, in eights. An increase waits until decreases
+// of other warpgroups have given back enough: for ever, if the requests together exceed what the block has.
+constexpr int kRegisters = 65536, kMaxRegisters = 256, kMinRegisters = 24;
+static void start_registers(Block *b, int min_blocks) {
+  if (b->launch_registers) return;
+  b->launch_registers = std::min(kMaxRegisters, kRegisters / std::max(1, min_blocks) / b->n / 8 * 8);
+  for (int w = 0; w < num_warps; ++w) b->registers[w] = b->launch_registers;
+}
+void set_registers(int count, bool increase, int min_blocks) {
+  Block *b = cur->blk;
+  if (count % 8 || count < kMinRegisters || count > kMaxRegisters)
+    fail("registers", "setmaxnreg of %d registers: the number must be a multiple of 8 from %d to %d", count, kMinRegisters, kMaxRegisters);
+  start_registers(b, min_blocks);
+  cur->setmaxnregs++;
+  int &own = b->registers[cur->warp];
+  if (!increase && count < own) {
+    b->free_registers += (own - count) * 32;
+    own = count;
+    progress = true;
+    for (Fiber *f : b->f) if (f->state == BLOCKED && f->why == IN_REGISTERS) { f->state = READY; f->bar = -1; }
+  }
+  while (increase && own < count) {
+    int more = (count - own) * 32;
+    if (more <= b->free_registers) { b->free_registers -= more; own = count; return; }
+    cur->bar = count;
+    block_on(IN_REGISTERS);
+  }
+}
+// At the end of a block: setmaxnreg is an instruction of whole warpgroups.
+static void check_warpgroups(Block *b) {
+  for (Fiber *f : b->f) {
+    const Fiber *first = b->f[size_t(f->lin / 128 * 128)];
+    if (f->setmaxnregs != first->setmaxnregs && !failed)
+      fail("divergence", "threads %d and %d of one warpgroup have executed setmaxnreg %d and %d times", first->lin, f->lin, first->setmaxnregs,
+           f->setmaxnregs);
+  }
+}
+
 // ---- warp operations ----------------------------------------------------------------------------------------------
 static void fire(Block *b, int w, unsigned lanes) {
   void *args[32] = {};
@@ -435,7 +489,7 @@ void defer(CollFn fn, const void *arg, size_t bytes) {
   if (L->async_late) cur->deferred.push_back(d); else collective(~0u, fn, d.arg);
 }
 bool marks_operands() { return L->check && L->async_late; }
-void mark_operand(const void *p, size_t bytes, bool on, int swizzle) { mark_pending(p, bytes, 3, on, swizzle); }
+void mark_operand(const void *p, size_t bytes, bool on, int swizzle) { mark_pending(cur->blk, p, bytes, 3, on, swizzle); }
 void proxy_fence() {
   if (!L->check) return;
   Block *b = cur->blk;
@@ -463,7 +517,11 @@ static void on_exit_fiber(Fiber *f) {
     if ((b->wwait[w] & need) == need) fire(b, w, need);
   }
   if (b->live && b->bars[0].arrived >= b->live) wake_bar(b, 0, -1);
-  if (cluster_size > 1) complete_cluster(b->cluster);
+  if (!b->live && b->launch_registers) check_warpgroups(b);
+  if (cluster_size > 1) {
+    complete_cluster(b->cluster);
+    if (!b->live && L->check) check_last_peer(b);
+  }
 }
 
 // ---- shared memory ------------------------------------------------------------------------------------------------
@@ -496,7 +554,7 @@ char *shared_buf(const char *name, size_t bytes, int elem_bits, size_t align, in
   }
   char *p = b->arena + off;
   memset(p, 0xff, bytes);
-  b->regions.push_back({name, p, bytes, uint32_t(elem_bits), nullptr, &s, false, planned, false});
+  b->regions.push_back({name, p, bytes, uint32_t(elem_bits), nullptr, &s, false, planned, false, b});
   if (L->check) note_overlaps(b, b->regions.back());
   return p;
 }
@@ -583,16 +641,16 @@ static struct sigaction old_stops[3];
 static bool catches_stops = false;
 static volatile sig_atomic_t stop_signal = 0;
 [[noreturn]] static void stop_kernel() {
-  static const char *const doing[] = {"", "in a block barrier", "in a warp operation", "at an mbarrier", "in the grid barrier"};
+  static const char *const doing[] = {"", "in a block barrier", "in a warp operation", "at an mbarrier", "in the grid barrier", "for registers"};
   Block *b = cur->blk;
   char text[300];
-  int count[5] = {}, done = 0, used = 0;
+  int count[NUM_WHYS] = {}, done = 0, used = 0;
   for (Fiber *f : b->f) {
     if (f->state == DONE) ++done;
     else if (f->state == BLOCKED) ++count[f->why];
   }
   used = snprintf(text, sizeof text, "%d of its block's threads have not ended", b->n - done);
-  for (int i = 1; i < 5; ++i)
+  for (int i = 1; i < NUM_WHYS; ++i)
     if (count[i]) used += snprintf(text + used, sizeof text - size_t(used), ", %d wait %s", count[i], doing[i]);
   bool limit = stop_signal != SIGINT;
   stop_signal = 0;
@@ -684,7 +742,7 @@ static void run_grid(uint64_t total, int n) {
       if (started == total || used == kMaxResident || (used == blocks.size() && !take())) return nullptr;
       uint64_t member = started % uint64_t(cluster_size), i = started++ / uint64_t(cluster_size);
       Block *b = blocks[used++];
-      reset_block(b, block_number(L->order == 1 ? clusters - 1 - i : L->order == 2 ? shuffled[i] : i, member));
+      reset_block(b, block_number(L->order == 1 ? clusters - 1 - i : L->order == 2 ? shuffled[i] : i, member), uint32_t(member));
       L->blocks++; L->threads += uint64_t(n);
       return b;
     };
@@ -735,7 +793,7 @@ int launch(Launch *l, void (*entry)(void **), void **args) {
       Range &r = l->ranges[i];
       memset(&r.traffic, 0, sizeof r.traffic);
       if (!shadow_start(range_shadows[size_t(i)], r.size)) break;
-      tensors.push_back({r.name, r.base, r.size, r.elem_bits, &r.traffic, &range_shadows[size_t(i)], r.fresh != 0, -1, false});
+      tensors.push_back({r.name, r.base, r.size, r.elem_bits, &r.traffic, &range_shadows[size_t(i)], r.fresh != 0, -1, false, nullptr});
     }
   }
   if (!failed) {

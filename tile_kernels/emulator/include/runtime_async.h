@@ -11,10 +11,16 @@ struct Writing {           // what the checked writes of a scope are
   explicit Writing(How how) { write_how = how; }
   ~Writing() { write_how = PLAIN; }
 };
-static void land_copy(const Copy &c) {
-  Writing copied(COPIED);
+// Whether wgmma may read a copy without a further fence.proxy.async. TileLang's pipelines have the fence of one iteration
+// between the issue of the next one's copies and their wait, and none after the last wait; where an mbarrier tells of the
+// copies, they have none at all. Both are let off.
+static How fenced(const Copy &c, bool by_mbarrier) {
+  return by_mbarrier || cur->blk->proxied.t[cur->warp] >= c.clock ? FENCED : COPIED;
+}
+static void land_copy(const Copy &c, bool by_mbarrier = false) {
+  Writing copied(fenced(c, by_mbarrier));
   Caller from(c.pc);
-  if (L->async_late) mark_pending(c.dst, size_t(c.bytes), 1, false);
+  if (L->async_late) mark_pending(cur->blk, c.dst, size_t(c.bytes), 1, false);
   access(c.dst, size_t(c.bytes), WRITE);
   if (c.copied) { access(c.src, size_t(c.copied), READ); memcpy(c.dst, c.src, size_t(c.copied)); }
   memset(c.dst + c.copied, 0, size_t(c.bytes - c.copied));
@@ -26,19 +32,21 @@ void cp_async(void *dst, const void *src, int bytes, int copied) {
   Writing by_copy(COPIED);
   Caller from(c.pc);
   c.dst = static_cast<char *>(dst); c.src = static_cast<const char *>(src); c.bytes = bytes; c.copied = copied; c.group = f->load_groups;
+  c.clock = f->blk->now[f->warp];
   L->async_ops++;
   if (!L->async_late) return land_copy(c);
   access(dst, size_t(bytes), WRITE);                    // the write may happen from here on ...
-  mark_pending(dst, size_t(bytes), 1, true);            // ... until the wait
+  mark_pending(cur->blk, dst, size_t(bytes), 1, true);            // ... until the wait
   f->loads.push_back(c);
 }
 void cp_commit() { cur->load_groups++; }
-void cp_wait(int keep) {                                // land all but the newest `keep` committed groups
+static void land_copies(int keep, bool by_mbarrier) {   // all but the newest `keep` committed groups
   Fiber *f = cur;
   size_t i = 0;
-  while (i < f->loads.size() && f->loads[i].group < f->load_groups - keep) land_copy(f->loads[i++]);
+  while (i < f->loads.size() && f->loads[i].group < f->load_groups - keep) land_copy(f->loads[i++], by_mbarrier);
   f->loads.erase(f->loads.begin(), f->loads.begin() + long(i));
 }
+void cp_wait(int keep) { land_copies(keep, false); }
 
 // ---- mbarrier -----------------------------------------------------------------------------------------------------
 static int mbar_index(Block *b, void *bar) {
@@ -90,7 +98,7 @@ void mbar_arrive_remote(void *bar, int rank, uint32_t expect_tx) {
 // Arrives once the thread's earlier cp.async copies are complete; without noinc the phase also expects one arrival more.
 void mbar_cp_async_arrive(void *bar, bool noinc) {
   cp_commit();
-  cp_wait(0);
+  land_copies(0, true);
   if (!noinc) cur->blk->mbars[size_t(mbar_index(bar))].pending++;
   mbar_arrive(bar, 0, true);
 }
@@ -189,8 +197,10 @@ static void land_one_flight(const std::vector<Block *> &blocks) {
 static void start_flight(Flight &x, Block *b) {
   L->async_ops++;
   x.pc = short_pc();
+  auto before = std::make_tuple(b->peer_serial, b->peer_time, b->peer_pc);
   access(x.dst, x.bytes, WRITE);                        // the target must be free, as seen by the issuing thread
-  if (b == cur->blk) mark_pending(x.dst, x.bytes, 1, true);
+  std::tie(b->peer_serial, b->peer_time, b->peer_pc) = before;  // an mbarrier of that block, not a cluster barrier, says when it is done
+  mark_pending(b, x.dst, x.bytes, 1, true);
   b->now[kAsync]++;
   x.clock = b->now[kAsync];
   if (L->async_late) b->flights.push_back(x); else land_flight(b, x);
@@ -261,7 +271,7 @@ static void add_element(char *g, const char *s, int kind) {   // kind: CUtensorM
   }
 }
 static void land_store(const Copy &c) {
-  mark_pending(c.src, size_t(c.bytes), 2, false);
+  mark_pending(cur->blk, c.src, size_t(c.bytes), 2, false);
   Access kind = c.add ? ATOMIC : WRITE;
   char *arena = cur->blk->arena;
   if (c.tensor)
@@ -286,7 +296,7 @@ static void start_store(const Copy &c) {
       if (g) access(cur->blk->arena + s, size_t(c.map.elem_bytes), READ);
     });
   if (!L->async_late) return land_store(c);
-  mark_pending(c.src, size_t(c.bytes), 2, true);
+  mark_pending(cur->blk, c.src, size_t(c.bytes), 2, true);
   cur->stores.push_back(c);
 }
 void bulk_store(void *dst, const void *src, uint32_t bytes, bool add) {

@@ -11,17 +11,30 @@ static char *map_memory(size_t bytes, const char *what) {   // nullptr and a not
   note_failure("memory", "no address space for %s: %zu bytes", what, bytes);
   return nullptr;
 }
-static bool shadow_reserve(Shadow &s, size_t bytes) {
-  if (s.capacity >= bytes + 16) return true;
+static bool shadow_map(Shadow &s, size_t capacity) {
   if (s.cells) munmap(s.cells, s.capacity * sizeof(Cell));
-  s.capacity = (bytes + 16 + 4095) / 4096 * 4096;
-  s.cells = reinterpret_cast<Cell *>(map_memory(s.capacity * sizeof(Cell), "the records of the checked accesses"));
-  if (!s.cells) s.capacity = 0;
+  s.cells = reinterpret_cast<Cell *>(map_memory(capacity * sizeof(Cell), "the records of the checked accesses"));
+  s.capacity = s.cells ? capacity : 0;
+  s.launches = 0;
   return s.cells != nullptr;
 }
+static bool shadow_reserve(Shadow &s, size_t bytes) {
+  return s.capacity >= bytes + 16 || shadow_map(s, (bytes + 16 + 4095) / 4096 * 4096);
+}
+// Huge pages for tensors that many launches touch. The cells of 1 MiB of a tensor are 4 MiB at the first granule; outside of
+// the cache an element of a vector add takes 44 ns with huge pages and 64 ns without (1 M elements, EPYC; 42 ns in the cache).
+// The first touch of such a page may cost more than it saves (there 1.4 s instead of 0.7 s for the first of launches over
+// 4 M elements), hence not from the first launch on. Larger tensors are rarely touched everywhere, and each touch takes 2 MiB.
+constexpr size_t kHugeFrom = 1 << 20, kHugeTo = 64 << 20;
+constexpr uint32_t kHugeAfter = 3;         // launches; other values were not compared
 static bool shadow_start(Shadow &s, size_t bytes) {
   s.shift = 4; s.lo = SIZE_MAX; s.hi = 0;
-  return shadow_reserve(s, bytes);
+  if (!shadow_reserve(s, bytes)) return false;
+  if (bytes < kHugeFrom || bytes > kHugeTo || ++s.launches != kHugeAfter + 1) return true;
+  if (!shadow_map(s, s.capacity)) return false;         // nothing in it is needed any more
+  s.launches = kHugeAfter + 1;
+  madvise(s.cells, s.capacity * sizeof(Cell), MADV_HUGEPAGE);
+  return true;
 }
 // Offer the system what a large launch touched. It takes the pages when it needs them: to give them back at once would
 // cost a page fault per 64 cells in the next launch, more than the checks themselves. Old cells are recognised by their serial.
@@ -92,7 +105,7 @@ static const char *describe(char *out, size_t n, const Stamp &s, bool other_bloc
   L->failure->other_pc = other_pc ? image_lo + other_pc : nullptr;
   describe(who, sizeof who, s, other_block);
   fail("race", "race: %zu-byte %s %s, %s by %s with no %s in between%s", n, kVerb[kind], place(r, p), was_write ? "written" : "read", who,
-       other_block ? "grid barrier" : "barrier", extra);
+       !other_block ? "barrier" : r->owner ? "cluster barrier" : "grid barrier", extra);
 }
 
 // Two unordered plain writes are tolerated when they store the same bytes (TileLang replicates such stores). The hook runs
@@ -167,11 +180,11 @@ static void note_undefined(const Region *r, char *p, size_t n, Access kind) {
   for (uint32_t i = 0; i < L->num_sites; ++i) if (L->sites[i] == pc) return;
   if (L->num_sites < uint32_t(kMaxSites)) L->sites[L->num_sites++] = pc;
 }
-// The async proxy (wgmma, bulk and tensor stores) sees ordinary stores only after a fence.proxy.async. Copies by cp.async are
-// let off, as TileLang does. Stores that no barrier orders are left to the race check.
+// The async proxy (wgmma, bulk and tensor stores) sees ordinary stores, and copies by cp.async, only after a
+// fence.proxy.async. Stores that no barrier orders are left to the race check.
 static void check_proxy(const Cell &c, const Region *r, char *p, size_t n, const char *reader) {
   Block *b = cur->blk;
-  if (c.how != PLAIN || !c.w.tid1 || c.w.tid1 == kAsyncTid || c.w.serial != b->serial) return;
+  if (c.how > COPIED || !c.w.tid1 || c.w.tid1 == kAsyncTid || c.w.serial != b->serial) return;
   if (c.w.clock <= b->proxied.t[(c.w.tid1 - 1) >> 5] || !ordered(c.w, c.wtime, cur)) return;
   L->failure->other_pc = c.wpc ? image_lo + c.wpc : nullptr;
   fail("fence", "missing fence: %s reads %zu bytes of %s, written by thread %d with no fence.proxy.async in between", reader, n, place(r, p),
@@ -180,8 +193,8 @@ static void check_proxy(const Cell &c, const Region *r, char *p, size_t n, const
 
 static void check_cell(Cell &c, Region *r, char *p, size_t n, Access kind, Fiber *f) {
   Block *b = f->blk;
-  bool global = r->traffic != nullptr, write = kind == WRITE || kind == ATOMIC, atomic = kind >= ATOMIC;
-  if (c.pend_kind && c.pend_serial == b->serial) {
+  bool global = !r->owner, write = kind == WRITE || kind == ATOMIC, atomic = kind >= ATOMIC;
+  if (!global && c.pend_kind && c.pend_serial == r->owner->serial) {
     bool mine = c.pend_kind == 1 && write && c.pend_tid == uint16_t(f->lin + 1);
     static const char *const role[] = {"", "the target of an asynchronous copy", "the source of an asynchronous copy", "an operand of a wgmma"};
     if (!(c.pend_kind >= 2 && !write) && !mine) {
@@ -190,9 +203,11 @@ static void check_cell(Cell &c, Region *r, char *p, size_t n, Access kind, Fiber
       fail("race", "race: %zu-byte %s %s, %s of thread %d not yet waited for", n, kVerb[kind], place(r, p), role[c.pend_kind], c.pend_tid - 1);
     }
   }
-  // Stamps of other blocks: stale in shared memory, concurrent in global memory unless an acquire covers them.
+  // Stamps of other blocks, from serial `since` on, are concurrent unless an acquire covers them. Older ones are of launches
+  // before; in shared memory, of blocks that had this memory before.
+  uint32_t since = global ? launch_serial : b->peers_from;
   bool w_here = c.w.tid1 && c.w.serial == b->serial, r_here = c.r.tid1 && c.r.serial == b->serial;
-  bool w_else = global && c.w.tid1 && !w_here && c.w.serial >= launch_serial && c.wtime > b->acquired;
+  bool w_else = c.w.tid1 && !w_here && c.w.serial >= since && c.wtime > b->acquired;
   bool bad_w = ((w_here && !ordered(c.w, c.wtime, f)) || w_else) && !(atomic && c.w.atomic);
   if (bad_w) {
     if (kind != WRITE || c.w.atomic) race(r, p, n, kind, c.w, w_else, true, c.wpc);
@@ -201,16 +216,16 @@ static void check_cell(Cell &c, Region *r, char *p, size_t n, Access kind, Fiber
       memcpy(x.old, p, n);
     }
   }
-  if (kind != WRITE && (global ? r->fresh && !(c.w.tid1 && c.w.serial >= launch_serial) : !w_here)) note_undefined(r, p, n, kind);
+  if (kind != WRITE && (!global || r->fresh) && !w_here && !(c.w.tid1 && c.w.serial >= since)) note_undefined(r, p, n, kind);
   if (write) {
     if (r_here && c.r.tid1 == kManyTid) {
       const Readers &t = readers[c.readers];
       for (int v = 0; v < kAgents; ++v)
         if (t.by[v].tid1 && !(atomic && t.by[v].atomic) && !ordered(t.by[v], t.time[v], f)) race(r, p, n, kind, t.by[v], false, false, 0);
     } else if (r_here && !(atomic && c.r.atomic) && !ordered(c.r, c.rtime, f)) race(r, p, n, kind, c.r, false, false, c.rpc);
-    bool r_else = global && c.r.tid1 && !r_here && c.r.serial >= launch_serial && c.rtime > b->acquired;
+    bool r_else = c.r.tid1 && !r_here && c.r.serial >= since && c.rtime > b->acquired;
     if (r_else && !(atomic && c.r.atomic)) race(r, p, n, kind, c.r, true, false, c.r.tid1 == kManyTid ? 0 : c.rpc);
-    if (global && c.other_serial >= launch_serial && c.other_serial != b->serial && c.other_time > b->acquired && !atomic) {
+    if (c.other_serial >= since && c.other_serial != b->serial && c.other_time > b->acquired && !atomic) {
       Stamp s{}; s.serial = c.other_serial; s.tid1 = 1;
       race(r, p, n, kind, s, true, false, 0);
     }
@@ -226,27 +241,27 @@ static void check_cell(Cell &c, Region *r, char *p, size_t n, Access kind, Fiber
     if (r->traffic && !(c.r.tid1 && c.r.serial >= launch_serial)) r->traffic->distinct_read += granule;
     if (kind == ATOMIC) { if (!r_here) { c.r = me; c.r.multi = 0; c.rtime = release_time; c.rpc = short_pc(); } return; }
     if (!r_here) {
-      if (c.r.tid1 && c.r.serial >= launch_serial) { c.other_serial = c.r.serial; c.other_time = c.rtime; }
+      if (c.r.tid1 && c.r.serial >= since) { c.other_serial = c.r.serial; c.other_time = c.rtime; }
       c.r = me; c.rpc = short_pc();
     } else add_reader(c, f, me);
     c.rtime = release_time;
   }
 }
 
-static void stamp_async(Block *b, char *p, size_t n, uint32_t clock, uint32_t pc, How how);
 // ---- the access check ---------------------------------------------------------------------------------------------
 static Region *find_shared(Block *b, char *p, size_t n) {
   for (Region &r : b->regions) if (p >= r.base && p + n <= r.base + r.size) return &r;
   return nullptr;
 }
 // Buffers have memory of their own here; TileLang gives those that it thinks are not in use together the same bytes.
-static void check_overlap(const Region *r, size_t off, size_t n, Access kind, Block *b) {
+static void check_overlap(const Region *r, size_t off, size_t n, Access kind) {
+  Block *b = r->owner;
   uint8_t me = uint8_t(r - b->regions.data() + 1), *owner = b->owner.data() + r->planned + off;
   if (kind == READ || kind == ATOMIC_READ) {
     for (size_t i = 0; i < n; ++i) {
       if (owner[i] == me || !owner[i]) continue;
       const Cell &c = r->shadow->cells[(off + i) >> r->shadow->shift];
-      if (!(c.w.tid1 && c.w.serial == b->serial)) return;              // not written at all: noted already
+      if (!(c.w.tid1 && (c.w.serial == b->serial || c.w.serial >= b->peers_from))) return;   // not written at all: noted already
       const Region &other = b->regions[owner[i] - 1];
       fail("shared memory", "overlap: %zu-byte %s %s, whose bytes %s has overwritten (%s is at bytes %d to %zu of shared memory, %s at %d to %zu)", n,
            kVerb[kind], place(r, r->base + off), other.name, r->name, r->planned, size_t(r->planned) + r->size - 1, other.name, other.planned,
@@ -269,7 +284,7 @@ static void check_region(Region *r, char *p, size_t n, Access kind, Fiber *f) {
   s.lo = std::min(s.lo, first);
   s.hi = std::max(s.hi, last + 1);
   for (size_t i = first; i <= last; ++i) check_cell(s.cells[i], r, r->base + (i << s.shift), size_t(1) << s.shift, kind, f);
-  if (r->overlaps) check_overlap(r, off, n, kind, f->blk);
+  if (r->overlaps) check_overlap(r, off, n, kind);
 }
 template <class Regions> static const Region *nearest(const Regions &regions, const char *p) {
   const Region *best = nullptr;
@@ -338,6 +353,24 @@ void defined(const void *p, size_t bytes) {
   if (L->check && q >= b->stacks && q < b->stacks + kStack * size_t(b->n)) check_local(cur, const_cast<char *>(q), bytes, WRITE);
 }
 
+// An access to the shared memory of another block of the cluster, which must have started and must not have ended.
+static void check_peer(Block *o, char *p, size_t n, Access kind, Fiber *f) {
+  static const char *const text = "race: %zu-byte %s shared memory of block %d of the cluster, which %s: a cluster barrier must come %s";
+  if (o->regions.empty() && o->live) fail("race", text, n, kVerb[kind], o->rank, "may not have started", "first");
+  if (!o->live) fail("race", text, n, kVerb[kind], o->rank, "has ended", "before its end");
+  Region *r = find_shared(o, p, n);
+  if (!r) fail("out of bounds", "out of bounds: %zu-byte %s shared memory of block %d of the cluster", n, kVerb[kind], o->rank);
+  o->peer_serial = f->blk->serial; o->peer_time = release_time; o->peer_pc = short_pc();
+  check_region(r, p, n, kind, f);
+}
+// At the end of a block: are the others done with its shared memory?
+static void check_last_peer(Block *b) {
+  if (b->peer_serial < b->peers_from || b->peer_time <= b->acquired || failed) return;
+  hook_pc = b->peer_pc ? image_lo + b->peer_pc : nullptr;
+  fail("race", "race: the block ends although another block (number %u of the launch) has accessed its shared memory with no cluster barrier in between",
+       b->peer_serial - launch_serial);
+}
+
 static void check(const void *ptr, size_t n, Access kind) {
   Fiber *f = cur;
   char *p = const_cast<char *>(static_cast<const char *>(ptr));
@@ -355,12 +388,8 @@ static void check(const void *ptr, size_t n, Access kind) {
   } else {
     for (Region &r : tensors) if (p >= r.base && p + n <= r.base + r.size) return check_region(&r, p, n, kind, f);
     if (cluster_size > 1)
-      for (Block *o : resident) {
-        if (o->cluster != b->cluster || p < o->arena || p >= o->arena + kArena) continue;
-        if (!find_shared(o, p, n)) fail("out of bounds", "out of bounds: %zu-byte %s shared memory of block %d of the cluster", n, kVerb[kind], o->rank);
-        if (kind != READ) stamp_async(o, p, n, 0, short_pc(), PLAIN);
-        return;
-      }
+      for (Block *o : resident)
+        if (o->cluster == b->cluster && p >= o->arena && p < o->arena + kArena) return check_peer(o, p, n, kind, f);
     if (p >= image_lo && p < image_hi) return;                        // constants of the kernel itself
     if (p >= own_lo && p < own_hi && kind == READ) return;
     if (p >= b->stacks && p < b->stacks + kStack * size_t(b->n)) return;  // a collective writes its peers' registers
@@ -402,10 +431,9 @@ static void check_async_read(const Cell &c, char *p, size_t n, uint8_t kind, int
   fail("layout", "layout mismatch: a wgmma reads %s with %s, the tensor copy wrote it with %s", place(r, p), name[wanted], name[found]);
 }
 // Copies in flight: their target may not be touched, their source may not be written.
-static void mark_pending(const void *ptr, size_t n, uint8_t kind, bool on, int swizzle = -1) {
+static void mark_pending(Block *b, const void *ptr, size_t n, uint8_t kind, bool on, int swizzle = -1) {
   if (!L->check || !n) return;
   char *p = const_cast<char *>(static_cast<const char *>(ptr));
-  Block *b = cur->blk;
   Cells r = shared_cells(b, p, n);
   if (!r.shadow) return;
   Shadow &s = *r.shadow;
@@ -423,7 +451,7 @@ static void mark_pending(const void *ptr, size_t n, uint8_t kind, bool on, int s
 static void stamp_async(Block *b, char *p, size_t n, uint32_t clock, uint32_t pc, How how) {
   if (!L->check) return;
   Cells r = shared_cells(b, p, n);
-  if (Region *x = find_shared(b, p, n)) if (x->overlaps) check_overlap(x, size_t(p - x->base), n, WRITE, b);
+  if (Region *x = find_shared(b, p, n)) if (x->overlaps) check_overlap(x, size_t(p - x->base), n, WRITE);
   for (size_t i = r.first; i < r.end; ++i) {
     Cell &c = r.shadow->cells[i];
     c.w = {b->serial, clock, 0, kAsyncTid, 0, 0};

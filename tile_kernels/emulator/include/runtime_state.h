@@ -22,13 +22,14 @@ constexpr uint16_t kAsyncTid = 0xffff, kManyTid = 0xfffe;
 constexpr uint32_t kSameReads = 1 << 24, kAccesses = 1 << 30;
 
 enum State : uint8_t { READY, BLOCKED, DONE };
-enum Why : uint8_t { NOTHING, IN_BARRIER, IN_WARP_OP, IN_MBARRIER, IN_GRID_BARRIER };
+enum Why : uint8_t { NOTHING, IN_BARRIER, IN_WARP_OP, IN_MBARRIER, IN_GRID_BARRIER, IN_REGISTERS, NUM_WHYS };
 
 struct Block;
 struct Copy {  // cp.async, or a bulk store, not yet landed
   char *dst;
   const char *src;
   int bytes, copied, group;
+  uint32_t clock;                           // of the warp, when it was issued
   bool tensor, add;
   void *pc;
   TensorMap map;
@@ -54,6 +55,7 @@ struct Fiber : Thread {
   std::vector<Deferred> deferred;
   Local *locals;                            // innermost first
   int load_groups, store_groups, deferred_groups;
+  int setmaxnregs;                          // executed so far
 };
 static int num_warps = 0;                   // of a block of this launch
 struct Clock {
@@ -91,7 +93,7 @@ struct alignas(64) Cell {                             // shadow of one granule o
   uint32_t pend_serial;
   uint16_t pend_tid;
   uint8_t pend_kind;                        // a copy in flight: 1 its target, 2 its source, 3 operand of a wgmma
-  uint8_t how;                              // the last write: PLAIN, COPIED, TENSOR + swizzle, BULK
+  uint8_t how;                              // the last write: a How; TENSOR + the swizzle of the copy
 };
 static_assert(sizeof(Cell) == 64, "one cache line per granule");
 struct Shadow {
@@ -99,8 +101,9 @@ struct Shadow {
   size_t capacity;                          // cells, at granule 1
   uint32_t shift;                           // granule = 1 << shift bytes
   size_t lo, hi;                            // touched cells
+  uint32_t launches;                        // over a large tensor, with this memory
 };
-enum How : uint8_t { PLAIN, COPIED, TENSOR, BULK = TENSOR + 4 };
+enum How : uint8_t { PLAIN, COPIED, FENCED, TENSOR, BULK = TENSOR + 4 };   // FENCED: a copy by cp.async, fenced before it landed
 struct Region {
   const char *name;
   char *base;
@@ -111,6 +114,7 @@ struct Region {
   bool fresh;                               // undefined until written
   int planned;                              // shared: TileLang's offset, or -1
   bool overlaps;                            // ... which another buffer's overlaps
+  Block *owner;                             // whose shared memory it is; null: a tensor
 };
 struct Named { const char *name; char *base; size_t size; uint32_t elem_bits; };
 struct Flight {                             // a bulk or tensor load not yet landed
@@ -127,6 +131,8 @@ struct Block {
   uint3 bid;
   uint32_t cluster;                         // number of its cluster
   int rank;                                 // in the cluster
+  uint32_t peers_from;                      // the lowest serial of a block that may reach this one's shared memory
+  uint32_t peer_serial, peer_time, peer_pc; // the last access of another block to this one's shared memory
   Clock cluster_done;                       // what the last cluster barrier released
   uint32_t serial;
   int n, live;
@@ -154,6 +160,8 @@ struct Block {
   std::vector<MBar> mbars;
   std::vector<Flight> flights;
   int reduce_acc[3], reduce_res[3];
+  int registers[kMaxWarps];                 // of a thread of each warp; 0: before the first setmaxnreg of the block
+  int launch_registers, free_registers;     // of a thread at launch; given back by setmaxnreg.dec
 };
 
 Thread *self = nullptr;
@@ -239,15 +247,15 @@ void fail(const char *kind, const char *format, ...) {
   abort();
 }
 // Names the buffer a pointer falls into; in the merged arena that is every buffer TileLang placed there.
-static char place_text[160];
+static char place_text[200];
 static const char *place(const Region *r, const char *p) {
   Failure *f = L->failure;
   const char *base = r->base;
   uint32_t bits = r->elem_bits;
   bool found = false;
   snprintf(f->buffer, sizeof f->buffer, "%s", r->name);
-  if (!r->traffic)
-    for (const Named &m : cur->blk->names) {
+  if (r->owner)
+    for (const Named &m : r->owner->names) {
       if (p < m.base || p >= m.base + m.size) continue;
       size_t used = found ? strlen(f->buffer) : 0;
       snprintf(f->buffer + used, sizeof f->buffer - used, "%s%s", found ? "/" : "", m.name);
@@ -256,7 +264,9 @@ static const char *place(const Region *r, const char *p) {
     }
   f->offset = p - base;
   f->element = f->offset * 8 / int64_t(bits ? bits : 8);
-  snprintf(place_text, sizeof place_text, "%s%s byte %lld (element %lld)", r->traffic ? "" : "shared ", f->buffer,
+  char where[40] = "";
+  if (r->owner && r->owner != cur->blk) snprintf(where, sizeof where, " of block %d of the cluster", r->owner->rank);
+  snprintf(place_text, sizeof place_text, "%s%s%s byte %lld (element %lld)", r->owner ? "shared " : "", f->buffer, where,
            (long long)f->offset, (long long)f->element);
   return place_text;
 }

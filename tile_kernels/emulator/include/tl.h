@@ -346,6 +346,7 @@ template <class T> T lowest() {
         if (Axis) scan_line<OP, rev, SEG>(s + r * ss, d + r * ds, W, 1, 1, T(IDENTITY));                                      \
         else scan_line<OP, rev, SEG>(s + r, d + r, H, ss, ds, T(IDENTITY));                                                   \
     }                                                                                                                         \
+    template <class T> static void run(const T *s, T *d, int H, int W) { run(s, d, H, W, W, W); }   /* until 0.1.12 */         \
   };
 EMU_SCAN(CumSum, SumOp, 0)
 EMU_SCAN(CumMax, MaxOp, lowest<T>())

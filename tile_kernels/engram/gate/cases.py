@@ -34,6 +34,7 @@ def _gate(
     special: bool = False,
     skip: int = 0,
     extra: int = 0,
+    image: bool = False,
     **more: Any,
 ) -> Arguments:
     """With `extra`, k and v have gaps between rows; with `skip`, all start off a vector."""
@@ -47,6 +48,8 @@ def _gate(
         "clamp_value": _CLAMP,
         **more,
     }
+    if image:
+        arguments["image_token_mask"] = torch.arange(num_tokens, device=device) % 3 == 1
     if special:
         x, k = arguments["hidden_states"], arguments["k"]
         x[0] = 0  # an exact zero of the dot product, with norms of almost nothing
@@ -66,8 +69,12 @@ def _backward(
         grad_out = grad_out[:1, :1, :1].expand(shape)
     inputs = {name: arguments[name] for name in ("hidden_states", "k", "v", "weight_fused")}
     clamp = arguments["clamp_value"]
-    _, *saved = reference.engram_gate_fwd(**inputs, eps=arguments["eps"], clamp_value=clamp)
-    residual = {key: arguments[key] for key in ("add_residual",) if key in arguments}
+    mask = arguments.get("image_token_mask")
+    _, *saved = reference.engram_gate_fwd(
+        **inputs, eps=arguments["eps"], clamp_value=clamp, image_token_mask=mask
+    )
+    names = ("add_residual", "image_token_mask")
+    residual = {key: arguments[key] for key in names if key in arguments}
     saved_by_name = dict(zip(_SAVED, saved))
     return {"grad_out": grad_out, **inputs, **saved_by_name, "clamp_value": clamp, **residual}
 
@@ -93,6 +100,9 @@ def _small(build: Callable[..., Build]) -> list[Sample]:
         Sample("odd strides.6x3x80", build(6, 3, 80, extra=3)),
         Sample("misaligned.6x3x80", build(6, 3, 80, skip=1)),
         Sample("no residual.5x2x64", build(5, 2, 64, add_residual=False)),
+        Sample("image.9x2x72", build(9, 2, 72, special=True, image=True)),
+        Sample("image, no residual.5x2x64", build(5, 2, 64, image=True, add_residual=False)),
+        Sample("image, long.2x1x37600", build(2, 1, 37600, image=True)),
         Sample("no clamp.5x2x64", build(5, 2, 64, special=True, clamp_value=0.0, eps=1e-6)),
         Sample("long.2x1x37600", build(2, 1, 37600)),
     ]
@@ -179,6 +189,124 @@ ENGRAM_GATE_FWD = Cases(
         Reject("clamp_value", "NaN", changed(clamp_value=float("nan"))),
         Reject("save_for_backward", "an int", changed(save_for_backward=1)),
         Reject("add_residual", "an int", changed(add_residual=1)),
+        Reject("image_token_mask", "float", changed(image_token_mask=torch.zeros(7))),
+        Reject("inplace", "with saving", changed(inplace=True)),
+    ],
+    compare=_compare,
+)
+
+
+@builder
+def _packed(
+    device: torch.device, num_tokens: int, streams: int, hidden: int, **options: Any
+) -> Arguments:
+    """Of `_gate`, with keys and values in one tensor."""
+    arguments = _gate(num_tokens, streams, hidden, **options)(device)
+    skip = options.get("skip", 0)
+    kv = normal(num_tokens, streams + 1, hidden, device=device, dtype=BF16, skip=skip)
+    del arguments["k"], arguments["v"]
+    return {"hidden_states": arguments.pop("hidden_states"), "kv": kv, **arguments}
+
+
+@builder
+def _packed_backward(device: torch.device, *shape: int, **options: Any) -> Arguments:
+    arguments = _packed(*shape, **options)(device)
+    _, *saved = reference.engram_gate_packed_fwd(**arguments)
+    del arguments["eps"]
+    grad_out = normal(*shape, device=device, dtype=BF16)
+    return {"grad_out": grad_out, **arguments, **dict(zip(_SAVED, saved))}
+
+
+def _worked_packed() -> Arguments:
+    """The worked example as two tokens, the second of which is masked."""
+    arguments = _worked()
+    k, v = arguments.pop("k"), arguments.pop("v")
+    kv = torch.cat((k, v[:, None]), 1).repeat(2, 1, 1)
+    mask = torch.tensor([False, True])
+    x = arguments.pop("hidden_states").repeat(2, 1, 1)
+    return {"hidden_states": x, "kv": kv, **arguments, "image_token_mask": mask}
+
+
+def _two(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x, torch.zeros_like(x)))
+
+
+_PACKED_REJECTS = [
+    Reject("kv", "no value", edited("kv", lambda x: x[:, 1:].contiguous())),
+    Reject("kv", "strided", edited("kv", lambda x: x.transpose(0, 1).contiguous().transpose(0, 1))),
+    Reject("image_token_mask", "float", changed(image_token_mask=torch.zeros(7))),
+]
+
+ENGRAM_GATE_PACKED_FWD = Cases(
+    small=[
+        Sample("7x2x272", _packed(7, 2, 272)),
+        Sample("none", _packed(0, 4, 64)),
+        Sample("1x1x8", _packed(1, 1, 8)),
+        Sample("image.9x4x72", _packed(9, 4, 72, special=False, image=True)),
+        Sample("misaligned.6x3x80", _packed(6, 3, 80, skip=1)),
+        Sample("plain.5x2x64", _packed(5, 2, 64, save_for_backward=False, image=True)),
+    ],
+    large=[Sample("4001x4x7168", _packed(4001, 4, 7168, image=True))],
+    benchmarks=[
+        Benchmark("4096x4x7168", _packed(4096, 4, 7168)),
+        Benchmark("plain.4096x4x7168", _packed(4096, 4, 7168, save_for_backward=False, image=True)),
+    ],
+    vectors=[
+        Vector(
+            "the second is an image token",
+            _worked_packed,
+            lambda: (
+                torch.stack((_row(1 + _OPEN), _row(1 + _SHUT), _row(1.0), _row(1.0))).view(
+                    2, 2, 16
+                ),
+                *map(_two, _saved()),
+            ),
+        )
+    ],
+    rejects=[
+        *_PACKED_REJECTS,
+        Reject("save_for_backward", "an int", changed(save_for_backward=1)),
+        Reject("inplace", "with saving", changed(inplace=True)),
+        Reject("inplace", "an int", changed(inplace=1)),
+    ],
+    compare=_compare,
+)
+
+ENGRAM_GATE_PACKED_BWD = Cases(
+    small=[
+        Sample("7x2x272", _packed_backward(7, 2, 272)),
+        Sample("none", _packed_backward(0, 4, 64)),
+        Sample("1x1x8", _packed_backward(1, 1, 8)),
+        Sample("image.9x4x72", _packed_backward(9, 4, 72, image=True)),
+        Sample("misaligned.6x3x80", _packed_backward(6, 3, 80, skip=1)),
+        Sample("in groups.3x6x8448", _packed_backward(3, 6, 8448, image=True)),
+    ],
+    large=[Sample("4001x4x7168", _packed_backward(4001, 4, 7168, image=True))],
+    benchmarks=[Benchmark("4096x4x7168", _packed_backward(4096, 4, 7168, image=True))],
+    vectors=[
+        Vector(
+            "the second is an image token",
+            lambda: {
+                "grad_out": torch.ones(2, 2, 16).bfloat16(),
+                **{key: value for key, value in _worked_packed().items() if key != "eps"},
+                **dict(zip(_SAVED, map(_two, _saved()))),
+            },
+            lambda: (
+                torch.stack(
+                    (_row(1.10499, 0.89501), _row(0.89501, 1.10499), _row(1.0), _row(1.0))
+                ).view(2, 2, 16),
+                _two(
+                    torch.stack((_row(0.10499, -0.10499), _row(0.10499, -0.10499), _row(1.0)))[None]
+                ),
+                _two(
+                    torch.tensor([0.1049936, -0.1049936])[:, None].expand(2, 16)[None].contiguous()
+                ),
+            ),
+        )
+    ],
+    rejects=[
+        *_PACKED_REJECTS,
+        Reject("dot", "another shape", edited("dot", lambda x: x[1:])),
     ],
     compare=_compare,
 )
@@ -224,4 +352,9 @@ ENGRAM_GATE_BWD = Cases(
     compare=_compare,
 )
 
-CASES = {"engram_gate_fwd": ENGRAM_GATE_FWD, "engram_gate_bwd": ENGRAM_GATE_BWD}
+CASES = {
+    "engram_gate_fwd": ENGRAM_GATE_FWD,
+    "engram_gate_bwd": ENGRAM_GATE_BWD,
+    "engram_gate_packed_fwd": ENGRAM_GATE_PACKED_FWD,
+    "engram_gate_packed_bwd": ENGRAM_GATE_PACKED_BWD,
+}

@@ -4,7 +4,7 @@ from typing import Any
 
 from tilelang import language as T
 
-from tile_kernels.engram.gate.plan import ROWS, STREAMED, VECTOR, Plan
+from tile_kernels.engram.gate.plan import ROWS, STREAMED, VECTOR, BackwardPlan, Plan
 from tile_kernels.runtime.kernels.common import (
     EXPLICIT_GUARDS,
     WARP,
@@ -20,8 +20,13 @@ from tile_kernels.runtime.launch import kernel
 PASS_CONFIGS = {**EXPLICIT_GUARDS, "tl.disable_thread_storage_sync": True}
 
 
-def access_bits(*static: Any) -> tuple[int, tuple[int, ...]]:
-    return 128, (32, 128) if Plan(*static).saved else (128,)
+def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    plan = Plan(*static)
+    return (8, 128) if plan.masked else (128,), (32, 128) if plan.saved else (128,)
+
+
+def backward_access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
+    return (8, 32, 128) if BackwardPlan(*static).masked else (32, 128), 128
 
 
 @T.macro
@@ -45,8 +50,13 @@ def gate(
     workers: int,
     saved: bool,
     residual: bool,
+    masked: bool,
 ) -> Any:
-    """`out = x + sigmoid(u) * v`, where `u` compares `x` and `k`; a block per stream."""
+    """`out = x + sigmoid(u) * v`, where `u` compares `x` and `k`; a block per stream.
+
+    Tokens of the mask have no value: their rows are copied. `out` may be `x`: a block reads a row
+    before it writes it, and no other reads it.
+    """
     warps = threads // WARP
     staged = stages > 0
     depth = max(1, stages)
@@ -76,6 +86,7 @@ def gate(
         k: T.StridedTensor[(tokens, streams, hidden), (k_token, k_stream, 1), T.bfloat16],
         v: T.StridedTensor[(tokens, hidden), (v_token, 1), T.bfloat16],
         weight: T.Tensor[(streams, hidden), T.float32],
+        mask: T.Tensor[(tokens,), T.bool],
         out: T.Tensor[(tokens, streams, hidden), T.bfloat16],
         dot: T.Tensor[saved_shape, T.float32],
         score: T.Tensor[saved_shape, T.float32],
@@ -156,6 +167,14 @@ def gate(
                 gate_value = gate_of(
                     sums[0] * inverse_x * inverse_k * T.float32(hidden**-0.5), clamp
                 )
+                is_image = T.alloc_var(T.bool, init=T.bool(False))
+                if masked:
+                    is_image = mask[token]
+                    if is_image:
+                        sums[0] = T.float32(0)
+                        gate_value = T.float32(0)
+                        inverse_x = T.float32(0)
+                        inverse_k = T.float32(0)
                 if saved:
                     if tx == 0:
                         dot[token, stream] = sums[0]
@@ -174,6 +193,12 @@ def gate(
                                 values[e] = gate_value * values[e]
                         for e in T.vectorized(VECTOR):
                             written[e] = T.cast(values[e], T.bfloat16)
+                        if masked:
+                            if is_image:
+                                for e in T.vectorized(VECTOR):
+                                    written[e] = (
+                                        x_regs[s * VECTOR + e] if residual else T.bfloat16(0)
+                                    )
                         for e in T.vectorized(VECTOR):
                             out[token, stream, vec * VECTOR + e] = written[e]
 
@@ -196,7 +221,7 @@ def dot_gradient(products, dot, score, rstd_x, rstd_k, scale, clamp):
     return gradient
 
 
-@kernel(access_bits=lambda *_: ((32, 128), 128), pass_configs=PASS_CONFIGS)
+@kernel(access_bits=backward_access_bits, pass_configs=PASS_CONFIGS)
 def gate_gradients(
     streams: int,
     group: int,
@@ -206,12 +231,15 @@ def gate_gradients(
     staged: bool,
     blocks: int,
     residual: bool,
+    masked: bool,
+    packed: bool,
 ) -> Any:
     """Gradients of x, k and v; sums of the weight's, one per part.
 
     A token takes two passes over its vectors: the products of gradient and `v` are summed, then the
     sums are used. The second pass prefetches each vector of the next token to where it has
-    just read. Where a block has not all streams, more blocks take the gradient of v.
+    just read. Where a block has not all streams, more blocks take the gradient of v. Packed, the
+    gradient of v is the last row of that of k.
     """
     warps = threads // WARP
     groups = streams // group
@@ -244,7 +272,15 @@ def gate_gradients(
         close_stage()
 
     @T.macro
-    def value_gradient(start, end, grad_out, score, grad_v):
+    def store_value_gradient(grad_k, grad_v, token, column, rounded):
+        for e in T.vectorized(VECTOR):
+            if packed:
+                grad_k[token, streams, column + e] = rounded[e]
+            else:
+                grad_v[token, column + e] = rounded[e]
+
+    @T.macro
+    def value_gradient(start, end, grad_out, score, mask, grad_k, grad_v):
         """The gradient of v from all streams, by blocks of their own."""
         tx = T.get_thread_binding()
         read = T.alloc_local((streams * VECTOR,), T.bfloat16)
@@ -266,8 +302,11 @@ def gate_gradients(
                             )
                     for e in T.vectorized(VECTOR):
                         rounded[e] = T.cast(sums[e], T.bfloat16)
-                    for e in T.vectorized(VECTOR):
-                        grad_v[token, column + e] = rounded[e]
+                    if masked:
+                        if mask[token]:
+                            for e in T.vectorized(VECTOR):
+                                rounded[e] = T.bfloat16(0)
+                    store_value_gradient(grad_k, grad_v, token, column, rounded)
 
     @T.macro
     def unit_gradients(grads, x_regs, k_regs, weights, scalars, n, totals, base, new_x, new_k):
@@ -301,8 +340,9 @@ def gate_gradients(
         score: T.Tensor[(tokens, streams), T.float32],
         rstd_x: T.Tensor[(tokens, streams), T.float32],
         rstd_k: T.Tensor[(tokens, streams), T.float32],
+        mask: T.Tensor[(tokens,), T.bool],
         grad_x: T.Tensor[(tokens, streams, hidden), T.bfloat16],
-        grad_k: T.Tensor[(tokens, streams, hidden), T.bfloat16],
+        grad_k: T.Tensor[(tokens, streams + packed, hidden), T.bfloat16],
         grad_v: T.Tensor[(tokens, hidden), T.bfloat16],
         partial: T.Tensor[(parts, streams, hidden), T.float32],
         clamp: T.float32,
@@ -355,6 +395,9 @@ def gate_gradients(
                         token = T.alloc_var(T.int32, init=start + iteration)
                         for n in T.unroll(group):
                             products[n] = T.float32(0)
+                        is_image = T.alloc_var(T.bool, init=T.bool(False))
+                        if masked:
+                            is_image = mask[token]
                         gate_score = T.alloc_var(T.float32, init=score[token, stream])
                         raw = T.alloc_var(T.float32, init=dot[token, stream])
                         inverse_x = T.alloc_var(T.float32, init=rstd_x[token, stream])
@@ -393,8 +436,13 @@ def gate_gradients(
                                 if vec * VECTOR < hidden:
                                     for e in T.vectorized(VECTOR):
                                         written[e] = T.cast(new_x[e], T.bfloat16)
-                                    for e in T.vectorized(VECTOR):
-                                        grad_v[token, vec * VECTOR + e] = written[e]
+                                    if masked:
+                                        if is_image:
+                                            for e in T.vectorized(VECTOR):
+                                                written[e] = T.bfloat16(0)
+                                    store_value_gradient(
+                                        grad_k, grad_v, token, vec * VECTOR, written
+                                    )
                         if staged:
                             free_stage()
                             fetch_value(v_tile, token + 1, end, v)
@@ -435,17 +483,26 @@ def gate_gradients(
                                     fetch_unit(
                                         tiles, n, vec, token + 1, end, first + n, grad_out, x, k
                                     )
-                                unit_gradients(
-                                    grads, x_regs, k_regs, weights, scalars, n, totals,
-                                    (s * group + n) * VECTOR, new_x, new_k,
-                                )  # fmt: skip
+                                if not is_image:
+                                    unit_gradients(
+                                        grads, x_regs, k_regs, weights, scalars, n, totals,
+                                        (s * group + n) * VECTOR, new_x, new_k,
+                                    )  # fmt: skip
                                 if column < hidden:
                                     for e in T.vectorized(VECTOR):
                                         written[e] = T.cast(new_x[e], T.bfloat16)
+                                    if masked:
+                                        if is_image:
+                                            for e in T.vectorized(VECTOR):
+                                                written[e] = grads[e] if residual else T.bfloat16(0)
                                     for e in T.vectorized(VECTOR):
                                         grad_x[token, first + n, column + e] = written[e]
                                     for e in T.vectorized(VECTOR):
                                         written[e] = T.cast(new_k[e], T.bfloat16)
+                                    if masked:
+                                        if is_image:
+                                            for e in T.vectorized(VECTOR):
+                                                written[e] = T.bfloat16(0)
                                     for e in T.vectorized(VECTOR):
                                         grad_k[token, first + n, column + e] = written[e]
                     for s in T.unroll(steps):
@@ -457,6 +514,6 @@ def gate_gradients(
                                         (s * group + n) * VECTOR + e
                                     ]
                 else:
-                    value_gradient(start, end, grad_out, score, grad_v)
+                    value_gradient(start, end, grad_out, score, mask, grad_k, grad_v)
 
     return gate_gradient_rows

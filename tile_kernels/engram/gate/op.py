@@ -26,7 +26,7 @@ _GRADIENTS = Kernel("tile_kernels.engram.gate.kernel", "gate_gradients", plan_bw
 # Sizes that follow from the number of tokens.
 _DYNAMIC = {
     "grad_out": 2, "hidden_states": 2, "k": 2, "v": 1, "dot": 1, "gate_score": 1, "rstd_x": 1,
-    "rstd_k": 1,
+    "rstd_k": 1, "kv": 2, "image_token_mask": 0,
 }  # fmt: skip
 
 
@@ -49,6 +49,14 @@ def _check_inputs(hidden_states: Tensor, k: Tensor, v: Tensor, weight_fused: Ten
         "weight_fused", weight_fused, ("hc", "hidden"), torch.float32, shape=(streams, hidden),
         contiguous=True,
     )  # fmt: skip
+
+
+def _check_mask(mask: Tensor | None, num_tokens: int) -> None:
+    if mask is not None:
+        checks.tensor(
+            "image_token_mask", mask, ("num_tokens",), torch.bool, shape=(num_tokens,),
+            contiguous=True,
+        )  # fmt: skip
 
 
 def _check_clamp(clamp_value: float) -> None:
@@ -75,12 +83,14 @@ class Arguments(NamedTuple):
     eps: float
     clamp_value: float
     add_residual: bool
+    image_token_mask: Tensor | None
 
     def check(self) -> None:
         _check_inputs(self.hidden_states, self.k, self.v, self.weight_fused)
         checks.epsilon("eps", self.eps)
         _check_clamp(self.clamp_value)
         checks.boolean("add_residual", self.add_residual)
+        _check_mask(self.image_token_mask, self.hidden_states.shape[0])
 
     def outputs(self) -> tuple[Out, Out, Out, Out, Out]:
         shape = self.hidden_states.shape[:2]
@@ -97,14 +107,16 @@ class Arguments(NamedTuple):
 
 
 def outputs_alone(a: Arguments) -> Out:
-    return Out("output", a.hidden_states.shape, torch.bfloat16)
+    return Out("out", a.hidden_states.shape, torch.bfloat16)
 
 
 def _launch(a: Arguments, output: Spec, saved: tuple[Spec | None, ...]) -> Launch:
     _, streams, hidden = a.hidden_states.shape
-    problem = (streams, hidden, saved[0] is not None, a.add_residual)
+    masked = a.image_token_mask is not None
+    problem = (streams, hidden, saved[0] is not None, a.add_residual, masked)
     numbers = (float(a.eps), float(a.clamp_value))
-    return Launch(_GATE, problem, (*map(_accessible, a[:4]), output, *saved, *numbers))
+    inputs = map(_accessible, a[:4])
+    return Launch(_GATE, problem, (*inputs, a.image_token_mask, output, *saved, *numbers))
 
 
 def launches_alone(a: Arguments, output: Spec) -> Launch:
@@ -125,8 +137,10 @@ def cost(
 
 
 def _reference(*fields: Any) -> tuple[Any, ...]:
-    *given, add_residual = fields
-    return reference.engram_gate_fwd(*given, True, add_residual)  # type: ignore[call-arg]
+    a = Arguments(*fields)
+    return reference.engram_gate_fwd(
+        *a[:6], True, a.add_residual, image_token_mask=a.image_token_mask
+    )
 
 
 def _reference_alone(*fields: Any) -> Tensor:
@@ -135,17 +149,17 @@ def _reference_alone(*fields: Any) -> Tensor:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.clamp_value, ctx.add_residual = inputs[5], inputs[6]
-    ctx.save_for_backward(*inputs[:4], *output[1:])
+    ctx.save_for_backward(*inputs[:4], *output[1:], inputs[7])
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _backward(ctx: Any, grad_out: Tensor, *_saved: Any) -> tuple[Any, ...]:
-    arguments: list[Any] = [grad_out, *ctx.saved_tensors, ctx.clamp_value, ctx.add_residual]
-    *grads, partial = engram_gate_bwd(*arguments)
+    *saved, mask = ctx.saved_tensors
+    *grads, partial = ENGRAM_GATE_BWD(grad_out, *saved, ctx.clamp_value, ctx.add_residual, mask)
     grads = [*grads, partial.sum(0)]
-    inputs = (grad_out, *ctx.saved_tensors[:4])
+    inputs = (grad_out, *saved[:4])
     message = "engram_gate_fwd: there is no second derivative"
-    return *last_gradients(message, grads, inputs), None, None, None
+    return *last_gradients(message, grads, inputs), None, None, None, None
 
 
 ENGRAM_GATE_FWD = Operator(
@@ -165,13 +179,21 @@ ENGRAM_GATE_ALONE = Operator(
     launches=launches_alone,
     reference=_reference_alone,
     dynamic=_DYNAMIC,
+    out=("out",),
+    in_place=("hidden_states",),
     differentiable=False,
     serves="engram_gate_fwd",
 )
 
 
-def _check_saving(save_for_backward: bool) -> None:
+def _check_saving(save_for_backward: bool, inplace: bool, trained: bool) -> None:
     checks.boolean("save_for_backward", save_for_backward)
+    if not checks.boolean("inplace", inplace):
+        return
+    if save_for_backward:
+        raise ValueError("inplace must be False with save_for_backward: a gradient needs the input")
+    if trained:
+        raise ValueError("inplace must be False with gradients, which need the input")
 
 
 def _any_requires_grad(arguments: tuple[Any, ...]) -> bool:
@@ -188,6 +210,9 @@ def engram_gate_fwd(
     clamp_value: float,
     save_for_backward: bool = True,
     add_residual: bool = True,
+    *,
+    image_token_mask: Tensor | None = None,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The value of each token, gated, added to its residual streams; and what a gradient needs.
 
@@ -202,6 +227,9 @@ def engram_gate_fwd(
     differentiable with respect to the four tensors. Tensors whose rows do not start at multiples of
     16 bytes are copied first.
 
+    Image tokens take no value: their output has the bits of `hidden_states` (0 without the
+    residual), what is saved of them is 0, and so are their gradients but that of the residual.
+
     Args:
         hidden_states: `[num_tokens, hc, hidden]`, bfloat16, contiguous; `hc` is in `1..8`, `hidden`
             a multiple of 8.
@@ -212,6 +240,8 @@ def engram_gate_fwd(
         clamp_value: The least magnitude under the square root.
         save_for_backward: Whether to return what `engram_gate_bwd` needs.
         add_residual: Whether the output contains `hidden_states`.
+        image_token_mask: `[num_tokens]`, bool, contiguous, True for image tokens; or None.
+        inplace: Whether the output is written to `hidden_states`; without `save_for_backward`.
 
     Returns:
         `(output, dot, gate_score, rstd_x, rstd_k)`: `[num_tokens, hc, hidden]`, bfloat16,
@@ -228,12 +258,16 @@ def engram_gate_fwd(
         >>> dot.item(), round(gate_score.item(), 4), output[0, 0, 0].item()
         (8.0, 0.8431, 1.84375)
     """
-    ENGRAM_GATE_FWD.require(_check_saving, save_for_backward)
-    arguments = (hidden_states, k, v, weight_fused, eps, clamp_value, add_residual)
-    if save_for_backward or (torch.is_grad_enabled() and _any_requires_grad(arguments)):
+    arguments: tuple[Any, ...] = (
+        hidden_states, k, v, weight_fused, eps, clamp_value, add_residual, image_token_mask
+    )  # fmt: skip
+    trained = torch.is_grad_enabled() and _any_requires_grad(arguments)
+    ENGRAM_GATE_FWD.require(_check_saving, save_for_backward, inplace, trained)
+    if save_for_backward or trained:
         results = ENGRAM_GATE_FWD(*arguments)
         return results if save_for_backward else (results[0], None, None, None, None)
-    return ENGRAM_GATE_ALONE(*arguments), None, None, None, None
+    out = ENGRAM_GATE_ALONE(*arguments, out=hidden_states if inplace else None)
+    return out, None, None, None, None
 
 
 # ---- engram_gate_bwd ----------------------------------------------------------------------------
@@ -251,6 +285,7 @@ class BackwardArguments(NamedTuple):
     rstd_k: Tensor
     clamp_value: float
     add_residual: bool = True
+    image_token_mask: Tensor | None = None
 
     def check(self) -> None:
         _check_inputs(self.hidden_states, self.k, self.v, self.weight_fused)
@@ -260,6 +295,7 @@ class BackwardArguments(NamedTuple):
             checks.tensor(name, saved, dims[:2], torch.float32, shape=shape[:2], contiguous=True)
         _check_clamp(self.clamp_value)
         checks.boolean("add_residual", self.add_residual)
+        _check_mask(self.image_token_mask, shape[0])
 
     def outputs(self) -> tuple[Out, Out, Out, Out]:
         num_tokens, streams, hidden = self.hidden_states.shape
@@ -272,15 +308,24 @@ class BackwardArguments(NamedTuple):
         )
 
     def launches(self, grad_x: Spec, grad_k: Spec, grad_v: Spec, partial: Spec) -> Launch | Host:
-        if self.hidden_states.numel() == 0:
-            return Host(Tensor.zero_, (partial,))
-        _, streams, hidden = self.hidden_states.shape
-        grad_out = _accessible(self.grad_out.contiguous())
-        arguments = (
-            grad_out, *map(_accessible, self[1:5]), *self[5:9], grad_x, grad_k, grad_v, partial,
-            float(self.clamp_value),
-        )  # fmt: skip
-        return Launch(_GRADIENTS, (streams, hidden, self.add_residual), arguments)
+        return _launch_bwd(self, grad_x, grad_k, grad_v, partial)
+
+
+def _launch_bwd(
+    a: BackwardArguments, grad_x: Spec, grad_k: Spec, grad_v: Spec | None, partial: Spec
+) -> Launch | Host:
+    """Without `grad_v` it is the last row of `grad_k`."""
+    if a.hidden_states.numel() == 0:
+        return Host(Tensor.zero_, (partial,))
+    _, streams, hidden = a.hidden_states.shape
+    grad_out = _accessible(a.grad_out.contiguous())
+    masked = a.image_token_mask is not None
+    arguments = (
+        grad_out, *map(_accessible, a[1:5]), *a[5:9], a.image_token_mask, grad_x, grad_k, grad_v,
+        partial, float(a.clamp_value),
+    )  # fmt: skip
+    problem = (streams, hidden, a.add_residual, masked, grad_v is None)
+    return Launch(_GRADIENTS, problem, arguments)
 
 
 def cost_bwd(hidden_states: Tensor, v: Tensor, weight_fused: Tensor, dot: Tensor, **_: Any) -> Cost:
@@ -321,6 +366,8 @@ def engram_gate_bwd(
     rstd_k: Tensor,
     clamp_value: float,
     add_residual: bool = True,
+    *,
+    image_token_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the gate; that of the fused weight as partial sums over tokens.
 
@@ -353,6 +400,8 @@ def engram_gate_bwd(
         clamp_value: As in `engram_gate_fwd`.
         add_residual: As in `engram_gate_fwd`; False leaves `grad_out` out of the gradient of
             `hidden_states`.
+        image_token_mask: As in `engram_gate_fwd`. Image tokens have the bits of `grad_out` (0
+            without the residual) as gradient of `hidden_states`, and 0 for `k`, `v` and the weight.
 
     Returns:
         `(grad_hidden_states, grad_k, grad_v, grad_w_partial)`, all contiguous: twice
@@ -372,7 +421,234 @@ def engram_gate_bwd(
     """
     return ENGRAM_GATE_BWD(
         grad_out, hidden_states, k, v, weight_fused, dot, gate_score, rstd_x, rstd_k, clamp_value,
-        add_residual,
+        add_residual, image_token_mask,
+    )  # fmt: skip
+
+
+# ---- keys and value in one tensor ----------------------------------------------------------------
+
+
+def _keys(kv: Tensor) -> Tensor:
+    return kv[:, :-1]
+
+
+def _value(kv: Tensor) -> Tensor:
+    return kv[:, -1]
+
+
+def _parts(kv: Any) -> tuple[Any, Any]:
+    """Keys and value of a tensor, or of a spec."""
+    if isinstance(kv, Tensor):
+        return _keys(kv), _value(kv)
+    kv = _accessible(kv)
+    num_tokens, rows, hidden = kv.shape
+    by_token = kv.stride(0)
+    keys = Spec((num_tokens, rows - 1, hidden), kv.stride(), kv.dtype, kv.device)
+    value = Spec((num_tokens, hidden), (by_token, 1), kv.dtype, kv.device)
+    return kv.apply(_keys, like=keys), kv.apply(_value, like=value)
+
+
+def _check_kv(hidden_states: Tensor, kv: Tensor) -> None:
+    dims = ("num_tokens", "hc + 1", "hidden")
+    checks.tensor("hidden_states", hidden_states, ("num_tokens", "hc", "hidden"), torch.bfloat16)
+    num_tokens, streams, hidden = hidden_states.shape
+    checks.tensor(
+        "kv", kv, dims, torch.bfloat16, shape=(num_tokens, streams + 1, hidden), contiguous=True
+    )
+
+
+class PackedArguments(NamedTuple):
+    hidden_states: Tensor
+    kv: Tensor
+    weight_fused: Tensor
+    eps: float
+    clamp_value: float
+    image_token_mask: Tensor | None
+
+    def apart(self) -> Arguments:
+        """The arguments with keys and value as two."""
+        weight, eps, clamp, mask = self[2:]
+        return Arguments(self.hidden_states, *_parts(self.kv), weight, eps, clamp, True, mask)
+
+    def check(self) -> None:
+        _check_kv(self.hidden_states, self.kv)
+        self.apart().check()
+
+    def outputs(self) -> tuple[Out, Out, Out, Out, Out]:
+        return self.apart().outputs()
+
+    def launches(self, output: Spec, *saved: Spec) -> Launch:
+        return _launch(self.apart(), output, saved)
+
+
+def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.clamp_value = inputs[4]
+    ctx.save_for_backward(*inputs[:3], *output[1:], inputs[5])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward_packed(ctx: Any, grad_out: Tensor, *_saved: Any) -> tuple[Any, ...]:
+    *saved, mask = ctx.saved_tensors
+    *grads, partial = ENGRAM_GATE_PACKED_BWD(grad_out, *saved, ctx.clamp_value, mask)
+    grads = [*grads, partial.sum(0)]
+    message = "engram_gate_packed_fwd: there is no second derivative"
+    inputs = (grad_out, *saved[:3])
+    return *last_gradients(message, grads, inputs), None, None, None
+
+
+ENGRAM_GATE_PACKED_FWD = Operator(
+    "engram.engram_gate_packed_fwd",
+    PackedArguments,
+    reference=lambda *fields: _reference(*PackedArguments(*fields).apart()),
+    cost=lambda kv, **rest: cost(v=kv[:, 0], **rest),
+    dynamic=_DYNAMIC,
+    backward=_backward_packed,
+    setup_context=_save_packed,
+)
+
+
+@ENGRAM_GATE_PACKED_FWD.public(reference=reference.engram_gate_packed_fwd)
+def engram_gate_packed_fwd(
+    hidden_states: Tensor,
+    kv: Tensor,
+    weight_fused: Tensor,
+    eps: float,
+    clamp_value: float,
+    save_for_backward: bool = True,
+    image_token_mask: Tensor | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """`engram_gate_fwd` with the keys of all streams and the value in one tensor.
+
+    The result is differentiable with respect to `hidden_states`, `kv` and `weight_fused`.
+
+    Args:
+        hidden_states: As in `engram_gate_fwd`.
+        kv: `[num_tokens, hc + 1, hidden]`, bfloat16, contiguous: keys, then the value.
+        weight_fused: As in `engram_gate_fwd`.
+        eps: As in `engram_gate_fwd`.
+        clamp_value: As in `engram_gate_fwd`.
+        save_for_backward: As in `engram_gate_fwd`.
+        image_token_mask: As in `engram_gate_fwd`.
+        inplace: As in `engram_gate_fwd`.
+
+    Returns:
+        As `engram_gate_fwd`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, or a number is out of range.
+
+    Example:
+        >>> x, kv = torch.ones(1, 1, 8).bfloat16(), torch.ones(1, 2, 8).bfloat16()
+        >>> output, *_ = engram_gate_packed_fwd(x, kv, torch.ones(1, 8), 0.0, 1e-6)
+        >>> output[0, 0, 0].item()
+        1.84375
+    """
+    arguments: tuple[Any, ...] = (
+        hidden_states, kv, weight_fused, eps, clamp_value, image_token_mask
+    )  # fmt: skip
+    trained = torch.is_grad_enabled() and _any_requires_grad(arguments)
+    ENGRAM_GATE_PACKED_FWD.require(_check_saving, save_for_backward, inplace, trained)
+    if save_for_backward or trained:
+        results = ENGRAM_GATE_PACKED_FWD(*arguments)
+        return results if save_for_backward else (results[0], None, None, None, None)
+    ENGRAM_GATE_PACKED_FWD.require(_check_kv, hidden_states, kv)
+    apart = PackedArguments(*arguments).apart()
+    out = ENGRAM_GATE_ALONE(*apart, out=hidden_states if inplace else None)
+    return out, None, None, None, None
+
+
+class PackedBackwardArguments(NamedTuple):
+    grad_out: Tensor
+    hidden_states: Tensor
+    kv: Tensor
+    weight_fused: Tensor
+    dot: Tensor
+    gate_score: Tensor
+    rstd_x: Tensor
+    rstd_k: Tensor
+    clamp_value: float
+    image_token_mask: Tensor | None = None
+
+    def apart(self) -> BackwardArguments:
+        """The arguments with keys and value as two."""
+        return BackwardArguments(*self[:2], *_parts(self.kv), *self[3:9], True, self[9])  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        _check_kv(self.hidden_states, self.kv)
+        self.apart().check()
+
+    def outputs(self) -> tuple[Out, Out, Out]:
+        grad_x, *_, partial = self.apart().outputs()
+        return grad_x, Out("grad_kv", self.kv.shape, torch.bfloat16), partial
+
+    def launches(self, grad_x: Spec, grad_kv: Spec, partial: Spec) -> Launch | Host:
+        return _launch_bwd(self.apart(), grad_x, grad_kv, None, partial)
+
+
+def _reference_packed_bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference with the number of parts that the kernel has."""
+    a = PackedBackwardArguments(*args, **kwargs)
+    num_tokens, streams, hidden = a.hidden_states.shape
+    parts = count_parts(num_tokens, streams, hidden, a.hidden_states.device)
+    return reference.engram_gate_packed_bwd(**a._asdict(), num_parts=parts)
+
+
+ENGRAM_GATE_PACKED_BWD = Operator(
+    "engram.engram_gate_packed_bwd",
+    PackedBackwardArguments,
+    reference=_reference_packed_bwd,
+    cost=lambda kv, **rest: cost_bwd(v=kv[:, 0], **rest),
+    dynamic=_DYNAMIC,
+)
+
+
+@ENGRAM_GATE_PACKED_BWD.public()
+def engram_gate_packed_bwd(
+    grad_out: Tensor,
+    hidden_states: Tensor,
+    kv: Tensor,
+    weight_fused: Tensor,
+    dot: Tensor,
+    gate_score: Tensor,
+    rstd_x: Tensor,
+    rstd_k: Tensor,
+    clamp_value: float,
+    image_token_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`engram_gate_bwd` with the keys of all streams and the value in one tensor.
+
+    Args:
+        grad_out: As in `engram_gate_bwd`.
+        hidden_states: As in `engram_gate_fwd`.
+        kv: As in `engram_gate_packed_fwd`.
+        weight_fused: As in `engram_gate_fwd`.
+        dot: As in `engram_gate_bwd`.
+        gate_score: As in `engram_gate_bwd`.
+        rstd_x: As in `engram_gate_bwd`.
+        rstd_k: As in `engram_gate_bwd`.
+        clamp_value: As in `engram_gate_fwd`.
+        image_token_mask: As in `engram_gate_bwd`.
+
+    Returns:
+        `(grad_hidden_states, grad_kv, grad_w_partial)`: `[num_tokens, hc, hidden]` and
+        `[num_tokens, hc + 1, hidden]` in bfloat16, `[parts, hc, hidden]` in float32; contiguous.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If an argument has another shape or stride, or `clamp_value` is NaN.
+
+    Example:
+        >>> x, kv = torch.ones(1, 1, 8).bfloat16(), torch.ones(1, 2, 8).bfloat16()
+        >>> w = torch.ones(1, 8)
+        >>> output, *saved = engram_gate_packed_fwd(x, kv, w, 0.0, 1e-6)
+        >>> engram_gate_packed_bwd(x, x, kv, w, *saved, 1e-6)[1][0, 1, 0].item()
+        0.84375
+    """
+    return ENGRAM_GATE_PACKED_BWD(
+        grad_out, hidden_states, kv, weight_fused, dot, gate_score, rstd_x, rstd_k, clamp_value,
+        image_token_mask,
     )  # fmt: skip
 
 

@@ -57,9 +57,12 @@ class Plan(NamedTuple):
     workers: int
     saved: bool
     residual: bool
+    masked: bool
 
 
-def plan(streams: int, hidden: int, saved: bool, residual: bool, device: Device) -> Plan:
+def plan(
+    streams: int, hidden: int, saved: bool, residual: bool, masked: bool, device: Device
+) -> Plan:
     enough = [cut for cut in cuts(hidden) if cut[1] <= MAX_STEPS and cut[0] >= MIN_THREADS]
     threads, steps = enough[0] if enough else long_cut(hidden)
     row = STREAMED * threads * steps * VECTOR * 2
@@ -67,7 +70,7 @@ def plan(streams: int, hidden: int, saved: bool, residual: bool, device: Device)
     blocks = max(1, min(RESIDENT // threads, room // (2 * row)))
     stages = min(MAX_STAGES, room // (blocks * row))
     workers = max(1, blocks * device.num_sms // streams)
-    return Plan(streams, hidden, threads, steps, stages, blocks, workers, saved, residual)
+    return Plan(streams, hidden, threads, steps, stages, blocks, workers, saved, residual, masked)
 
 
 # ---- backward -----------------------------------------------------------------------------------
@@ -106,6 +109,8 @@ class BackwardPlan(NamedTuple):
     staged: bool
     blocks: int
     residual: bool
+    masked: bool
+    packed: bool  # the gradients of k and v are one tensor
 
 
 def fits(threads: int, steps: int, group: int, per_sm: int, device: Device) -> bool:
@@ -119,7 +124,9 @@ def fits(threads: int, steps: int, group: int, per_sm: int, device: Device) -> b
     return registers <= min(255, 512 // warps) and staged_bytes <= device.smem_per_block
 
 
-def plan_bwd(streams: int, hidden: int, residual: bool, device: Device) -> BackwardPlan:
+def plan_bwd(
+    streams: int, hidden: int, residual: bool, masked: bool, packed: bool, device: Device
+) -> BackwardPlan:
     """As many streams as registers and shared memory hold, all if possible."""
     max_per_sm = blocks_per_sm(streams, hidden)
     divisors = [n for n in range(streams, 0, -1) if streams % n == 0]
@@ -133,4 +140,6 @@ def plan_bwd(streams: int, hidden: int, residual: bool, device: Device) -> Backw
         threads, steps = long_cut(hidden)
     groups = streams // group
     blocks = max(1, per_sm * device.num_sms // (groups + (groups > 1)))
-    return BackwardPlan(streams, group, hidden, threads, steps, bool(fitting), blocks, residual)
+    return BackwardPlan(
+        streams, group, hidden, threads, steps, bool(fitting), blocks, residual, masked, packed
+    )

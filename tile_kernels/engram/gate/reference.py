@@ -60,6 +60,9 @@ def engram_gate_fwd(
     clamp_value: float,
     save_for_backward: bool = True,
     add_residual: bool = True,
+    *,
+    image_token_mask: Tensor | None = None,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The gated value added to each stream, and what the gradient needs. `eps` comes first.
 
@@ -71,7 +74,9 @@ def engram_gate_fwd(
     | returns `output` | `[T, hc, H]` | bfloat16 |
     | returns `dot`, `gate_score`, `rstd_x`, `rstd_k` | `[T, hc]`, or None | float32 |
 
-    With `add_residual=False` the output is `gate * v`. Where `s` is 0 the gate is one half.
+    With `add_residual=False` the output is `gate * v`. Where `s` is 0 the gate is one half. Image
+    tokens (mask `[T]`, bool) have no value, and saved numbers of 0. `inplace` writes the output to
+    `hidden_states`.
 
     >>> x, v = torch.ones(1, 1, 4), torch.ones(1, 4)
     >>> engram_gate_fwd(x, x, v, torch.ones(1, 4), 0.0, 1e-6)
@@ -84,9 +89,38 @@ def engram_gate_fwd(
     gate_score = gate_of(dot, rstd_x, rstd_k, clamp_value, x.shape[-1])
     gated = gate_score[..., None] * widened(v)[..., None, :]
     output = (x + gated if add_residual else gated).to(hidden_states.dtype)
+    saved = [dot, gate_score, rstd_x, rstd_k]
+    if image_token_mask is not None:
+        passed = hidden_states if add_residual else torch.zeros_like(output)
+        output = torch.where(image_token_mask[:, None, None], passed, output)
+        saved = [each.masked_fill(image_token_mask[:, None], 0) for each in saved]
+    if inplace:
+        output = hidden_states.copy_(output)
     if not save_for_backward:
         return output, None, None, None, None
-    return output, dot, gate_score, rstd_x, rstd_k
+    return output, saved[0], saved[1], saved[2], saved[3]
+
+
+def engram_gate_packed_fwd(
+    hidden_states: Tensor,
+    kv: Tensor,
+    weight_fused: Tensor,
+    eps: float,
+    clamp_value: float,
+    save_for_backward: bool = True,
+    image_token_mask: Tensor | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """`engram_gate_fwd` with the keys of all streams and then the value in `kv` `[T, hc + 1, H]`.
+
+    >>> x, kv = torch.ones(1, 1, 4), torch.ones(1, 2, 4)
+    >>> engram_gate_packed_fwd(x, kv, torch.ones(1, 4), 0.0, 1e-6, False)[0]
+    tensor([[[1.8044, 1.8044, 1.8044, 1.8044]]])
+    """
+    return engram_gate_fwd(
+        hidden_states, kv[:, :-1], kv[:, -1], weight_fused, eps, clamp_value, save_for_backward,
+        image_token_mask=image_token_mask, inplace=inplace,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -103,6 +137,7 @@ def engram_gate_bwd(
     clamp_value: float,
     num_parts: int,
     add_residual: bool = True,
+    image_token_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the gate; that of the fused weight in `num_parts` sums.
 
@@ -126,7 +161,7 @@ def engram_gate_bwd(
 
     `grad_v` adds the streams in order. Part `p` of `grad_w` is the sum over the tokens from
     `p * T // num_parts` on, up to the next such number. Without the residual `grad_x` has no
-    `grad_out`.
+    `grad_out`. Image tokens have no other gradient than that of the residual.
 
     >>> one = torch.ones(1, 1)
     >>> x = one[None]
@@ -157,10 +192,42 @@ def engram_gate_bwd(
     starts = torch.arange(1, num_parts, device=x.device) * num_tokens // num_parts
     part = torch.bucketize(torch.arange(num_tokens, device=x.device), starts, right=True)
     token_products = grad_dot * x * key
+    if image_token_mask is not None:
+        image = image_token_mask[:, None, None]
+        grad_x = torch.where(image, grad if add_residual else torch.zeros_like(grad), grad_x)
+        grad_k, token_products = (y.masked_fill(image, 0) for y in (grad_k, token_products))
+        grad_v = grad_v.masked_fill(image_token_mask[:, None], 0)
     grad_w_partial = x.new_zeros(num_parts, num_streams, hidden).index_add(0, part, token_products)
     return (
         grad_x.to(hidden_states.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_w_partial,
     )  # fmt: skip
+
+
+def engram_gate_packed_bwd(
+    grad_out: Tensor,
+    hidden_states: Tensor,
+    kv: Tensor,
+    weight_fused: Tensor,
+    dot: Tensor,
+    gate_score: Tensor,
+    rstd_x: Tensor,
+    rstd_k: Tensor,
+    clamp_value: float,
+    num_parts: int,
+    image_token_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`engram_gate_bwd` with keys and value, and their gradients, in one tensor.
+
+    >>> one = torch.ones(1, 1)
+    >>> x, kv, gate = one[None], torch.ones(1, 2, 1), 0.75 * one
+    >>> engram_gate_packed_bwd(x, x, kv, one, one, gate, one, one, 0.0, num_parts=1)[1].tolist()
+    [[[0.0], [0.75]]]
+    """
+    grad_x, grad_k, grad_v, partial = engram_gate_bwd(
+        grad_out, hidden_states, kv[:, :-1], kv[:, -1], weight_fused, dot, gate_score, rstd_x,
+        rstd_k, clamp_value, num_parts, True, image_token_mask,
+    )  # fmt: skip
+    return grad_x, torch.cat((grad_k, grad_v[:, None]), 1), partial
 
 
 def gate_of(dot: Tensor, rstd_x: Tensor, rstd_k: Tensor, clamp_value: float, hidden: int) -> Tensor:

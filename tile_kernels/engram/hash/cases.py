@@ -25,6 +25,7 @@ def _hash(
     *,
     dtype: torch.dtype = _INT32,
     wild: bool = False,
+    image: bool = False,
 ) -> Arguments:
     """As a model has them, or over the whole range of their types."""
 
@@ -35,11 +36,24 @@ def _hash(
     if wild:
         ids, factors, sizes = (-(2**31), 2**31), (-(2**63), 2**63 - 1), (1, 2**31 - 1)
     vocab_sizes = numbers(*sizes, layers, window - 1, tables).to(_INT32)
+    mask = torch.arange(num_tokens, device=device) % 3 == 1
     return {
         "ngram_token_ids": numbers(*ids, num_tokens, window).to(_INT32),
         "multipliers": numbers(*factors, layers, window),
         "vocab_sizes": vocab_sizes,
         "offsets": make_offsets(vocab_sizes, dtype),
+        **({"image_token_mask": mask} if image else {}),
+    }
+
+
+def _with_an_image() -> Arguments:
+    sizes = torch.tensor([[[10, 11], [12, 13]]], dtype=_INT32)
+    return {
+        "ngram_token_ids": _rows([5, 7, 11], [5, 7, 11]),
+        "multipliers": torch.tensor([[3, 5, 7]]),
+        "vocab_sizes": sizes,
+        "offsets": make_offsets(sizes),
+        "image_token_mask": torch.tensor([False, True]),
     }
 
 
@@ -66,6 +80,7 @@ ENGRAM_HASH = Cases(
         Sample("wild.40", _hash(40, wild=True)),
         Sample("wild.int64.33.5", _hash(33, 5, 3, 3, dtype=_INT64, wild=True)),
         Sample("pairs.129", _hash(129, 2, 1, 1, wild=True)),
+        Sample("image", _hash(7, image=True)),
     ],
     large=[
         Sample("8001", _hash(8001)),
@@ -78,6 +93,11 @@ ENGRAM_HASH = Cases(
         Benchmark("64", _hash(64)),
     ],
     vectors=[
+        Vector(
+            "an image token",
+            _with_an_image,
+            lambda: torch.tensor([[[4, 10, 22, 39], [-1] * 4]], dtype=_INT32),
+        ),
         Vector(
             "two orders, two tables",
             lambda: {

@@ -24,11 +24,12 @@ def floor_modulo(value, divisor):
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
-    return (32, 64), 64 if Plan(*static).dtype == "int64" else 32
+    plan = Plan(*static)
+    return (8, 32, 64) if plan.masked else (32, 64), 64 if plan.dtype == "int64" else 32
 
 
 @kernel(access_bits=access_bits, pass_configs=EXPLICIT_GUARDS)
-def hashes(window: int, tables: int, dtype: str) -> Any:
+def hashes(window: int, tables: int, dtype: str, masked: bool) -> Any:
     """A thread per entry of the result, so that a division is all it waits for."""
     columns = (window - 1) * tables
     tokens, layers = T.dynamic("tokens layers")
@@ -39,6 +40,7 @@ def hashes(window: int, tables: int, dtype: str) -> Any:
         multipliers: T.Tensor[(layers, window), T.int64],
         sizes: T.Tensor[(layers, columns), T.int32],
         offsets: T.Tensor[(layers, columns), dtype],
+        mask: T.Tensor[(tokens,), T.bool],
         out: T.Tensor[(layers, tokens, columns), dtype],
     ):
         with T.Kernel(
@@ -57,8 +59,10 @@ def hashes(window: int, tables: int, dtype: str) -> Any:
                             T.cast(ids[token, i + 1], T.int64) * multipliers[layer, i + 1]
                         )
                 size = T.alloc_var(T.int32, init=sizes[layer, column])
-                out[layer, token, column] = T.cast(
-                    floor_modulo(hashed, size) + T.cast(offsets[layer, column], T.int64), dtype
-                )
+                hashed = floor_modulo(hashed, size) + T.cast(offsets[layer, column], T.int64)
+                if masked:
+                    if mask[token]:
+                        hashed = T.int64(-1)
+                out[layer, token, column] = T.cast(hashed, dtype)
 
     return hash_entries

@@ -26,6 +26,7 @@ class Arguments(NamedTuple):
     multipliers: Tensor
     vocab_sizes: Tensor
     offsets: Tensor
+    image_token_mask: Tensor | None
 
     def check(self) -> None:
         checks.tensor(
@@ -54,6 +55,12 @@ class Arguments(NamedTuple):
             "offsets", self.offsets, ("num_layers", "columns"), (torch.int32, torch.int64),
             shape=(layers, columns), contiguous=True,
         )  # fmt: skip
+        if self.image_token_mask is not None:
+            num_tokens = self.ngram_token_ids.shape[0]
+            checks.tensor(
+                "image_token_mask", self.image_token_mask, ("num_tokens",), torch.bool,
+                shape=(num_tokens,), contiguous=True,
+            )  # fmt: skip
 
     def outputs(self) -> Out:
         layers, columns = self.offsets.shape
@@ -61,12 +68,14 @@ class Arguments(NamedTuple):
 
     def launches(self, out: Spec) -> Launch:
         sizes: Any = self.vocab_sizes
-        problem = (self.ngram_token_ids.shape[1], sizes.shape[2], dtype_name(self.offsets))
+        masked = self.image_token_mask is not None
+        problem = (self.ngram_token_ids.shape[1], sizes.shape[2], dtype_name(self.offsets), masked)
         arguments = (
             self.ngram_token_ids,
             self.multipliers,
             sizes.view(*self.offsets.shape),
             self.offsets,
+            self.image_token_mask,
             out,
         )
         return Launch(_HASHES, problem, arguments)
@@ -76,7 +85,7 @@ class Arguments(NamedTuple):
 
 
 def cost(
-    ngram_token_ids: Tensor, multipliers: Tensor, vocab_sizes: Tensor, offsets: Tensor
+    ngram_token_ids: Tensor, multipliers: Tensor, vocab_sizes: Tensor, offsets: Tensor, **_: Any
 ) -> Cost:
     entries = ngram_token_ids.shape[0] * offsets.numel()
     inputs = (ngram_token_ids, multipliers, vocab_sizes, offsets)
@@ -90,14 +99,18 @@ ENGRAM_HASH = Operator(
     Arguments,
     reference=reference.engram_hash,
     cost=cost,
-    dynamic={"ngram_token_ids": 1},
+    dynamic={"ngram_token_ids": 1, "image_token_mask": 0},
     differentiable=False,
 )
 
 
-@ENGRAM_HASH.public()
+@ENGRAM_HASH.public(reference=reference.engram_hash)
 def engram_hash(
-    ngram_token_ids: Tensor, multipliers: Tensor, vocab_sizes: Tensor, offsets: Tensor
+    ngram_token_ids: Tensor,
+    multipliers: Tensor,
+    vocab_sizes: Tensor,
+    offsets: Tensor,
+    image_token_mask: Tensor | None = None,
 ) -> Tensor:
     """The row that each n-gram has in each table of each layer.
 
@@ -114,6 +127,8 @@ def engram_hash(
         vocab_sizes: `[num_layers, N - 1, num_tables]`, int32, contiguous: the rows of each table.
         offsets: `[num_layers, (N - 1) * num_tables]`, int32 or int64, contiguous: the first row of
             each table.
+        image_token_mask: `[num_tokens]`, bool, contiguous, or None: tokens that look up nothing
+            have -1 in all columns.
 
     Returns:
         `[num_layers, num_tokens, (N - 1) * num_tables]`, dtype of `offsets`, contiguous.
@@ -129,4 +144,4 @@ def engram_hash(
         >>> engram_hash(ids, torch.tensor([[3, 5, 9]]), sizes, offsets).tolist()
         [[[4, 15, 34, 43], [7, 20, 23, 42]]]
     """
-    return ENGRAM_HASH(ngram_token_ids, multipliers, vocab_sizes, offsets)
+    return ENGRAM_HASH(ngram_token_ids, multipliers, vocab_sizes, offsets, image_token_mask)

@@ -13,7 +13,8 @@ class Plan(NamedTuple):
     window: int
     tables: int
     dtype: str
+    masked: bool
 
 
-def plan(window: int, tables: int, dtype: str, device: Device) -> Plan:
-    return Plan(window, tables, dtype)
+def plan(window: int, tables: int, dtype: str, masked: bool, device: Device) -> Plan:
+    return Plan(window, tables, dtype, masked)

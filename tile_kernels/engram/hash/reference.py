@@ -23,7 +23,11 @@ def make_offsets(vocab_sizes: Tensor, dtype: torch.dtype = torch.int32) -> Tenso
 
 
 def engram_hash(
-    ngram_token_ids: Tensor, multipliers: Tensor, vocab_sizes: Tensor, offsets: Tensor
+    ngram_token_ids: Tensor,
+    multipliers: Tensor,
+    vocab_sizes: Tensor,
+    offsets: Tensor,
+    image_token_mask: Tensor | None = None,
 ) -> Tensor:
     """The row that each n-gram has in each table of each layer.
 
@@ -33,6 +37,7 @@ def engram_hash(
     | `multipliers` | `[L, N]` | int64 |
     | `vocab_sizes` | `[L, N - 1, E]`: rows of each table | int32 |
     | `offsets` | `[L, C]`: first row of each table, of `make_offsets` | int32, int64 |
+    | `image_token_mask`, optional | `[T]`: tokens that have -1 everywhere | bool |
     | returns | `[L, T, C]` | that of `offsets` |
 
     In 64 bits that wrap, with `p_i = id_i * multiplier_i`, the hash of `i + 1` tokens is
@@ -55,6 +60,8 @@ def engram_hash(
         sizes = vocab_sizes[:, None, order - 1].long()
         columns.append(hashed[..., None] % torch.where(sizes == 0, 1, sizes))
     rows = torch.cat(columns, dim=-1) + offsets[:, None].long()
+    if image_token_mask is not None:
+        rows = rows.masked_fill(image_token_mask[:, None], -1)
     return rows.to(offsets.dtype)
 
 

@@ -31,6 +31,11 @@ class ActiveEngine(Engine):
         """The ranks that take part."""
         return self._ranks
 
+    @property
+    def device(self) -> torch.device:
+        """That of the active ranks."""
+        return self.part.device
+
     def exchange(
         self, rows: Tensor, send_counts: Counts, recv_counts: Counts, phase: str = "an exchange"
     ) -> Tensor:

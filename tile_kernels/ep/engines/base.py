@@ -43,6 +43,11 @@ class Engine(ABC):
         """The indices of the ranks that take part."""
         return range(self.size)
 
+    @property
+    def device(self) -> torch.device:
+        """The device whose memory the engine exchanges without a copy to another one."""
+        return torch.device("cpu")
+
     @abstractmethod
     def exchange(
         self, rows: Tensor, send_counts: Counts, recv_counts: Counts, phase: str = "an exchange"

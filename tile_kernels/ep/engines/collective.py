@@ -75,6 +75,13 @@ class CollectiveEngine(Engine):
         pairs = str(dist.get_backend_config(group)).split(",")  # as cpu:gloo,cuda:nccl
         self._backends = dict(pair.split(":") for pair in pairs)
 
+    @property
+    def device(self) -> torch.device:
+        """The current GPU for NCCL, else the CPU."""
+        if self._backends.get("cuda", "gloo") != "gloo":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
     def _device_for(self, device: torch.device) -> torch.device:
         """The device to send a tensor from. Gloo always takes host memory, whatever it lists."""
         if device.type in self._backends and self._backends[device.type] != "gloo":

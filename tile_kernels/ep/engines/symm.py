@@ -116,6 +116,12 @@ class SymmEngine(RingEngine):
         engine._work = _Work(_Driver(), torch.cuda.Stream(device), (memory, handle), timeout)
         return engine
 
+    @property
+    def device(self) -> torch.device:
+        """The GPU whose memory is shared."""
+        memory: Tensor = self._work.memory[0]
+        return memory.device
+
     def split(self, indices: Sequence[int]) -> SymmEngine:
         """The engine of some of the processes, on the same rings."""
         part = super().split(indices)

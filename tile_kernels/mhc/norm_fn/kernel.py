@@ -574,6 +574,21 @@ def sum_of_products(size: int) -> Any:
     return summed
 
 
+def sum_of_splits(size: int) -> Any:
+    """As `sum_of_products`, of any number of parts, which are added in order; `fold` is ignored."""
+
+    @T.macro
+    def summed(mul, squares, token, mix, fold, eps, totals):
+        totals[0] = mul[0, token, mix]
+        totals[1] = squares[0, token]
+        for i in T.serial(mul.shape[0] - 1):
+            totals[0] = T.ieee_add(totals[0], mul[i + 1, token, mix])
+            totals[1] = T.ieee_add(totals[1], squares[i + 1, token])
+        totals[2] = inverse_norm(totals[1], size, eps)
+
+    return summed
+
+
 MIX_THREADS = 128
 
 

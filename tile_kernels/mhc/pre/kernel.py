@@ -8,7 +8,7 @@ from typing import Any
 from tilelang import language as T
 
 from tile_kernels.mhc.mix.kernel import kind_of
-from tile_kernels.mhc.norm_fn.kernel import sum_of_products
+from tile_kernels.mhc.norm_fn.kernel import sum_of_products, sum_of_splits
 from tile_kernels.mhc.pre.plan import ReadPlan
 from tile_kernels.mhc.primitives import (
     column_macros,
@@ -81,7 +81,7 @@ def read_from_products(*static: Any) -> Any:
     size, count = streams * hidden, streams * (streams + 2)
     columns, load, store, _ = column_macros(hidden, plan.vector)
     lanes = lanes_of(streams)
-    summed = sum_of_products(size)
+    summed = sum_of_splits(size) if plan.splits else sum_of_products(size)
     read = read_streams(streams, columns)
     normalized = sinkhorn(streams, plan.near)
     placed = place_mix(streams, plan.saving)

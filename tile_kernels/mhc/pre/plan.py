@@ -11,7 +11,8 @@ from tile_kernels.runtime.device import Device
 class ReadPlan(NamedTuple):
     """`padded` columns of the products; `near` as in `sinkhorn`.
 
-    With `saving`, what gradients need is written too.
+    With `saving`, what gradients need is written too. With `splits`, the products are partial sums
+    that were computed elsewhere.
     """
 
     streams: int
@@ -23,6 +24,21 @@ class ReadPlan(NamedTuple):
     padded: int
     near: bool
     saving: bool
+    splits: bool = False
+
+
+def plan_read_splits(
+    streams: int,
+    hidden: int,
+    num_tokens: int,
+    alignment: int,
+    near: bool,
+    device: Device,
+) -> ReadPlan:
+    """As `plan_read`, for products without columns that are not used."""
+    count = streams * (streams + 2)
+    plan = plan_read(streams, hidden, num_tokens, alignment, count, near, False, device)
+    return plan._replace(splits=True)
 
 
 def plan_read(

@@ -9,6 +9,7 @@ from tile_kernels.modeling.engram.hashing import (
     prime_table_sizes,
 )
 from tile_kernels.modeling.engram.module import EngramModule
+from tile_kernels.modeling.engram.optimizer import SinkhornMomentum
 from tile_kernels.modeling.engram.tables import EngramTable
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "EngramHasher",
     "EngramModule",
     "EngramTable",
+    "SinkhornMomentum",
     "compression_map",
     "engram_gate",
     "odd_multipliers",

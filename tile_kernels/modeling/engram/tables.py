@@ -112,8 +112,18 @@ class EngramTable(nn.Module):
         )
         return self._arrived(fetched) if fresh else None
 
-    def forward(self, indices: Tensor, device: torch.device | None = None) -> Tensor:
-        """Embeddings on `device`, by default that of `indices`."""
+    def forward(
+        self, indices: Tensor, device: torch.device | None = None, *, masked: bool = False
+    ) -> Tensor:
+        """Embeddings on `device`, by default that of `indices`.
+
+        With `masked`, negative indices (`engram_hash` with an `image_token_mask`) give zeros, and
+        their embeddings have no gradient.
+        """
+        if masked:
+            rows = self.forward(indices.clamp(min=0), device)
+            absent = (indices < 0)[..., None].to(rows.device)
+            return rows.unflatten(-1, (indices.shape[-1], -1)).masked_fill(absent, 0).flatten(-2)
         where = None if self.host_resident else self.weight.device
         checks.tensor_on("EngramTable: indices", indices, where, checks.INTEGERS)
         if indices.dim() == 0:

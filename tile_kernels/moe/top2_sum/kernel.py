@@ -10,6 +10,7 @@ from tile_kernels.moe.primitives import (
     LANES,
     LOWEST_KEY,
     WARPS,
+    draw,
     drop,
     finish,
     merge_lists,
@@ -39,18 +40,31 @@ def row_of_lane(gate: Gate, per_lane: int) -> Any:
     """Macros on a lane's experts `first .. first + count - 1`, of at most `per_lane`.
 
     `load` brings logits and biases; `largest` and `exponentials` are the lane's part of softmax's
-    maximum and sum; `ranks` makes the order keys, LOWEST_KEY beyond the lane's experts.
+    maximum and sum; `ranks` makes the order keys, LOWEST_KEY beyond the lane's experts. Where
+    scores are a result, `ranks` leaves them in `logit`, and `store` writes them.
     """
     score = score_of(gate.scoring)
 
     @T.macro
-    def load(logits, bias, token, first, count, logit, offset):
+    def load(logits, extras, token, first, count, logit, offset):
+        is_image = T.alloc_var(T.bool, init=T.bool(False))
+        if gate.has_image:
+            is_image = extras.image_mask[token]
         for c in T.unroll(per_lane // gate.vector):
             if c * gate.vector < count:
+                at = first + c * gate.vector
                 for v in T.vectorized(gate.vector):
-                    logit[c * gate.vector + v] = logits[token, first + c * gate.vector + v]
-                for v in T.vectorized(gate.vector):
-                    offset[c * gate.vector + v] = bias[first + c * gate.vector + v]
+                    logit[c * gate.vector + v] = logits[token, at + v]
+                if gate.has_bias:
+                    for v in T.vectorized(gate.vector):
+                        offset[c * gate.vector + v] = extras.bias[at + v]
+                else:
+                    for v in T.unroll(gate.vector):
+                        offset[c * gate.vector + v] = T.float32(0)
+                if gate.has_image:
+                    if is_image:
+                        for v in T.vectorized(gate.vector):
+                            offset[c * gate.vector + v] = extras.image_bias[at + v]
 
     @T.macro
     def largest(count, logit):
@@ -69,20 +83,47 @@ def row_of_lane(gate: Gate, per_lane: int) -> Any:
         return total
 
     @T.macro
-    def ranks(count, logit, offset, keys):
+    def ranks(count, logit, offset, keys, top, denominator):
         for i in T.unroll(per_lane):
             keys[i] = LOWEST_KEY
             if i < count:
                 if gate.scoring == SOFTMAX:
                     keys[i] = order_key(T.ieee_add(logit[i], offset[i]))
+                    if gate.has_scores:
+                        logit[i] = T.ieee_fdiv(score(logit[i], top), denominator)
+                elif gate.has_scores:
+                    logit[i] = score(logit[i], T.float32(0))
+                    keys[i] = order_key(T.ieee_add(logit[i], offset[i]))
                 else:
                     keys[i] = order_key(T.ieee_add(score(logit[i], T.float32(0)), offset[i]))
 
-    return load, largest, exponentials, ranks
+    @T.macro
+    def store(token, first, count, values, extras):
+        for c in T.unroll(per_lane // gate.vector):
+            if c * gate.vector < count:
+                for v in T.vectorized(gate.vector):
+                    extras.scores[token, first + c * gate.vector + v] = values[c * gate.vector + v]
+
+    return load, largest, exponentials, ranks, store
+
+
+class Extras:
+    """Buffers that not all gates have; `bias` is that of tokens without another one."""
+
+    def __init__(
+        self,
+        bias: Any,
+        image_bias: Any = None,
+        image_mask: Any = None,
+        random_mask: Any = None,
+        scores: Any = None,
+    ) -> None:
+        self.bias, self.image_bias, self.image_mask = bias, image_bias, image_mask
+        self.random_mask, self.scores = random_mask, scores
 
 
 def prim_func(gate: Gate, threads: int, tokens_per_block: int, body: Any) -> Any:
-    """The kernel around `body`: signature and grid, the same for all gates."""
+    """The kernel around `body`: signature and grid."""
     num_tokens, columns, unmapped_stride = T.dynamic("num_tokens columns unmapped_stride")
     num_logical = gate.num_experts + gate.num_shared
     slots = gate.num_topk + gate.num_shared
@@ -111,8 +152,8 @@ def prim_func(gate: Gate, threads: int, tokens_per_block: int, body: Any) -> Any
             ranks[2] = tp_rank
             ranks[3] = num_tp_ranks
             body(
-                block, num_tokens, logits, bias, mask, fixed, to_physical_map, logical_count,
-                unmapped, topk_idx, topk_weights, ranks, factor,
+                block, num_tokens, logits, mask, fixed, to_physical_map, logical_count,
+                unmapped, topk_idx, topk_weights, ranks, factor, Extras(bias),
             )  # fmt: skip
 
     return top2_sum_gate
@@ -121,27 +162,31 @@ def prim_func(gate: Gate, threads: int, tokens_per_block: int, body: Any) -> Any
 @kernel(access_bits=access_bits)
 def top2_sum_gate(*static: Any) -> Any:
     """One warp per token where its lanes can hold the keys, a block otherwise."""
-    gate = Gate(*static)
+    return scored_gate(Gate(*static), prim_func)
+
+
+def scored_gate(gate: Gate, around: Any) -> Any:
+    """The kernel that `around(gate, threads, tokens_per_block, body)` makes of the gate's body."""
     if gate.num_groups <= LANES and keys_per_lane(gate) <= MAX_PER_LANE:
-        return warp_gate(gate)
-    return block_gate(gate)
+        return warp_gate(gate, around)
+    return block_gate(gate, around)
 
 
-def warp_gate(gate: Gate) -> Any:
+def warp_gate(gate: Gate, around: Any) -> Any:
     """One warp per token, all keys in registers; the lanes of a group are neighbours."""
     per_lane = keys_per_lane(gate)
     grouped = gate.num_groups > 0
     lanes = lanes_per_group(gate) if grouped else LANES
     group_size = gate.num_experts // max(gate.num_groups, 1)
-    load, largest, exponentials, rank_keys = row_of_lane(gate, per_lane)
+    load, largest, exponentials, rank_keys, store_scores = row_of_lane(gate, per_lane)
     topk = warp_topk(per_lane, gate.num_topk)
     topk_groups = warp_topk(1, gate.num_topk_groups) if grouped else None
-    finished, dropped = finish(gate), drop(gate)
+    finished, dropped, drawn = finish(gate), drop(gate), draw(gate)
 
     @T.macro
     def body(
-        block, num_tokens, logits, bias, mask, fixed, to_physical_map, logical_count,
-        unmapped, topk_idx, topk_weights, ranks, factor,
+        block, num_tokens, logits, mask, fixed, to_physical_map, logical_count,
+        unmapped, topk_idx, topk_weights, ranks, factor, extras,
     ):  # fmt: skip
         lane = T.get_thread_binding() % LANES
         token = block * WARPS + T.get_thread_binding() // LANES
@@ -161,12 +206,19 @@ def warp_gate(gate: Gate) -> Any:
         if gate.has_mask:
             if token < num_tokens:
                 routes = mask[token]
+        is_random = T.alloc_var(T.bool, init=T.bool(False))
+        if gate.has_random:
+            if routes:
+                is_random = extras.random_mask[token]
+                routes = not is_random
         if routes:  # the same for the whole warp
-            load(logits, bias, token, first, count, logit, offset)
+            load(logits, extras, token, first, count, logit, offset)
             if gate.scoring == SOFTMAX:
                 top = warp_max_float(largest(count, logit))
                 denominator = warp_sum(exponentials(count, logit, top))
-            rank_keys(count, logit, offset, keys)
+            rank_keys(count, logit, offset, keys, top, denominator)
+            if gate.has_scores:
+                store_scores(token, first, count, logit, extras)
             if grouped:
                 best = T.alloc_local((2,), T.int32)
                 group_key = T.alloc_local((1,), T.int32)
@@ -193,35 +245,42 @@ def warp_gate(gate: Gate) -> Any:
             )
             if gate.has_fixed:
                 if fixed[token] and lane < gate.num_topk:
-                    expert[0] = unmapped[token, lane]
+                    expert[0] = T.cast(unmapped[token, lane], T.int64)
             if gate.has_unmapped:
                 if lane < gate.num_topk:
-                    unmapped[token, lane] = expert[0]
+                    unmapped[token, lane] = T.cast(expert[0], gate.index_dtype)
             finished(
                 lane, token, expert, top, denominator, logits, to_physical_map, logical_count,
                 topk_idx, topk_weights, ranks, factor,
             )  # fmt: skip
         elif token < num_tokens:
             dropped(lane, token, unmapped, topk_idx, topk_weights)
+            if gate.has_random:
+                if is_random:
+                    drawn(lane, token, logical_count, topk_idx, topk_weights, ranks)
+            if gate.has_scores:
+                for i in T.unroll(per_lane):
+                    logit[i] = T.float32(0)
+                store_scores(token, first, count, logit, extras)
 
-    return prim_func(gate, WARPS * LANES, WARPS, body)
+    return around(gate, WARPS * LANES, WARPS, body)
 
 
-def block_gate(gate: Gate) -> Any:
+def block_gate(gate: Gate, around: Any) -> Any:
     """One block per token: each warp has 512 experts; groups go through shared memory."""
     warps = -(-gate.num_experts // PER_WARP)
     grouped = gate.num_groups > 0
     group_size = gate.num_experts // max(gate.num_groups, 1)
     groups_per_lane = -(-gate.num_groups // LANES)
-    load, largest, exponentials, rank_keys = row_of_lane(gate, MAX_PER_LANE)
+    load, largest, exponentials, rank_keys, store_scores = row_of_lane(gate, MAX_PER_LANE)
     topk = warp_topk(MAX_PER_LANE, gate.num_topk)
     topk_groups = warp_topk(groups_per_lane, gate.num_topk_groups) if grouped else None
-    finished, dropped = finish(gate), drop(gate)
+    finished, dropped, drawn = finish(gate), drop(gate), draw(gate)
 
     @T.macro
     def body(
-        token, num_tokens, logits, bias, mask, fixed, to_physical_map, logical_count,
-        unmapped, topk_idx, topk_weights, ranks, factor,
+        token, num_tokens, logits, mask, fixed, to_physical_map, logical_count,
+        unmapped, topk_idx, topk_weights, ranks, factor, extras,
     ):  # fmt: skip
         lane = T.get_thread_binding() % LANES
         warp = T.get_thread_binding() // LANES
@@ -237,7 +296,15 @@ def block_gate(gate: Gate) -> Any:
         top = T.alloc_var(T.float32, init=-T.infinity(T.float32))
         denominator = T.alloc_var(T.float32, init=T.float32(0))
         count = T.max(T.min(gate.num_experts - first, MAX_PER_LANE), 0)
-        load(logits, bias, token, first, count, logit, offset)
+        routes = T.alloc_var(T.bool, init=T.bool(True))
+        if gate.has_mask:
+            routes = mask[token]
+        is_random = T.alloc_var(T.bool, init=T.bool(False))
+        if gate.has_random:
+            if routes:
+                is_random = extras.random_mask[token]
+                routes = not is_random
+        load(logits, extras, token, first, count, logit, offset)
         if gate.scoring == SOFTMAX:
             warp_values = T.alloc_shared((2, warps), T.float32)
             top = warp_max_float(largest(count, logit))
@@ -253,7 +320,12 @@ def block_gate(gate: Gate) -> Any:
             denominator = T.float32(0)
             for w in T.unroll(warps):
                 denominator = T.ieee_add(denominator, warp_values[1, w])
-        rank_keys(count, logit, offset, keys)
+        rank_keys(count, logit, offset, keys, top, denominator)
+        if gate.has_scores:
+            if not routes:
+                for i in T.unroll(MAX_PER_LANE):
+                    logit[i] = T.float32(0)
+            store_scores(token, first, count, logit, extras)
         if grouped:
             all_keys = T.alloc_shared((gate.num_experts,), T.int32)
             group_keys = T.alloc_shared((groups_per_lane * LANES,), T.int32)
@@ -301,23 +373,23 @@ def block_gate(gate: Gate) -> Any:
         if warp == 0:
             merge_lists(lane, warps, gate.num_topk, list_keys, list_experts, chosen)
             T.sync_warp()
-            routes = T.alloc_var(T.bool, init=T.bool(True))
-            if gate.has_mask:
-                routes = mask[token]
             if routes:
                 expert[0] = T.int64(-1)
                 if lane < gate.num_topk:
                     expert[0] = T.cast(chosen[lane], T.int64)
                     if gate.has_fixed:
                         if fixed[token]:
-                            expert[0] = unmapped[token, lane]
+                            expert[0] = T.cast(unmapped[token, lane], T.int64)
                     if gate.has_unmapped:
-                        unmapped[token, lane] = expert[0]
+                        unmapped[token, lane] = T.cast(expert[0], gate.index_dtype)
                 finished(
                     lane, token, expert, top, denominator, logits, to_physical_map, logical_count,
                     topk_idx, topk_weights, ranks, factor,
                 )  # fmt: skip
             else:
                 dropped(lane, token, unmapped, topk_idx, topk_weights)
+                if gate.has_random:
+                    if is_random:
+                        drawn(lane, token, logical_count, topk_idx, topk_weights, ranks)
 
-    return prim_func(gate, warps * LANES, 1, body)
+    return around(gate, warps * LANES, 1, body)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from tile_kernels.quant.sample_flags import COLUMN, LAYOUTS, PACKED, ROW, Flags
+from tile_kernels.quant import scales
+from tile_kernels.quant.sample_flags import COLUMN, LAYOUTS, PACKED, PACKED_ROW, ROW, Flags
 from tile_kernels.quant.samples import (
     QUANTIZED_REJECTS,
     block_scales,
@@ -41,10 +42,17 @@ def _back(
     extra: int = 0,
     shift: bool = False,
     sf_extra: int = 0,
+    e4m3: bool = False,
+    **more: Any,
 ) -> Arguments:
     data = placed(codes(rows, width, fmt, device), extra, shift)
-    sf = block_scales(rows, width, block, device, (-140, 120), flags)
+    if e4m3:
+        sf = block_scales(rows, width, block, device, (-8, 8), ROW).to(torch.float8_e4m3fn)
+        sf = scales.lay_out_e4m3_sf(sf, bool(flags))
+    else:
+        sf = block_scales(rows, width, block, device, (-140, 120), flags)
     return {
+        **more,
         "x": (data, placed(sf, sf_extra)),
         "fmt": out,
         "x_block_size": block,
@@ -90,11 +98,16 @@ _SMALL = [
     Sample("sf.strided.e4m3", _back(6, 128, "e4m3", (1, 16), sf_extra=3)),
     Sample("sf.strided.128x1", _back(6, 128, "e4m3", (128, 1), sf_extra=3)),
     Sample("rows.e4m3", _back(300, 8, "e4m3", (1, 8))),
+    Sample("5x96.packed_row", _back(5, 96, "e4m3", (1, 16), flags=PACKED_ROW)),
+    Sample("5x96.e4m3_sf", _back(5, 96, "e2m1", (1, 16), e4m3=True)),
+    Sample("5x96.e4m3_sf.column", _back(5, 96, "e4m3", (1, 32), flags=COLUMN, e4m3=True)),
+    Sample("5x96.global_sf", _back(5, 96, "e2m1", (1, 16), "fp32", e4m3=True, global_sf=0.013)),
 ]  # fmt: skip
 
 _SMALL_BY_TOKEN = (  # those with blocks of one row
     "5x96.e4m3.1x32", "0x576.e4m3", "1x576.e4m3", "1x24.e5m6", "3x1.e4m3", "strided.e4m3",
     "misaligned.e2m1", "rows.e4m3", "33x576.e4m3.1x128.packed", "33x576.e2m1.1x128.fp32",
+    "5x96.e4m3_sf", "5x96.global_sf",
 )  # fmt: skip
 
 

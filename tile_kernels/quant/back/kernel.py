@@ -7,14 +7,16 @@ from tilelang import language as T
 
 from tile_kernels.quant.back.plan import THREADS, Plan
 from tile_kernels.quant.primitives import e2m1_value, e5m6_value, read_scale
-from tile_kernels.quant.storage import access_width, storage, units
+from tile_kernels.quant.storage import access_width, scale_bits, storage, units
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
     plan = Plan(*static)
-    loads = {access_width(plan.source, plan.load), 32 * plan.scales}
+    loads = {access_width(plan.source, plan.load), scale_bits(plan.sf_dtype) * plan.scales}
+    if plan.has_factor:
+        loads.add(32)
     return tuple(sorted(loads)), access_width(plan.out, plan.store)
 
 
@@ -46,10 +48,10 @@ def cast_rows_back(*static: Any) -> Any:
     rows, row_stride = T.dynamic("rows row_stride")
     sf_rows, sf_row_stride, sf_column_stride = T.dynamic("sf_rows sf_row_stride sf_column_stride")
     groups = -(-plan.width // plan.block_channels)
-    sf_columns = -(-groups // 4) if plan.packed else groups
+    packed = plan.sf_dtype == "int32"
+    sf_columns = -(-groups // 4) if packed else groups
     column_stride = 1 if plan.scales > 1 else sf_column_stride
-    sf_dtype = "int32" if plan.packed else "float32"
-    read = read_scale(plan.packed)
+    read = read_scale(packed)
 
     @T.macro
     def look_up(sf, m, first, scales, base):
@@ -66,7 +68,8 @@ def cast_rows_back(*static: Any) -> Any:
     @T.prim_func
     def cast_back(
         x: T.StridedTensor[(rows, units(plan.source, plan.width)), (row_stride, 1), source_dtype],
-        sf: T.StridedTensor[(sf_rows, sf_columns), (sf_row_stride, column_stride), sf_dtype],
+        sf: T.StridedTensor[(sf_rows, sf_columns), (sf_row_stride, column_stride), plan.sf_dtype],
+        factor: T.Tensor[(1,), T.float32],
         out: T.Tensor[(rows, plan.width), out_dtype],
     ):
         with T.Kernel(
@@ -99,6 +102,9 @@ def cast_rows_back(*static: Any) -> Any:
                                 sf, (top + r) // plan.block_rows, vector * chunk, scales,
                                 r * lookups,
                             )  # fmt: skip
+                if plan.has_factor:
+                    for i in T.unroll(lookups * (1 if shared else plan.rows)):
+                        scales[i] = T.ieee_mul(scales[i], factor[0])
                 for r in T.unroll(plan.rows):
                     if top + r < rows:
                         if plan.source == "e5m6":

@@ -24,7 +24,8 @@ class Plan(NamedTuple):
     width: int
     block_rows: int
     block_channels: int
-    packed: bool
+    sf_dtype: str
+    has_factor: bool
     chunk: int
     rows: int
     load: int
@@ -38,7 +39,8 @@ def plan(
     num_rows: int,
     width: int,
     block: tuple[int, int],
-    packed: bool,
+    sf_dtype: str,
+    has_factor: bool,
     alignment: int,
     out_alignment: int,
     sf_alignment: int,
@@ -52,4 +54,4 @@ def plan(
     threads = num_rows * (width // chunk)
     rows = MAX_ROWS if threads >= MAX_ROWS * BUSY * device.num_sms else 1
     scales = math.gcd(chunk, 4, max(1, sf_alignment // 4)) if block[1] == 1 else 1
-    return Plan(source, out, width, *block, packed, chunk, rows, load, store, scales)
+    return Plan(source, out, width, *block, sf_dtype, has_factor, chunk, rows, load, store, scales)

@@ -126,6 +126,10 @@ def _saturated() -> torch.Tensor:
     return hexed(f"3840{zeros}447E{zeros}457E{zeros}", torch.float8_e4m3fn)
 
 
+_AMAX_REJECTS = [
+    Reject("use_packed_ue8m0", "unrounded", changed(use_packed_ue8m0=True)),
+    Reject("amax_min", "0", changed(amax_min=0.0)),
+]
 _REJECTS = [
     Reject("fmt", "unknown", changed(fmt="e3m4")),
     Reject("fmt", "e5m6", changed(fmt="e5m6")),
@@ -150,7 +154,7 @@ _PER_BLOCK_CAST = Cases(
     ],
     benchmarks=_benchmarks(_same, (44.3, 40.0)),
     vectors=[Vector("2x2", _example, lambda: (_example_data(), _example_scales()))],
-    rejects=[*_REJECTS, Reject("use_packed_ue8m0", "unrounded", changed(use_packed_ue8m0=True))],
+    rejects=[*_REJECTS, *_AMAX_REJECTS],
 )
 
 _PER_BLOCK_SCALES = Cases(
@@ -158,7 +162,7 @@ _PER_BLOCK_SCALES = Cases(
     large=_large(),
     benchmarks=_benchmarks(_same, (None, None)),
     vectors=[Vector("2x2", _example, _example_scales)],
-    rejects=[*_REJECTS, Reject("use_packed_ue8m0", "unrounded", changed(use_packed_ue8m0=True))],
+    rejects=[*_REJECTS, *_AMAX_REJECTS],
 )
 
 _PER_BLOCK_GIVEN = Cases(

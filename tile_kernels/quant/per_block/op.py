@@ -48,7 +48,8 @@ def _launch(
     )  # fmt: skip
     words = None if out is None else layout.as_words(out)
     buffer = scales.view(torch.uint8) if scale_layout == PACKED else scales
-    return Launch(_CAST_BLOCKS, problem, (x, words, buffer, layout.FORMATS[a.fmt].clamp_min))
+    clamp_min = float(getattr(a, "amax_min", 1.0))  # given scales need none
+    return Launch(_CAST_BLOCKS, problem, (x, words, buffer, clamp_min))
 
 
 # ---- data and scales ----------------------------------------------------------------------------
@@ -61,10 +62,12 @@ class Blocks(NamedTuple):
     use_tma_aligned_col_major_sf: bool
     round_sf: bool
     use_packed_ue8m0: bool
+    amax_min: float
 
     def check(self) -> None:
         layout.check_flags(self)
         _check_blocks(self)
+        layout.check_amax_min(self.amax_min, self.fmt)
 
     def _launch(self, task: str, out: Spec | None, scales: Spec) -> Launch | None:
         return _launch(self, layout.layout_of(self), self.round_sf, task, out, scales)
@@ -96,6 +99,8 @@ def per_block_cast(
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
     out: QuantTensor | None = None,
+    *,
+    amax_min: float | None = None,
 ) -> QuantTensor:
     """Quantizes with a scale for every block of rows and channels.
 
@@ -108,6 +113,7 @@ def per_block_cast(
         block_size: `(rows, channels)` of a scale, each 16, 32, 64 or 128.
         use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0: As in `per_token_cast`.
         out: Buffers `(data, scales)` that are filled and returned.
+        amax_min: As in `per_token_cast`.
 
     Returns:
         `(data, scales)`. The data are `[num_tokens, hidden]` float8_e4m3fn, or `[num_tokens,
@@ -125,8 +131,9 @@ def per_block_cast(
         (448.0, [[1.0], [1.0]])
     """
     return PER_BLOCK_CAST(
-        x, fmt, block_size, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, out=out
-    )
+        x, fmt, block_size, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0,
+        layout.least_amax(fmt, False, amax_min), out=out,
+    )  # fmt: skip
 
 
 # ---- scales alone -------------------------------------------------------------------------------
@@ -161,6 +168,8 @@ def per_block_cast_with_sf_only(
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
     out: Tensor | None = None,
+    *,
+    amax_min: float | None = None,
 ) -> Tensor:
     """The scales of `per_block_cast` without the data.
 
@@ -170,6 +179,7 @@ def per_block_cast_with_sf_only(
         x, fmt, block_size, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0: As in
             `per_block_cast`.
         out: A buffer for the scales that is filled and returned.
+        amax_min: As in `per_token_cast`.
 
     Returns:
         The scales as `per_block_cast` returns them.
@@ -179,8 +189,9 @@ def per_block_cast_with_sf_only(
         [[1.0], [1.0]]
     """
     return PER_BLOCK_CAST_WITH_SF_ONLY(
-        x, fmt, block_size, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, out=out
-    )
+        x, fmt, block_size, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0,
+        layout.least_amax(fmt, False, amax_min), out=out,
+    )  # fmt: skip
 
 
 # ---- data by given scales -----------------------------------------------------------------------

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.quant.casting import cast, scale_factors
+from tile_kernels.quant import formats
+from tile_kernels.quant.casting import cast, quantize, scale_factors, to_float32
 from tile_kernels.quant.types import QuantTensor, ScaleFlags
+
+_FORMATS = {fmt.name: fmt for fmt in (formats.E4M3, formats.E2M1)}
 
 
 def per_block_cast(
@@ -15,6 +18,7 @@ def per_block_cast(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    amax_min: float | None = None,
 ) -> QuantTensor:
     """`cast` in blocks of `block_size`.
 
@@ -23,7 +27,8 @@ def per_block_cast(
     [[1.0, 1.0], [1.0, 1.0]]
     """
     flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
-    return cast(x, fmt, block_size, None, None, *flags)
+    values = to_float32(x, x_block_size=None)
+    return quantize(values, _FORMATS[fmt], block_size, flags, amax_min)
 
 
 def per_block_cast_with_sf_only(
@@ -33,6 +38,7 @@ def per_block_cast_with_sf_only(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    amax_min: float | None = None,
 ) -> torch.Tensor:
     """The scale factors of `per_block_cast`.
 
@@ -40,7 +46,7 @@ def per_block_cast_with_sf_only(
     [[1.0], [1.0]]
     """
     flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
-    return scale_factors(x, fmt, block_size, flags)
+    return scale_factors(x, fmt, block_size, flags, amax_min)
 
 
 def per_block_cast_with_precomputed_sf(

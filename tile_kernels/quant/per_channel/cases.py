@@ -125,12 +125,50 @@ def _vectors(turned: bool) -> list[Vector]:
     return found
 
 
+@builder
+def _of_pair(device: torch.device, *sizes: int, **how: Any) -> Arguments:
+    """A quantized `x` that is not gathered."""
+    flags = {name: how.pop(name) for name in ("use_packed_ue8m0",) if name in how}
+    arguments = _fused(*sizes, scales=True, **how)(device)
+    del arguments["pos_to_token"]
+    return {**arguments, **flags}
+
+
+_EXPONENTS = torch.full((1, 2), 0x78787878, dtype=torch.int32).repeat(2, 1)
+
+
+def _packed_vector() -> Arguments:
+    """Eight blocks of 32 tokens with the same largest magnitude: scales of 2**-7."""
+    x = torch.zeros(256, 2)
+    x[::32] = 3.0
+    return {"x": x, "fmt": "e4m3", "num_per_tokens": 32, "round_sf": True,
+            "use_packed_ue8m0": True}  # fmt: skip
+
+
 _PER_CHANNEL_CAST = Cases(
-    small=_samples(),
+    small=[
+        *_samples(),
+        Sample("packed", _plain(150, 40, 32, round_sf=True, use_packed_ue8m0=True)),
+        Sample("amax_min", _plain(40, 40, 32, amax_min=4.0)),
+        Sample("pair", _of_pair(40, 136, 32, scale_columns=32)),
+        Sample("pair.packed", _of_pair(140, 136, 128, round_sf=True, use_packed_ue8m0=True)),
+    ],
     large=_large((300_001, 7168)),
     benchmarks=[Benchmark("8192x7168", _plain(8192, 7168, 128), goal_us=44.7)],
-    vectors=_vectors(turned=False),
-    rejects=_flag_rejects(),
+    vectors=[
+        *_vectors(turned=False),
+        Vector(
+            "packed along tokens",
+            _packed_vector,
+            lambda: ((_packed_vector()["x"] * 128).to(_E4M3), _EXPONENTS),
+        ),
+    ],
+    rejects=[
+        *_flag_rejects(),
+        Reject("use_packed_ue8m0", "unrounded", changed(use_packed_ue8m0=True)),
+        Reject("num_per_channels", "64", changed(num_per_channels=64)),
+        Reject("amax_min", "0", changed(amax_min=0.0)),
+    ],
 )
 
 _PER_CHANNEL_CAST_AND_TRANSPOSE = Cases(
@@ -163,12 +201,14 @@ def _fused(
     dtype: torch.dtype = BF16,
     special: bool = False,
     round_sf: bool = False,
+    scale_columns: int = 128,
+    packed: bool = False,
 ) -> Arguments:
     """`positions` of random rows, some of them padding; without, the rows as they are."""
     plain = numbers(rows, width, dtype, device, special=special)
     x: Any = placed(plain, extra)
     if scales:
-        data, sf = cast(plain, "e4m3", (1, 128))
+        data, sf = cast(plain, "e4m3", (1, scale_columns), None, None, packed, False, packed)
         if extra:
             data = strided(data.view(torch.uint8), extra).view(_E4M3)
         x = data, sf.T.contiguous().T if columns else strided(sf, 1) if extra else sf
@@ -181,7 +221,7 @@ def _fused(
         "fmt": "e4m3",
         "num_per_tokens": group,
         "round_sf": round_sf,
-        "num_per_channels": 128 if scales else None,
+        "num_per_channels": scale_columns if scales else None,
         "pos_to_token": index,
     }
 
@@ -213,6 +253,8 @@ _PER_CHANNEL_CAST_FUSED = Cases(
         Sample("1x72.scales", _fused(1, 72, 32, scales=True)),
         Sample("no gather", _fused(130, 136, 128, round_sf=True)),
         Sample("scales.128", _fused(36, 128, 32, scales=True)),
+        Sample("scales.32", _fused(40, 200, 32, 50, scales=True, scale_columns=32)),
+        Sample("scales.packed", _fused(40, 328, 128, scales=True, scale_columns=32, packed=True)),
         Sample("scales.130x384", _fused(130, 384, 128, scales=True, round_sf=True)),
         Sample("scales.gather", _fused(30, 272, 32, 129, scales=True)),
         Sample("scales.odd", _fused(30, 131, 128, 40, scales=True)),
@@ -255,9 +297,12 @@ _PER_CHANNEL_CAST_FUSED = Cases(
     rejects=[
         *_flag_rejects(),
         Reject("num_per_channels", "64", changed(num_per_channels=64)),
+        Reject("amax_min", "0", changed(amax_min=0.0)),
         Reject("num_per_channels", "None", lambda a: {**_quantized(a), "num_per_channels": None}),
-        Reject("x_sf", "too many", lambda a: {**a, "x": (a["x"].to(_E4M3), torch.ones(40, 2))}),
-        Reject("x_sf", "packed", lambda a: {**a, "x": (a["x"].to(_E4M3), torch.ones(40, 1).int())}),
+        Reject("x_sf", "too many", lambda a: {**_quantized(a), "x": (a["x"].to(_E4M3),
+                                                                     torch.ones(40, 2))}),
+        Reject("x_sf", "e4m3", lambda a: {**_quantized(a), "x": (a["x"].to(_E4M3),
+                                                                torch.ones(40, 1).to(_E4M3))}),
         Reject("x", "a triple", lambda a: {**a, "x": (a["x"],) * 3}),
         Reject("x", "e4m3 without scales", lambda a: {**a, "x": a["x"].to(_E4M3)}),
         Reject("pos_to_token", "int64", lambda a: {**a, "pos_to_token": a["pos_to_token"].long()}),

@@ -9,12 +9,11 @@ from tile_kernels.quant.per_channel.plan import (
     ACCESS_BYTES,
     CLAMPED_SWIGLU,
     NONE,
-    SCALE_COLUMNS,
     SWIGLU,
     TILE_ROWS,
     Plan,
 )
-from tile_kernels.quant.primitives import high_half, low_half, scale_of
+from tile_kernels.quant.primitives import high_half, low_half, read_scale, scale_of
 from tile_kernels.quant.storage import BITS, LANES, storage
 from tile_kernels.quant.swiglu.primitives import NEAR, near_swiglu, swiglu_clamp, swiglu_value
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
@@ -71,6 +70,9 @@ def cast_columns(*static: Any) -> Any:
     rows, width, source_rows = T.dynamic("rows width source_rows")
     row_stride = T.dynamic("row_stride", "int64")
     sf_columns = T.dynamic("sf_columns")
+    sf_dtype = "int32" if plan.packed else "float32"
+    groups = T.ceildiv(width, plan.scale_columns)
+    read = read_scale(plan.packed)
     sf_row_stride, sf_column_stride = T.dynamic("sf_row_stride sf_column_stride", "int64")
     x_rows = source_rows if plan.gathered else rows
     out_shape = (width, rows) if plan.transposed else (rows, width)
@@ -172,8 +174,8 @@ def cast_columns(*static: Any) -> Any:
                     for r in T.unroll(held):
                         token = tokens[r] if plan.gathered else first_row + r
                         load_row(x, token, first, 0, kept, r)
-                        group_of_row = T.min(first // SCALE_COLUMNS, sf_columns - 1)
-                        row_scales[r] = x_sf[existing(token), group_of_row]
+                        group_of_row = T.min(first // plan.scale_columns, groups - 1)
+                        row_scales[r] = read(x_sf, existing(token), group_of_row)
             else:
                 for r in T.unroll(held):  # of at least one row, the host sees to that
                     load_row(x, tokens[r] if plan.gathered else first_row + r, first, 0, kept, r)
@@ -268,7 +270,7 @@ def cast_columns(*static: Any) -> Any:
     @T.prim_func
     def cast_channels(
         x: T.StridedTensor[(x_rows, halves * width), (row_stride, 1), dtype],
-        x_sf: T.StridedTensor[(x_rows, sf_columns), (sf_row_stride, sf_column_stride), T.float32],
+        x_sf: T.StridedTensor[(x_rows, sf_columns), (sf_row_stride, sf_column_stride), sf_dtype],
         pos_to_token: T.Tensor[(rows,), T.int32],
         out: T.Tensor[out_shape, out_dtype],
         sf: T.Tensor[(T.ceildiv(rows, group), width), T.float32],

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels.quant import formats, layout
+from tile_kernels.quant import layout
 from tile_kernels.quant.per_channel import reference
 from tile_kernels.quant.per_channel.plan import (
     CLAMPED_SWIGLU,
@@ -19,13 +19,13 @@ from tile_kernels.quant.per_channel.plan import (
     SWIGLU,
     plan,
 )
-from tile_kernels.quant.scales import num_blocks
+from tile_kernels.quant.scales import num_blocks, pack_along_tokens
 from tile_kernels.quant.types import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
-from tile_kernels.utils import ceil_div
+from tile_kernels.runtime.outputs import check_output
 
 _CAST_COLUMNS = Kernel("tile_kernels.quant.per_channel.kernel", "cast_columns", plan)
 
@@ -66,9 +66,11 @@ def _launch(
         clamp = layout.swiglu_clamp(a.swiglu_clamp_value)
     problem = (
         layout.SOURCES[x.dtype], activation, transposed, a.num_per_tokens, a.round_sf,
-        pos_to_token is not None, rows, out_sf.shape[1], x.stride(0), alignment(x), alignment(out),
+        pos_to_token is not None, getattr(a, "num_per_channels", None) or SCALE_COLUMNS,
+        x_sf is not None and x_sf.dtype == torch.int32, rows, out_sf.shape[1], x.stride(0),
+        alignment(x), alignment(out),
     )  # fmt: skip
-    arguments = (x, x_sf, pos_to_token, out, out_sf, formats.E4M3.clamp_min, clamp)
+    arguments = (x, x_sf, pos_to_token, out, out_sf, float(a.amax_min), clamp)
     return Launch(_CAST_COLUMNS, problem, arguments)
 
 
@@ -80,11 +82,13 @@ class Arguments(NamedTuple):
     fmt: str
     num_per_tokens: int
     round_sf: bool
+    amax_min: float
 
     def check(self) -> None:
         layout.check_plain(self.x)
         layout.check_width("e4m3", self.x.shape[1])
         _check_flags(self.fmt, self.num_per_tokens, self.round_sf)
+        layout.check_amax_min(self.amax_min, self.fmt)
 
     def outputs(self) -> tuple[Out, Out]:
         return _outputs(self.x.shape, self.num_per_tokens)
@@ -93,38 +97,74 @@ class Arguments(NamedTuple):
         return _launch(self, Source(self.x), out, out_sf)
 
 
-def cost(x: Tensor, fmt: str, num_per_tokens: int, **_: Any) -> Cost:
-    return layout.cast_cost(x, fmt, x.shape, (num_per_tokens, 1), packed=False)
+def cost(x: Tensor | QuantTensor, fmt: str, num_per_tokens: int, **_: Any) -> Cost:
+    data = x[0] if isinstance(x, tuple) else x
+    return layout.cast_cost(x, fmt, data.shape, (num_per_tokens, 1), packed=False)
 
 
-PER_CHANNEL_CAST = layout.cast_operator(reference.per_channel_cast, Arguments, cost)
+def _by_fields(*fields: Any) -> QuantTensor:
+    return reference.per_channel_cast(**Arguments(*fields)._asdict())
 
 
-@PER_CHANNEL_CAST.public()
+PER_CHANNEL_CAST = layout.cast_operator(
+    reference.per_channel_cast, Arguments, cost, by_fields=_by_fields
+)
+
+
+def _check_packed(use_packed_ue8m0: bool, round_sf: bool) -> None:
+    checks.boolean("use_packed_ue8m0", use_packed_ue8m0)
+    if use_packed_ue8m0 and not checks.boolean("round_sf", round_sf):
+        raise ValueError("use_packed_ue8m0 needs round_sf: packed scales are exponents")
+
+
+def _packed(pair: QuantTensor, out: Any) -> QuantTensor:
+    """The cast with its scales packed along tokens, in the caller's buffers if there are any."""
+    data, words = pair[0], pack_along_tokens(pair[1])
+    if out is None:
+        return data, words
+    buffers = PER_CHANNEL_CAST._buffers(out)
+    for name, buffer, result in zip(("out", "out_sf"), buffers, (data, words)):
+        PER_CHANNEL_CAST.require(check_output, name, buffer, result.shape, result.dtype)
+        buffer.copy_(result)
+    return buffers
+
+
+@PER_CHANNEL_CAST.public(reference=reference.per_channel_cast)
 def per_channel_cast(
-    x: Tensor,
+    x: Tensor | QuantTensor,
     fmt: str,
     num_per_tokens: int,
     round_sf: bool = False,
     out: QuantTensor | None = None,
+    *,
+    num_per_channels: int | None = None,
+    use_packed_ue8m0: bool = False,
+    amax_min: float | None = None,
 ) -> QuantTensor:
     """Quantizes with a scale for every 32 or 128 tokens of a channel.
 
     A value is `code * scale`, and its code is `encode(value * inv)`. With `a` the largest magnitude
-    among the tokens of a scale, but at least 1e-4, `scale = a / 448` and `inv = 448 / a`. The last
-    tokens may be fewer. A NaN becomes a NaN and does not count for the scale; an infinity counts as
-    the largest float32 and saturates. Not differentiable.
+    among the tokens of a scale, but at least `amax_min`, `scale = a / 448` and `inv = 448 / a`. The
+    last tokens may be fewer. A quantized `x` is multiplied by its scales first. A NaN becomes a NaN
+    and does not count for the scale; an infinity counts as the largest float32 and saturates. Not
+    differentiable.
 
     Args:
-        x: `[num_tokens, hidden]`, bfloat16 or float32, any row stride.
+        x: `[num_tokens, hidden]`, bfloat16 or float32, any row stride. Or `(data, scales)`, as in
+            `per_channel_cast_fused`.
         fmt: `"e4m3"`.
         num_per_tokens: Tokens of a scale: 32 or 128.
         round_sf: Takes the next power of two as scale.
         out: Buffers `(data, scales)` that are filled and returned.
+        num_per_channels: Channels of a scale of a quantized `x`: 32 or 128.
+        use_packed_ue8m0: Packs the exponents of four neighbouring scales of a channel into an
+            int32, by PyTorch operations behind the cast; needs `round_sf`.
+        amax_min: As in `per_token_cast`.
 
     Returns:
         `(data, scales)`: `[num_tokens, hidden]` float8_e4m3fn, and
-        `[ceil(num_tokens / num_per_tokens), hidden]` float32, both contiguous.
+        `[ceil(num_tokens / num_per_tokens), hidden]` float32, or a fourth of these rows in int32 if
+        packed; both contiguous.
 
     Raises:
         TypeError: If a dtype or the kind of an argument differs.
@@ -135,7 +175,19 @@ def per_channel_cast(
         >>> data.float().tolist(), (scales * 448).tolist()
         ([[64.0, -448.0], [448.0, 112.0]], [[7.0, 2.0]])
     """
-    return PER_CHANNEL_CAST(x, fmt, num_per_tokens, round_sf, out=out)
+    PER_CHANNEL_CAST.require(_check_packed, use_packed_ue8m0, round_sf)
+    least = layout.least_amax(fmt, False, amax_min)
+    given = None if use_packed_ue8m0 else out
+    if isinstance(x, tuple):
+        pair = PER_CHANNEL_CAST_OF_PAIRS(
+            *layout.pair(x), fmt, num_per_tokens, round_sf, num_per_channels, None, least,
+            out=given,
+        )  # fmt: skip
+    else:
+        if num_per_channels is not None:
+            PER_CHANNEL_CAST.require(check_num_per_channels, num_per_channels)
+        pair = PER_CHANNEL_CAST(x, fmt, num_per_tokens, round_sf, least, out=given)
+    return _packed(pair, out) if use_packed_ue8m0 else pair
 
 
 class TransposedArguments(Arguments):
@@ -158,6 +210,8 @@ def per_channel_cast_and_transpose(
     num_per_tokens: int,
     round_sf: bool = False,
     out: QuantTensor | None = None,
+    *,
+    amax_min: float | None = None,
 ) -> QuantTensor:
     """`per_channel_cast` with the data transposed, not the scales.
 
@@ -165,7 +219,7 @@ def per_channel_cast_and_transpose(
     those of `per_channel_cast`.
 
     Args:
-        x, fmt, num_per_tokens, round_sf, out: As in `per_channel_cast`.
+        x, fmt, num_per_tokens, round_sf, out, amax_min: As in `per_channel_cast`; `x` is plain.
 
     Returns:
         `(data, scales)`: `[hidden, num_tokens]` float8_e4m3fn, and
@@ -177,7 +231,8 @@ def per_channel_cast_and_transpose(
         >>> data.float().tolist(), (scales * 448).tolist()
         ([[64.0, 448.0], [-448.0, 112.0]], [[7.0, 2.0]])
     """
-    return PER_CHANNEL_CAST_AND_TRANSPOSE(x, fmt, num_per_tokens, round_sf, out=out)
+    least = layout.least_amax(fmt, False, amax_min)
+    return PER_CHANNEL_CAST_AND_TRANSPOSE(x, fmt, num_per_tokens, round_sf, least, out=out)
 
 
 # ---- gathered, of a plain or a quantized source --------------------------------------------------
@@ -191,26 +246,24 @@ class FusedArguments(NamedTuple):
     round_sf: bool
     num_per_channels: int | None
     pos_to_token: Tensor | None
+    amax_min: float
 
     def check(self) -> None:
         layout.check_plain_or_pair(self.x)
         if self.num_per_channels is not None:
-            checks.integer("num_per_channels", self.num_per_channels, 1)
-            checks.one_of("num_per_channels", self.num_per_channels, (SCALE_COLUMNS,))
+            check_num_per_channels(self.num_per_channels)
         if self.x_sf is None:
             layout.check_plain(self.x)
         else:
             dims = ("num_tokens", "hidden")
             checks.tensor("x", self.x, dims, torch.float8_e4m3fn, unit_inner_stride=True)
-            dims = ("num_tokens", "channel_blocks")
-            blocks = (self.x.shape[0], ceil_div(self.x.shape[1], SCALE_COLUMNS))
-            checks.tensor("x_sf", self.x_sf, dims, torch.float32, shape=blocks)
             if self.num_per_channels is None:
-                raise ValueError(
-                    f"num_per_channels must be {SCALE_COLUMNS} for a quantised x, got None"
-                )
+                allowed = " or ".join(map(str, GROUPS))
+                raise ValueError(f"num_per_channels must be {allowed} for a quantised x, got None")
+            layout.check_source_scales(self.x, self.x_sf, (1, self.num_per_channels))
         layout.check_width("e4m3", self.x.shape[1])
         _check_flags(self.fmt, self.num_per_tokens, self.round_sf)
+        layout.check_amax_min(self.amax_min, self.fmt)
         if self.pos_to_token is not None:
             checks.tensor(
                 "pos_to_token", self.pos_to_token, ("num_positions",), torch.int32, contiguous=True
@@ -229,6 +282,12 @@ class FusedArguments(NamedTuple):
     def check_values(self) -> None:
         """Negative positions are padding, the others name a row of `x`."""
         checks.in_range("pos_to_token", self.pos_to_token, -(2**31), self.x.shape[0] - 1)
+
+
+def check_num_per_channels(value: int) -> None:
+    """The channels of a scale of a quantized `x`."""
+    checks.integer("num_per_channels", value, 1)
+    checks.one_of("num_per_channels", value, GROUPS)
 
 
 def _num_positions(a: FusedArguments) -> int:
@@ -250,12 +309,13 @@ def _fused_reference(
     round_sf: bool,
     num_per_channels: int | None,
     pos_to_token: Tensor | None,
+    amax_min: float,
 ) -> QuantTensor:
     source = x if x_sf is None else (x, x_sf)
     if pos_to_token is not None:
         pos_to_token = pos_to_token.masked_fill(pos_to_token >= x.shape[0], -1)
     return reference.per_channel_cast_fused(
-        source, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token
+        source, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token, amax_min
     )
 
 
@@ -279,6 +339,18 @@ PER_CHANNEL_CAST_FUSED = layout.cast_operator(
 )
 
 
+# `per_channel_cast` of a quantized `x`.
+PER_CHANNEL_CAST_OF_PAIRS = layout.cast_operator(
+    reference.per_channel_cast_fused,
+    FusedArguments,
+    fused_cost,
+    name="_per_channel_cast_of_pairs",
+    by_fields=_fused_reference,
+    dynamic={"x": 1, "x_sf": 1, "pos_to_token": 0},
+    serves="per_channel_cast",
+)
+
+
 @PER_CHANNEL_CAST_FUSED.public(reference=reference.per_channel_cast_fused)
 def per_channel_cast_fused(
     x: Tensor | QuantTensor,
@@ -288,6 +360,8 @@ def per_channel_cast_fused(
     num_per_channels: int | None = None,
     pos_to_token: Tensor | None = None,
     out: QuantTensor | None = None,
+    *,
+    amax_min: float | None = None,
 ) -> QuantTensor:
     """Quantizes gathered tokens, plain or quantized ones, as `per_channel_cast` does.
 
@@ -299,10 +373,11 @@ def per_channel_cast_fused(
     Args:
         x: `[num_tokens, hidden]`, bfloat16 or float32, any row stride. Or `(data, scales)`:
             `[num_tokens, hidden]` float8_e4m3fn, any row stride, and
-            `[num_tokens, ceil(hidden / 128)]` float32, any strides.
-        num_per_channels: 128 for a quantized `x`; ignored for a plain one.
+            `[num_tokens, ceil(hidden / num_per_channels)]` float32, or a fourth of these columns in
+            int32 that hold four exponents each, any strides.
+        num_per_channels: 32 or 128 for a quantized `x`; ignored for a plain one.
         pos_to_token: `[num_positions]`, int32, contiguous; or None.
-        fmt, num_per_tokens, round_sf, out: As in `per_channel_cast`.
+        fmt, num_per_tokens, round_sf, out, amax_min: As in `per_channel_cast`.
 
     Returns:
         `(data, scales)`: `[num_positions, hidden]` float8_e4m3fn, and
@@ -321,8 +396,9 @@ def per_channel_cast_fused(
     """
     data, sf = layout.pair(x)
     return PER_CHANNEL_CAST_FUSED(
-        data, sf, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token, out=out
-    )
+        data, sf, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token,
+        layout.least_amax(fmt, False, amax_min), out=out,
+    )  # fmt: skip
 
 
 class TransposedFusedArguments(FusedArguments):
@@ -359,6 +435,8 @@ def per_channel_cast_fused_and_transpose(
     num_per_channels: int | None = None,
     pos_to_token: Tensor | None = None,
     out: QuantTensor | None = None,
+    *,
+    amax_min: float | None = None,
 ) -> QuantTensor:
     """`per_channel_cast_fused` with the data transposed, not the scales.
 
@@ -367,7 +445,7 @@ def per_channel_cast_fused_and_transpose(
     are those of `per_channel_cast_fused`.
 
     Args:
-        x, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token, out: As in
+        x, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token, out, amax_min: As in
             `per_channel_cast_fused`.
 
     Returns:
@@ -382,8 +460,9 @@ def per_channel_cast_fused_and_transpose(
     """
     data, sf = layout.pair(x)
     return PER_CHANNEL_CAST_FUSED_AND_TRANSPOSE(
-        data, sf, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token, out=out
-    )
+        data, sf, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token,
+        layout.least_amax(fmt, False, amax_min), out=out,
+    )  # fmt: skip
 
 
 # ---- of SwiGLU -----------------------------------------------------------------------------------
@@ -396,6 +475,7 @@ class SwigluArguments(NamedTuple):
     round_sf: bool
     without_transpose: bool
     swiglu_clamp_value: float | None
+    amax_min: float
 
     def check(self) -> None:
         layout.check_plain(self.x)
@@ -407,6 +487,7 @@ class SwigluArguments(NamedTuple):
         _check_flags(self.fmt, self.num_per_tokens, self.round_sf)
         checks.boolean("without_transpose", self.without_transpose)
         layout.check_swiglu_clamp(self.swiglu_clamp_value)
+        layout.check_amax_min(self.amax_min, self.fmt)
 
     def outputs(self) -> tuple[Out, Out]:
         shape = (self.x.shape[0], self.x.shape[1] // 2)
@@ -439,6 +520,8 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
     without_transpose: bool = False,
     swiglu_clamp_value: float | None = None,
     out: QuantTensor | None = None,
+    *,
+    amax_min: float | None = None,
 ) -> QuantTensor:
     """SwiGLU, rounded to bfloat16, then `per_channel_cast_and_transpose`.
 
@@ -449,7 +532,7 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
         x: `[num_tokens, 2 * hidden]`, gate then value, bfloat16 or float32, any row stride.
         without_transpose: True for data as `per_channel_cast` returns them.
         swiglu_clamp_value: The clamp value, at least 0, or None.
-        fmt, num_per_tokens, round_sf, out: As in `per_channel_cast`.
+        fmt, num_per_tokens, round_sf, out, amax_min: As in `per_channel_cast`.
 
     Returns:
         `(data, scales)`: `[hidden, num_tokens]` float8_e4m3fn, or `[num_tokens, hidden]` without
@@ -466,5 +549,6 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
         ([[448.0, 352.0]], [[2.1875]])
     """
     return SWIGLU_FORWARD_AND_PER_CHANNEL_CAST_AND_TRANSPOSE(
-        x, fmt, num_per_tokens, round_sf, without_transpose, swiglu_clamp_value, out=out
-    )
+        x, fmt, num_per_tokens, round_sf, without_transpose, swiglu_clamp_value,
+        layout.least_amax(fmt, False, amax_min), out=out,
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from tile_kernels.runtime.device import Device
 from tile_kernels.transpose.plan import store_width
 
 GROUPS = (32, 128)  # rows of a scale
-SCALE_COLUMNS = 128  # channels of a scale of a quantized source
+SCALE_COLUMNS = 128  # of sources without scales, which do not use it
 ACCESS_BYTES = 16
 TILE_ROWS = 128  # the most rows of a scale; of 32 rows a tile has four scales per channel
 MAX_BLOCKS_ON_Y = 65535
@@ -41,6 +41,8 @@ class Plan(NamedTuple):
     group: int
     round_sf: bool
     gathered: bool
+    scale_columns: int  # channels of a scale of a quantized source
+    packed: bool  # its scales are exponents, four in a word
     held: int
     chunk: int
     across: int
@@ -58,6 +60,8 @@ def plan(
     group: int,
     round_sf: bool,
     gathered: bool,
+    scale_columns: int,
+    packed: bool,
     rows: int,
     width: int,
     row_stride: int,
@@ -87,6 +91,7 @@ def plan(
     tiles_down, tiles_across = -(-rows // TILE_ROWS), -(-width // (ACROSS * chunk))
     rows_on_x = tiles_across <= MAX_BLOCKS_ON_Y if transposed else tiles_down > MAX_BLOCKS_ON_Y
     return Plan(
-        source, activation, transposed, group, round_sf, gathered, rows_per_thread, chunk, ACROSS,
+        source, activation, transposed, group, round_sf, gathered,
+        scale_columns, packed, rows_per_thread, chunk, ACROSS,
         lanes, load, store, rows_on_x, blocks,
     )  # fmt: skip

@@ -5,22 +5,33 @@ from __future__ import annotations
 import torch
 
 from tile_kernels.quant import formats
-from tile_kernels.quant.casting import cast, quantize, to_float32
+from tile_kernels.quant.casting import quantize, to_float32
 from tile_kernels.quant.gather import gather_or_zero
+from tile_kernels.quant.scales import pack_along_tokens
 from tile_kernels.quant.swiglu.reference import swiglu_forward
 from tile_kernels.quant.types import QuantTensor, ScaleFlags
 from tile_kernels.transpose.reference import transpose
 
 
 def per_channel_cast(
-    x: torch.Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False
+    x: torch.Tensor | QuantTensor,
+    fmt: str,
+    num_per_tokens: int,
+    round_sf: bool = False,
+    *,
+    num_per_channels: int | None = None,
+    use_packed_ue8m0: bool = False,
+    amax_min: float | None = None,
 ) -> QuantTensor:
-    """`cast` in blocks of `(num_per_tokens, 1)`.
+    """`cast` in blocks of `(num_per_tokens, 1)`; packed scale factors hold four rows of them.
 
     >>> per_channel_cast(torch.tensor([[448.0, 1.0], [1.0, 896.0]]), "e4m3", 2)[1].tolist()
     [[1.0, 2.0]]
     """
-    return cast(x, fmt, (num_per_tokens, 1), round_sf=round_sf)
+    data, sf = per_channel_cast_fused(
+        x, fmt, num_per_tokens, round_sf, num_per_channels, None, amax_min
+    )
+    return data, pack_along_tokens(sf) if use_packed_ue8m0 else sf
 
 
 def per_channel_cast_fused(
@@ -30,6 +41,7 @@ def per_channel_cast_fused(
     round_sf: bool = False,
     num_per_channels: int | None = None,
     pos_to_token: torch.Tensor | None = None,
+    amax_min: float | None = None,
 ) -> QuantTensor:
     """Gathered rows to e4m3, with a scale factor for every `num_per_tokens` rows of a channel.
 
@@ -56,7 +68,7 @@ def per_channel_cast_fused(
     values = to_float32(x, x_block_size)
     if pos_to_token is not None:
         values = gather_or_zero(values, pos_to_token)
-    return quantize(values, formats.E4M3, (num_per_tokens, 1), ScaleFlags(round_sf))
+    return quantize(values, formats.E4M3, (num_per_tokens, 1), ScaleFlags(round_sf), amax_min)
 
 
 def per_channel_cast_fused_and_transpose(
@@ -66,6 +78,7 @@ def per_channel_cast_fused_and_transpose(
     round_sf: bool = False,
     num_per_channels: int | None = None,
     pos_to_token: torch.Tensor | None = None,
+    amax_min: float | None = None,
 ) -> QuantTensor:
     """`per_channel_cast_fused` with the data, not the scale factors, transposed: `[H, T_out]`.
 
@@ -75,13 +88,17 @@ def per_channel_cast_fused_and_transpose(
     tensor([[  0., 448.]])
     """
     data, sf = per_channel_cast_fused(
-        x, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token
+        x, fmt, num_per_tokens, round_sf, num_per_channels, pos_to_token, amax_min
     )
     return transpose(data), sf
 
 
 def per_channel_cast_and_transpose(
-    x: torch.Tensor, fmt: str, num_per_tokens: int, round_sf: bool = False
+    x: torch.Tensor,
+    fmt: str,
+    num_per_tokens: int,
+    round_sf: bool = False,
+    amax_min: float | None = None,
 ) -> QuantTensor:
     """`per_channel_cast` with the data, not the scale factors, transposed: `[H, T]`.
 
@@ -89,7 +106,7 @@ def per_channel_cast_and_transpose(
     >>> tuple(data.shape), tuple(sf.shape)
     ((3, 4), (2, 3))
     """
-    data, sf = per_channel_cast(x, fmt, num_per_tokens, round_sf)
+    data, sf = per_channel_cast(x, fmt, num_per_tokens, round_sf, amax_min=amax_min)
     return transpose(data), sf
 
 
@@ -100,6 +117,7 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
     round_sf: bool = False,
     without_transpose: bool = False,
     swiglu_clamp_value: float | None = None,
+    amax_min: float | None = None,
 ) -> QuantTensor:
     """`swiglu_forward`, rounded to bfloat16, then `per_channel_cast_and_transpose`.
 
@@ -110,5 +128,5 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
     """
     act = swiglu_forward(x, swiglu_clamp_value=swiglu_clamp_value).bfloat16()
     if without_transpose:
-        return per_channel_cast(act, fmt, num_per_tokens, round_sf)
-    return per_channel_cast_and_transpose(act, fmt, num_per_tokens, round_sf)
+        return per_channel_cast(act, fmt, num_per_tokens, round_sf, amax_min=amax_min)
+    return per_channel_cast_and_transpose(act, fmt, num_per_tokens, round_sf, amax_min)

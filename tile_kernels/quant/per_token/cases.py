@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
-from tile_kernels.quant.sample_flags import COLUMN, LAYOUTS, PACKED, ROUNDED, ROW, Flags, all_flags
+from tile_kernels.quant.sample_flags import (
+    COLUMN,
+    LAYOUTS,
+    PACKED,
+    PACKED_ROW,
+    ROUNDED,
+    ROW,
+    Flags,
+    all_flags,
+)
 from tile_kernels.quant.samples import block_scales, hexed, numbers, plain_cast, quantized, words
 from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
 from tile_kernels.runtime.sampling import BF16, FP32, builder, changed
@@ -56,6 +65,38 @@ def _e5m6_arguments(round_sf: bool) -> Arguments:
     return {"x": x, "fmt": "e5m6", "num_per_channels": 8, **all_flags({"round_sf": round_sf})}
 
 
+# A row whose scale in e4m3 is its factor.
+_NVFP4 = [0, 0.3, -0.7, 1.1, 2.4, -3.3, 4.9, 6, -6, 0.1, 0.25, -0.25, 5, 2.5, 1.75, -1.25]
+
+
+def _nvfp4_vector(factor: float, fmt: str, sf: str, data: str, **more: Any) -> Vector:
+    dtype = _E4M3 if fmt == "e4m3" else torch.int8
+    return Vector(
+        f"{fmt} times {factor}, scales in e4m3",
+        lambda: {
+            "x": torch.tensor([_NVFP4]) * factor, "fmt": fmt, "num_per_channels": 16,
+            "use_e4m3_sf": True, **more,
+        },
+        lambda: (hexed(data, dtype), hexed(sf, _E4M3)),
+    )  # fmt: skip
+
+
+def _hashed_vector(fmt: str, data: str) -> Vector:
+    """Columns 0 to 3 and 28 to 31 hold the same four values, times a scale of 1."""
+    row = torch.zeros(1, 32)
+    row[0, :4] = row[0, 28:] = torch.tensor([1.1, -0.3, 2.7, 0.05])
+    # A scale of 1: amax_min is the format's largest value.
+    amax_min = 448.0 if fmt == "e4m3" else 6.0
+    return Vector(
+        f"{fmt}, rounded by a hash",
+        lambda: {
+            "x": row, "fmt": fmt, "num_per_channels": 32, "amax_min": amax_min,
+            "stochastic_cast": True,
+        },
+        lambda: (hexed(data, _E4M3 if fmt == "e4m3" else torch.int8), torch.ones(1, 1)),
+    )  # fmt: skip
+
+
 _Z12, _Z6 = "00" * 12, "00" * 6
 _ROWS = [(3, 576, "e4m3"), (5, 1000, "e2m1"), (2, 7168, "e5m6"), (3, 24, "e5m6")]
 _SHAPES = [(5, 576, 128), (3, 128, 16), (4, 200, 64), (7, 1056, 32), (2, 33, 16), (1, 7168, 128)]
@@ -87,6 +128,27 @@ _PER_TOKEN_CAST = Cases(
             for h, fmt in [(70001, "e4m3"), (65544, "e5m6"), (65568, "e5m6")]
         ),
         Sample("rows.3x1.e4m3", _plain(3, 1, "e4m3", 1)),
+        Sample("7x1056.e4m3.128.packed_row", _plain(7, 1056, "e4m3", 128, flags=PACKED_ROW)),
+        Sample("5x200.e2m1.16.packed_row", _plain(5, 200, "e2m1", 16, flags=PACKED_ROW)),
+        Sample("rows.3x576.e4m3.packed_row", _plain(3, 576, "e4m3", 576, flags=PACKED_ROW)),
+        Sample("5x200.e2m1.16.e4m3_sf", _plain(5, 200, "e2m1", 16, use_e4m3_sf=True)),
+        Sample("0x64.e2m1.16.e4m3_sf", _plain(0, 64, "e2m1", 16, use_e4m3_sf=True)),
+        Sample("19x576.e4m3.128.e4m3_sf",
+               _plain(19, 576, "e4m3", 128, FP32, flags=COLUMN, use_e4m3_sf=True)),
+        Sample("5x96.e2m1.16.global_sf",
+               _plain(5, 96, "e2m1", 16, use_e4m3_sf=True, global_sf=0.013)),
+        Sample("special.e4m3_sf", _plain(9, 160, "e2m1", 16, special=True, use_e4m3_sf=True)),
+        Sample("5x96.amax_min", _plain(5, 96, "e4m3", 32, flags=PACKED, amax_min=8.0)),
+        Sample("5x200.e4m3.32.hash", _plain(5, 200, "e4m3", 32, FP32, stochastic_cast=True)),
+        Sample("3x130.e2m1.16.hash",
+               _plain(3, 130, "e2m1", 16, flags=PACKED, stochastic_cast=True)),
+        Sample("5x200.e4m3.64.seed", _plain(5, 200, "e4m3", 64, stochastic_cast=True, seed=-7)),
+        Sample("3x1056.e2m1.16.seed",
+               _plain(3, 1056, "e2m1", 16, stochastic_cast=True, seed=2**40, use_e4m3_sf=True)),
+        Sample("special.hash.e4m3",
+               _plain(9, 160, "e4m3", 32, FP32, special=True, stochastic_cast=True)),
+        Sample("special.seed.e2m1",
+               _plain(9, 160, "e2m1", 32, FP32, special=True, stochastic_cast=True, seed=3)),
         Sample("special.e4m3", _plain(9, 160, "e4m3", 32, special=True)),
         Sample("special.packed", _plain(9, 160, "e4m3", 32, FP32, special=True, flags=PACKED)),
         Sample("special.e2m1", _plain(9, 160, "e2m1", 16, FP32, special=True)),
@@ -137,8 +199,24 @@ _PER_TOKEN_CAST = Cases(
         Benchmark("e4m3.row", _plain(8192, 7168, "e4m3", 7168), goal_us=43.1),
         Benchmark("e4m3.128.small", _plain(128, 7168, "e4m3", 128), goal_us=2.6),
         Benchmark("e5m6", _plain(8192, 7168, "e5m6", 7168), goal_us=51.6),
+        Benchmark("nvfp4", _plain(8192, 7168, "e2m1", 16, use_e4m3_sf=True)),
+        Benchmark("e4m3.128.seed", _plain(8192, 7168, "e4m3", 128, stochastic_cast=True, seed=1)),
+        Benchmark("e4m3.128.hash", _plain(8192, 7168, "e4m3", 128, stochastic_cast=True)),
     ],
     vectors=[
+        _nvfp4_vector(1.0, "e2m1", "38", "1029D4760F8046A4"),
+        _nvfp4_vector(0.013, "e2m1", "07", "1029D4760F8046A3"),
+        _nvfp4_vector(1e-4, "e2m1", "01", "0008801109800180"),
+        _nvfp4_vector(100.0, "e2m1", "6C", "1029D5770F9157B4"),
+        _nvfp4_vector(448.0, "e2m1", "7E", "1029D4760F8046A4"),
+        _nvfp4_vector(3000.0, "e2m1", "7E", "407EF7771FB377F7"),
+        _nvfp4_vector(0.0, "e2m1", "01", "0008800008800080"),  # zeros keep their sign
+        _nvfp4_vector(6.5 * 16, "e2m1", "38", "1029D4760F8046A4", global_sf=104.0),
+        _nvfp4_vector(
+            1.0, "e4m3", "07", "005BE56A73F77B7E" + "FE4F59D97B7370EB"
+        ),
+        _hashed_vector("e4m3", "38AA4315" + "00" * 24 + "38A94315"),
+        _hashed_vector("e2m1", "9205" + "00" * 12 + "8205"),
         _vector(
             "e4m3", "e4m3", False, f"6EF67A7E{_Z12}6000807E{_Z12}", words([0x3C124925, 0x3C800000])
         ),
@@ -166,6 +244,21 @@ _PER_TOKEN_CAST = Cases(
         Reject("num_per_channels", "48", changed(num_per_channels=48)),
         Reject("num_per_channels", "not the row", changed(fmt="e5m6")),
         Reject("use_packed_ue8m0", "unrounded", changed(use_packed_ue8m0=True)),
+        Reject("use_e4m3_sf", "an int", changed(use_e4m3_sf=1)),
+        Reject("use_e4m3_sf", "rounded", changed(use_e4m3_sf=True, round_sf=True)),
+        Reject("use_e4m3_sf", "a row", changed(use_e4m3_sf=True, num_per_channels=96)),
+        Reject("global_sf", "alone", changed(global_sf=2.0)),
+        Reject("global_sf", "two", changed(use_e4m3_sf=True, global_sf=torch.ones(2))),
+        Reject("amax_min", "0", changed(amax_min=0.0)),
+        Reject("amax_min", "subnormal scale", changed(amax_min=1e-37)),
+        Reject("amax_min", "NaN", changed(amax_min=float("nan"))),
+        Reject("amax_min", "text", changed(amax_min="1")),
+        Reject("seed", "alone", changed(seed=1)),
+        Reject("seed", "too large", changed(seed=2**64, stochastic_cast=True)),
+        Reject("seed", "a float", changed(seed=1.0, stochastic_cast=True)),
+        Reject("seed", "int32", changed(seed=torch.ones(1).int(), stochastic_cast=True)),
+        Reject("stochastic_cast", "an int", changed(stochastic_cast=1)),
+        Reject("stochastic_cast", "a row", changed(stochastic_cast=True, num_per_channels=96)),
         Reject("round_sf", "an int", changed(round_sf=1)),
         Reject("x_block_size", "plain x", changed(x_block_size=(1, 32))),
         Reject("x_block_size", "one number", changed(x_block_size=(1,))),
@@ -203,9 +296,14 @@ _VARIANT_REJECTS = [
 
 _PER_TOKEN_SCALES = Cases(
     small=[
-        Sample(f"{t}x{h}.{f}.{g}.{name}", _plain(t, h, f, g, flags=flags))
-        for t, h, f, g in _VARIANT_SHAPES
-        for name, flags in LAYOUTS.items()
+        *(
+            Sample(f"{t}x{h}.{f}.{g}.{name}", _plain(t, h, f, g, flags=flags))
+            for t, h, f, g in _VARIANT_SHAPES
+            for name, flags in LAYOUTS.items()
+        ),
+        Sample("5x96.packed_row", _plain(5, 96, "e4m3", 16, flags=PACKED_ROW)),
+        Sample("5x96.e4m3_sf", _plain(5, 96, "e2m1", 16, use_e4m3_sf=True, global_sf=0.25)),
+        Sample("5x96.amax_min", _plain(5, 96, "e4m3", 32, amax_min=2.0)),
     ],
     large=[Sample("8001x7168.e2m1", _plain(8001, 7168, "e2m1", 32, flags=PACKED))],
     benchmarks=[Benchmark("e4m3.128", _plain(8192, 7168, "e4m3", 128))],
@@ -220,17 +318,28 @@ _PER_TOKEN_SCALES = Cases(
     rejects=[
         *_VARIANT_REJECTS,
         Reject("use_packed_ue8m0", "alone", changed(use_packed_ue8m0=True)),
+        Reject("global_sf", "alone", changed(global_sf=2.0)),
+        Reject("amax_min", "0", changed(amax_min=0.0)),
     ],
 )  # fmt: skip
 
 
 @builder
 def _given(
-    device: torch.device, rows: int, width: int, fmt: str, group: int, *, special: bool = False
+    device: torch.device,
+    rows: int,
+    width: int,
+    fmt: str,
+    group: int,
+    *,
+    special: bool = False,
+    e4m3: bool = False,
+    **more: Any,
 ) -> Arguments:
     x = numbers(rows, width, BF16, device, special=special)
-    sf = block_scales(rows, width, (1, group), device, (-20, 20), ROW)
-    return {"x": x, "fmt": fmt, "num_per_channels": group, "sf": sf}
+    sf = block_scales(rows, width, (1, group), device, (-5, 5) if e4m3 else (-20, 20), ROW)
+    sf = sf.to(_E4M3) if e4m3 else sf
+    return {"x": x, "fmt": fmt, "num_per_channels": group, "sf": sf, **more}
 
 
 _X, _Z14 = [1.0, 2.0, 3.0, 1000.0, *[0.0] * 12], "00" * 14
@@ -253,6 +362,9 @@ def _given_vector(label: str, fmt: str, x: list[float], sf: list[float], data: s
 _PER_TOKEN_GIVEN = Cases(
     small=[
         *(Sample(f"{t}x{h}.{f}.{g}", _given(t, h, f, g)) for t, h, f, g in _VARIANT_SHAPES),
+        Sample("5x96.e4m3_sf", _given(5, 96, "e2m1", 16, e4m3=True, use_e4m3_sf=True)),
+        Sample("5x96.global_sf",
+               _given(5, 96, "e4m3", 32, e4m3=True, use_e4m3_sf=True, global_sf=3.0)),
         Sample("special", _given(7, 160, "e4m3", 32, special=True)),
         Sample("special.e2m1", _given(7, 160, "e2m1", 32, special=True)),
     ],
@@ -269,6 +381,8 @@ _PER_TOKEN_GIVEN = Cases(
     rejects=[
         *_VARIANT_REJECTS,
         Reject("sf", "too few", lambda a: {**a, "sf": a["sf"][:, :1]}),
+        Reject("sf", "e4m3 alone", lambda a: {**a, "sf": a["sf"].to(_E4M3)}),
+        Reject("sf", "float32", changed(use_e4m3_sf=True)),
         Reject("use_tma_aligned_col_major_sf", "set", changed(use_tma_aligned_col_major_sf=True)),
         Reject("use_packed_ue8m0", "set", changed(use_packed_ue8m0=True)),
     ],

@@ -7,6 +7,7 @@ from tilelang import language as T
 from tile_kernels.quant.per_token.plan import BLOCKS_PER_SM, MAX_KEPT, RESIDENT, WARPS, Plan
 from tile_kernels.quant.primitives import (
     e2m1_prelude,
+    e4m3_scale_of,
     encode_and_store,
     encode_e5m6,
     fetch_values,
@@ -20,15 +21,21 @@ from tile_kernels.quant.primitives import (
     widen_values,
     write_group_scales,
 )
+from tile_kernels.quant.stochastic_primitives import round_and_store
 from tile_kernels.quant.storage import (
     CAST,
     FAKE,
     GIVEN,
     LANES,
-    PACKED,
-    ROW,
+    NEAREST,
     SCALES,
+    SEEDED,
     cast_accesses,
+    is_by_rows,
+    is_e4m3,
+    is_packed,
+    scale_bits,
+    scale_dtype,
     storage,
     units,
 )
@@ -38,7 +45,15 @@ from tile_kernels.runtime.launch import kernel
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     plan = Plan(*static)
-    return cast_accesses(plan, target(plan), scale_bits=32, reads_scales=plan.source_rows > 0)
+    source_bits = scale_bits(plan.source_scales) if plan.source_scales else 0
+    loads, stores = cast_accesses(
+        plan, target(plan), scale_bits(scale_dtype(plan.layout)), source_bits
+    )
+    if plan.has_factor:
+        loads = tuple(sorted({*loads, 32}))
+    if plan.rounding == SEEDED:
+        loads = tuple(sorted({*loads, 64}))
+    return loads, stores
 
 
 def target(plan: Plan) -> str:
@@ -48,13 +63,19 @@ def target(plan: Plan) -> str:
 
 def finish(plan: Plan) -> Any:
     """A macro: a chunk of values, from `base` on, to its place in `out`."""
+    stochastic = plan.rounding != NEAREST
+    if stochastic:
+        seeded = plan.rounding == SEEDED
+        rounded_to = round_and_store(plan.fmt, plan.width, plan.chunk, plan.store, seeded)
     encode = encode_and_store(plan.fmt, plan.width, plan.chunk, plan.store, way=plan.way)
     rounded = round_trip(plan.fmt, plan.chunk, plan.way)
     store = store_values(plan.source, plan.width, plan.chunk, plan.store)
 
     @T.macro
-    def finished(values, base, scales, inverse, per, out, row, first):
-        if plan.task == FAKE:
+    def finished(values, base, scales, inverse, per, out, row, first, seed):
+        if stochastic:
+            rounded_to(values, inverse, per, out, row, first, seed)
+        elif plan.task == FAKE:
             rounded(values, base, scales, inverse, per)
             store(values, base, out, row, first)
         else:
@@ -69,12 +90,14 @@ def signature(plan: Plan, body: Any, grid: Any) -> Any:
     sf_rows, sf_columns = T.dynamic("sf_rows sf_columns")
     sf_row_stride, sf_column_stride = T.dynamic("sf_row_stride sf_column_stride")
     groups = -(-plan.width // plan.group)
-    words = -(-groups // 4)
-    scales_dtype = "int32" if plan.layout == PACKED else "float32"
-    shape = {ROW: (rows, groups), PACKED: (words, padded)}.get(plan.layout, (groups, padded))
+    columns = -(-groups // 4) if is_packed(plan.layout) else groups
+    scales_dtype = scale_dtype(plan.layout)
+    shape = (rows, columns) if is_by_rows(plan.layout) else (columns, padded)
     source_dtype, out_dtype = storage(plan.source)[0], storage(target(plan))[0]
-    in_scales = "int32" if plan.source_packed else "float32"
-    to_write = rows if plan.layout == ROW else padded
+    if plan.rounding != NEAREST:
+        out_dtype = "uint8"
+    in_scales = plan.source_scales or "float32"
+    to_write = rows if is_by_rows(plan.layout) else padded
 
     @T.prim_func
     def cast_rows(
@@ -82,6 +105,8 @@ def signature(plan: Plan, body: Any, grid: Any) -> Any:
         x_sf: T.StridedTensor[(sf_rows, sf_columns), (sf_row_stride, sf_column_stride), in_scales],
         out: T.Tensor[(rows, units(target(plan), plan.width)), out_dtype],
         sf: T.Tensor[shape, scales_dtype],
+        factor: T.Tensor[(1,), T.float32],
+        seed: T.Tensor[(1,), T.int64],
         clamp_min: T.float32,
     ):
         with T.Kernel(
@@ -92,7 +117,7 @@ def signature(plan: Plan, body: Any, grid: Any) -> Any:
                 T.annotate_min_blocks_per_sm(max(1, RESIDENT // plan.threads))
             elif plan.threads == WARPS * LANES:
                 T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
-            body(block, rows, to_write, x, x_sf, out, sf, clamp_min)
+            body(block, rows, to_write, x, x_sf, out, sf, factor, seed, clamp_min)
 
     return cast_rows
 
@@ -109,17 +134,21 @@ def cast_groups(*static: Any) -> Any:
     groups = -(-plan.width // group)
     per_thread = max(1, chunk // group)  # groups of one thread
     quantised = plan.source_rows > 0
+    e4m3_scales, has_factor = is_e4m3(plan.layout), plan.has_factor
     fetch = fetch_values(plan.source, plan.width, chunk, plan.load)
     widen = widen_values(plan.source, chunk, plan.load)
-    multiplied = multiply_scales(chunk, (plan.source_rows, plan.source_columns), plan.source_packed)
+    multiplied = multiply_scales(
+        chunk, (plan.source_rows, plan.source_columns), plan.source_scales == "int32"
+    )
     scaled = scale_of(plan.fmt, plan.round_sf)
+    e4m3_scaled = e4m3_scale_of(plan.fmt, has_factor)
     finished = finish(plan)
     unit = unit_of_factors(plan.way)
     amax_of = group_amax(chunk, group)
     write_scales = write_group_scales(plan.layout, plan.width, chunk, group)
 
     @T.macro
-    def body(block, rows, to_write, x, x_sf, out, sf, clamp_min):
+    def body(block, rows, to_write, x, x_sf, out, sf, factor, seed, clamp_min):
         lane = T.get_thread_binding() % LANES
         warp = block * WARPS + T.get_thread_binding() // LANES
         row = T.alloc_var(T.int32, init=warp // tiles)
@@ -129,6 +158,9 @@ def cast_groups(*static: Any) -> Any:
         scale = T.alloc_local((2,), T.float32)
         scales = T.alloc_local((per_thread,), T.float32)
         inverse = T.alloc_local((per_thread,), T.float32)
+        common = T.alloc_var(T.float32, init=T.float32(1))
+        if has_factor:
+            common = factor[0]
         if row < to_write:  # the same for the whole warp
             if row < rows:
                 fetch(x, row, first, raw, 0)
@@ -142,16 +174,24 @@ def cast_groups(*static: Any) -> Any:
                 if plan.task == GIVEN:
                     inverse[i] = T.float32(0)
                     if first // group + i < groups:
-                        inverse[i] = T.ieee_fdiv(T.float32(1), sf[row, first // group + i])
+                        scale[0] = T.cast(sf[row, first // group + i], T.float32)
+                        if has_factor:
+                            scale[0] = T.ieee_mul(scale[0], common)
+                        inverse[i] = T.ieee_fdiv(T.float32(1), scale[0])
                 else:
-                    scaled(amax_of(values, i), clamp_min, scale)
+                    if e4m3_scales:
+                        e4m3_scaled(amax_of(values, i), clamp_min, common, scale)
+                    else:
+                        scaled(amax_of(values, i), clamp_min, scale)
                     scales[i] = scale[0]
+                    if has_factor and plan.task == FAKE:
+                        scales[i] = T.ieee_mul(scale[0], common)
                     inverse[i] = T.ieee_mul(scale[1], T.float32(unit)) if unit != 1 else scale[1]
             if plan.task in (CAST, SCALES):
                 write_scales(sf, row, first, lane, scales, row < rows)
             if plan.task != SCALES:
                 if row < rows:
-                    finished(values, 0, scales, inverse, chunk // per_thread, out, row, first)
+                    finished(values, 0, scales, inverse, chunk // per_thread, out, row, first, seed)
 
     return signature(plan, body, lambda count: T.ceildiv(count * tiles, WARPS))
 
@@ -170,7 +210,9 @@ def cast_whole_rows(*static: Any) -> Any:
     elements = units(plan.source, chunk)
     fetch = fetch_values(plan.source, width, chunk, plan.load)
     widen = widen_values(plan.source, chunk, plan.load)
-    multiplied = multiply_scales(chunk, (plan.source_rows, plan.source_columns), plan.source_packed)
+    multiplied = multiply_scales(
+        chunk, (plan.source_rows, plan.source_columns), plan.source_scales == "int32"
+    )
     packed = plan.fmt == "e5m6" and plan.task != FAKE
     scaled_row = scale_of_row(
         plan.fmt, plan.round_sf, plan.layout, threads, written=plan.task == CAST
@@ -191,7 +233,7 @@ def cast_whole_rows(*static: Any) -> Any:
                     out[row, start + word + v] = words[word + v]
 
     @T.macro
-    def body(block, rows, to_write, x, x_sf, out, sf, clamp_min):
+    def body(block, rows, to_write, x, x_sf, out, sf, factor, seed, clamp_min):
         tx = T.get_thread_binding()
         raw = T.alloc_local((kept * elements,), storage(plan.source)[0])
         values = T.alloc_local((chunk,), T.float32)
@@ -231,7 +273,7 @@ def cast_whole_rows(*static: Any) -> Any:
                         flush(words, words_of_step, out, block, s * words_of_step)
                         T.sync_threads()
                 else:
-                    finished(values, 0, scale, inverse, chunk, out, block, first)
+                    finished(values, 0, scale, inverse, chunk, out, block, first, seed)
             if packed and keep:
                 flush(words, kept * words_of_step, out, block, 0)
 

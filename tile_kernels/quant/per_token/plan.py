@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tile_kernels.quant.storage import (
+    ARITHMETIC,
     CAST,
     FAKE,
     GROUPS,
     LANES,
+    NEAREST,
     access,
     e2m1_conversion,
     threads_of_row,
@@ -37,7 +39,9 @@ class Plan(NamedTuple):
     task: str
     source_rows: int  # the scale blocks of a quantized source
     source_columns: int
-    source_packed: bool
+    source_scales: str  # their dtype, empty without any
+    has_factor: bool  # of all scales
+    rounding: str
     threads: int
     way: str  # the conversion to e2m1
 
@@ -56,7 +60,9 @@ def plan(
     round_sf: bool,
     task: str,
     block: tuple[int, int],
-    source_packed: bool,
+    source_scales: str,
+    has_factor: bool,
+    rounding: str,
     alignment: int,
     out_alignment: int,
     device: Device,
@@ -74,7 +80,8 @@ def plan(
         threads = threads_of_row(width, chunk, MAX_KEPT)
     # Powers of two times bfloat16.
     exact = source == "bfloat16" and round_sf and task == CAST and store % 8 == 0
+    way = e2m1_conversion(fmt, exact, device) if rounding == NEAREST else ARITHMETIC
     return Plan(
         source, fmt, width, group, chunk, load, store, layout, round_sf, task, *block,
-        source_packed, threads, e2m1_conversion(fmt, exact, device),
+        source_scales, has_factor, rounding, threads, way,
     )  # fmt: skip

@@ -5,8 +5,17 @@ from __future__ import annotations
 import torch
 
 from tile_kernels.quant import formats
-from tile_kernels.quant.casting import cast, quantize, scale_factors, to_float32
+from tile_kernels.quant.casting import (
+    CastOptions,
+    as_factor,
+    quantize,
+    quantize_with_sf,
+    scale_factors,
+    to_float32,
+)
 from tile_kernels.quant.types import QuantTensor, ScaleFlags
+
+_FORMATS = {fmt.name: fmt for fmt in (formats.E4M3, formats.E2M1)}
 
 
 def per_token_cast(
@@ -17,6 +26,12 @@ def per_token_cast(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    *,
+    use_e4m3_sf: bool = False,
+    global_sf: torch.Tensor | float | None = None,
+    amax_min: float | None = None,
+    stochastic_cast: bool = False,
+    seed: torch.Tensor | int | None = None,
 ) -> QuantTensor:
     """`cast` or `cast_to_e5m6` in blocks of `(1, num_per_channels)`.
 
@@ -28,10 +43,13 @@ def per_token_cast(
         if isinstance(x, tuple) or x_block_size is not None:
             raise ValueError("a quantised x cannot be cast to e5m6")
         return per_token_cast_to_e5m6(
-            x, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0
-        )
+            x, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0,
+            amax_min=amax_min,
+        )  # fmt: skip
     flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
-    return cast(x, fmt, (1, num_per_channels), None, x_block_size, *flags)
+    options = CastOptions(use_e4m3_sf, as_factor(global_sf), stochastic_cast, seed)
+    values = to_float32(x, x_block_size)
+    return quantize(values, _FORMATS[fmt], (1, num_per_channels), flags, amax_min, options)
 
 
 def per_token_cast_with_sf_only(
@@ -42,6 +60,10 @@ def per_token_cast_with_sf_only(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    *,
+    use_e4m3_sf: bool = False,
+    global_sf: torch.Tensor | float | None = None,
+    amax_min: float | None = None,
 ) -> torch.Tensor:
     """The scale factors of `per_token_cast`.
 
@@ -51,7 +73,8 @@ def per_token_cast_with_sf_only(
     flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
     if x_block_size is not None:
         raise ValueError(f"x_block_size is for a quantised x only, got {x_block_size}")
-    return scale_factors(x, fmt, (1, num_per_channels), flags)
+    options = CastOptions(use_e4m3_sf, as_factor(global_sf))
+    return scale_factors(x, fmt, (1, num_per_channels), flags, amax_min, options)
 
 
 def per_token_cast_with_precomputed_sf(
@@ -61,8 +84,11 @@ def per_token_cast_with_precomputed_sf(
     sf: torch.Tensor,
     x_block_size: tuple[int, int] | None = None,
     use_tma_aligned_col_major_sf: bool = False,
-    round_sf: bool = False,
+    round_sf: bool = False,  # noqa: ARG001
     use_packed_ue8m0: bool = False,
+    *,
+    use_e4m3_sf: bool = False,
+    global_sf: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
     """The data of `per_token_cast` by given row-major scale factors; `round_sf` has no effect.
 
@@ -70,8 +96,13 @@ def per_token_cast_with_precomputed_sf(
     >>> per_token_cast_with_precomputed_sf(torch.tensor([[1.0, 1000.0]]), "e4m3", 2, sf).float()
     tensor([[  2., 448.]])
     """
-    flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
-    return cast(x, fmt, (1, num_per_channels), sf, x_block_size, *flags)
+    if use_tma_aligned_col_major_sf or use_packed_ue8m0:
+        raise ValueError("a given sf must be row-major: leave both layout flags False")
+    if use_e4m3_sf != (sf.dtype == torch.float8_e4m3fn):
+        raise TypeError(f"sf must be e4m3 with use_e4m3_sf alone, got {sf.dtype}")
+    values = to_float32(x, x_block_size)
+    block = (1, num_per_channels)
+    return quantize_with_sf(values, _FORMATS[fmt], block, sf, as_factor(global_sf))
 
 
 def per_token_cast_to_e5m6(
@@ -80,6 +111,8 @@ def per_token_cast_to_e5m6(
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
+    *,
+    amax_min: float | None = None,
 ) -> QuantTensor:
     """To e5m6 with a scale factor for every `num_per_channels` channels of a row.
 
@@ -101,7 +134,7 @@ def per_token_cast_to_e5m6(
     """
     flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
     values = to_float32(x, x_block_size=None)
-    return quantize(values, formats.E5M6, (1, num_per_channels), flags)
+    return quantize(values, formats.E5M6, (1, num_per_channels), flags, amax_min)
 
 
 cast_to_e5m6 = per_token_cast_to_e5m6

@@ -18,8 +18,17 @@ from tile_kernels.quant.samples import (
     with_sf,
     within_one_step,
 )
+from tile_kernels.quant.swiglu import reference
 from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
-from tile_kernels.runtime.sampling import BF16, builder, changed, close_results, edited, with_value
+from tile_kernels.runtime.sampling import (
+    BF16,
+    assert_equal_results,
+    builder,
+    changed,
+    close_results,
+    edited,
+    with_value,
+)
 
 _E4M3, _FP32, _INT32 = torch.float8_e4m3fn, torch.float32, torch.int32
 
@@ -57,9 +66,24 @@ def _forward(
     extra: int = 0,
     shift: bool = False,
     flags: Flags = ROW,
+    kind: str = "",
+    factor: float | None = None,
+    counters: int = 3,
 ) -> Arguments:
+    """`kind` as in `_of_rows`: rows have their weights, then."""
     x = placed(gates_and_values(rows, hidden, dtype, device, special), extra, shift)
     num_tokens = rows + 2
+    if kind:
+        return {
+            "x": x,
+            "fmt": "e4m3",
+            "num_per_channels": group,
+            **all_flags(flags),
+            **_of_rows(rows, kind, weighted, device),
+            "routed_scaling_factor": factor,
+            "swiglu_clamp_value": clamp,
+            "clamped_count": torch.arange(counters).to(device) if counted else None,
+        }
     return {
         "x": x,
         "fmt": "e4m3",
@@ -89,6 +113,29 @@ def _vector_arguments(**changes: Any) -> Arguments:
     }
 
 
+def _cast_vector() -> Arguments:
+    """A row that exists and one that does not."""
+    left = (torch.arange(64) - 31.5) / 8
+    right = torch.tensor([1.0] * 32 + [-2.0] * 32)
+    return {
+        "x": torch.cat((left, right)).repeat(2, 1),
+        "fmt": "e4m3",
+        "num_per_channels": 32,
+        "round_sf": True,
+        "psum_num_tokens_per_expert": torch.tensor([1], dtype=_INT32),
+    }
+
+
+def _cast_result() -> Any:
+    """Known are the first three and the last two codes, and the scales."""
+    data, _ = reference.swiglu_forward_and_per_token_cast(**_cast_vector())
+    codes = data.view(torch.uint8)
+    codes[0, :3] = torch.tensor([0xEA, 0xEB, 0xEC])
+    codes[0, -2:] = 0xF7
+    codes[1] = 0
+    return (data, torch.tensor([[2.0**-10, 2.0**-5], [0.0, 0.0]])), None
+
+
 def _short(x: torch.Tensor) -> torch.Tensor:
     return x[:-1]
 
@@ -116,6 +163,16 @@ _SWIGLU_FORWARD_AND_CAST = Cases(
         Sample("plain.5x640", _forward(5, 640, 128)),
         Sample("plain.rows", _forward(5, 640, 640)),
         Sample("weighted", _forward(5, 128, 128, weighted=True, flags=PACKED)),
+        Sample("ranges.unweighted", _forward(13, 64, 32, kind="ranges", flags=PACKED)),
+        Sample(
+            "ranges",
+            _forward(
+                13, 96, 32, weighted=True, kind="ranges", factor=2.5, clamp=1.0, counted=True,
+                counters=4,
+            ),
+        ),
+        Sample("ranges.rows", _forward(13, 96, 96, weighted=True, kind="ranges", flags=COLUMN)),
+        Sample("row weights", _forward(5, 128, 64, weighted=True, kind="all", factor=0.5)),
         Sample("padded", _forward(9, 128, 64, padded=True, flags=PACKED)),
         Sample("rows.2x20000", _forward(2, 20000, 20000, clamp=1.0)),
         Sample("rows.3x70000", _forward(3, 70_000, 70_000, clamp=1.0, counted=True, **_ALL)),
@@ -156,8 +213,10 @@ _SWIGLU_FORWARD_AND_CAST = Cases(
             "128.counted", _forward(8192, 4096, 128, clamp=10.0, counted=True, flags=PACKED, **_ALL)
         ),
         Benchmark("rows", _forward(8192, 4096, 4096)),
+        Benchmark("128.ranges", _forward(8192, 4096, 128, weighted=True, kind="filled")),
     ],
     vectors=[
+        Vector("ranges", _cast_vector, _cast_result),
         Vector(
             "weighted",
             lambda: _vector_arguments(
@@ -191,9 +250,21 @@ _SWIGLU_FORWARD_AND_CAST = Cases(
         Reject("topk_weights", "missing", changed(topk_weights=None)),
         Reject("pos_to_token_topk", "short", edited("pos_to_token_topk", _short)),
         Reject("pos_to_expert", "short", edited("pos_to_expert", _short)),
+        Reject("pos_to_expert", "with ranges", changed(
+            psum_num_tokens_per_expert=torch.tensor([3], dtype=_INT32)
+        )),
+        Reject("topk_weights", "too few rows", changed(
+            topk_weights=torch.ones(5), pos_to_token_topk=None
+        )),
+        Reject("pos_to_token_topk", "with weights of rows", changed(topk_weights=torch.ones(6))),
+        Reject("routed_scaling_factor", "without weights", changed(
+            topk_weights=None, pos_to_token_topk=None, routed_scaling_factor=2.0
+        )),
+        Reject("alignment", "zero", changed(alignment=0)),
+        Reject("fill_padding", "an int", changed(fill_padding=1)),
         *CLAMP_REJECTS,
         Reject("clamped_count", "without a clamp", changed(swiglu_clamp_value=None)),
-        Reject("clamped_count", "short", edited("clamped_count", _short)),
+        Reject("clamped_count", "short", edited("clamped_count", lambda x: x[:2])),
         Reject("sf_clamp_min", "zero", changed(sf_clamp_min=0.0)),
         Reject("sf_clamp_min", "negative", changed(sf_clamp_min=-1.0)),
         Reject("sf_clamp_min", "tiny", changed(sf_clamp_min=1e-37)),
@@ -226,7 +297,13 @@ def _backward(
     special: bool = False,
     shift: bool = False,
     leading: bool = False,
+    kind: str = "",
+    flags: Flags = ROW,
+    factor: float | None = None,
+    recompute: bool = True,
+    weighted: bool = True,
 ) -> Arguments:
+    """`kind` as in `_of_rows`: rows have their weights, then."""
     x = torch.randn(rows, 2 * hidden, device=device)
     grad = torch.randn(rows, hidden, device=device)
     if special:
@@ -241,6 +318,21 @@ def _backward(
     index, inverse = (m.to(device) for m in _maps(rows, num_tokens, num_topk))
     if leading:
         data, sf, grad = (t.unflatten(0, (-1, 2)) for t in (data, sf, grad))
+    if kind:
+        rows_of = _of_rows(rows, kind, weighted, device)
+        return {
+            "x": (data, sf),
+            "grad_out": grad,
+            "weight": rows_of.pop("topk_weights"),
+            "pos_to_token_topk": None,
+            "token_topk_to_pos": None,
+            "num_per_channels": group,
+            **rows_of,
+            **all_flags(flags),
+            "routed_scaling_factor": factor,
+            "swiglu_clamp_value": clamp,
+            "do_recompute": recompute,
+        }
     return {
         "x": (data, sf),
         "grad_out": grad,
@@ -323,6 +415,19 @@ _SWIGLU_BACKWARD_AND_CAST = Cases(
         ),
         Sample("7x7168", _backward(2, 7168, 128, clamp=10.0)),
         Sample("no weights", _backward(3, 64, 32, 0, 2)),
+        *(
+            Sample(
+                f"ranges.{name}",
+                _backward(13, 192, 32, kind="ranges", factor=2.5, clamp=1.0, flags=flags),
+            )
+            for name, flags in LAYOUTS.items()
+        ),
+        Sample("ranges.128", _backward(14, 384, 128, kind="ranges", flags=PACKED)),
+        Sample(
+            "all.unweighted",
+            _backward(5, 64, 32, kind="all", weighted=False, recompute=False, leading=False),
+        ),
+        Sample("row weights", _backward(6, 64, 32, kind="all", factor=0.5, leading=True)),
         Sample("more weights", _backward(3, 64, 32, 130, 3)),
         Sample("leading", _backward(4, 64, 32, leading=True)),
         Sample("special", _backward(9, 160, 32, 9, 2, special=True)),
@@ -344,6 +449,10 @@ _SWIGLU_BACKWARD_AND_CAST = Cases(
     benchmarks=[
         Benchmark("128", _backward(26_320, 4096, 128, 17_600, 6), goal_us=340.0),
         Benchmark("32.clamped", _backward(26_320, 4096, 32, 17_600, 6, clamp=0.5)),
+        Benchmark(
+            "128.ranges",
+            _backward(26_304, 2048, 128, kind="filled", flags=PACKED, recompute=False),
+        ),
     ],
     vectors=[Vector("H=32", lambda: _backward_vector(None), _backward_result)],
     rejects=[
@@ -383,7 +492,9 @@ def _compare_plain(result: Any, expected: Any) -> None:
     tensors = result if isinstance(result, tuple) else (result,)
     wanted = expected if isinstance(expected, tuple) else (expected,)
     for one, other in zip(tensors, wanted, strict=True):
-        if other.dtype == _FP32 and not one.is_cuda:
+        if other is None:
+            assert_equal_results(one, other)
+        elif other.dtype == _FP32 and not one.is_cuda:
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, equal_nan=True)
         else:
             within_one_step(one, other)
@@ -411,6 +522,10 @@ def _of_rows(rows: int, kind: str, weighted: bool, device: torch.device) -> Argu
             end = ends[-1]
         arguments["psum_num_tokens_per_expert"] = torch.tensor(ends, dtype=_INT32, device=device)
         arguments["alignment"] = alignment
+    if kind == "filled":  # 64 experts that share all rows, an eighth of them padding
+        starts = torch.arange(0, rows, -(-rows // (64 * 128)) * 128)
+        ends_of = torch.minimum(starts + (starts[1] - starts[0]) * 7 // 8, torch.tensor(rows))
+        arguments["psum_num_tokens_per_expert"] = ends_of.to(_INT32).to(device)
     return {**arguments, "topk_weights": torch.randn(rows).to(device) if weighted else None}
 
 
@@ -426,6 +541,7 @@ def _plain(
     fmt: str = "bf16",
     factor: float | None = None,
     clamp: float | None = None,
+    counters: int = 0,
     special: bool = False,
     extra: int = 0,
     shift: bool = False,
@@ -439,6 +555,7 @@ def _plain(
         **arguments,
         "routed_scaling_factor": factor,
         "clamp_value": clamp,
+        "clamped_count": torch.arange(counters).to(device) if counters else None,
     }
 
 
@@ -539,7 +656,7 @@ _PLAIN_ALL: dict[str, Any] = {"factor": 2.5, "clamp": 1.0}
 
 _SWIGLU_FORWARD = Cases(
     small=[
-        Sample("9x16.all", _plain(9, 16, "ranges", **_PLAIN_ALL)),
+        Sample("9x16.all", _plain(9, 16, "ranges", **_PLAIN_ALL, counters=4)),
         *(Sample(f"0x16.{kind}", _plain(0, 16, kind)) for kind in _KINDS),
         Sample("1x8", _plain(1, 8, weighted=False)),
         *(
@@ -554,6 +671,8 @@ _SWIGLU_FORWARD = Cases(
         Sample("from float32", _plain(4, 64, dtype=_FP32)),
         Sample("special", _plain(9, 160, "indexed", special=True)),
         Sample("special.clamped", _plain(9, 160, special=True, weighted=False, clamp=3.0)),
+        Sample("counted", _plain(13, 1000, "indexed", clamp=0.5, counters=3)),
+        Sample("counted.0", _plain(0, 16, clamp=0.5, counters=4)),
         Sample("strided", _plain(5, 128, "ranges", extra=64)),
         Sample("misaligned", _plain(4, 128, "indexed", shift=True)),
     ],
@@ -568,16 +687,35 @@ _SWIGLU_FORWARD = Cases(
     benchmarks=[
         Benchmark("bf16", _plain(25_536, 1536, "indexed")),
         Benchmark("bf16.wide", _plain(66_016, 2048, "indexed")),
+        Benchmark("bf16.ranges", _plain(25_536, 1536, "filled")),
+        Benchmark("bf16.counted", _plain(25_536, 1536, "filled", clamp=10.0, counters=4)),
     ],
     vectors=[
-        Vector("ranges", _plain_vector, lambda: torch.tensor(_ACTIVATIONS)),
+        Vector("ranges", _plain_vector, lambda: (torch.tensor(_ACTIVATIONS), None)),
         Vector(
-            "factor and clamp",
-            lambda: _plain_vector(**_WITH_FACTOR),
-            lambda: torch.tensor(_CLAMPED_ACTIVATIONS),
+            "factor, clamp, counts",
+            lambda: _plain_vector(**_WITH_FACTOR, clamped_count=torch.zeros(4, dtype=torch.int64)),
+            lambda: (torch.tensor(_CLAMPED_ACTIVATIONS), torch.tensor([2, 1, 1, 6])),
         ),
     ],
-    rejects=_plain_rejects(),
+    rejects=_plain_rejects(
+        Reject("clamped_count", "without a clamp", changed(clamp_value=None)),
+        Reject("clamped_count", "two", edited("clamped_count", lambda x: x[:2])),
+        Reject("clamped_count", "int32", edited("clamped_count", torch.Tensor.int)),
+        Reject("fill_padding", "an int", changed(fill_padding=1)),
+    ),
+    bad_values=[
+        Reject(
+            "psum_num_tokens_per_expert",
+            "descends",
+            edited("psum_num_tokens_per_expert", lambda x: x.flip(0)),
+        ),
+        Reject(
+            "psum_num_tokens_per_expert",
+            "beyond the rows",
+            edited("psum_num_tokens_per_expert", lambda x: x + 100),
+        ),
+    ],
     compare=_compare_plain,
 )
 

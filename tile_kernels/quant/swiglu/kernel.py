@@ -6,6 +6,7 @@ from tilelang import language as T
 
 from tile_kernels.quant.primitives import (
     encode_and_store,
+    exponent_of,
     fetch_values,
     group_amax,
     local_arrays,
@@ -18,7 +19,9 @@ from tile_kernels.quant.primitives import (
 from tile_kernels.quant.storage import GROUPS, LANES, PACKED, ROW, access_width, storage
 from tile_kernels.quant.swiglu.plan import (
     ALL,
+    BY_INDEX,
     CHUNK,
+    EXPERTS,
     FMT,
     INDEXED,
     MAX_KEPT,
@@ -55,13 +58,34 @@ def weight_of(index, weights, num_weights, row):
     return weight
 
 
+@T.macro
+def in_ranges(ends, num_experts, alignment, row):
+    """Whether a row lies in the range of an expert, which starts at the next aligned row.
+
+    The expert is the first whose range ends behind the row; ends ascend.
+    """
+    low = T.alloc_var(T.int32, init=0)
+    high = T.alloc_var(T.int32, init=num_experts)
+    for _ in T.serial(SEARCH_STEPS):
+        if low < high:
+            middle = T.alloc_var(T.int32, init=(low + high) // 2)
+            if ends[middle] <= row:
+                low = middle + 1
+            else:
+                high = middle
+    start = T.alloc_var(T.int32, init=0)
+    if low > 0 and low < num_experts:
+        start = T.ceildiv(ends[low - 1], alignment) * alignment
+    return low < num_experts and row >= start
+
+
 # ---- forward ------------------------------------------------------------------------------------
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     plan = Plan(*static)
     loads = {access_width(plan.source, plan.load)}
-    if plan.weighted or plan.padded:
+    if plan.weighted or plan.rows != ALL:
         loads.add(32)
     return tuple(sorted(loads)), tuple(sorted({access_width(FMT, plan.store), 32}))
 
@@ -70,13 +94,14 @@ def resident(plan: Plan) -> int:
     """Threads of a multiprocessor, which bounds the registers of each: as many as do not spill."""
     if plan.source == "float32" or plan.blocks:
         return 1024
-    return 1280 if plan.clamped or plan.padded else 1408
+    return 1280 if plan.clamped or plan.rows != ALL else 1408
 
 
-def activation(plan: Plan, counted: bool) -> Any:
+def activation(plan: Any, counted: bool) -> Any:
     """A macro: the weighted SwiGLU of `CHUNK` channels, from `first` on, to `values`.
 
-    With `counted`, the halves that the clamp changes are added to `counts`.
+    With `counted`, the halves that the clamp changes are added to `counts`, and with four counters
+    the channels.
     """
     hidden = plan.hidden
     fetch_left = fetch_values(plan.source, hidden, CHUNK, plan.load)
@@ -108,6 +133,8 @@ def activation(plan: Plan, counted: bool) -> Any:
                 left[v] = gate[0]
                 right[v] = value[0]
             largest = T.max(largest, T.abs(left[v]))
+        if counted and plan.counters == 4:
+            counts[3] = counts[3] + T.max(T.min(hidden - first, CHUNK), 0)
         if largest < NEAR:
             for v in T.unroll(CHUNK):
                 values[base + v] = near_value(left[v], right[v])
@@ -121,7 +148,7 @@ def activation(plan: Plan, counted: bool) -> Any:
     return activated
 
 
-def add_counts(threads: int) -> Any:
+def add_counts(threads: int, counters: int) -> Any:
     """A macro: the counts of a block's threads to the totals, by one atomic for each that is not 0.
 
     Integers, so the order of blocks does not matter.
@@ -130,15 +157,15 @@ def add_counts(threads: int) -> Any:
 
     @T.macro
     def added(counts, totals):
-        of_warps = T.alloc_shared((3, warps), T.int32)
+        of_warps = T.alloc_shared((counters, warps), T.int32)
         tx = T.get_thread_binding()
         total = T.alloc_var(T.int32, init=0)
-        for i in T.unroll(3):
+        for i in T.unroll(counters):
             total = T.call_extern(T.int32, "__reduce_add_sync", T.uint32(FULL_WARP), counts[i])
             if tx % LANES == 0:
                 of_warps[i, tx // LANES] = total
         T.sync_threads()
-        if tx < 3:
+        if tx < counters:
             total = 0
             for w in T.unroll(warps):
                 total = total + of_warps[tx, w]
@@ -153,7 +180,8 @@ def signature(plan: Plan, step: Any, grid: Any) -> Any:
 
     A block takes one unit; when counting, every `blocks`-th.
     """
-    rows, aligned, row_stride, num_weights = T.dynamic("rows aligned row_stride num_weights")
+    rows, aligned, row_stride = T.dynamic("rows aligned row_stride")
+    num_weights, num_experts = T.dynamic("num_weights num_experts")
     groups = -(-plan.hidden // plan.group)
     words = -(-groups // 4)
     scales_dtype = "int32" if plan.layout == PACKED else "float32"
@@ -162,7 +190,8 @@ def signature(plan: Plan, step: Any, grid: Any) -> Any:
     to_write = rows if plan.layout == ROW else aligned
     blocks = plan.blocks
     units = grid(to_write)
-    added = add_counts(plan.threads)
+    counters = max(plan.counters, 1)
+    added = add_counts(plan.threads, counters)
     # Whole rows stay in registers: those are left to the compiler.
     min_blocks = resident(plan) // plan.threads if plan.group in GROUPS else 1
 
@@ -172,46 +201,66 @@ def signature(plan: Plan, step: Any, grid: Any) -> Any:
         index: T.Tensor[(rows,), T.int32],
         weights: T.Tensor[(num_weights,), T.float32],
         experts: T.Tensor[(rows,), T.int32],
+        ends: T.Tensor[(num_experts,), T.int32],
         out: T.Tensor[(rows, plan.hidden), out_dtype],
         sf: T.Tensor[shape, scales_dtype],
-        totals: T.Tensor[(3,), T.int64],
+        totals: T.Tensor[(counters,), T.int64],
+        alignment: T.int32,
+        factor: T.float32,
         clamp: T.float32,
         clamp_min: T.float32,
     ):
         with T.Kernel(blocks if blocks else units, threads=plan.threads) as block:
             T.annotate_min_blocks_per_sm(min_blocks)
             T.assume(row_stride % plan.load == 0)
-            counts = T.alloc_local((3,), T.int32)
-            for i in T.unroll(3):
+            counts = T.alloc_local((counters,), T.int32)
+            for i in T.unroll(counters):
                 counts[i] = 0
+            which = Located(
+                plan, rows, index, weights, num_weights, experts, ends, num_experts, alignment,
+                factor,
+            )  # fmt: skip
             if blocks:
                 for i in T.serial(T.ceildiv(units - block, blocks)):
                     step(
-                        i * blocks + block, rows, to_write, num_weights, x, index, weights,
-                        experts, out, sf, clamp, clamp_min, counts,
+                        i * blocks + block, rows, to_write, x, which, out, sf, clamp, clamp_min,
+                        counts,
                     )  # fmt: skip
                 added(counts, totals)
             else:
-                step(
-                    block, rows, to_write, num_weights, x, index, weights, experts, out, sf, clamp,
-                    clamp_min, counts,
-                )  # fmt: skip
+                step(block, rows, to_write, x, which, out, sf, clamp, clamp_min, counts)
 
     return swiglu_rows
 
 
-def is_read(padded: bool) -> Any:
-    """A macro: whether a row exists and belongs to an expert."""
+class Located:
+    """What says which rows exist, and their weights; methods are macros."""
 
-    @T.macro
-    def read(row, rows, experts):
-        found = T.alloc_var(T.bool, init=row < rows)
-        if padded:
-            if found:
-                found = experts[row] >= 0
-        return found
+    def __init__(
+        self, plan: Plan, rows: Any, index: Any, weights: Any, num_weights: Any, experts: Any,
+        ends: Any, num_experts: Any, alignment: Any, factor: Any,
+    ) -> None:  # fmt: skip
+        @T.macro
+        def is_read(row):
+            found = T.alloc_var(T.bool, init=row < rows)
+            if plan.rows == EXPERTS:
+                if found:
+                    found = experts[row] >= 0
+            elif plan.rows == RANGES:
+                if found:
+                    found = in_ranges(ends, num_experts, alignment, row)
+            return found
 
-    return read
+        @T.macro
+        def weight(row):
+            value = T.alloc_var(T.float32, init=T.float32(0))
+            if plan.weights == BY_INDEX:
+                value = weight_of(index, weights, num_weights, row)
+            else:
+                value = weights[row]
+            return T.ieee_mul(value, factor)
+
+        self.is_read, self.weight = is_read, weight
 
 
 @kernel(access_bits=access_bits, pass_configs=EXPLICIT_GUARDS)
@@ -226,13 +275,9 @@ def swiglu_groups(*static: Any) -> Any:
     scaled = scale_of(FMT, plan.round_sf)
     encode = encode_and_store(FMT, plan.hidden, CHUNK, plan.store)
     write_scales = write_group_scales(plan.layout, plan.hidden, CHUNK, group)
-    row_is_read = is_read(plan.padded)
 
     @T.macro
-    def step(
-        unit, rows, to_write, num_weights, x, index, weights, experts, out, sf, clamp, clamp_min,
-        counts,
-    ):  # fmt: skip
+    def step(unit, rows, to_write, x, which, out, sf, clamp, clamp_min, counts):
         lane = T.get_thread_binding() % LANES
         warp = unit * WARPS + T.get_thread_binding() // LANES
         row = T.alloc_var(T.int32, init=warp // tiles)
@@ -241,10 +286,10 @@ def swiglu_groups(*static: Any) -> Any:
         scales, inverse = local_arrays(T.float32, per_thread, per_thread)
         weight = T.alloc_var(T.float32, init=T.float32(0))
         if row < to_write:  # the same for the whole warp
-            exists = row_is_read(row, rows, experts)
+            exists = which.is_read(row)
             if exists:
                 if plan.weighted:
-                    weight = weight_of(index, weights, num_weights, row)
+                    weight = which.weight(row)
                 activated(x, row, first, values, 0, weight, clamp, counts)
             else:
                 for v in T.unroll(CHUNK):
@@ -254,7 +299,10 @@ def swiglu_groups(*static: Any) -> Any:
                 scales[i] = scale[0]
                 inverse[i] = scale[1]
             write_scales(sf, row, first, lane, scales, exists)
-            if row < rows:
+            written = T.alloc_var(T.bool, init=row < rows)
+            if not plan.fill:
+                written = exists
+            if written:
                 encode(values, 0, inverse, CHUNK // per_thread, out, row, first)
 
     return signature(plan, step, lambda count: T.ceildiv(count * tiles, WARPS))
@@ -271,22 +319,18 @@ def swiglu_whole_rows(*static: Any) -> Any:
     again = activation(plan, counted=False)
     scaled_row = scale_of_row(FMT, plan.round_sf, plan.layout, threads, written=True)
     encode = encode_and_store(FMT, hidden, CHUNK, plan.store)
-    row_is_read = is_read(plan.padded)
 
     @T.macro
-    def step(
-        row, rows, to_write, num_weights, x, index, weights, experts, out, sf, clamp, clamp_min,
-        counts,
-    ):  # fmt: skip
+    def step(row, rows, to_write, x, which, out, sf, clamp, clamp_min, counts):
         tx = T.get_thread_binding()
         values, scale, inverse = local_arrays(T.float32, CHUNK * (steps if keep else 1), 2, 1)
         of_warps = T.alloc_shared((threads // LANES,), T.float32)
         amax = T.alloc_var(T.float32, init=T.float32(0))
         weight = T.alloc_var(T.float32, init=T.float32(0))
-        exists = row_is_read(row, rows, experts)  # the same for the whole block
+        exists = which.is_read(row)  # the same for the whole block
         if exists:
             if plan.weighted:
-                weight = weight_of(index, weights, num_weights, row)
+                weight = which.weight(row)
             for s in T.unroll(steps) if keep else T.serial(steps):
                 base = s * CHUNK if keep else 0
                 first = (s * threads + tx) * CHUNK
@@ -298,7 +342,10 @@ def swiglu_whole_rows(*static: Any) -> Any:
                 values[v] = T.float32(0)
         scaled_row(amax, of_warps, clamp_min, scale, sf, row, exists)
         inverse[0] = scale[1]
-        if row < rows:
+        written = T.alloc_var(T.bool, init=row < rows)
+        if not plan.fill:
+            written = exists
+        if written:
             for s in T.unroll(steps) if keep else T.serial(steps):
                 base = s * CHUNK if keep else 0
                 first = (s * threads + tx) * CHUNK
@@ -317,11 +364,14 @@ def backward_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]
     plan = BackwardPlan(*static)
     loads = {32, access_width("e4m3", plan.load), access_width("bfloat16", plan.load_grad)}
     stores = {
-        32,
-        access_width("bfloat16", plan.store),
+        8 if plan.layout == PACKED else 32,
         access_width("e4m3", plan.store_codes),
         access_width("bfloat16", plan.store_grad),
     }
+    if plan.recompute:
+        stores.add(access_width("bfloat16", plan.store))
+    if plan.weighted:
+        stores.add(32)
     return tuple(sorted(loads)), tuple(sorted(stores))
 
 
@@ -347,14 +397,36 @@ def gradients_of_part(clamped: bool, near: bool) -> Any:
     return computed
 
 
+def write_scale_of_group(layout: str, groups: int) -> Any:
+    """A macro: the scale of a row's group; packed, `sf` has bytes, and unused ones become 0."""
+
+    @T.macro
+    def write(sf, row, group, scale):
+        if layout == ROW:
+            sf[row, group] = scale
+        elif layout == PACKED:
+            sf[group // 4, row, group % 4] = T.cast(exponent_of(scale), T.uint8)
+            if group == groups - 1:
+                for i in T.unroll(-groups % 4):
+                    sf[group // 4, row, (groups + i) % 4] = T.uint8(0)
+        else:
+            sf[group, row] = scale
+
+    return write
+
+
 @kernel(access_bits=backward_access_bits, pass_configs=EXPLICIT_GUARDS)
 def swiglu_backward(*static: Any) -> Any:
     """A block per row, then blocks that put zeros where no row has a gradient of its weight.
 
     A weight belongs to the row that its inverse map names, if that row's index names it back: so
-    each has one writer, whatever the maps hold.
+    each has one writer, whatever the maps hold. Without an index every row has its own weight.
     """
     plan = BackwardPlan(*static)
+    indexed = plan.rows == INDEXED
+    groups = 2 * plan.hidden // plan.group
+    write_sf = write_scale_of_group(plan.layout, groups)
+    located = weight_of_plain(plan.rows, plan.weighted)
     hidden, group, threads = plan.hidden, plan.group, plan.threads
     steps = -(-hidden // (PART * threads))
     warps = threads // LANES
@@ -378,19 +450,29 @@ def swiglu_backward(*static: Any) -> Any:
         encode = encode_and_store(FMT, hidden, PART, plan.store_codes, offset=half * hidden)
 
         @T.macro
-        def quantised(values, row, first, lane, codes, sf, x_grad, clamp_min):
+        def quantised(values, row, first, lane, codes, sf, x_grad, clamp_min, found):
             scale, inverse = local_arrays(T.float32, 2, 1)
             store_grad(values, 0, x_grad, row, first)
             scaled(amax_of(values, 0), clamp_min, scale)
             inverse[0] = scale[1]
+            if not indexed:
+                if not found[0]:
+                    scale[0] = T.float32(0)
             if lane % lanes == 0 and first < hidden:
-                sf[row, half * of_half + first // group] = scale[0]
+                write_sf(sf, row, half * of_half + first // group, scale[0])
             encode(values, 0, inverse, PART, codes, row, first)
 
         return quantised
 
     quantise_left, quantise_right = quantise(0), quantise(1)
-    rows, num_weights = T.dynamic("rows num_weights")
+    rows, aligned, num_weights, num_experts = T.dynamic("rows aligned num_weights num_experts")
+    words = -(-groups // 4)
+    sf_shape = {ROW: (rows, groups), PACKED: (words, aligned, 4)}.get(
+        plan.layout, (groups, aligned)
+    )
+    sf_dtype = "uint8" if plan.layout == PACKED else "float32"
+    to_write = rows if plan.layout == ROW else aligned
+    units = to_write + T.ceildiv(num_weights, threads) if indexed else to_write
 
     @T.prim_func
     def swiglu_gradient_rows(
@@ -400,15 +482,18 @@ def swiglu_backward(*static: Any) -> Any:
         weights: T.Tensor[(num_weights,), T.float32],
         index: T.Tensor[(rows,), T.int32],
         inverse_index: T.Tensor[(num_weights,), T.int32],
+        ends: T.Tensor[(num_experts,), T.int32],
         out: T.Tensor[(rows, hidden), T.bfloat16],
         codes: T.Tensor[(rows, 2 * hidden), T.float8_e4m3fn],
-        sf: T.Tensor[(rows, 2 * of_half), T.float32],
+        sf: T.Tensor[sf_shape, sf_dtype],
         x_grad: T.Tensor[(rows, 2 * hidden), T.bfloat16],
         weight_grad: T.Tensor[(num_weights,), T.float32],
+        alignment: T.int32,
+        factor: T.float32,
         clamp: T.float32,
         clamp_min: T.float32,
     ):
-        with T.Kernel(rows + T.ceildiv(num_weights, threads), threads=threads) as block:
+        with T.Kernel(units, threads=threads) as block:
             T.annotate_min_blocks_per_sm(max(1, RESIDENT_BACKWARD // threads))
             tx = T.get_thread_binding()
             lane = tx % LANES
@@ -416,50 +501,73 @@ def swiglu_backward(*static: Any) -> Any:
             raw_grad = T.alloc_local((PART,), T.bfloat16)
             left, right, grad = local_arrays(T.float32, PART, PART, PART)
             of_warps = T.alloc_shared((warps,), T.float32)
-            total = T.alloc_local((1,), T.float32)
+            total, weight = local_arrays(T.float32, 1, 1)
+            found = T.alloc_local((1,), T.bool)
             total[0] = T.float32(0)
             if block < rows:
-                weight = T.alloc_var(T.float32, init=weight_of(index, weights, num_weights, block))
+                if indexed:
+                    found[0] = T.bool(True)
+                    weight[0] = weight_of(index, weights, num_weights, block)
+                else:
+                    located(
+                        block, index, weights, num_weights, ends, num_experts, alignment, factor,
+                        found, weight,
+                    )  # fmt: skip
                 for s in T.serial(steps):
                     first = (s * threads + tx) * PART
                     left_scale = T.alloc_var(T.float32, init=T.float32(0))
                     right_scale = T.alloc_var(T.float32, init=T.float32(0))
-                    fetch_left(x, block, first, raw_left, 0)
-                    fetch_right(x, block, first, raw_right, 0)
-                    fetch_grad(grad_out, block, first, raw_grad, 0)
-                    if first < hidden:
-                        left_scale = x_sf[block, first // group]
-                        right_scale = x_sf[block, of_half + first // group]
-                    widen(raw_left, 0, left)
-                    widen(raw_right, 0, right)
-                    widen_grad(raw_grad, 0, grad)
-                    largest = T.alloc_var(T.float32, init=T.float32(0))
                     for v in T.unroll(PART):
-                        left[v] = T.ieee_mul(left[v], left_scale)
-                        right[v] = T.ieee_mul(right[v], right_scale)
-                        largest = T.max(largest, T.abs(left[v]))
-                    if largest < NEAR:
-                        near(left, right, grad, weight, clamp, total)
-                    else:
-                        general(left, right, grad, weight, clamp, total)
-                    store_out(grad, 0, out, block, first)
-                    quantise_left(left, block, first, lane, codes, sf, x_grad, clamp_min)
-                    quantise_right(right, block, first, lane, codes, sf, x_grad, clamp_min)
-                for d in T.unroll(5):
-                    total[0] = T.ieee_add(total[0], T.shfl_xor(total[0], T.shift_left(1, d)))
-                if lane == 0:
-                    of_warps[tx // LANES] = total[0]
-                T.sync_threads()
-                if tx == 0:
-                    mine = T.alloc_var(T.int32, init=index[block])
-                    if mine >= 0 and mine < num_weights:
-                        if inverse_index[mine] == block:
+                        left[v] = T.float32(0)
+                        right[v] = T.float32(0)
+                        grad[v] = T.float32(0)
+                    if found[0]:
+                        fetch_left(x, block, first, raw_left, 0)
+                        fetch_right(x, block, first, raw_right, 0)
+                        fetch_grad(grad_out, block, first, raw_grad, 0)
+                        if first < hidden:
+                            left_scale = x_sf[block, first // group]
+                            right_scale = x_sf[block, of_half + first // group]
+                        widen(raw_left, 0, left)
+                        widen(raw_right, 0, right)
+                        widen_grad(raw_grad, 0, grad)
+                        largest = T.alloc_var(T.float32, init=T.float32(0))
+                        for v in T.unroll(PART):
+                            left[v] = T.ieee_mul(left[v], left_scale)
+                            right[v] = T.ieee_mul(right[v], right_scale)
+                            largest = T.max(largest, T.abs(left[v]))
+                        if largest < NEAR:
+                            near(left, right, grad, weight[0], clamp, total)
+                        else:
+                            general(left, right, grad, weight[0], clamp, total)
+                    if plan.recompute:
+                        store_out(grad, 0, out, block, first)
+                    quantise_left(left, block, first, lane, codes, sf, x_grad, clamp_min, found)
+                    quantise_right(right, block, first, lane, codes, sf, x_grad, clamp_min, found)
+                if plan.weighted:
+                    for d in T.unroll(5):
+                        total[0] = T.ieee_add(total[0], T.shfl_xor(total[0], T.shift_left(1, d)))
+                    if lane == 0:
+                        of_warps[tx // LANES] = total[0]
+                    T.sync_threads()
+                    if tx == 0:
+                        mine = T.alloc_var(T.int32, init=block)
+                        if indexed:
+                            mine = index[block]
+                            if mine >= 0 and mine < num_weights:
+                                if inverse_index[mine] != block:
+                                    mine = -1
+                        if mine >= 0 and mine < num_weights:
                             total[0] = of_warps[0]
                             for w in T.unroll(warps - 1):
                                 total[0] = T.ieee_add(total[0], of_warps[w + 1])
-                            weight_grad[mine] = total[0]
-            else:
-                place = T.alloc_var(T.int32, init=(block - rows) * threads + tx)
+                            weight_grad[mine] = T.ieee_mul(total[0], factor)
+            elif block < to_write:  # columns of scales are longer than there are rows
+                for i in T.serial(T.ceildiv(groups, threads)):
+                    if i * threads + tx < groups:
+                        write_sf(sf, block, i * threads + tx, T.float32(0))
+            elif indexed:
+                place = T.alloc_var(T.int32, init=(block - to_write) * threads + tx)
                 if place < num_weights:
                     row = T.alloc_var(T.int32, init=inverse_index[place])
                     served = T.alloc_var(T.bool, init=T.bool(False))
@@ -476,27 +584,6 @@ def swiglu_backward(*static: Any) -> Any:
 # Threads of a multiprocessor, which bounds the registers of each: as for a float32 source above.
 # Other numbers were not measured.
 RESIDENT_PLAIN = 1024
-
-
-@T.macro
-def in_ranges(ends, num_experts, alignment, row):
-    """Whether a row lies in the range of an expert, which starts at the next aligned row.
-
-    The expert is the first whose range ends behind the row; ends ascend.
-    """
-    low = T.alloc_var(T.int32, init=0)
-    high = T.alloc_var(T.int32, init=num_experts)
-    for _ in T.serial(SEARCH_STEPS):
-        if low < high:
-            middle = T.alloc_var(T.int32, init=(low + high) // 2)
-            if ends[middle] <= row:
-                low = middle + 1
-            else:
-                high = middle
-    start = T.alloc_var(T.int32, init=0)
-    if low > 0 and low < num_experts:
-        start = T.ceildiv(ends[low - 1], alignment) * alignment
-    return low < num_experts and row >= start
 
 
 def weight_of_plain(rows: str, weighted: bool) -> Any:
@@ -543,13 +630,40 @@ def swiglu_plain(*static: Any) -> Any:
     plan = PlainPlan(*static)
     hidden = plan.hidden
     tiles = -(-hidden // (LANES * CHUNK))
-    activated = activation(plan, counted=False)
+    activated = activation(plan, counted=plan.counters > 0)
     located = weight_of_plain(plan.rows, plan.weighted)
+    counters, blocks = max(plan.counters, 1), plan.blocks
+    added = add_counts(plan.threads, counters)
     store = store_values(plan.target, hidden, CHUNK, plan.store)
     source_dtype, out_dtype = storage(plan.source)[0], storage(plan.target)[0]
     rows, row_stride, num_weights, num_experts = T.dynamic(
         "rows row_stride num_weights num_experts"
     )
+    units = T.ceildiv(rows * tiles, WARPS)
+
+    @T.macro
+    def step(unit, x, index, weights, ends, out, alignment, factor, clamp, counts):
+        tx = T.get_thread_binding()
+        warp = unit * WARPS + tx // LANES
+        row = T.alloc_var(T.int32, init=warp // tiles)
+        first = T.alloc_var(T.int32, init=(warp % tiles * LANES + tx % LANES) * CHUNK)
+        values, weight = local_arrays(T.float32, CHUNK, 1)
+        found = T.alloc_local((1,), T.bool)
+        if row < rows:  # the same for the whole warp
+            located(
+                row, index, weights, num_weights, ends, num_experts, alignment, factor, found,
+                weight,
+            )  # fmt: skip
+            if found[0]:
+                activated(x, row, first, values, 0, weight[0], clamp, counts)
+            else:
+                for v in T.unroll(CHUNK):
+                    values[v] = T.float32(0)
+            written = T.alloc_var(T.bool, init=T.bool(True))
+            if not plan.fill:
+                written = found[0]
+            if written:
+                store(values, 0, out, row, first)
 
     @T.prim_func
     def swiglu_plain_rows(
@@ -558,31 +672,26 @@ def swiglu_plain(*static: Any) -> Any:
         weights: T.Tensor[(num_weights,), T.float32],
         ends: T.Tensor[(num_experts,), T.int32],
         out: T.Tensor[(rows, hidden), out_dtype],
+        totals: T.Tensor[(counters,), T.int64],
         alignment: T.int32,
         factor: T.float32,
         clamp: T.float32,
     ):
-        with T.Kernel(T.ceildiv(rows * tiles, WARPS), threads=plan.threads) as block:
+        with T.Kernel(blocks if blocks else units, threads=plan.threads) as block:
             T.annotate_min_blocks_per_sm(RESIDENT_PLAIN // plan.threads)
             T.assume(row_stride % plan.load == 0)
-            tx = T.get_thread_binding()
-            warp = block * WARPS + tx // LANES
-            row = T.alloc_var(T.int32, init=warp // tiles)
-            first = T.alloc_var(T.int32, init=(warp % tiles * LANES + tx % LANES) * CHUNK)
-            values, weight = local_arrays(T.float32, CHUNK, 1)
-            counts = T.alloc_local((3,), T.int32)  # not used
-            found = T.alloc_local((1,), T.bool)
-            if row < rows:  # the same for the whole warp
-                located(
-                    row, index, weights, num_weights, ends, num_experts, alignment, factor, found,
-                    weight,
-                )  # fmt: skip
-                if found[0]:
-                    activated(x, row, first, values, 0, weight[0], clamp, counts)
-                else:
-                    for v in T.unroll(CHUNK):
-                        values[v] = T.float32(0)
-                store(values, 0, out, row, first)
+            counts = T.alloc_local((counters,), T.int32)
+            if blocks:
+                for i in T.unroll(counters):
+                    counts[i] = 0
+                for i in T.serial(T.ceildiv(units - block, blocks)):
+                    step(
+                        i * blocks + block, x, index, weights, ends, out, alignment, factor, clamp,
+                        counts,
+                    )  # fmt: skip
+                added(counts, totals)
+            else:
+                step(block, x, index, weights, ends, out, alignment, factor, clamp, counts)
 
     return swiglu_plain_rows
 

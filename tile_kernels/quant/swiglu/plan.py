@@ -12,6 +12,15 @@ SF_CLAMP_RANGE = (2.0**-119, 2.0**127)
 
 FMT = "e4m3"
 
+# Which rows exist: all, those whose expert is not negative, those inside the ranges of experts,
+# those with an index of a weight.
+ALL, EXPERTS, RANGES, INDEXED = "all", "experts", "ranges", "indexed"
+MAX_EXPERTS = 8192
+SEARCH_STEPS = MAX_EXPERTS.bit_length()  # that find an expert among them
+
+# The weight of a row: none, the one that an index names, the row's element.
+UNWEIGHTED, BY_INDEX, BY_ROW = "", "index", "row"
+
 # ---- forward ------------------------------------------------------------------------------------
 
 CHUNK = 16  # channels per thread: 16 bytes of e4m3
@@ -21,7 +30,7 @@ COUNTING_BLOCKS = 8  # per multiprocessor: fewer blocks, fewer atomics
 
 
 class Plan(NamedTuple):
-    """`load` and `store` channels per access; `blocks` of a counting kernel, else 0."""
+    """`load` and `store` channels per access; `blocks` of a kernel with `counters`, else 0."""
 
     source: str
     hidden: int
@@ -30,11 +39,18 @@ class Plan(NamedTuple):
     store: int
     layout: str
     round_sf: bool
-    weighted: bool
-    padded: bool
+    weights: str
+    rows: str
     clamped: bool
+    counters: int
     blocks: int
+    fill: bool  # writes rows that do not exist
     threads: int
+
+    @property
+    def weighted(self) -> bool:
+        """Whether rows have weights."""
+        return self.weights != UNWEIGHTED
 
 
 def plan(
@@ -43,10 +59,11 @@ def plan(
     group: int,
     layout: str,
     round_sf: bool,
-    weighted: bool,
-    padded: bool,
+    weights: str,
+    rows: str,
     clamped: bool,
-    counted: bool,
+    counters: int,
+    fill: bool,
     alignment: int,
     out_alignment: int,
     device: Device,
@@ -57,10 +74,10 @@ def plan(
     threads = WARPS * LANES
     if group not in GROUPS:
         threads = threads_of_row(hidden, CHUNK, MAX_KEPT)
-    blocks = COUNTING_BLOCKS * device.num_sms if counted else 0
+    blocks = COUNTING_BLOCKS * device.num_sms if counters else 0
     return Plan(
-        source, hidden, group, load, store, layout, round_sf, weighted, padded, clamped, blocks,
-        threads,
+        source, hidden, group, load, store, layout, round_sf, weights, rows, clamped, counters,
+        blocks, fill, threads,
     )  # fmt: skip
 
 
@@ -76,8 +93,12 @@ class BackwardPlan(NamedTuple):
 
     hidden: int
     group: int
+    layout: str
     round_sf: bool
+    rows: str
+    weighted: bool
     clamped: bool
+    recompute: bool
     load: int
     load_grad: int
     store: int
@@ -89,8 +110,12 @@ class BackwardPlan(NamedTuple):
 def plan_backward(
     hidden: int,
     group: int,
+    layout: str,
     round_sf: bool,
+    rows: str,
+    weighted: bool,
     clamped: bool,
+    recompute: bool,
     alignment: int,
     grad_alignment: int,
     out_alignment: int,
@@ -100,7 +125,7 @@ def plan_backward(
 ) -> BackwardPlan:
     """A block per row."""
     return BackwardPlan(
-        hidden, group, round_sf, clamped,
+        hidden, group, layout, round_sf, rows, weighted, clamped, recompute,
         access("e4m3", hidden, alignment, PART), access("bfloat16", hidden, grad_alignment, PART),
         access("bfloat16", hidden, out_alignment, PART),
         access("e4m3", hidden, codes_alignment, PART),
@@ -117,14 +142,9 @@ def threads_of_gradient(hidden: int) -> int:
 
 # ---- without a cast -----------------------------------------------------------------------------
 
-# Which rows exist: all, those inside the ranges of experts, those with an index of a weight.
-ALL, RANGES, INDEXED = "all", "ranges", "indexed"
-MAX_EXPERTS = 8192
-SEARCH_STEPS = MAX_EXPERTS.bit_length()  # that find an expert among them
-
 
 class PlainPlan(NamedTuple):
-    """`load` and `store` channels per access; `rows` says which exist."""
+    """As `Plan`, without a cast."""
 
     source: str
     target: str
@@ -134,6 +154,9 @@ class PlainPlan(NamedTuple):
     rows: str
     weighted: bool
     clamped: bool
+    counters: int
+    blocks: int
+    fill: bool
     threads: int
 
 
@@ -144,6 +167,8 @@ def plan_plain(
     rows: str,
     weighted: bool,
     clamped: bool,
+    counters: int,
+    fill: bool,
     alignment: int,
     out_alignment: int,
     device: Device,
@@ -151,7 +176,11 @@ def plan_plain(
     """A warp per 512 channels of a row."""
     load = access(source, hidden, alignment, CHUNK)
     store = access(target, hidden, out_alignment, CHUNK)
-    return PlainPlan(source, target, hidden, load, store, rows, weighted, clamped, WARPS * LANES)
+    blocks = COUNTING_BLOCKS * device.num_sms if counters else 0
+    return PlainPlan(
+        source, target, hidden, load, store, rows, weighted, clamped, counters, blocks, fill,
+        WARPS * LANES,
+    )  # fmt: skip
 
 
 class PlainBackwardPlan(NamedTuple):

@@ -255,10 +255,15 @@ def swiglu_rows_forward(
     topk_weights: torch.Tensor | None = None,
     routed_scaling_factor: float | None = None,
     clamp_value: float | None = None,
+    clamped_count: torch.Tensor | None = None,
+    *,
     alignment: int = 128,
     pos_to_token_topk: torch.Tensor | None = None,
+    fill_padding: bool = True,  # noqa: ARG001
 ) -> torch.Tensor:
     """SwiGLU of the rows that exist, times their weights, rounded once; zeros elsewhere.
+
+    `fill_padding` allows other implementations to leave out those zeros.
 
     >>> swiglu_rows_forward(torch.tensor([[1.0, 3.0]]), "fp32", None, torch.tensor([2.0]))
     tensor([[4.3864]])
@@ -270,7 +275,28 @@ def swiglu_rows_forward(
     act = swiglu_forward(x, None, None, clamp_value)
     if topk_weights is not None:
         act = act * weight
+    if clamped_count is not None and clamp_value is not None:
+        add_clamped(x, exists, clamp_value, clamped_count)
     return act.masked_fill(~exists[:, None], 0.0).to(_OUT_DTYPES[fmt])
+
+
+def add_clamped(
+    x: torch.Tensor, exists: torch.Tensor, clamp_value: float, clamped_count: torch.Tensor
+) -> None:
+    """Adds what `clamp_halves` changes in rows that exist, and a fourth number: their elements.
+
+    >>> count, x = torch.zeros(4, dtype=torch.int64), torch.tensor([[9.0, -9.0], [9.0, 9.0]])
+    >>> add_clamped(x, torch.tensor([True, False]), 5.0, count)
+    >>> count.tolist()
+    [1, 0, 1, 1]
+    """
+    left, right = split_halves(widened(x))
+    valid = exists[:, None]
+    clamped = left > clamp_value, right > clamp_value, right < -clamp_value
+    counts = [(each & valid).sum() for each in clamped]
+    if len(clamped_count) == 4:
+        counts.append(exists.sum() * left.shape[1])
+    clamped_count += torch.stack(counts)
 
 
 def swiglu_rows_gradients(
@@ -377,12 +403,19 @@ def swiglu_forward_and_per_token_cast(
     swiglu_clamp_value: float | None = None,
     clamped_count: torch.Tensor | None = None,
     sf_clamp_min: float | None = None,
+    *,
+    psum_num_tokens_per_expert: torch.Tensor | None = None,
+    routed_scaling_factor: float | None = None,
+    alignment: int = 128,
+    fill_padding: bool = True,  # noqa: ARG001
 ) -> QuantTensor:
     """`swiglu_forward`, and its float32 result to e4m3 in blocks of `(1, num_per_channels)`.
 
-    Rows whose `pos_to_expert` is negative are padding: they are not read and not counted, and
-    their data and scale factors are zero. `sf_clamp_min` replaces `1e-4`, the least magnitude that
-    a block's scale factor is made from.
+    Rows whose `pos_to_expert` is negative, or outside of the ranges of experts, are padding: they
+    are not read and not counted, and their data and scale factors are zero (`fill_padding` allows
+    other implementations to leave out the zeros of data). `topk_weights` `[E]` are those of the
+    rows; `routed_scaling_factor` multiplies weights. `sf_clamp_min` replaces `1e-4`, the least
+    magnitude that a block's scale factor is made from.
 
     >>> x = torch.tensor([[1.0, -2.0, 12.0, 3.0], [1.0, 1.0, 1.0, 1.0]])
     >>> expert = torch.tensor([3, -1])
@@ -394,34 +427,48 @@ def swiglu_forward_and_per_token_cast(
     """
     if fmt != formats.E4M3.name:
         raise ValueError(f"fmt must be 'e4m3', got {fmt!r}")
-    rest = topk_weights, swiglu_clamp_value, clamped_count
     flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
-    block = 1, num_per_channels
-    if pos_to_expert is None:
-        out = swiglu_forward(x, pos_to_token_topk, *rest)
-        return quantize(out, formats.E4M3, block, flags, sf_clamp_min)
-    real = pos_to_expert >= 0
-    index = None if pos_to_token_topk is None else pos_to_token_topk[real]
-    out = x.new_zeros((x.shape[0], x.shape[1] // 2), dtype=torch.float32)
-    out[real] = swiglu_forward(x[real], index, *rest)
-    data, sf = quantize(out, formats.E4M3, block, flags, sf_clamp_min)
-    return data, sf.masked_fill_(~real[:, None], 0)
+    exists = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+    if pos_to_expert is not None:
+        exists = pos_to_expert >= 0
+    elif psum_num_tokens_per_expert is not None:
+        exists = rows_in_ranges(psum_num_tokens_per_expert, alignment, x.shape[0])
+    if swiglu_clamp_value is not None and clamped_count is not None:
+        add_clamped(x, exists, swiglu_clamp_value, clamped_count)
+    factor = 1.0 if routed_scaling_factor is None else routed_scaling_factor
+    scale = torch.tensor(factor, dtype=torch.float32, device=x.device)
+    out = swiglu_forward(x, None, None, swiglu_clamp_value)
+    if topk_weights is not None and topk_weights.dim() == 1:
+        out = out * (topk_weights * scale)[:, None]
+    elif topk_weights is not None and pos_to_token_topk is not None:
+        out = out * (weights_of_rows(topk_weights, pos_to_token_topk) * scale)
+    out = out.masked_fill(~exists[:, None], 0.0)
+    data, sf = quantize(out, formats.E4M3, (1, num_per_channels), flags, sf_clamp_min)
+    return data, sf.masked_fill_(~exists[:, None], 0)
 
 
 def swiglu_backward_and_per_token_cast(
     x: QuantTensor,
     grad_out: torch.Tensor,
-    weight: torch.Tensor,
-    pos_to_token_topk: torch.Tensor,
-    token_topk_to_pos: torch.Tensor,
+    weight: torch.Tensor | None,
+    pos_to_token_topk: torch.Tensor | None,
+    token_topk_to_pos: torch.Tensor | None,
     num_per_channels: int,
     round_sf: bool = False,
     swiglu_clamp_value: float | None = None,
+    *,
+    use_tma_aligned_col_major_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+    psum_num_tokens_per_expert: torch.Tensor | None = None,
+    routed_scaling_factor: float | None = None,
+    alignment: int = 128,
+    do_recompute: bool = True,
 ) -> tuple[torch.Tensor, QuantTensor, torch.Tensor, torch.Tensor]:
     """`swiglu_backward`, and its `x_grad` also to e4m3 in blocks of `(1, num_per_channels)`.
 
     Returns `(out, (x_grad_e4m3, x_grad_sf), x_grad, weight_grad)`, where `out` and `x_grad` are
-    rounded to bfloat16; the e4m3 gradient is made from the float32 one.
+    rounded to bfloat16; the e4m3 gradient is made from the float32 one. Without an index it is
+    `swiglu_rows_backward` with weights `[E]`, or None: rows that do not exist have scale factors 0.
 
     >>> x = torch.tensor([[1.0, 3.0]]).to(torch.float8_e4m3fn), torch.ones(1, 2)
     >>> index, inverse = torch.tensor([0]), torch.tensor([[0]])
@@ -432,9 +479,24 @@ def swiglu_backward_and_per_token_cast(
     >>> out.tolist(), (data.float() * sf).tolist(), x_grad.tolist()
     ([[4.375]], [[5.5, 1.5]], [[5.5625, 1.4609375]])
     """
-    maps = pos_to_token_topk, token_topk_to_pos
-    out, x_grad, weight_grad = swiglu_backward(
-        x, grad_out, weight, *maps, num_per_channels, swiglu_clamp_value
-    )
-    x_grad_quantised = quantize(x_grad, formats.E4M3, (1, num_per_channels), ScaleFlags(round_sf))
-    return out.bfloat16(), x_grad_quantised, x_grad.bfloat16(), weight_grad
+    flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
+    block = (1, num_per_channels)
+    if pos_to_token_topk is not None and token_topk_to_pos is not None and weight is not None:
+        maps = pos_to_token_topk, token_topk_to_pos
+        out, x_grad, weight_grad = swiglu_backward(
+            x, grad_out, weight, *maps, num_per_channels, swiglu_clamp_value
+        )
+        quantised = quantize(x_grad, formats.E4M3, block, flags)
+    else:
+        rows = dequantize((x[0].flatten(0, -2), x[1].flatten(0, -2)), block)
+        x_grad, weight_grad, out = swiglu_rows_gradients(
+            rows, grad_out.reshape(rows.shape[0], -1), "fp32", psum_num_tokens_per_expert, weight,
+            routed_scaling_factor, swiglu_clamp_value, True, alignment,
+        )  # fmt: skip
+        data, sf = quantize(x_grad, formats.E4M3, block, flags)
+        if psum_num_tokens_per_expert is not None:
+            exists = rows_in_ranges(psum_num_tokens_per_expert, alignment, rows.shape[0])
+            sf.masked_fill_(~exists[:, None], 0)
+        quantised = data, sf
+    out = out.bfloat16() if do_recompute else out.new_empty((0, out.shape[1])).bfloat16()
+    return out, quantised, x_grad.bfloat16(), weight_grad

@@ -1,4 +1,4 @@
-"""Layers of attention over long contexts."""
+"""`KVCompressor`: a layer of compressed keys and values by itself."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from tile_kernels import attention
 from tile_kernels.attention import KVCompressorState
 from tile_kernels.attention.windows import DTYPES, MAX_WINDOW
 from tile_kernels.runtime import checks
+
+
+def halves(packed: Tensor, channels: int) -> tuple[Tensor, ...]:
+    """Series a, and with an overlap series b, of a packed tensor."""
+    return packed.split(channels, dim=1)[::-1]
+
+
+def series(kv: Tensor, gate: Tensor, channels: int) -> list[Tensor]:
+    """Values and scores of series a, then of b, if there is one."""
+    pairs = zip(halves(kv, channels), halves(gate, channels))
+    return [tensor for pair in pairs for tensor in pair]
 
 
 class KVCompressor(nn.Module):
@@ -124,7 +135,7 @@ class KVCompressor(nn.Module):
             )
         if state is not None:
             with torch.no_grad():
-                rows = (row.to(state.kept.dtype) for row in self._series(kv, gate))
+                rows = (row.to(state.kept.dtype) for row in series(kv, gate, self.channels))
                 state.prefill(*rows, cu_seqlens=cu_seqlens, slots=slots)
         return self._normed(entries).view(*lead, self.channels)
 
@@ -145,8 +156,8 @@ class KVCompressor(nn.Module):
         with torch.no_grad():
             projected = self.projection(x)
             kv, gate = projected.to(state.kept.dtype).split(self.width, dim=1)
-            kv_a, z_a, *series_b = self._series(kv, gate)
-            bias_a, *bias_b = self._halves(self.ape.float())
+            kv_a, z_a, *series_b = series(kv, gate, self.channels)
+            bias_a, *bias_b = halves(self.ape.float(), self.channels)
             arguments = (kv_a, z_a, bias_a, *series_b, *bias_b)
             entries, completed = attention.kv_compress_step(state, *arguments, slots=slots)
             return self._normed(entries.to(projected.dtype)), completed
@@ -167,8 +178,8 @@ class KVCompressor(nn.Module):
         if self.norm_weight is None or self.norm_eps is None:
             raise ValueError("KVCompressor: compress_and_cast needs a norm, but norm_eps is None")
         kv, gate, cu_seqlens, num_windows, lead = self._projected(x, cu_seqlens, num_windows)
-        kv_a, z_a, *series_b = self._series(kv, gate)
-        bias_a, *bias_b = self._halves(self.ape.float())
+        kv_a, z_a, *series_b = series(kv, gate, self.channels)
+        bias_a, *bias_b = halves(self.ape.float(), self.channels)
         results = attention.kv_compress_norm_rope_cast(
             kv_a, z_a, bias_a, *series_b, *bias_b,
             weight=self.norm_weight.float(), cos=cos, sin=sin, eps=self.norm_eps,
@@ -215,15 +226,6 @@ class KVCompressor(nn.Module):
         given = in_words(state.overlap, state.window, state.kept.shape[3])
         if given != wanted:
             raise ValueError(f"KVCompressor: state must be of {wanted}, got one of {given}")
-
-    def _halves(self, packed: Tensor) -> tuple[Tensor, ...]:
-        """Series a, and with an overlap series b, of a packed tensor."""
-        return packed.split(self.channels, dim=1)[::-1]
-
-    def _series(self, kv: Tensor, gate: Tensor) -> list[Tensor]:
-        """Values and scores of series a, then of b, if there is one."""
-        pairs = zip(self._halves(kv), self._halves(gate))
-        return [tensor for pair in pairs for tensor in pair]
 
     def _normed(self, entries: Tensor) -> Tensor:
         if self.norm_weight is None:

@@ -1,0 +1,296 @@
+"""Our operators beside others that do the same: `python -m benchmarks.rivals [CASE ...]`.
+
+Device time with a cold L2 cache, all in one run, with the copy bandwidth measured in it: RMS norm,
+rotary embedding, SwiGLU, the choice of experts, the cast to e4m3 and an e4m3 product. Rivals are
+`torch.compile` of plain PyTorch, PyTorch's own functions, and Liger-Kernel if it can be imported. A
+rival that is missing or raises is recorded with its reason. The results are a file
+`rivals.<device>.json`, which is written again after every case; a run stops after `--seconds`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tile_kernels import gemm, moe, quant, transform
+from tile_kernels.gemm import samples
+from tile_kernels.testing import benchmark, timing
+
+BF16 = torch.bfloat16
+TOKENS, HIDDEN = 8192, 7168
+REPEATS = 10
+Calls = dict[str, Callable[[], Any]]
+
+
+def randn(*shape: int) -> Tensor:
+    """Normal numbers in bfloat16."""
+    return torch.randn(shape, device="cuda", dtype=BF16)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function under `torch.compile`."""
+    return torch.compile(function, fullgraph=True)
+
+
+def liger(module: str, name: str) -> Any:
+    """A function or module of Liger-Kernel; raises ImportError where it is missing."""
+    return getattr(importlib.import_module(f"liger_kernel.{module}"), name)
+
+
+# ---- cases: bytes that must be moved, and calls by name ------------------------------------------
+
+
+def _plain_norm(x: Tensor, weight: Tensor) -> Tensor:
+    values = x.float()
+    scaled = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + 1e-6)
+    return (scaled * weight).to(BF16)
+
+
+def norm() -> tuple[int, Calls]:
+    """RMS norm."""
+    x, weight = randn(TOKENS, HIDDEN), randn(HIDDEN)
+    plain = compiled(_plain_norm)
+
+    def of_liger() -> Tensor:
+        return liger("ops.rms_norm", "LigerRMSNormFunction").apply(
+            x, weight, 1e-6, 0.0, "llama", False
+        )
+
+    return 2 * x.nbytes, {
+        "tile_kernels": lambda: quant.norm_forward(x, weight, 1e-6),
+        "torch.compile": lambda: plain(x, weight),
+        "torch.nn.functional.rms_norm": lambda: F.rms_norm(x, (HIDDEN,), weight, 1e-6),
+        "liger_kernel": of_liger,
+    }
+
+
+def norm_residual() -> tuple[int, Calls]:
+    """RMS norm of a sum, which is returned too."""
+    x, residual, weight = randn(TOKENS, HIDDEN), randn(TOKENS, HIDDEN), randn(HIDDEN)
+
+    def added(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return _plain_norm(total, weight), total
+
+    plain = compiled(added)
+
+    def of_liger() -> Any:
+        return liger("ops.fused_add_rms_norm", "LigerFusedAddRMSNormFunction").apply(
+            x, residual, weight, 1e-6, 0.0, "llama", False
+        )
+
+    return 4 * x.nbytes, {
+        "tile_kernels": lambda: quant.norm_forward(x, weight, 1e-6, residual),
+        "torch.compile": lambda: plain(x, residual, weight),
+        "liger_kernel": of_liger,
+    }
+
+
+def norm_cast() -> tuple[int, Calls]:
+    """RMS norm to e4m3 with scales of 128 channels."""
+    x, weight = randn(TOKENS, HIDDEN), randn(HIDDEN)
+
+    def cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        y = _plain_norm(x, weight).float().unflatten(-1, (-1, 128))
+        scale = y.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
+        codes = (y / scale).to(torch.float8_e4m3fn)
+        return codes.flatten(-2), scale.squeeze(-1)
+
+    plain = compiled(cast)
+    return x.nbytes * 3 // 2, {
+        "tile_kernels": lambda: quant.norm_forward_and_per_token_cast(x, weight, 1e-6, "e4m3", 128),
+        "torch.compile": lambda: plain(x, weight),
+    }
+
+
+def _backward(calls: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Any]:
+    """The backward pass of a norm alone."""
+    x, weight = randn(TOKENS, HIDDEN).requires_grad_(), randn(HIDDEN).requires_grad_()
+    out = calls(x, weight)
+    grad = randn(TOKENS, HIDDEN)
+    return lambda: torch.autograd.grad(out, (x, weight), grad, retain_graph=True)
+
+
+def norm_backward() -> tuple[int, Calls]:
+    """The gradients of RMS norm."""
+
+    def lazily(make: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
+        made: list[Callable[[], Any]] = []
+
+        def call() -> Any:
+            if not made:
+                made.append(make())
+            return made[0]()
+
+        return call
+
+    def of_liger() -> Callable[[], Any]:
+        function = liger("ops.rms_norm", "LigerRMSNormFunction")
+        return _backward(lambda x, w: function.apply(x, w, 1e-6, 0.0, "llama", False))
+
+    return 3 * TOKENS * HIDDEN * 2, {
+        "tile_kernels": lazily(lambda: _backward(lambda x, w: quant.norm_forward(x, w, 1e-6)[0])),
+        "torch.compile": lazily(lambda: _backward(compiled(_plain_norm))),
+        "torch.nn.functional.rms_norm": lazily(
+            lambda: _backward(lambda x, w: F.rms_norm(x, (HIDDEN,), w, 1e-6))
+        ),
+        "liger_kernel": lazily(of_liger),
+    }
+
+
+def rotary() -> tuple[int, Calls]:
+    """Rotary embedding of a query and a key."""
+    heads, key_heads, dim = 32, 8, 128
+    query, key = randn(1, TOKENS, heads, dim), randn(1, TOKENS, key_heads, dim)
+    angles = torch.arange(TOKENS, device="cuda")[:, None] * 10000.0 ** -(
+        torch.arange(0, dim, 2, device="cuda") / dim
+    )
+    cache = torch.cat((angles.cos(), angles.sin()), -1)
+    cos, sin = (torch.cat((part, part), -1)[None].to(BF16) for part in cache.chunk(2, -1))
+
+    def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        def one(x: Tensor) -> Tensor:
+            a, b = x.chunk(2, -1)
+            return x * cos[:, :, None] + torch.cat((-b, a), -1) * sin[:, :, None]
+
+        return one(query), one(key)
+
+    plain = compiled(rotated)
+
+    def of_liger() -> Any:
+        function = liger("ops.rope", "LigerRopeFunction")
+        return function.apply(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+
+    return 2 * (query.nbytes + key.nbytes), {
+        "tile_kernels, in place": lambda: transform.apply_rotary(query, cache, key),
+        "tile_kernels": lambda: transform.rotary_embedding(query, cache, key),
+        "torch.compile": lambda: plain(query, key, cos, sin),
+        "liger_kernel": of_liger,
+    }
+
+
+def swiglu() -> tuple[int, Calls]:
+    """SwiGLU of two halves of a row."""
+    x = randn(TOKENS, 2 * HIDDEN)
+    gate, value = (half.contiguous() for half in x.chunk(2, -1))
+
+    def activated(x: Tensor) -> Tensor:
+        gate, value = x.chunk(2, -1)
+        return (F.silu(gate.float()) * value).to(BF16)
+
+    plain = compiled(activated)
+    return x.nbytes * 3 // 2, {
+        "tile_kernels": lambda: quant.swiglu_forward(x, "bf16"),
+        "torch.compile": lambda: plain(x),
+        "liger_kernel": lambda: liger("ops.swiglu", "LigerSiLUMulFunction").apply(gate, value),
+    }
+
+
+def topk() -> tuple[int, Calls]:
+    """The 8 largest of 256 scores."""
+    scores = torch.rand(TOKENS, 256, device="cuda")
+    return scores.nbytes + TOKENS * 8 * 8, {
+        "tile_kernels": lambda: moe.topk_gate(scores, 8),
+        "torch.topk": lambda: torch.topk(scores, 8),
+    }
+
+
+def cast() -> tuple[int, Calls]:
+    """To e4m3 with scales of 128 channels."""
+    x = randn(TOKENS, HIDDEN)
+
+    def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+        values = x.float().unflatten(-1, (-1, 128))
+        scale = values.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
+        return (values / scale).to(torch.float8_e4m3fn).flatten(-2), scale.squeeze(-1)
+
+    plain = compiled(quantized)
+    return x.nbytes * 3 // 2, {
+        "tile_kernels": lambda: quant.per_token_cast(x, "e4m3", 128),
+        "torch.compile": lambda: plain(x),
+    }
+
+
+def product() -> tuple[int, Calls]:
+    """An e4m3 product with scales of 1 x 128 and 128 x 128."""
+    x, weight = randn(4096, HIDDEN), randn(4096, HIDDEN)
+    a, b, d = samples.by_rows(x), samples.by_blocks(weight), randn(4096, 4096)
+    return x.numel() + weight.numel() + d.nbytes, {
+        "tile_kernels": lambda: gemm.fp8_gemm_nt(a, b, d),
+        "torch._scaled_mm": lambda: torch._scaled_mm(a[0], b[0].T, a[1], b[1].T, out_dtype=BF16),
+        "torch.mm bfloat16": lambda: x @ weight.T,
+    }
+
+
+CASES = {
+    "rms_norm": norm,
+    "rms_norm_residual": norm_residual,
+    "rms_norm_cast": norm_cast,
+    "rms_norm_backward": norm_backward,
+    "rotary": rotary,
+    "swiglu": swiglu,
+    "topk_gate": topk,
+    "per_token_cast": cast,
+    "fp8_gemm": product,
+}
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+def measured(name: str, bytes_moved: int, call: Callable[[], Any], copy: float) -> dict[str, Any]:
+    """One line of results; the reason in place of a time if the call raises."""
+    try:
+        us = timing.time_device(call, repeats=REPEATS).us
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return {"name": name, "error": f"{type(error).__name__}: {text[:200]}"}
+    fraction = bytes_moved / us / 1e3 / copy
+    return {"name": name, "us": round(us, 2), "copy_fraction": round(fraction, 4)}
+
+
+def main() -> None:
+    """Measures the cases and writes the file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("cases", nargs="*", choices=[[], *CASES], help="by default all")
+    parser.add_argument("--seconds", type=float, default=60.0, help="after which no case is begun")
+    parser.add_argument("--folder", type=Path, default=benchmark.DEFAULT_FOLDER)
+    options = parser.parse_args()
+    began = time.monotonic()
+    machine = benchmark.machine()
+    copy = timing.copy_bandwidth()
+    report: dict[str, Any] = {
+        "machine": machine,
+        "copy_gb_per_s": round(copy, 1),
+        "shape": [TOKENS, HIDDEN],
+        "results": {},
+        "left_out": [],
+    }
+    path = options.folder / f"rivals.{benchmark.slug(machine['device'])}.json"
+    print(f"copy {copy:.0f} GB/s", flush=True)
+    for name in options.cases or CASES:
+        if time.monotonic() - began > options.seconds:
+            report["left_out"].append(name)
+            continue
+        bytes_moved, calls = CASES[name]()
+        lines = []
+        for rival, call in calls.items():
+            lines.append(measured(rival, bytes_moved, call, copy))
+            shown = {key: value for key, value in lines[-1].items() if key != "name"}
+            print(f"{name:20} {rival:32} {shown} {time.monotonic() - began:.0f} s", flush=True)
+        report["results"][name] = {"bytes": bytes_moved, "lines": lines}
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The long-context example: its texts, its curriculum, and a short run with picture and numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples import long_context
+from examples.long_context import CPU, MARKER, NUM_KEYS, length_at, texts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def one_thread() -> object:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_texts_have_one_key() -> None:
+    text, keys = texts(50, 37, torch.Generator().manual_seed(0))
+    assert (text[:, -1] == MARKER).all()
+    for row, key in zip(text, keys):
+        (place,) = (row[:-1] == MARKER).nonzero()[:, 0].tolist()
+        assert place % 4 == 0
+        assert row[place + 1] == key
+        assert ((row > 0) & (row <= NUM_KEYS)).sum() == 1
+
+
+def test_texts_grow() -> None:
+    lengths = [length_at(step, CPU) for step in range(CPU.steps)]
+    assert lengths == sorted(lengths)
+    assert set(lengths) == {32, 64, 128, 256}
+    assert lengths.count(256) >= CPU.steps // 3
+    # At first all entries are chosen.
+    assert lengths[0] // 4 <= CPU.topk
+
+
+def test_runs_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--steps", "2", "--length", "32", "--timed", "16", "32", "--device", "cpu"]
+    path = long_context.main([*given, "--out", str(tmp_path)])
+    assert "% of new texts of 32 tokens" in capsys.readouterr().out
+    result = json.loads(path.read_text())
+    assert (tmp_path / "long_context.svg").read_text().count("<svg") == 1
+    assert {"device", "torch", "date"} <= result["machine"].keys()
+    for kind in ("sparse", "dense"):
+        assert len(result["trained"][kind]["losses"]) == 2
+        assert 0 <= result["trained"][kind]["found"] <= 1
+        assert list(result["measured"][kind]) == ["16", "32"]
+        assert all(found["ms"] > 0 for found in result["measured"][kind].values())
+
+
+@pytest.mark.full
+def test_both_find_the_key() -> None:
+    """About a minute: the whole of the training on a CPU."""
+    for kind in long_context.KINDS:
+        result = long_context.train(kind, CPU, "cpu")
+        assert result["found"] > 0.9

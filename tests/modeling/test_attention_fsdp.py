@@ -1,0 +1,54 @@
+"""Attention layers under FSDP2: two processes with half of the parameters each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.modeling.test_attention_layers import HIDDEN, csa, tokens
+from tile_kernels.modeling.attention import CompressedSparseAttention
+
+PROCESSES = 2
+
+
+def _whole(x: Any) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _process(rank: int, store: str, dtype: torch.dtype) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
+    torch.backends.mkldnn.enabled = False  # see `plain_matrix_products`
+    layer, alone = csa().to(dtype), csa().to(dtype)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (PROCESSES,)))
+    texts = [tokens(1, 17, seed=seed).to(dtype) for seed in range(PROCESSES)]
+    y, loss = layer(texts[rank], indexer_loss=True)
+    (y.float().square().mean() + loss).backward()
+    for text in texts:  # FSDP averages the gradients of all processes
+        expected, expected_loss = alone(text, indexer_loss=True)
+        ((expected.float().square().mean() + expected_loss) / PROCESSES).backward()
+    for (name, one), other in zip(layer.named_parameters(), alone.parameters()):
+        assert isinstance(one, DTensor), name
+        assert one.to_local().numel() <= -(-other.shape[0] // PROCESSES) * other[0].numel()
+        assert one.grad is not None
+        torch.testing.assert_close(_whole(one.grad), other.grad, rtol=0.02, atol=1e-4)
+    state = {name: _whole(x) for name, x in layer.state_dict().items()}
+    whole = CompressedSparseAttention(
+        HIDDEN, heads=4, q_rank=24, out_groups=2, out_rank=16, window=8, topk=3, index_heads=2,
+        index_dim=64, dtype=dtype,
+    )  # fmt: skip
+    whole.load_state_dict(state)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch was built without gloo")
+def test_parameters_are_sharded_and_gradients_averaged(tmp_path: Path) -> None:
+    mp.spawn(_process, (str(tmp_path / "store"), torch.float32), PROCESSES)

@@ -1,0 +1,360 @@
+"""Bundles and the cache of compiled kernels; a process that has neither TileLang nor a compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tile_kernels
+from tests.requirements import needs_nvcc, run_fresh
+from tests.runtime.test_launcher import PRODUCT, ROWS
+from tile_kernels import config
+from tile_kernels.runtime import bundles, packing, warmup
+from tile_kernels.runtime.bundles import BundleError, Key, MissingKernelError, Packed
+from tile_kernels.runtime.device import described
+from tile_kernels.runtime.launch import Kernel, KernelDefinition
+from tile_kernels.runtime.launcher import Binary, Launcher
+
+ARCH = "sm_90a"
+KEYS = [Key("tile_kernels.moe.no.kernel", "rows", (64, True, "x"), ARCH)]
+KEYS.append(KEYS[0]._replace(name="product"))
+BINARIES = [Binary(ROWS, b"\x7fELF rows"), Binary(PRODUCT, b"\x7fELF product")]
+KERNELS = [Packed(key, binary) for key, binary in zip(KEYS, BINARIES)]
+CALL = ("moe.topk_gate", {"scores": "float32[5,40]", "num_topk": 3})
+# Makes a process one without TileLang: the finder of installed modules does not find it.
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, path=None, target=None: (
+    None if name.partition(".")[0] in {"tilelang", "tvm", "tvm_ffi"} else find(name, path, target)
+)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_roots(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.delenv(bundles.VARIABLE, raising=False)
+    monkeypatch.setenv("TILE_KERNELS_CACHE", str(tmp_path / "cache"))
+    config.set_bundles(None)
+    yield
+    config.set_bundles(None)
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    path = tmp_path / "kernels.zip"
+    bundles.write(path, KERNELS, ARCH, {"nvcc": "13.0"})
+    return path
+
+
+def test_what_was_packed_is_found(bundle: Path) -> None:
+    assert bundles.find(KEYS[0]) is None
+    config.set_bundles([bundle])
+    assert [bundles.find(key) for key in KEYS] == BINARIES
+    for other in ({"arch": "sm_100a"}, {"static": (64, 1, "x")}, {"module": "tile_kernels.x"}):
+        assert bundles.find(KEYS[0]._replace(**other)) is None
+
+
+def test_roots_by_variable_folder_and_order(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tmp_path / "site"
+    first.mkdir()
+    newer = Binary(ROWS, b"\x7fELF newer")
+    bundles.write(first / "a.zip", [Packed(KEYS[0], newer)], ARCH, {})
+    monkeypatch.setenv(bundles.VARIABLE, f"{first}{os.pathsep}{bundle}")
+    config.set_bundles(None)
+    assert [bundles.find(key) for key in KEYS] == [newer, BINARIES[1]]
+    monkeypatch.setenv(bundles.VARIABLE, "")
+    config.set_bundles(None)
+    assert bundles.roots(ARCH) == ()
+
+
+def test_a_cache_of_another_user_is_a_root(tmp_path: Path) -> None:
+    bundles.store(KEYS[0], BINARIES[0])
+    assert bundles.find_cached(KEYS[0]) == BINARIES[0]
+    folder = tmp_path / "cache" / "kernels"
+    (file,) = folder.iterdir()
+    file.chmod(0o444)
+    folder.chmod(0o555)
+    try:
+        config.set_bundles([folder])
+        assert bundles.find(KEYS[0]) == BINARIES[0]
+        assert bundles.find(KEYS[1]) is None
+    finally:
+        folder.chmod(0o755)
+
+
+def test_equal_kernels_make_equal_bundles(bundle: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.zip"
+    bundles.write(again, KERNELS[::-1], ARCH, {"nvcc": "13.0"})
+    assert again.read_bytes() == bundle.read_bytes()
+
+
+def test_a_failed_write_leaves_the_old_bundle(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = bundle.read_bytes()
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(bundles, "add_file", fail)
+    with pytest.raises(OSError, match="no space left"):
+        bundles.write(bundle, KERNELS, ARCH, {})
+    assert bundle.read_bytes() == before
+    assert [each.name for each in bundle.parent.iterdir() if each.is_file()] == [bundle.name]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("format", 99), ("version", "0.0.1"), ("sources", "0" * 64)]
+)
+def test_bundles_of_another_version_are_refused(bundle: Path, field: str, value: Any) -> None:
+    with zipfile.ZipFile(bundle) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    manifest = json.loads(files[bundles.MANIFEST]) | {field: value}
+    with zipfile.ZipFile(bundle, "w") as archive:
+        for name, content in files.items():
+            text = json.dumps(manifest).encode()
+            archive.writestr(name, text if name == bundles.MANIFEST else content)
+    with pytest.raises(BundleError, match=f"{value}.*tile-kernels pack --arch sm_90a -o FILE"):
+        config.set_bundles([bundle])
+
+
+def test_damaged_bundles_are_refused(bundle: Path, tmp_path: Path) -> None:
+    content = bytearray(bundle.read_bytes())
+    with zipfile.ZipFile(bundle) as archive:
+        at = archive.getinfo(f"{KEYS[0].digest}.kernel").header_offset + 100
+    content[at] ^= 1
+    bundle.write_bytes(content)
+    config.set_bundles([bundle])
+    with pytest.raises(BundleError, match=r"kernels\.zip is damaged"):
+        bundles.find(KEYS[0])
+    for name, text in (("no.zip", b"no zip"), ("empty.zip", b"")):
+        path = tmp_path / name
+        path.write_bytes(text)
+        with pytest.raises(BundleError, match="is no bundle of kernels"):
+            config.set_bundles([path])
+    with pytest.raises(BundleError, match=r"missing\.zip does not exist"):
+        config.set_bundles([tmp_path / "missing.zip"])
+
+
+def test_a_changed_entry_is_noticed_by_its_checksum(bundle: Path) -> None:
+    """A zip file whose own checksums are right."""
+    with zipfile.ZipFile(bundle) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    files[f"{KEYS[0].digest}.kernel"] += b"x"
+    with zipfile.ZipFile(bundle, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    config.set_bundles([bundle])
+    with pytest.raises(BundleError, match=r"checksum of rows\(64, True, x\)"):
+        bundles.find(KEYS[0])
+
+
+def test_the_cache_notices_damage_other_versions_and_other_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bundles.store(KEYS[0], BINARIES[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(bundles, "_tilelang", lambda: "0.1.99")
+        assert bundles.find_cached(KEYS[0]) is None
+        patch.setattr(bundles, "_tilelang", lambda: "")  # not installed: any will do
+        assert bundles.find_cached(KEYS[0]) == BINARIES[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(bundles, "source_digest", lambda: "1" * 64)
+        assert bundles.find_cached(KEYS[0]) is None
+    (file,) = (tmp_path / "cache" / "kernels").iterdir()
+    content = bytearray(file.read_bytes())
+    content[40] ^= 1
+    file.write_bytes(content)
+    assert bundles.find_cached(KEYS[0]) is None
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "cache" / "kernels"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    bundles.store(KEYS[0], BINARIES[0])
+    assert "rows was compiled and is not cached" in caplog.text
+    assert "can be written by others" in caplog.text
+    assert not list(folder.iterdir())
+
+
+def test_kernels_of_other_packages_are_neither_packed_nor_cached(bundle: Path) -> None:
+    config.set_bundles([bundle])
+    other = KEYS[0]._replace(module="scale.kernel")
+    bundles.store(other, BINARIES[0])
+    assert bundles.find(other) is None
+    assert bundles.find_cached(other) is None
+
+
+def test_a_kernel_from_a_bundle_is_no_compilation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (item,) = warmup.compilations([CALL], described(ARCH))
+    known = Kernel(item.kernel.module, item.kernel.name, item.kernel.plan)
+    key = Key(known.module, known.name, item.static, ARCH)
+    path = tmp_path / "gate.zip"
+    bundles.write(path, [Packed(key, BINARIES[0])], ARCH, {})
+    config.set_bundles([path])
+    monkeypatch.setattr(KernelDefinition, "compile", lambda *_: pytest.fail("it was compiled"))
+    before = config.compilation_count()
+    with config.forbid_compilation():
+        handle = known.handle(item.static, ARCH)
+    assert isinstance(handle, Launcher)
+    assert handle.binary == BINARIES[0]
+    assert config.compilation_count() == before
+
+
+def test_a_missing_kernel_is_named_with_both_ways_to_get_it(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    with pytest.raises(MissingKernelError, match=r"is in no bundle: there is none, and TileLang"):
+        bundles.need_compiler(KEYS[0])
+    config.set_bundles([bundle])
+    expected = (
+        r"the kernel lost\(64, True, x\) for sm_90a is in none of the bundles .*kernels\.zip, and "
+        r"TileLang is not installed.*tile-kernels pack --arch sm_90a --op .*TILE_KERNELS_BUNDLES.*"
+        r"pip install 'moe-tile-kernels\[jit\]'"
+    )
+    with pytest.raises(MissingKernelError, match=expected):
+        bundles.need_compiler(KEYS[0]._replace(name="lost"))
+
+
+def test_wheels_are_found_by_architecture(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = packing._write_wheel(tmp_path / "dist", bundle.read_bytes(), ARCH)
+    assert wheel.name == f"moe_tile_kernels_sm90-{tile_kernels.__version__}-py3-none-any.whl"
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+        metadata = archive.read(
+            f"moe_tile_kernels_sm90-{tile_kernels.__version__}.dist-info/METADATA"
+        )
+    assert f"Requires-Dist: moe-tile-kernels=={tile_kernels.__version__}".encode() in metadata
+    monkeypatch.syspath_prepend(str(site))
+    config.set_bundles(None)
+    assert bundles.find(KEYS[0]) == BINARIES[0]
+    assert bundles.roots("sm_100a") == ()
+    code = f"import sys; sys.path.append({str(wheel)!r}); import moe_tile_kernels_sm90"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_sources_of_kernels_change_the_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "tile_kernels"
+    for name in ("runtime/kernels/common.py", "runtime/arithmetic.py", "runtime/launch.py",
+                 "runtime/launcher.py", "emulator/lowering.py", "moe/gate/kernel.py",
+                 "moe/gate/op.py", "moe/gate/plan.py"):  # fmt: skip
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    monkeypatch.setattr(bundles, "__file__", str(root / "runtime/bundles.py"))
+    before = bundles.source_digest.__wrapped__()
+    (root / "moe/gate/op.py").write_text("changed")
+    assert bundles.source_digest.__wrapped__() == before
+    (root / "moe/gate/kernel.py").write_text("changed")
+    assert bundles.source_digest.__wrapped__() != before
+
+
+def test_operators_run_on_a_cpu_without_tilelang() -> None:
+    """Every operator: its worked example, by its reference."""
+    code = (
+        WITHOUT
+        + """
+import torch, tile_kernels
+from tile_kernels.runtime import registry
+
+count = 0
+for op in registry.all_ops():
+    for vector in op.cases.vectors[:1]:
+        op.function(**vector.arguments())
+        count += 1
+assert count == len(registry.all_ops()), count
+assert not {"tilelang", "tvm", "tvm_ffi"} & set(sys.modules)
+tile_kernels.warmup([], progress=False)
+try:
+    tile_kernels.warmup([("moe.topk_gate", {"scores": "float32[5,40]", "num_topk": 3})],
+                        arch="sm_90a", progress=False)
+except RuntimeError as error:
+    print(error)
+"""
+    )
+    message = run_fresh(code)
+    assert message.startswith("the kernel topk_gate_warp(num_experts=40")
+    assert "pip install 'moe-tile-kernels[jit]'" in message
+
+
+@pytest.mark.parametrize("words", [["info"], ["ops", "moe"], ["check", "moe", "--references-only"]])
+def test_commands_run_without_tilelang(words: list[str]) -> None:
+    code = WITHOUT + f"\nfrom tile_kernels.cli import main\nprint(main({words!r}))"
+    assert run_fresh(code).splitlines()[-1] == "0"
+
+
+@needs_nvcc
+@pytest.mark.compiled
+def test_packed_kernels_are_launched_without_tilelang(tmp_path: Path) -> None:
+    """Packs by the command; another process, without TileLang, hands the kernel to a driver."""
+    path = tmp_path / "gate.zip"
+    words = ["pack", "--arch", ARCH, "--op", "moe.topk_gate", "scores=float32[5,40]", "num_topk=3"]
+    command = [sys.executable, "-m", "tile_kernels", *words, "-o", str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+    code = (
+        WITHOUT
+        + f"""
+import torch
+from pathlib import Path
+from tests.runtime.fake_driver import FakeDriver, fake, parameters
+from tile_kernels.runtime import launcher, warmup
+from tile_kernels.runtime.device import described
+
+driver = FakeDriver(Path({str(tmp_path)!r}))
+launcher.current_raw_stream = lambda index: 7
+(item,) = warmup.compilations([{CALL!r}], described("sm_90a"))
+run = item.kernel.handle(item.static, "sm_90a")
+run._open_driver = lambda: driver
+run = run.fixed((0, 1))
+scores, index = fake(torch.zeros(9, 40)), fake(torch.zeros(9, 3, dtype=torch.int64))
+run([scores, index])
+(launch,) = driver.launches()
+assert not {{"tilelang", "tvm", "tvm_ffi"}} & set(sys.modules)
+pointers = {{scores.data_ptr(), index.data_ptr()}}
+found = parameters(launch, "QQi")
+print(launch.name.decode(), list(launch.sizes)[:6], set(found[:2]) == pointers, found[2])
+"""
+    )
+    found = run_fresh(code, **{bundles.VARIABLE: str(path)})
+    assert found == "topk_gate_warp_40_3_4_4_kernel [3, 1, 1, 128, 1, 1] True 9"
+
+
+@pytest.fixture(autouse=True)
+def by_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILE_KERNELS_LAUNCHER", "driver")
+
+
+@needs_nvcc
+@pytest.mark.compiled
+def test_a_bundle_may_be_for_fewer_multiprocessors(tmp_path: Path) -> None:
+    path = tmp_path / "gate.zip"
+    arguments: dict[str, Any] = {"arch": "sm_89", "calls": [CALL], "progress": False}
+    packing.pack(path, num_sms=58, **arguments)
+    assert bundles.Bundle(path).manifest["num_sms"] == 58
+    with pytest.raises(ValueError, match="num_sms must be at least 1, got 0"):
+        packing.pack(path, num_sms=0, **arguments)
+    assert dataclasses.replace(described("sm_89"), num_sms=58).num_sms == 58

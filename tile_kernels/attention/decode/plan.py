@@ -1,0 +1,83 @@
+"""Plans of attention while decoding. Needs no TileLang."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tile_kernels.attention.softmax_plan import Schedule, require_hopper
+from tile_kernels.runtime.device import Device
+
+TILE = 64  # keys
+PAIR = 2 * TILE  # keys that the consumers take at once
+HEADS = 64  # of a block
+
+# Keys of a split, at most, where it does not depend on the batch. H200, 128 heads, 128 + 1024 keys:
+# 32 requests 57.2 us with 640, 68.6 with 1152, 94.7 with 384; 8 requests 27.3 with 256, 34.4 with
+# 384; 128 requests of 2 queries 293.5 with 1152 (no splits), 453.6 with 640. A compromise.
+FIXED_KEYS = 640
+
+PLAN_THREADS = 256
+CANDIDATES = 32  # lengths of splits that `decode_plan` compares
+# What `decode_plan` expects, in tiles: of a block beside its keys, and of parts that are combined.
+# Other values were not compared. H200, as above: 8 requests 27.8 us, 32 55.0, 128 of 2 304.1.
+FIXED_COST, COMBINE_COST = 5, 4
+
+
+# `items [num_items, 4]`, int32: the request, its first pair of tiles, the end of its pairs, and the
+# number of the split, -1 where there is none; `splits [num_requests, 2]`, int32: the first split of
+# a request, and how many it has.
+DecodePlan = tuple[Tensor, Tensor]
+
+
+def num_pairs(length: int, extra_length: int) -> int:
+    """Pairs of tiles of a request: extra keys begin with a new tile."""
+    return (-(-length // TILE) - (-extra_length // TILE) + 1) // 2
+
+
+def fixed_split(pairs: int, keys: int) -> tuple[int, int]:
+    """The number of splits, and the pairs of a split, for splits of at most `keys`."""
+    count = max(-(-pairs // max(keys // PAIR, 1)), 1)
+    return count, max(-(-pairs // count), 1)
+
+
+class AttendPlan(NamedTuple):
+    """Numbers of requests, tokens, heads, pages and indices are dynamic."""
+
+    layout: str
+    with_sink: bool
+    with_length: bool
+    with_extra: bool
+    with_extra_length: bool
+    planned: bool
+    in_parts: bool
+    ahead: bool
+    slack: int
+
+
+def plan_attend(
+    layout: str,
+    with_sink: bool,
+    with_length: bool,
+    with_extra: bool,
+    with_extra_length: bool,
+    planned: bool,
+    in_parts: bool,
+    device: Device,
+) -> AttendPlan:
+    require_hopper("sparse_attention_decode", device)
+    return AttendPlan(
+        layout, with_sink, with_length, with_extra, with_extra_length, planned, in_parts,
+        *Schedule()[:2],
+    )  # fmt: skip
+
+
+def plan_combine(
+    with_sink: bool, planned: bool, with_length: bool, with_extra_length: bool, device: Device
+) -> tuple[bool, bool, bool, bool]:
+    return with_sink, planned, with_length, with_extra_length
+
+
+def plan_plan(with_length: bool, with_extra_length: bool, device: Device) -> tuple[bool, bool]:
+    return with_length, with_extra_length

@@ -1,0 +1,74 @@
+"""`emulate`: one call from a TileLang function and tensors to a checked run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
+
+from .launch import Emulated, Options
+from .lowering import DEFAULT_ARCH
+from .report import Report
+
+
+def emulate(
+    factory: Any,
+    static_args: Sequence[Any] = (),
+    tensors: Mapping[str, Any] | None = None,
+    scalars: Mapping[str, Any] | None = None,
+    *,
+    static_kwargs: Mapping[str, Any] | None = None,
+    order: str = "forward",
+    seed: int = 0,
+    arch: str | None = None,
+    pass_configs: Mapping[Any, Any] | None = None,
+    async_late: bool = True,
+    fresh: Sequence[str] = (),
+    **options: Unpack[Options],
+) -> Report:
+    """Run every kernel of a TileLang function on CPU tensors, in place.
+
+    | argument | meaning |
+    |---|---|
+    | `factory` | a `@tilelang.jit` factory, a function that returns a prim_func, or a prim_func |
+    | `static_args`, `static_kwargs` | what the factory is called with |
+    | `tensors` | CPU tensors by parameter name; an unused optional one may be left out |
+    | `scalars` | scalar arguments by parameter name |
+    | `arch` | architecture of the generated source; default the factory's, else sm_90a |
+    | `pass_configs` | default the factory's |
+
+    The other arguments are those of calling an `Emulated`, and `Options`. A kernel that misbehaves
+    raises `EmulationError`. To run the same kernel many times, keep an `Emulated`.
+    """
+    prim_func, configs, own_arch = resolve(factory, static_args, static_kwargs)
+    emulated = Emulated.build(
+        prim_func,
+        arch=arch or own_arch or DEFAULT_ARCH,
+        pass_configs=configs if pass_configs is None else pass_configs,
+        **options,
+    )
+    given = {**(tensors or {}), **(scalars or {})}
+    names = [p.name for p in emulated.lowered.params]
+    unknown = [n for n in given if n not in names]
+    if unknown:
+        raise TypeError(
+            f"{emulated.name} has no parameter {', '.join(unknown)}; it has {', '.join(names)}"
+        )
+    values = [given.get(n) for n in names]
+    return emulated(*values, order=order, seed=seed, async_late=async_late, fresh=fresh)
+
+
+def resolve(
+    factory: Any, static_args: Sequence[Any] = (), static_kwargs: Mapping[str, Any] | None = None
+) -> tuple[Any, Mapping[Any, Any] | None, str | None]:
+    """The prim_func of a factory call, with the factory's pass configs and architecture."""
+    kwargs = dict(static_kwargs or {})
+    if hasattr(factory, "get_tir"):
+        target = getattr(factory, "target", None)
+        arch = target.get("arch") if isinstance(target, Mapping) else None
+        prim_func = factory.get_tir(*static_args, **kwargs)
+        return prim_func, getattr(factory, "pass_configs", None), arch
+    if callable(factory) and not hasattr(factory, "buffer_map"):
+        return factory(*static_args, **kwargs), None, None
+    if static_args or kwargs:
+        raise TypeError("static arguments were given, but the kernel is a finished prim_func")
+    return factory, None, None
