@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.ep.processes import run_processes
 from tests.modeling.test_attention_layers import HIDDEN, csa, tokens
 from tile_kernels.modeling.attention import CompressedSparseAttention
 
@@ -23,9 +22,8 @@ def _whole(x: Any) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def _process(rank: int, store: str, dtype: torch.dtype) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
+def _process(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    rank = group.rank()
     torch.backends.mkldnn.enabled = False  # see `plain_matrix_products`
     layer, alone = csa().to(dtype), csa().to(dtype)
     fully_shard(layer, mesh=init_device_mesh("cpu", (PROCESSES,)))
@@ -46,9 +44,8 @@ def _process(rank: int, store: str, dtype: torch.dtype) -> None:
         index_dim=64, dtype=dtype,
     )  # fmt: skip
     whole.load_state_dict(state)
-    dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch was built without gloo")
-def test_parameters_are_sharded_and_gradients_averaged(tmp_path: Path) -> None:
-    mp.spawn(_process, (str(tmp_path / "store"), torch.float32), PROCESSES)
+def test_parameters_are_sharded_and_gradients_averaged() -> None:
+    run_processes(PROCESSES, _process, torch.float32)
