@@ -760,7 +760,7 @@ def measure(sizes: Sizes, seconds: float, only: str = "") -> list[Row]:
             if not re.search(only, name):
                 continue
             op, plain = by_name[".".join(name.split(".")[:2])], PLAIN.get(name, SAME)
-            calls = [lambda op=op, given=given: op.oracle(**given)]
+            calls = [lambda op=op, given=given: op.public_reference(**given)]
             if not isinstance(plain, str):
                 calls.append(lambda plain=plain, given=given: plain(**given))
             with torch.no_grad():

@@ -45,7 +45,7 @@ REFERENCE = {
     "attention": ("Attention", ["tile_kernels.attention", "tile_kernels.modeling.attention"]),
     "transpose": ("Transposes", ["tile_kernels.transpose"]),
     "ep": ("Expert parallelism", ["tile_kernels.ep"]),
-    "oracles": (
+    "references": (
         "References",
         [
             "tile_kernels.torch",
@@ -59,7 +59,7 @@ REFERENCE = {
     ),
 }  # fmt: skip
 # Pages of families, and where the reference has their functions.
-FAMILIES = {f"{name}.md": name for name in REFERENCE if name not in ("package", "oracles")}
+FAMILIES = {f"{name}.md": name for name in REFERENCE if name not in ("package", "references")}
 FAMILIES["indexer.md"] = "attention"
 FAMILIES["fp8-layer.md"] = "moe"
 WIDTH = 88  # of code
@@ -197,7 +197,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if name in FAMILIES:
         markdown += (
             f"\n\n## Reference\n\n[All functions](reference/{FAMILIES[name]}.md) with their "
-            "docstrings, and [the references](reference/oracles.md) that define them.\n"
+            "docstrings, and [the references](reference/references.md) that define them.\n"
         )
     return markdown
 

@@ -63,10 +63,10 @@ def arguments() -> list[str]:
 def benchmarks() -> list[str]:
     """For each family a picture, and a table with one row per measured case.
 
-    A column of oracles that nobody measured is left out.
+    A column of references that nobody measured is left out.
     """
     report = benchmark.load_all(RESULTS)
-    columns = {"eager us": "oracle_us", "compiled us": "oracle_compiled_us"}
+    columns = {"eager us": "reference_us", "compiled us": "reference_compiled_us"}
     columns = {
         title: field
         for title, field in columns.items()
@@ -94,8 +94,8 @@ def benchmarks() -> list[str]:
         goal = "-" if r.goal_us is None else f"{r.goal_us}"
         met = " (missed)" if r.goal_us and r.device_us and r.device_us > r.goal_us else ""
         share = f"{100 * (r.copy_fraction or 0):.1f} %"
-        oracles = (getattr(r, field) or "-" for field in columns.values())
-        times = " | ".join(map(str, (r.host_us, *oracles)))
+        references = (getattr(r, field) or "-" for field in columns.values())
+        times = " | ".join(map(str, (r.host_us, *references)))
         case = r.case.removeprefix(f"{family}.")
         lines.append(f"| `{case}` | {r.device_us} | {goal}{met} | {share} | {times} |")
     return lines

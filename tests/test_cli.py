@@ -284,7 +284,7 @@ def test_a_saved_call_with_a_buffer_for_its_result(
 ) -> None:
     op = registry.get("quant.per_token_cast")
     arguments = op.cases.ordinary().build("cpu")
-    buffers = [torch.empty_like(result) for result in op.oracle(**arguments)]
+    buffers = [torch.empty_like(result) for result in op.public_reference(**arguments)]
     with tile_kernels.backend("emulate"):
         op.function(**arguments, **op.buffers(*buffers))
     tile_kernels.set_log_level(0)
@@ -313,7 +313,7 @@ def test_a_wrong_saved_call(
     refused = said(capsys, "check", "--replay", str(path), "--backend", "torch", status=2)
     assert "is not a call that was saved" in refused
     wrong = registry.get("moe.topk_gate").dispatched()
-    wrong.oracle = lambda *_: torch.full((3, 2), 9)
+    wrong.public_reference = lambda *_: torch.full((3, 2), 9)
     monkeypatch.setattr(Operator, "dispatched", lambda _: wrong)
     text = replayed(1, "torch", scores=scores, num_topk=2)
     assert "contents differ in 6 of 6" in text

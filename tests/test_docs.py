@@ -252,7 +252,7 @@ def test_site_builds(tmp_path: Path) -> None:
         article = text.split("<article")[1].split("</article>")[0]
         assert f'href="../reference/{family}/"' in article, family
         assert f'href="reference/{family}/"' in (tmp_path / "index.html").read_text()
-    assert "gate_scores" in (tmp_path / "reference" / "oracles" / "index.html").read_text()
+    assert "gate_scores" in (tmp_path / "reference" / "references" / "index.html").read_text()
 
 
 def hooks(root: Path) -> dict[str, Any]:

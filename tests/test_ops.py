@@ -84,7 +84,7 @@ def test_emulated_sample(emulated: tuple[Operator, Sample], request: pytest.Fixt
     op, sample = emulated
     arguments = sample.build("cpu")
     before = copies(arguments)
-    expected = op.outcome(op.oracle, copies(arguments))
+    expected = op.outcome(op.public_reference, copies(arguments))
     with tile_kernels.backend("emulate"), poisoned_empty(0xA5):
         op.cases.compare(op.outcome(op.function, arguments), expected)
     check_unchanged(op, arguments, before)
@@ -99,7 +99,7 @@ def test_small_sample(op: Operator, sample: Sample) -> None:
     """On the GPU: the reference's result at the first call, at a cached one, and poisoned."""
     arguments = sample.build("cuda")
     before = copies(arguments)
-    expected = op.outcome(op.oracle, copies(moved(arguments, "cpu")))
+    expected = op.outcome(op.public_reference, copies(moved(arguments, "cpu")))
     for _ in range(2):
         op.cases.compare(moved(op.outcome(op.function, copies(arguments)), "cpu"), expected)
     with poisoned_empty(0xA5):
@@ -112,7 +112,7 @@ def test_small_sample(op: Operator, sample: Sample) -> None:
 def test_large_sample(op: Operator, sample: Sample) -> None:
     arguments = sample.build("cuda")
     before = copies(arguments)
-    expected = op.outcome(op.oracle, copies(arguments))
+    expected = op.outcome(op.public_reference, copies(arguments))
     first = op.outcome(op.function, copies(arguments))
     op.cases.compare(first, expected)
     del expected
@@ -322,13 +322,13 @@ def test_wrong_number_of_arguments(op: Operator, no_launch: None) -> None:
 
 @each_op
 def test_scattered_inputs_are_right_or_refused(op: Operator) -> None:
-    """A tensor with stride 2 everywhere gives the oracle's result or an error with its name."""
+    """A tensor with stride 2 everywhere gives the reference's result or an error with its name."""
     good = op.cases.ordinary().build("cpu")
     for name in op.tensor_parameters:
         if not isinstance(good.get(name), torch.Tensor):
             continue
         scattered = torch.stack([good[name]] * 2, dim=-1)[..., 0]
-        expected = op.oracle(**copies(good))
+        expected = op.public_reference(**copies(good))
         try:
             with tile_kernels.backend("emulate"):
                 result = op.function(**{**copies(good), name: scattered})
@@ -368,7 +368,7 @@ OPCHECKS = {
 @pytest.mark.parametrize("op", [op for op in OPS if not op.mutates], ids=lambda op: op.name)
 def test_no_gradient_is_lost(op: Operator) -> None:
     """What is computed of a tensor in training has this operator as its node, which has a formula
-    or raises in `backward`; an oracle's own nodes do not show."""
+    or raises in `backward`; a reference's own nodes do not show."""
     arguments = op.cases.ordinary().build("cpu")
     trained = (torch.float32, torch.bfloat16)
     wanted = [x.requires_grad_() for x in tensors_in(arguments) if x.dtype in trained]
@@ -403,7 +403,7 @@ def test_opcheck(op: Operator, device: str) -> None:
 @each_op
 def test_compiles_without_graph_breaks(op: Operator, device: str) -> None:
     arguments = op.cases.ordinary().build(device)
-    expected = moved(op.outcome(op.oracle, copies(arguments)), "cpu")
+    expected = moved(op.outcome(op.public_reference, copies(arguments)), "cpu")
     torch._dynamo.reset()
     compiled = torch.compile(op.function, fullgraph=True, backend="aot_eager")
     op.cases.compare(moved(op.outcome(compiled, arguments), "cpu"), expected)
@@ -417,7 +417,7 @@ def flat(results: Any) -> list[Any]:
 @each_op
 def test_meta_tensors_give_shapes(op: Operator) -> None:
     arguments = op.cases.ordinary().build("cpu")
-    expected = op.oracle(**copies(arguments))
+    expected = op.public_reference(**copies(arguments))
     shapes = op.function(**moved(arguments, "meta"))
     for shape, result in zip(flat(shapes), flat(expected)):
         if not isinstance(result, torch.Tensor):  # nothing but in-place results; a list
@@ -485,7 +485,7 @@ def test_device_that_is_not_current(op: Operator) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     arguments = op.cases.ordinary().build("cuda:1")
-    expected = op.outcome(op.oracle, copies(moved(arguments, "cpu")))
+    expected = op.outcome(op.public_reference, copies(moved(arguments, "cpu")))
     outcome = op.outcome(op.function, arguments)
     assert torch.cuda.current_device() == 0
     for result in outcome if isinstance(outcome, tuple) else (outcome,):

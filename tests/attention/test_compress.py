@@ -29,7 +29,7 @@ NAMES = ("kv_a", "z_a", "bias_a", "kv_b", "z_b", "bias_b")
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
-def test_gradcheck_of_the_oracle(overlap: bool, lengths: tuple[int, ...] | None) -> None:
+def test_gradcheck_of_the_reference(overlap: bool, lengths: tuple[int, ...] | None) -> None:
     given = arguments(36, 2, 3, overlap=overlap, dtype=torch.float32, lengths=lengths)
     cu_seqlens = given.pop("cu_seqlens", None)
     inputs = [x.double().requires_grad_() for x in given.values()]
@@ -42,7 +42,9 @@ def test_gradcheck_of_the_oracle(overlap: bool, lengths: tuple[int, ...] | None)
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_windows", [None, 5, 12])
-def test_backward_formula_is_the_oracles_gradient(overlap: bool, num_windows: int | None) -> None:
+def test_backward_formula_is_the_references_gradient(
+    overlap: bool, num_windows: int | None
+) -> None:
     given = arguments(36, 3, 4, overlap=overlap, dtype=torch.float32, lengths=LENGTHS)
     cu_seqlens = given.pop("cu_seqlens")
     inputs = [x.double().requires_grad_() for x in given.values()]

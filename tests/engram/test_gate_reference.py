@@ -104,7 +104,7 @@ def test_backward_is_autograd(add_residual: bool, clamp: float, num_parts: int) 
 
 
 class _Gate(torch.autograd.Function):
-    """The two oracles as one differentiable function."""
+    """The two references as one differentiable function."""
 
     @staticmethod
     def forward(ctx, add_residual: bool, x: Tensor, k: Tensor, v: Tensor, fused: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Kernels do not wait; their oracles may."""
+    """Kernels do not wait; their references may."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():

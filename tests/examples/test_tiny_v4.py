@@ -90,7 +90,7 @@ def spread(model: TinyV4, ids: Tensor, step: float) -> dict[str, float]:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("fp8", "tolerance"), [(False, 5e-2), (True, 1e-1)])
 def test_gradients_on_cuda_are_those_on_cpu(fp8: bool, tolerance: float) -> None:
-    """One batch, kernels against oracles.
+    """One batch, kernels against references.
 
     Where streams are nearly equal, the gradient of what mixes them is a difference that rounding
     decides: as far off as a change of the parameters by a millionth makes it is near enough.

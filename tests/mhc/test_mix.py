@@ -22,7 +22,7 @@ from tests.mhc.helpers import (
 from tile_kernels import mhc
 from tile_kernels import torch as references
 from tile_kernels.runtime.cases import assert_equal_results
-from tile_kernels.torch import mhc as oracles
+from tile_kernels.torch import mhc as mhc_reference
 
 SPLIT = (
     torch.tensor([0.0, 1.0, -1.0, 2.0, 1.0, 2.0, 3.0, 4.0]).view(1, 1, 8),
@@ -31,7 +31,9 @@ SPLIT = (
 )
 
 
-@pytest.mark.parametrize("split", [references.mhc_pre_split_mixes_ref, oracles.mhc_pre_split_mixes])
+@pytest.mark.parametrize(
+    "split", [references.mhc_pre_split_mixes_ref, mhc_reference.mhc_pre_split_mixes]
+)
 def test_split_example(split: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
     pre, post, comb = split(*SPLIT, 2, 2.0, 0.01)
     assert (pre.shape, post.shape, comb.shape) == ((1, 1, 2, 1), (1, 1, 2, 1), (1, 1, 2, 2))
@@ -42,7 +44,7 @@ def test_split_example(split: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> N
 
 def test_split_gradient_example() -> None:
     ones = torch.ones(1, 1, 2, 1), torch.ones(1, 1, 2, 1), torch.ones(1, 1, 2, 2)
-    d_x, d_scale, d_base = oracles.mhc_pre_split_mixes_bwd(*ones, *SPLIT, 2.0)
+    d_x, d_scale, d_base = mhc_reference.mhc_pre_split_mixes_bwd(*ones, *SPLIT, 2.0)
     close(d_x, 0.25, 0.1491465, 0.4199743, 0.0706509, 0.5, 0.5, 0.5, 0.5)
     close(d_scale, 0.1491465, -0.1393362, 10.0)
     close(d_base, 0.25, 0.1491465, 0.2099872, 0.0353255, 1.0, 1.0, 1.0, 1.0)
@@ -50,7 +52,7 @@ def test_split_gradient_example() -> None:
 
 def test_head_example() -> None:
     scale, base = torch.tensor([2.0]), torch.tensor([0.0, -2.0])
-    for head in (references.mhc_head_compute_mix_ref, oracles.mhc_head_compute_mix):
+    for head in (references.mhc_head_compute_mix_ref, mhc_reference.mhc_head_compute_mix):
         close(head(torch.tensor([[[0.0, 1.0]]]), scale, base, 0.01), 0.51, 0.51)
     # And what the head reads with it.
     mix = torch.tensor([[0.51], [0.51]])
@@ -69,10 +71,10 @@ def test_gradients_of_the_mixes(m: int, post_mult: float) -> None:
         parts = references.mhc_pre_split_mixes_ref(*inputs, m, post_mult, 0.01)
         return torch.cat([part.flatten() for part in parts])
 
-    found = oracles.mhc_pre_split_mixes(*inputs, m, post_mult, 0.01)
+    found = mhc_reference.mhc_pre_split_mixes(*inputs, m, post_mult, 0.01)
     torch.testing.assert_close(torch.cat([part.flatten() for part in found]), split(*inputs))
     flat = torch.cat([grad.flatten() for grad in grads])
-    found = oracles.mhc_pre_split_mixes_bwd(*grads, *inputs, post_mult)
+    found = mhc_reference.mhc_pre_split_mixes_bwd(*grads, *inputs, post_mult)
     assert all(part.isfinite().all() for part in found)
     assert_gradients(found, gradients(split, inputs, flat))
 
@@ -81,8 +83,8 @@ def test_gradients_of_the_mixes(m: int, post_mult: float) -> None:
     def head(*inputs: Tensor) -> Tensor:
         return references.mhc_head_compute_mix_ref(*inputs, 0.01)
 
-    torch.testing.assert_close(oracles.mhc_head_compute_mix(*inputs, 0.01), head(*inputs))
-    found = oracles.mhc_head_compute_mix_bwd(grad, *inputs)
+    torch.testing.assert_close(mhc_reference.mhc_head_compute_mix(*inputs, 0.01), head(*inputs))
+    found = mhc_reference.mhc_head_compute_mix_bwd(grad, *inputs)
     assert_gradients(found, gradients(head, inputs, grad))
 
 
@@ -117,14 +119,14 @@ def test_sums_over_tokens_are_accurate(device: str) -> None:
     scale, base = torch.ones(1, device=device), torch.zeros(4, device=device)
     _, d_scale, d_base = mhc.mhc_head_compute_mix_bwd(grad, mix, scale, base)
     wide = [t.double() for t in (grad, mix, scale, base)]
-    _, expected_scale, expected_base = oracles.mhc_head_compute_mix_bwd(*wide)
+    _, expected_scale, expected_base = mhc_reference.mhc_head_compute_mix_bwd(*wide)
     torch.testing.assert_close(d_scale.double(), expected_scale, rtol=3e-7, atol=0)
     torch.testing.assert_close(d_base.double(), expected_base, rtol=3e-7, atol=0)
 
 
 @pytest.mark.gpu
 def test_mixes_beyond_32_bits() -> None:
-    """The last tokens as if they were alone; the oracle would not fit into memory."""
+    """The last tokens as if they were alone; the reference would not fit into memory."""
     torch.manual_seed(0)
     n, m = 27_000_001, 8  # 80 mixes each
     count = m * (m + 2)

@@ -78,7 +78,7 @@ def test_projection_against_the_reference(backend: str, device: str, n: int, h: 
     torch.testing.assert_close(grads[1], expected_grads[1], atol=3e-2, rtol=1e-3)
 
 
-def test_the_oracle_of_the_projection_is_the_gradient() -> None:
+def test_the_reference_of_the_projection_is_the_gradient() -> None:
     torch.manual_seed(0)
     residual = torch.randn(2, 3, 2, 4, dtype=torch.float64, requires_grad=True)
     fn = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)

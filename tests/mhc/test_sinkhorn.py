@@ -17,13 +17,13 @@ from tests.mhc.helpers import F64, assert_gradients, close, each_kernel, gradien
 from tile_kernels import mhc
 from tile_kernels import torch as references
 from tile_kernels.runtime.cases import assert_equal_results
-from tile_kernels.torch import mhc as oracles
+from tile_kernels.torch import mhc as mhc_reference
 
 LOGITS = torch.tensor([[0.0, math.log(3.0)], [0.0, 0.0]])
 
 
 @pytest.mark.parametrize(
-    "normalize", [references.sinkhorn_normalize_ref, oracles.sinkhorn_normalize]
+    "normalize", [references.sinkhorn_normalize_ref, mhc_reference.sinkhorn_normalize]
 )
 def test_sinkhorn_example(normalize: Callable[..., Tensor]) -> None:
     close(normalize(LOGITS, 1), 0.3333333, 0.5999994, 0.6666653, 0.3999998)
@@ -33,7 +33,7 @@ def test_sinkhorn_example(normalize: Callable[..., Tensor]) -> None:
 
 def test_sinkhorn_gradient_example() -> None:
     grad = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
-    found = oracles.sinkhorn_normalize_bwd(grad, LOGITS, 2)
+    found = mhc_reference.sinkhorn_normalize_bwd(grad, LOGITS, 2)
     close(found, 0.1239665, -0.1239665, -0.1198343, 0.1198343)
 
 
@@ -46,9 +46,9 @@ def test_gradient_of_sinkhorn(m: int, repeat: int) -> None:
     def normalize(x: Tensor) -> Tensor:
         return references.sinkhorn_normalize_ref(x, repeat, 1e-6)
 
-    torch.testing.assert_close(oracles.sinkhorn_normalize(x, repeat), normalize(x))
+    torch.testing.assert_close(mhc_reference.sinkhorn_normalize(x, repeat), normalize(x))
     assert_gradients(
-        [oracles.sinkhorn_normalize_bwd(grad, x, repeat)], gradients(normalize, [x], grad)
+        [mhc_reference.sinkhorn_normalize_bwd(grad, x, repeat)], gradients(normalize, [x], grad)
     )
     if repeat < 10 and m <= 4:  # seconds for larger matrices
         assert torch.autograd.gradcheck(normalize, x.requires_grad_())
@@ -57,16 +57,19 @@ def test_gradient_of_sinkhorn(m: int, repeat: int) -> None:
 def test_float32_gradients_are_near_those_in_float64() -> None:
     torch.manual_seed(0)
     x, grad = torch.randn(200, 4, 4), torch.randn(200, 4, 4)
-    found = oracles.sinkhorn_normalize_bwd(grad, x)
-    expected = oracles.sinkhorn_normalize_bwd(grad.double(), x.double())
+    found = mhc_reference.sinkhorn_normalize_bwd(grad, x)
+    expected = mhc_reference.sinkhorn_normalize_bwd(grad.double(), x.double())
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-6)
 
 
 def test_no_tokens() -> None:
-    assert oracles.sinkhorn_normalize(torch.zeros(0, 3, 3)).shape == (0, 3, 3)
-    assert oracles.sinkhorn_normalize_bwd(torch.zeros(0, 3, 3), torch.zeros(0, 3, 3)).numel() == 0
+    assert mhc_reference.sinkhorn_normalize(torch.zeros(0, 3, 3)).shape == (0, 3, 3)
+    assert (
+        mhc_reference.sinkhorn_normalize_bwd(torch.zeros(0, 3, 3), torch.zeros(0, 3, 3)).numel()
+        == 0
+    )
     grads = torch.zeros(0, 2, 1), torch.zeros(0, 2, 1), torch.zeros(0, 2, 2)
-    found = oracles.mhc_pre_split_mixes_bwd(
+    found = mhc_reference.mhc_pre_split_mixes_bwd(
         *grads, torch.zeros(0, 8), torch.ones(3), torch.ones(8), 1.0
     )
     assert [t.tolist() for t in found] == [[], [0.0] * 3, [0.0] * 8]
@@ -89,10 +92,10 @@ properties = settings(deadline=None, max_examples=20)
 @properties
 @given(matrices())
 def test_columns_sum_to_one_and_rows_nearly(x: Tensor) -> None:
-    y = oracles.sinkhorn_normalize(x.float())
+    y = mhc_reference.sinkhorn_normalize(x.float())
     assert (y > 0).all()
     torch.testing.assert_close(y.sum(-2), torch.ones(y.shape[:-1]), rtol=0, atol=1e-5)
-    enough = oracles.sinkhorn_normalize(x, 400, 1e-12)
+    enough = mhc_reference.sinkhorn_normalize(x, 400, 1e-12)
     for dim in (-1, -2):
         torch.testing.assert_close(
             enough.sum(dim), torch.ones(x.shape[:-1], dtype=F64), rtol=0, atol=1e-6
@@ -107,11 +110,13 @@ def test_permutations_go_through(x: Tensor, seed: int) -> None:
     order = [torch.randperm(size, generator=generator) for _ in range(2)]
     moved = x[:, order[0]][..., order[1]]
     for repeat in (1, 5):
-        expected = oracles.sinkhorn_normalize(x, repeat)[:, order[0]][..., order[1]]
-        torch.testing.assert_close(oracles.sinkhorn_normalize(moved, repeat), expected)
+        expected = mhc_reference.sinkhorn_normalize(x, repeat)[:, order[0]][..., order[1]]
+        torch.testing.assert_close(mhc_reference.sinkhorn_normalize(moved, repeat), expected)
     # A number on top of a row changes nothing.
     shifted = x + torch.randn(size, 1, dtype=F64, generator=generator)
-    torch.testing.assert_close(oracles.sinkhorn_normalize(shifted), oracles.sinkhorn_normalize(x))
+    torch.testing.assert_close(
+        mhc_reference.sinkhorn_normalize(shifted), mhc_reference.sinkhorn_normalize(x)
+    )
 
 
 @properties
@@ -120,14 +125,14 @@ def test_gradients_are_orthogonal_to_what_changes_nothing(x: Tensor) -> None:
     """A number on top of a row of logits changes nothing; with `eps` 0 and many steps, nor does
     one on top of a column. So the gradient sums to zero along both."""
     grad = torch.randn(x.shape, dtype=F64, generator=torch.Generator().manual_seed(0))
-    found = oracles.sinkhorn_normalize_bwd(grad, x)
+    found = mhc_reference.sinkhorn_normalize_bwd(grad, x)
     zeros = torch.zeros(x.shape[:-1], dtype=F64)
     torch.testing.assert_close(found.sum(-1), zeros, rtol=0, atol=1e-10)
-    found = oracles.sinkhorn_normalize_bwd(grad, x, 400, 0.0)
+    found = mhc_reference.sinkhorn_normalize_bwd(grad, x, 400, 0.0)
     torch.testing.assert_close(found.sum(-2), zeros, rtol=0, atol=1e-6)
     # A multiple of the last divisors has no effect on columns that are divided by them.
-    y = oracles.sinkhorn_normalize(x, 1, 0.0)
-    through = oracles.sinkhorn_normalize_bwd(torch.ones_like(y), x, 1, 0.0)
+    y = mhc_reference.sinkhorn_normalize(x, 1, 0.0)
+    through = mhc_reference.sinkhorn_normalize_bwd(torch.ones_like(y), x, 1, 0.0)
     torch.testing.assert_close(through, torch.zeros_like(x), rtol=0, atol=1e-10)
 
 
@@ -135,18 +140,18 @@ def test_gradients_are_orthogonal_to_what_changes_nothing(x: Tensor) -> None:
 @given(matrices(80.0))
 def test_far_logits_stay_finite(x: Tensor) -> None:
     x = x.float()
-    y = oracles.sinkhorn_normalize(x)
+    y = mhc_reference.sinkhorn_normalize(x)
     assert y.isfinite().all()
     assert (y >= 0).all()
     torch.testing.assert_close(y.sum(-2), torch.ones(y.shape[:-1]), rtol=0, atol=0.5)
-    assert oracles.sinkhorn_normalize_bwd(torch.ones_like(x), x).isfinite().all()
+    assert mhc_reference.sinkhorn_normalize_bwd(torch.ones_like(x), x).isfinite().all()
 
 
 def test_rows_converge_as_documented() -> None:
     torch.manual_seed(0)
     x = torch.randn(1000, 4, 4)
     errors = [
-        (oracles.sinkhorn_normalize(x, repeat).sum(-1) - 1).abs().max().item()
+        (mhc_reference.sinkhorn_normalize(x, repeat).sum(-1) - 1).abs().max().item()
         for repeat in (1, 2, 5, 10, 20)
     ]
     assert errors == sorted(errors, reverse=True)
@@ -172,7 +177,7 @@ def test_far_logits_are_as_exact_as_near_ones(device: str, size: int) -> None:
     x = (torch.rand(40, size, size) * 160 - 80).to(device)
     x[3, 0, 1] = float("nan")
     found = mhc.sinkhorn_normalize(x)
-    expected = oracles.sinkhorn_normalize(x.double())
+    expected = mhc_reference.sinkhorn_normalize(x.double())
     finite = expected.isfinite()
     assert_equal_results(found.isfinite(), finite)
     assert finite.flatten(1).all(1).sum() == 39  # NaN stays in its matrix
@@ -185,7 +190,7 @@ def test_gradient_of_many_steps(device: str, repeat: int) -> None:
     """More than are kept at a time."""
     x, grad = torch.randn(2, 9, 4, 4, device=device)
     found = mhc.sinkhorn_normalize_bwd(grad, x, repeat)
-    expected = oracles.sinkhorn_normalize_bwd(grad.double(), x.double(), repeat)
+    expected = mhc_reference.sinkhorn_normalize_bwd(grad.double(), x.double(), repeat)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-6)
 
 

@@ -244,7 +244,7 @@ def test_trains() -> None:
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_kernels_and_oracles_agree() -> None:
+def test_kernels_and_references_agree() -> None:
     layer = layer_of()
     x = torch.randn(5, 24)
     with tile_kernels.backend("emulate"):
@@ -253,7 +253,7 @@ def test_kernels_and_oracles_agree() -> None:
 
 
 @pytest.mark.parametrize("scoring_func", ["sqrtsoftplus", "softmax"])
-def test_kernels_and_oracles_agree_backwards(scoring_func: str) -> None:
+def test_kernels_and_references_agree_backwards(scoring_func: str) -> None:
     """The same with e4m3, and the gradients of all parameters through emulated kernels."""
     layer = layer_of(scoring_func=scoring_func, fp8=True)
     x = torch.randn(5, 24, requires_grad=True)

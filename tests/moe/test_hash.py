@@ -7,7 +7,7 @@ import torch
 
 import tile_kernels
 from tests.requirements import GROUNDS
-from tile_kernels import torch as oracles
+from tile_kernels import torch as references
 from tile_kernels.moe.hash.cases import LOGITS, TABLE
 
 SCORING = ("sigmoid", "sqrtsoftplus", "softmax")
@@ -39,14 +39,14 @@ def test_worked_gradient(compiled: bool, ground: tuple[str, str]) -> None:
 
 
 @each_scoring
-def test_gradcheck_of_the_oracle(scoring: str) -> None:
+def test_gradcheck_of_the_reference(scoring: str) -> None:
     torch.manual_seed(1)
     logits = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     ids, table = torch.randint(-1, 9, (6,)), torch.randint(-1, 5, (8, 4))
     mask = torch.arange(6) != 2
 
     def weights(logits: torch.Tensor) -> torch.Tensor:
-        return oracles.hash_gate(logits, ids, table, 2.5, scoring, mask)[1]
+        return references.hash_gate(logits, ids, table, 2.5, scoring, mask)[1]
 
     assert torch.autograd.gradcheck(weights, (logits,))
 
@@ -54,7 +54,9 @@ def test_gradcheck_of_the_oracle(scoring: str) -> None:
 @each_ground
 @each_scoring
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradient_is_the_oracles(dtype: torch.dtype, scoring: str, ground: tuple[str, str]) -> None:
+def test_gradient_is_the_references(
+    dtype: torch.dtype, scoring: str, ground: tuple[str, str]
+) -> None:
     """With duplicates, masked tokens, unknown ids, slots without expert and shared experts."""
     backend, device = ground
     torch.manual_seed(2)
@@ -67,7 +69,7 @@ def test_gradient_is_the_oracles(dtype: torch.dtype, scoring: str, ground: tuple
         "logical_count": torch.ones(13, dtype=torch.int32),
     }
     plain = logits.double().requires_grad_()
-    oracles.hash_gate(plain, ids, table, 2.5, scoring, mask, **rest)[1].backward(grad.double())
+    references.hash_gate(plain, ids, table, 2.5, scoring, mask, **rest)[1].backward(grad.double())
     moved = logits.to(device).requires_grad_()
     given = [x.to(device) for x in (ids, table)]
     rest = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in rest.items()}

@@ -9,7 +9,7 @@ import torch
 
 import tile_kernels
 from tests.requirements import GROUNDS
-from tile_kernels import torch as oracles
+from tile_kernels import torch as references
 from tile_kernels.moe.scoring import ScoringFunc
 
 SCORING = ("sigmoid", "sqrtsoftplus", "softmax")
@@ -52,7 +52,7 @@ def test_gate_trains(scoring: str, compiled: bool, ground: tuple[str, str]) -> N
         weights.backward(grad)
     assert not idx.requires_grad
     plain = logits.detach().clone().requires_grad_()
-    expected = oracles.topk_weights(plain, chosen, scoring, 1.5)
+    expected = references.topk_weights(plain, chosen, scoring, 1.5)
     expected.backward(grad * mask[:, None])
     assert torch.equal(idx[:5], chosen[:5])
     torch.testing.assert_close(weights[:5], expected[:5].detach(), rtol=1e-5, atol=1e-7)

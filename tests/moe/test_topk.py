@@ -86,7 +86,7 @@ def test_topk_sum_and_topk_group_idx_benchmark(params: dict[str, int], record_ti
     record_time(op, params, *group_arguments(params))
 
 
-# ---- the oracle, against definitions of its own ------------------------------------------------
+# ---- the reference, against definitions of its own ----------------------------------------------
 
 SPECIAL = [float("nan"), -float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, -2.5]
 
@@ -100,7 +100,7 @@ def selected_by_python(row: list[float], num_topk: int) -> list[int]:
 
 @settings(max_examples=200, deadline=None)
 @given(row=st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=40), data=st.data())
-def test_oracle_is_a_stable_descending_sort(row: list[float], data: st.DataObject) -> None:
+def test_reference_is_a_stable_descending_sort(row: list[float], data: st.DataObject) -> None:
     num_topk = data.draw(st.integers(1, len(row)))
     scores = torch.tensor([row], dtype=torch.float32)
     expected = selected_by_python(row, num_topk)

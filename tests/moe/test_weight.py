@@ -10,7 +10,7 @@ import torch
 import tile_kernels
 from tests.moe.helpers import each_grid_point, labels_of
 from tests.requirements import GROUNDS
-from tile_kernels import torch as oracles
+from tile_kernels import torch as references
 from tile_kernels.testing.generator import generate_topk_idx
 from tile_kernels.testing.numeric import assert_equal
 
@@ -23,26 +23,26 @@ each_ground = pytest.mark.parametrize("ground", GROUNDS)
 
 
 @each_scoring
-def test_gradcheck_of_the_oracle(scoring: str) -> None:
+def test_gradcheck_of_the_reference(scoring: str) -> None:
     torch.manual_seed(1)
     logits = torch.randn(5, 9, dtype=torch.float64, requires_grad=True)
     chosen = torch.randint(-1, 9, (5, 4))
 
     def weights(logits: torch.Tensor) -> torch.Tensor:
-        return oracles.topk_weights(logits, chosen, scoring, 2.5)
+        return references.topk_weights(logits, chosen, scoring, 2.5)
 
     assert torch.autograd.gradcheck(weights, (logits,))
 
 
 @each_scoring
-def test_backward_formula_is_the_oracles_gradient(scoring: str) -> None:
+def test_backward_formula_is_the_references_gradient(scoring: str) -> None:
     torch.manual_seed(2)
     logits = (4 * torch.randn(6, 11, dtype=torch.float64)).requires_grad_()
     chosen = torch.randint(-2, 13, (6, 5))
     grad_weights = torch.randn(6, 5, dtype=torch.float64)
-    weights = oracles.topk_weights(logits, chosen, scoring, 1.5)
+    weights = references.topk_weights(logits, chosen, scoring, 1.5)
     (expected,) = torch.autograd.grad(weights, logits, grad_weights)
-    result = oracles.topk_weights_backward(grad_weights, logits.detach(), chosen, scoring, 1.5)
+    result = references.topk_weights_backward(grad_weights, logits.detach(), chosen, scoring, 1.5)
     torch.testing.assert_close(result, expected)
 
 
@@ -107,7 +107,7 @@ def test_normalize_weight_benchmark(params: dict[str, int], record_time: Any) ->
 # ---- properties ---------------------------------------------------------------------------------
 
 
-def test_gradient_is_that_of_the_oracle() -> None:
+def test_gradient_is_that_of_the_reference() -> None:
     weights = torch.rand(7, 5) + 0.1
     upstream = torch.rand(7), torch.rand(7, 5)
     grads = []

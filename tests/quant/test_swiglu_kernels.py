@@ -29,16 +29,16 @@ def sample_of(op: Operator, label: str) -> dict[str, Any]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sample", FORWARD.cases.small, ids=lambda sample: sample.label)
-def test_forward_has_the_bits_of_the_oracle(sample: Sample) -> None:
-    expected = FORWARD.outcome(FORWARD.oracle, sample.build("cuda"))
+def test_forward_has_the_bits_of_the_reference(sample: Sample) -> None:
+    expected = FORWARD.outcome(FORWARD.public_reference, sample.build("cuda"))
     assert_equal_results(FORWARD.outcome(FORWARD.function, sample.build("cuda")), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sample", BACKWARD.cases.small, ids=lambda sample: sample.label)
-def test_backward_has_the_bits_of_the_oracle(sample: Sample) -> None:
+def test_backward_has_the_bits_of_the_reference(sample: Sample) -> None:
     """All but the sum over a row, whose order is the kernel's own."""
-    expected = BACKWARD.oracle(**sample.build("cuda"))
+    expected = BACKWARD.public_reference(**sample.build("cuda"))
     assert_equal_results(BACKWARD.function(**sample.build("cuda"))[:3], expected[:3])
 
 
@@ -72,7 +72,7 @@ def test_counts_accumulate() -> None:
     arguments = sample_of(FORWARD, "counted")
     before = arguments["clamped_count"].clone()
     added = torch.zeros(3, dtype=torch.int64)
-    FORWARD.oracle(**{**arguments, "clamped_count": added})
+    FORWARD.public_reference(**{**arguments, "clamped_count": added})
     assert added.min() > 0
     with tile_kernels.backend("emulate"):
         for times in (1, 2):
@@ -119,7 +119,7 @@ def test_weight_gradients_of_maps_that_disagree(order: str) -> None:
     with tile_kernels.backend("emulate", order=order):
         weight_grad = BACKWARD.function(**{**arguments, **maps})[3]
     alone = {**maps, "pos_to_token_topk": torch.tensor([-1, 0, 3, 9, -1, -1], dtype=INT32)}
-    expected = BACKWARD.oracle(**{**arguments, **alone})[3]
+    expected = BACKWARD.public_reference(**{**arguments, **alone})[3]
     with tile_kernels.backend("torch"):
         assert_equal_results(BACKWARD.function(**{**arguments, **maps})[3], expected)
     assert weight_grad.flatten()[[0, 3, 9]].count_nonzero() == 3

@@ -80,7 +80,7 @@ KINDS = ["any bits", "cancellation", "ties", "subnormal", "overflow", "special"]
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_oracle_rounds_once(kind: str, device: str) -> None:
+def test_reference_rounds_once(kind: str, device: str) -> None:
     a, b, c = triples(kind)
     result = fused_multiply_add(a.to(device), b.to(device), c.to(device)).cpu()
     expected = torch.tensor([exactly(*abc) for abc in zip(a.tolist(), b.tolist(), c.tolist())])
@@ -98,7 +98,7 @@ def test_the_traps_are_traps() -> None:
     assert (fused_multiply_add(a, b, c) != a * b + c).float().mean() > 0.5
 
 
-def test_oracle_agrees_with_the_c_library() -> None:
+def test_reference_agrees_with_the_c_library() -> None:
     # Where the mathematics are not a file of their own, Python itself brings them.
     fmaf = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
     fmaf.restype, fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3

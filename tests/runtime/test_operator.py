@@ -78,7 +78,7 @@ def test_repeated_calls_give_the_reference(op: Operator, evaluated: list[str]) -
     evaluated.clear()  # choosing the samples plans their kernels
     for sample in samples:
         arguments = sample.build("cpu")
-        expected = op.outcome(op.oracle, copies(arguments))
+        expected = op.outcome(op.public_reference, copies(arguments))
         for _ in range(3):
             given = copies(arguments)
             op.cases.compare(op.outcome(op.function, given), expected)

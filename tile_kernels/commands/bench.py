@@ -50,8 +50,11 @@ def _measure(options: argparse.Namespace) -> Any:
         print("no GPU here: measuring the host time of a call and the references on the CPU")
     cases = sum(len(op.cases.benchmarks) for op in selected)
     with terminal.progress_bar(cases, "measuring") as advance:
-        oracles = {"oracle": not options.no_reference, "compile_oracle": not options.no_compile}
-        return benchmark.run(selected, **oracles, on_case=advance)
+        references = {
+            "reference": not options.no_reference,
+            "compile_reference": not options.no_compile,
+        }
+        return benchmark.run(selected, **references, on_case=advance)
 
 
 def _show(report: Any) -> None:
@@ -65,7 +68,7 @@ def _show(report: Any) -> None:
         color = "green" if met else "red" if missed else "default"
         share = "-" if r.copy_fraction is None else f"{100 * r.copy_fraction:.1f} %"
         times = (r.device_us, r.goal_us, r.gb_per_s)
-        others = (r.host_us, r.host_new_size_us, r.oracle_us, r.oracle_compiled_us)
+        others = (r.host_us, r.host_new_size_us, r.reference_us, r.reference_compiled_us)
         cells = [r.case, f"{r.bytes / 1e6:.1f}", *map(number, times), share, *map(number, others)]
         cells[2] = f"[{color}]{number(r.device_us, 2)}[/]"
         rows.append(cells)

@@ -173,7 +173,7 @@ def _error(backend: str, case: _Case) -> str | None:
             arguments, expected = moved(declared.arguments(), device), declared.expected()
         else:
             arguments = declared.build(device)
-            expected = op.outcome(op.oracle, copy.deepcopy(moved(arguments, "cpu")))
+            expected = op.outcome(op.public_reference, copy.deepcopy(moved(arguments, "cpu")))
         with tile_kernels.backend(backend):
             result = op.outcome(op.function, arguments)
         op.cases.compare(moved(result, "cpu"), expected)
@@ -254,7 +254,7 @@ def replay(path: Path, backend: str) -> int:
     with torch.no_grad():
         with tile_kernels.backend(backend):  # first, because its checks explain bad arguments
             outcome = op.outcome(functools.partial(_by_position, op, op.function), given)
-        expected = op.outcome(functools.partial(_by_position, op, op.oracle), inputs)
+        expected = op.outcome(functools.partial(_by_position, op, op.public_reference), inputs)
     try:
         op.cases.compare(outcome, expected)
     except AssertionError as error:

@@ -175,7 +175,7 @@ class Cases:
 
     `small` cross every guard of the kernel at sizes that an emulator runs quickly, zero and one
     token included; `large` are for GPUs; `benchmarks` are timed. `rejects` are refused always,
-    `bad_values` in the checked mode. `compare(result, oracle's)` raises `AssertionError` where they
+    `bad_values` in the checked mode. `compare(result, expected)` raises `AssertionError` where they
     differ; by default every bit and stride counts. `any_rank`: one dimension more is no error.
     """
 

@@ -78,7 +78,7 @@ class Keys(NamedTuple):
 
 
 class _Dispatched(registry.Registered):
-    oracle: Callable[..., Any]
+    public_reference: Callable[..., Any]
     cases: Cases
 
 
@@ -130,7 +130,7 @@ class Operator(registry.Registered):
         registry.register(self)  # first: a name that exists must not replace its custom op
         self.serves = f"{self.family}.{serves}" if serves else None
         self.arguments, self.reference, self.cost = arguments, reference, cost
-        self.oracle = reference
+        self.public_reference = reference
         if unknown := methods.keys() - set(_METHODS):
             raise TypeError(f"{name}: an operator is not declared by {', '.join(sorted(unknown))}")
         get = functools.partial(_method, arguments, methods)
@@ -208,7 +208,7 @@ class Operator(registry.Registered):
         def declare(function: F) -> F:
             self.function = self.body = function
             self.signature = inspect.signature(function, eval_str=True)
-            self.oracle = reference or self.reference
+            self.public_reference = reference or self.reference
             self.mutates = self.mutates if mutates is None else mutates
             return function
 
@@ -235,7 +235,7 @@ class Operator(registry.Registered):
             out = values[count:] or None
             return self(*values[:count], out=out[0] if out and self._single else out)
 
-        found.function, found.oracle = call, self.reference
+        found.function, found.public_reference = call, self.reference
         found.cases = registry.get(f"{self.family}.{self._label}").cases
         return found
 

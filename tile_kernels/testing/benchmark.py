@@ -36,8 +36,8 @@ class Result:
     device_min_us: float | None
     goal_us: float | None
     host_us: float
-    oracle_us: float | None
-    oracle_compiled_us: float | None
+    reference_us: float | None
+    reference_compiled_us: float | None
     copy_fraction: float | None
     method: str
     host_new_size_us: float | None = None  # of a call with a token count that was never seen
@@ -114,8 +114,8 @@ def _cpu() -> str:
 def run(
     ops: Sequence[Operator],
     *,
-    oracle: bool = True,
-    compile_oracle: bool = True,
+    reference: bool = True,
+    compile_reference: bool = True,
     on_case: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Measure every benchmark case of `ops` on this machine; `on_case` is told each name.
@@ -129,7 +129,7 @@ def run(
     for op in ops:
         for case in op.cases.benchmarks:
             on_case(f"{op.name}.{case.label}")
-            beside = (oracle, oracle and compile_oracle)
+            beside = (reference, reference and compile_reference)
             results.append(_measure(op, case, host[op.name], bandwidth, *beside))
     return Report(machine(), bandwidth and round(bandwidth, 1), results)
 
@@ -158,7 +158,7 @@ def _measure(
     must_move = op.cost(**arguments).bytes
     name = f"{op.name}.{case.label}"
     if bandwidth is None:
-        oracle = timing.time_host(lambda: op.oracle(**arguments), calls=1)
+        reference = timing.time_host(lambda: op.public_reference(**arguments), calls=1)
         return Result(
             name,
             must_move,
@@ -166,14 +166,18 @@ def _measure(
             None,
             case.goal_us,
             host[0],
-            _us(oracle),
+            _us(reference),
             None,
             None,
             "host",
             host[1],
         )
     device = timing.time_device(lambda: op.function(**arguments))
-    oracle_us = timing.time_device(lambda: op.oracle(**arguments), repeats=5).us if eager else None
+    reference_us = (
+        timing.time_device(lambda: op.public_reference(**arguments), repeats=5).us
+        if eager
+        else None
+    )
     compiled_us = _compiled_time(op, arguments) if compiled and case.goal_us else None
     return Result(
         case=name,
@@ -182,8 +186,8 @@ def _measure(
         device_min_us=_us(device.min_us),
         goal_us=case.goal_us,
         host_us=host[0],
-        oracle_us=oracle_us and _us(oracle_us),
-        oracle_compiled_us=compiled_us,
+        reference_us=reference_us and _us(reference_us),
+        reference_compiled_us=compiled_us,
         copy_fraction=round(must_move / device.us / 1e3 / bandwidth, 4),
         method=device.method,
         host_new_size_us=host[1],
@@ -203,7 +207,7 @@ def _host_call(op: Operator) -> Callable[[], Any]:
 def _compiled_time(op: Operator, arguments: Arguments) -> float | None:
     """Device time of the reference under `torch.compile`; None where that fails to compile it."""
     torch._dynamo.reset()
-    compiled = torch.compile(op.oracle)
+    compiled = torch.compile(op.public_reference)
     try:
         return _us(timing.time_device(lambda: compiled(**arguments), repeats=5).us)
     except torch._dynamo.exc.TorchDynamoException:
@@ -294,8 +298,8 @@ def plot(report: Report, path: Path) -> None:
     floors = [r.bytes / report.copy_gb_per_s / 1e3 for r in measured]
     rows = list(range(len(measured), 0, -1))
     series = [
-        ("reference, eager", "x", "#b55d4c", [r.oracle_us for r in measured]),
-        ("reference, torch.compile", "+", "#c9a227", [r.oracle_compiled_us for r in measured]),
+        ("reference, eager", "x", "#b55d4c", [r.reference_us for r in measured]),
+        ("reference, torch.compile", "+", "#c9a227", [r.reference_compiled_us for r in measured]),
         ("goal", "|", "#4c956c", [r.goal_us for r in measured]),
         ("tile_kernels", "o", "#2c5f8a", [r.device_us for r in measured]),
     ]
