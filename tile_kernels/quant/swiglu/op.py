@@ -1022,13 +1022,19 @@ def swiglu_backward(
     times the factor. All in float32. Rows that do not exist are not read, and their results are 0.
 
     Args:
-        x, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, clamp_value,
-            alignment, pos_to_token_topk: As in `swiglu_forward`; `x` is contiguous.
+        x: As in `swiglu_forward`; contiguous.
         act_x_grad: `[num_positions, hidden]`, dtype of `x`, contiguous.
+        fmt: As in `swiglu_forward`.
+        psum_num_tokens_per_expert: As in `swiglu_forward`.
+        topk_weights: As in `swiglu_forward`.
+        routed_scaling_factor: As in `swiglu_forward`.
+        clamp_value: As in `swiglu_forward`.
         do_recompute: Whether the result of `swiglu_forward` is returned as well.
+        alignment: As in `swiglu_forward`.
+        pos_to_token_topk: As in `swiglu_forward`.
         token_topk_to_pos: `[num_tokens, num_topk]`, int32: the inverse of `pos_to_token_topk`, -1
-            for none; with it only. A weight belongs to a row if each map names the other; the
-            gradient of one without a row is 0.
+            for none; given together with it. A weight belongs to a row if each map names the other;
+            the gradient of a weight without a row is 0.
 
     Returns:
         `(x_grad,)`: `[num_positions, 2 * hidden]`; with weights then `weight_grad`: float32, of
