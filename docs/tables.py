@@ -153,9 +153,10 @@ def comparison() -> list[str]:
     faster = sum(ratio > 1 + NOISE for ratio in ratios)
     slower = sum(ratio < 1 - NOISE for ratio in ratios)
     return [
-        f"Of {len(cases)} cases, {faster} are faster here by more than {100 * NOISE:.0f} %, {slower} "
-        f"are slower by more than that, and {len(cases) - faster - slower} are equally fast within "
-        f"it. The geometric mean of all ratios is {statistics.geometric_mean(ratios):.2f}.",
+        f"Of {len(cases)} cases, {faster} are faster here by more than {100 * NOISE:.0f} %, "
+        f"{slower} are slower by more than that, and {len(cases) - faster - slower} are equally "
+        f"fast within it. The geometric mean of all ratios is "
+        f"{statistics.geometric_mean(ratios):.2f}.",
         "",
         "| case | TileKernels, us | here, us | TileKernels / here |",
         "|---|---|---|---|",

@@ -8,10 +8,18 @@ from tile_kernels.moe.scoring import ScoringFunc
 
 
 def gate_scores(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
-    """The score of every expert, `[num_tokens, num_experts]`: see `ScoringFunc`.
+    """Computes the score of every expert.
 
-    >>> gate_scores(torch.tensor([[0.0, 0.0]]), "softmax").tolist()
-    [[0.5, 0.5]]
+    Args:
+        logits: `[num_tokens, num_experts]`, float32.
+        scoring_func: The name of a `ScoringFunc`.
+
+    Returns:
+        `[num_tokens, num_experts]`, float32.
+
+    Example:
+        >>> gate_scores(torch.tensor([[0.0, 0.0]]), "softmax").tolist()
+        [[0.5, 0.5]]
     """
     match ScoringFunc.from_str(scoring_func):
         case ScoringFunc.SIGMOID:
