@@ -114,7 +114,10 @@ PER_CHANNEL_CAST = layout.cast_operator(
 def _check_packed(use_packed_ue8m0: bool, round_sf: bool) -> None:
     checks.boolean("use_packed_ue8m0", use_packed_ue8m0)
     if use_packed_ue8m0 and not checks.boolean("round_sf", round_sf):
-        raise ValueError("use_packed_ue8m0 needs round_sf: packed scales are exponents")
+        raise ValueError(
+            "use_packed_ue8m0 needs round_sf=True, because packed scales are exponents, got "
+            "round_sf=False"
+        )
 
 
 def _packed(pair: QuantTensor, out: Any) -> QuantTensor:
@@ -259,7 +262,7 @@ class FusedArguments(NamedTuple):
             checks.tensor("x", self.x, dims, torch.float8_e4m3fn, unit_inner_stride=True)
             if self.num_per_channels is None:
                 allowed = " or ".join(map(str, GROUPS))
-                raise ValueError(f"num_per_channels must be {allowed} for a quantised x, got None")
+                raise ValueError(f"num_per_channels must be {allowed} for a quantized x, got None")
             layout.check_source_scales(self.x, self.x_sf, (1, self.num_per_channels))
         layout.check_width("e4m3", self.x.shape[1])
         _check_flags(self.fmt, self.num_per_tokens, self.round_sf)
