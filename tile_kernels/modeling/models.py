@@ -302,7 +302,7 @@ def load_model(source: Model | str | Path | Mapping[str, Any]) -> Model:
         near = difflib.get_close_matches(str(source), PRESETS, 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
-            f"model must be a preset out of {', '.join(PRESETS)}, or a .json or .toml file, got "
+            f"model must be one of the presets {', '.join(PRESETS)}, or a .json or .toml file, got "
             f"{str(source)!r}{hint}"
         )
     try:
@@ -324,7 +324,7 @@ def _described(kind: Any, values: Any, where: str) -> Any:
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, 1, cutoff=0.0)
             raise ValueError(
-                f"{where}: {key!r} is not known; the nearest key is {near[0]!r} of "
+                f"{where}: {key!r} is not a key; the nearest key is {near[0]!r} of "
                 f"{', '.join(hints)}"
             )
     for field in dataclasses.fields(kind):

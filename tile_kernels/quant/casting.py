@@ -55,7 +55,7 @@ def dequantize(
     """
     data, sf = x
     if data.dtype not in _FORMAT_OF_DTYPE:
-        raise TypeError(f"quantised data must be one of {[*_FORMAT_OF_DTYPE]}, got {data.dtype}")
+        raise TypeError(f"quantized data must be one of {[*_FORMAT_OF_DTYPE]}, got {data.dtype}")
     values = _FORMAT_OF_DTYPE[data.dtype].decode(data)
     factors = scales.read_sf(sf)
     if global_sf is not None:
@@ -71,10 +71,10 @@ def to_float32(x: torch.Tensor | QuantTensor, x_block_size: tuple[int, int] | No
     """
     if isinstance(x, tuple):
         if x_block_size is None:
-            raise ValueError("x_block_size must say the scale blocks of a quantised x, got None")
+            raise ValueError("x_block_size must be given for a quantized x, got None")
         return dequantize(x, x_block_size)
     if x_block_size is not None:
-        raise ValueError(f"x_block_size is for a quantised x only, got {x_block_size}")
+        raise ValueError(f"x_block_size is for a quantized x only, got {x_block_size}")
     if x.dtype not in _OUT_DTYPES.values():
         raise TypeError(f"x must be bfloat16 or float32, got {x.dtype}")
     return x.float()

@@ -130,7 +130,7 @@ def check_e4m3(a: Any) -> None:
     """Scales in e4m3 are neither rounded nor packed; only they have a factor `global_sf`."""
     checks.boolean("use_e4m3_sf", a.use_e4m3_sf)
     if a.use_e4m3_sf and (a.round_sf or getattr(a, "use_packed_ue8m0", False)):
-        raise ValueError("use_e4m3_sf goes with neither round_sf nor use_packed_ue8m0")
+        raise ValueError("use_e4m3_sf cannot be combined with round_sf or use_packed_ue8m0")
     if a.global_sf is not None:
         if not a.use_e4m3_sf:
             raise ValueError("global_sf needs use_e4m3_sf")

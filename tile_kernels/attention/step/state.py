@@ -195,4 +195,6 @@ def check_slots(slots: Tensor, low: int, num_sequences: int) -> None:
     named, counts = slots[slots >= 0].unique(return_counts=True)
     if (counts > 1).any():
         twice = named[counts > 1][0].item()
-        raise ValueError(f"slots must name a sequence once, but {twice} comes more often")
+        raise ValueError(
+            f"slots must contain each sequence at most once, but {twice} occurs more than once"
+        )

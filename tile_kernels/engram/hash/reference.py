@@ -35,7 +35,7 @@ def engram_hash(
     offsets: Tensor,
     image_token_mask: Tensor | None = None,
 ) -> Tensor:
-    """The row that each n-gram has in each table of each layer.
+    """Computes the row of each n-gram in each table of each layer.
 
     | argument | shape | dtype |
     |---|---|---|

@@ -431,7 +431,7 @@ class WindowAttention(nn.Module):
             sequences = Sequences.in_rows(x, cu_seqlens, self.hidden)
             if state is None:
                 if slots is not None:
-                    raise ValueError("slots are indices in a state, got slots without state")
+                    raise ValueError("slots need a state, got None")
                 return sequences
             self._check_state(state)
             if slots is not None:

@@ -128,7 +128,7 @@ class KVCompressor(nn.Module):
             `[B, S // window, channels]`, or `[num_windows, channels]`.
         """
         if slots is not None and state is None:
-            raise ValueError("KVCompressor: slots are places in a state, got slots without state")
+            raise ValueError("KVCompressor: slots need a state, got None")
         if state is not None:
             self._check_state(state)
         kv, gate, cu_seqlens, num_windows, lead = self._projected(x, cu_seqlens, num_windows)

@@ -268,7 +268,7 @@ def mhc_post(
         return mhc.mhc_post(x, residual, post_layer_mix, comb_res_mix)
     same, computed = carried
     if same.data_ptr() != residual.data_ptr() or same.shape != residual.shape:
-        raise ValueError("mhc_post: carried must come from the mhc_pre of this very residual")
+        raise ValueError("mhc_post: carried must come from the mhc_pre call of the same residual")
     result: Tensor = MHCPost.apply(x, same, post_layer_mix, comb_res_mix, None, computed)
     return result
 

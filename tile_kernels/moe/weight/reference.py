@@ -28,7 +28,7 @@ def gate_scores(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
             return torch.sqrt(torch.nn.functional.softplus(logits))
         case ScoringFunc.SOFTMAX:
             return torch.softmax(logits, dim=1)
-    raise ValueError(f"{scoring_func} scores nothing; a gate needs another scoring function")
+    raise ValueError(f"{scoring_func} computes no scores; a gate needs another function")
 
 
 def _chosen_scores(logits: torch.Tensor, idx: torch.Tensor, scoring_func: str) -> torch.Tensor:

@@ -216,7 +216,7 @@ def per_channel_cast_and_transpose(
     *,
     amax_min: float | None = None,
 ) -> QuantTensor:
-    """`per_channel_cast` with the data transposed, not the scales.
+    """Computes `per_channel_cast` with the data, but not the scales, transposed.
 
     Fastest where `num_tokens` is a multiple of 16 and `hidden` of 8. Not differentiable. Errors are
     those of `per_channel_cast`.
@@ -441,7 +441,7 @@ def per_channel_cast_fused_and_transpose(
     *,
     amax_min: float | None = None,
 ) -> QuantTensor:
-    """`per_channel_cast_fused` with the data transposed, not the scales.
+    """Computes `per_channel_cast_fused` with the data, but not the scales, transposed.
 
     An operand of a weight gradient from tokens in one pass. Fastest where the number of positions
     is a multiple of 16 and `hidden` of 8, or of 16 for a quantized `x`. Not differentiable. Errors
@@ -526,7 +526,7 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
     *,
     amax_min: float | None = None,
 ) -> QuantTensor:
-    """SwiGLU, rounded to bfloat16, then `per_channel_cast_and_transpose`.
+    """Computes SwiGLU, rounded to bfloat16, then `per_channel_cast_and_transpose`.
 
     The activation is `(l / (1 + exp(-l))) * r` in float32, with `l` the gate and `r` the value.
     With a clamp value `c`, first `l = min(l, c)` and `r = min(max(r, -c), c)`. Not differentiable.

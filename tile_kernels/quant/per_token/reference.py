@@ -41,7 +41,7 @@ def per_token_cast(
     """
     if fmt == formats.E5M6.name:
         if isinstance(x, tuple) or x_block_size is not None:
-            raise ValueError("a quantised x cannot be cast to e5m6")
+            raise ValueError("a quantized x cannot be cast to e5m6")
         return per_token_cast_to_e5m6(
             x, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0,
             amax_min=amax_min,
@@ -72,7 +72,7 @@ def per_token_cast_with_sf_only(
     """
     flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
     if x_block_size is not None:
-        raise ValueError(f"x_block_size is for a quantised x only, got {x_block_size}")
+        raise ValueError(f"x_block_size is for a quantized x only, got {x_block_size}")
     options = CastOptions(use_e4m3_sf, as_factor(global_sf))
     return scale_factors(x, fmt, (1, num_per_channels), flags, amax_min, options)
 

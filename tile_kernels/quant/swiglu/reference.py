@@ -162,7 +162,7 @@ def split_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     (tensor([[1, 2]]), tensor([[3, 4]]))
     """
     if x.shape[1] % 2 != 0:
-        raise ValueError(f"x must be two halves wide, got {tuple(x.shape)}")
+        raise ValueError(f"x must have an even number of channels, got {tuple(x.shape)}")
     hidden = x.shape[1] // 2
     return x[:, :hidden], x[:, hidden:]
 
