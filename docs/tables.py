@@ -185,7 +185,7 @@ def layer_times() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
 
 
 def in_graphs(forms: dict[str, dict[str, Any]], name: str) -> dict[str, Any] | None:
-    """The fastest of the ways to run a form as a CUDA graph or compiled, itself not counted."""
+    """The fastest variant of a form as a CUDA graph or compiled, itself not counted."""
     others = [result for form, result in forms.items() if form.startswith(f"{name}, ")]
     return min(others, key=lambda result: result["wall_us"], default=None)
 
@@ -285,7 +285,7 @@ def fp8() -> list[str]:
 
 
 def demo() -> list[str]:
-    """What a run of the small model reported: each way to train it, and its loss."""
+    """What a run of the small model reported: each mode of training, and its loss."""
     run = json.loads((RESULTS.parent / f"demo.{RESULTS.name}.json").read_text())
     machine = run["machine"]
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "tilelang", "cuda"))
@@ -296,8 +296,8 @@ def demo() -> list[str]:
         "| forward and backward | letters per second |",
         "|---|---|",
         *(
-            f"| {way} | {speed if isinstance(speed, str) else round(speed)} |"
-            for way, speed in run["speeds"].items()
+            f"| {mode} | {speed if isinstance(speed, str) else round(speed)} |"
+            for mode, speed in run["speeds"].items()
         ),
     ]
 

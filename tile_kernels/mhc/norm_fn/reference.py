@@ -6,7 +6,7 @@ divided by their root mean square:
     mul = X . f^T          s = sum of X^2          mixes = mul * r,  r = 1 / sqrt(s / K + eps)
 
 `f` is the weight rounded to TF32 (10 bits after the leading one, to nearest, ties away from zero),
-and so is the gradient of `mul` on its way back. Sums are in float32, or float64 for float64.
+and so is the gradient of `mul` in the backward pass. Sums are in float32, or float64 for float64.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Source = tuple[Tensor | None, ...]
 
 @dataclass
 class _Fetched:
-    """Rows on their way to the device."""
+    """Rows that are being copied to the device."""
 
     source: Source  # what they were asked for with, and the table
     versions: list[int | Tensor | None]  # what tells whether these were written since
