@@ -79,7 +79,7 @@ class Forms:
 class Case(NamedTuple):
     """A layer with its sizes and those without a GPU.
 
-    Small models, whose steps are mostly launches, are timed in more ways: `modes` of
+    Small models, whose steps are mostly launches, are timed in more modes: `modes` of
     `torch.compile` for the layer with kernels too, and a CUDA graph of the plain one. The plain
     layer is always compiled.
     """

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tile_kernels import moe
+from tile_kernels.runtime.cases import tensors_in
 from tile_kernels.runtime.operator import Operator
 from tile_kernels.runtime.registry import all_ops
 from tile_kernels.testing import benchmark
@@ -24,6 +25,9 @@ from tile_kernels.testing import benchmark
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 OTHERS = ROOT / "benchmarks" / f"tilekernels.{RESULTS.name}.json"  # written by hand
+NOISE = 0.03  # two runs of the same kernel differ by up to this share
+# Dense peaks of the H200's tensor cores from NVIDIA's data sheet, in TFLOP/s, by bytes of a value.
+PEAK_TFLOPS = {1: 1979, 2: 989, 4: 494}
 
 
 def operators() -> list[str]:
@@ -101,6 +105,40 @@ def benchmarks() -> list[str]:
     return lines
 
 
+def compute_bound() -> list[str]:
+    """Operators whose arithmetic takes longer than their memory traffic, and what they reach."""
+    report = benchmark.load_all(RESULTS)
+    rows = []
+    for op in all_ops():
+        for case in op.cases.benchmarks:
+            result = next((r for r in report.results if r.case == f"{op.name}.{case.label}"), None)
+            if result is None or not result.device_us or "causal" in case.label:
+                continue  # the cost of a causal case counts products that are masked
+            arguments = case.build("meta")
+            cost = op.cost(**arguments)
+            if not cost.flops:
+                continue
+            peak = PEAK_TFLOPS[min(x.element_size() for x in tensors_in(arguments))]
+            if cost.flops / peak / 1e12 > cost.bytes / report.copy_gb_per_s / 1e9:
+                rows.append(
+                    (result.case, result.device_us, cost.flops / result.device_us / 1e6, peak)
+                )
+    gemm = json.loads((RESULTS.parent / f"gemm.{RESULTS.name}.json").read_text())
+    for line in gemm["results"]:
+        peak = PEAK_TFLOPS[2 if "bf16" in line["case"] else 1]
+        ours = line["name"] == "tile_kernels" and "us" in line
+        if ours and line["tflops"] / peak > line["gb_per_s"] / gemm["copy_gb_per_s"]:
+            rows.append((f"gemm.{line['case']}", line["us"], line["tflops"], peak))
+    return [
+        "| case | us | TFLOP/s | peak | of peak |",
+        "|---|---|---|---|---|",
+        *(
+            f"| `{case}` | {us} | {rate:.0f} | {peak} | {100 * rate / peak:.0f} % |"
+            for case, us, rate, peak in rows
+        ),
+    ]
+
+
 def compared() -> list[tuple[str, float, float]]:
     """Cases that TileKernels was measured with: its device time and ours, in microseconds."""
     here = {r.case: r.device_us or 0 for r in benchmark.load_all(RESULTS).results}
@@ -109,13 +147,16 @@ def compared() -> list[tuple[str, float, float]]:
 
 
 def comparison() -> list[str]:
-    """One row per case that both were measured with, and how often which is faster."""
+    """One row per case that both were measured with, and how many differ by more than noise."""
     cases = compared()
     ratios = [there / here for _, there, here in cases]
-    faster = sum(ratio >= 1 for ratio in ratios)
+    faster = sum(ratio > 1 + NOISE for ratio in ratios)
+    slower = sum(ratio < 1 - NOISE for ratio in ratios)
     return [
-        f"{faster} of {len(cases)} cases are faster here; all of them together, by the geometric "
-        f"mean, {statistics.geometric_mean(ratios):.2f} times as fast.",
+        f"Of {len(cases)} cases, {faster} are faster here by more than {100 * NOISE:.0f} %, "
+        f"{slower} are slower by more than that, and {len(cases) - faster - slower} are equally "
+        f"fast within it. The geometric mean of all ratios is "
+        f"{statistics.geometric_mean(ratios):.2f}.",
         "",
         "| case | TileKernels, us | here, us | TileKernels / here |",
         "|---|---|---|---|",
@@ -144,7 +185,7 @@ def layer_times() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
 
 
 def in_graphs(forms: dict[str, dict[str, Any]], name: str) -> dict[str, Any] | None:
-    """The fastest of the ways to run a form as a CUDA graph or compiled, itself not counted."""
+    """The fastest variant of a form as a CUDA graph or compiled, itself not counted."""
     others = [result for form, result in forms.items() if form.startswith(f"{name}, ")]
     return min(others, key=lambda result: result["wall_us"], default=None)
 
@@ -244,7 +285,7 @@ def fp8() -> list[str]:
 
 
 def demo() -> list[str]:
-    """What a run of the small model reported: each way to train it, and its loss."""
+    """What a run of the small model reported: each mode of training, and its loss."""
     run = json.loads((RESULTS.parent / f"demo.{RESULTS.name}.json").read_text())
     machine = run["machine"]
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "tilelang", "cuda"))
@@ -255,8 +296,8 @@ def demo() -> list[str]:
         "| forward and backward | letters per second |",
         "|---|---|",
         *(
-            f"| {way} | {speed if isinstance(speed, str) else round(speed)} |"
-            for way, speed in run["speeds"].items()
+            f"| {mode} | {speed if isinstance(speed, str) else round(speed)} |"
+            for mode, speed in run["speeds"].items()
         ),
     ]
 
@@ -404,6 +445,7 @@ TABLES["layers"] = (ROOT / "docs" / "layers.md", layers)
 TABLES["demo"] = (ROOT / "docs" / "demo.md", demo)
 TABLES["comparison"] = (ROOT / "docs" / "comparison.md", comparison)
 TABLES["benchmarks"] = (ROOT / "docs" / "benchmarks.md", benchmarks)
+TABLES["compute"] = (ROOT / "docs" / "benchmarks.md", compute_bound)
 TABLES["torch"] = (ROOT / "docs" / "release.md", torch_versions)
 TABLES["startup"] = (ROOT / "docs" / "precompiled.md", startup)
 TABLES["emulator"] = (ROOT / "docs" / "finding-bugs.md", emulator)

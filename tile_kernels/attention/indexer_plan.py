@@ -10,7 +10,7 @@ from tile_kernels.runtime.device import Device
 KEYS = 128  # shares of the keys are multiples of it, and expanded keys have marks by it
 GROUP = 32  # values of packed e2m1 that share an exponent
 MAX_COLUMNS = 128  # of the product: heads of all queries of a block
-STAGES = (4, 3, 2)  # tiles of keys, the one in use and those under way
+STAGES = (4, 3, 2)  # tiles of keys, the one in use and those in flight
 MANY_KEYS, FEW_KEYS = 128, 64  # of a tile
 MANY_BLOCKS = 4  # of an SM, with few keys each
 SPARE = 1280  # bytes of shared memory that are lost to alignment, and few others

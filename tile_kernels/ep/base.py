@@ -58,7 +58,13 @@ class BufferBase:
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
-        """Wait for all ranks; `with_cpu_sync` for their devices as well."""
+        """Waits for all ranks.
+
+        Args:
+            use_comm_stream: Has no effect: the host waits, so that streams need not.
+            with_cpu_sync: Whether the host waits for the devices of all ranks too.
+            sequential: Has no effect.
+        """
         del use_comm_stream, sequential  # the host waits, so streams have nothing to order
         if with_cpu_sync and torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -294,7 +294,9 @@ def distinct(name: str, value: torch.Tensor) -> None:
     named, counts = value[value >= 0].unique(return_counts=True)
     if (counts > 1).any():
         found = named[counts > 1][0].item()
-        raise ValueError(f"{name} must name a position once, but {found} comes more often")
+        raise ValueError(
+            f"{name} must contain each position at most once, but {found} occurs more than once"
+        )
 
 
 def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -274,7 +274,7 @@ CACHE_INDICES = Operator(
 def cache_indices(
     logical: Tensor, block_table: Tensor, page_size: int, *, out: Tensor | None = None
 ) -> Tensor:
-    """Slots of a paged cache for positions in sequences: the indices that attention takes.
+    """Converts positions in sequences to slots of a paged cache, as attention takes them.
 
     `slots = block_table[request, i // page_size] * page_size + i % page_size` for `i = logical`;
     -1 stays -1. So do positions past the table, and pages that are negative in it, give -1.

@@ -75,7 +75,7 @@ class PlanArguments(NamedTuple):
                 "extra_", self.q, self.extra_indices, self.extra_topk_length, "extra_topk_length"
             )
         elif self.extra_topk_length is not None:
-            raise ValueError("extra_topk_length must come with extra_indices, got it alone")
+            raise ValueError("extra_topk_length needs extra_indices, got None")
         checks.integer("num_sms", self.num_sms, 1, checks.MOST_SIZE)
 
     def outputs(self) -> tuple[Out, Out]:
@@ -223,7 +223,7 @@ class Arguments(NamedTuple):
             raise ValueError(f"{missing} must be given with the other one, got None")
         if self.extra_cache is None or self.extra_indices is None:
             if self.extra_topk_length is not None:
-                raise ValueError("extra_topk_length must come with extra_indices, got it alone")
+                raise ValueError("extra_topk_length needs extra_indices, got None")
             return
         _check_lists(
             "extra_", self.q, self.extra_indices, self.extra_topk_length, "extra_topk_length"
@@ -409,7 +409,7 @@ def sparse_attention_decode(
     plan: DecodePlan | None = None,
     splits: str | int = "fixed",
 ) -> tuple[Tensor, Tensor]:
-    """Attention of decoded tokens over chosen rows of paged caches.
+    """Computes attention of decoded tokens over selected rows of paged caches.
 
     For each head of each query, over the rows that its indices name in both caches together,
 

@@ -156,7 +156,7 @@ def gradient_scale(source: str, heads: int, depth: int) -> Any:
 
     A share is at most `|grad| |k_sf| sum of |weights| max of |q|`, each the largest there is. Each
     block has those of some tokens, the last one those of all. `sum_bits` are what a share may have.
-    The integers become zero on the way.
+    The integers are reset to zero.
     """
     tokens, num_keys, chosen = T.dynamic("tokens num_keys chosen")
     num_tickets = T.dynamic("num_tickets")

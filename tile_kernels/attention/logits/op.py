@@ -143,7 +143,7 @@ def indexer_logits(
     *,
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """How much each key matters to each query: the logits of the lightning indexer.
+    """Computes the logits of the lightning indexer: how much each key matters to each query.
 
         logits[t, s] = k_sf[s] * sum over h of weights[t, h] * relu(q[t, h] . k[s])
 
@@ -291,7 +291,7 @@ INDEXER_LOGITS_BWD = Operator(
 def indexer_logits_bwd(
     q: Tensor, k: Operand, weights: Tensor, indices: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `indexer_logits`, given that of the logits at selected keys.
+    """Computes the gradients of `indexer_logits` from those of the logits at selected keys.
 
     With `d = grad * k_sf` at key `s` of query `t`, and `c = q[t, h] . k[s]`,
 

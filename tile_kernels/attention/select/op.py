@@ -122,7 +122,7 @@ def indexer_select(
     end: Tensor | None = None,
     topk: int | None = None,
 ) -> Tensor:
-    """The keys that matter most to each query: `indexer_topk` of `indexer_logits`, without those.
+    """Selects the keys that matter most to each query, without storing the logits.
 
     The selection is exact for the float32 logits; of equal ones the smaller index is taken, and NaN
     counts as -inf. The logits exist a tile at a time, in the shared memory of a multiprocessor:

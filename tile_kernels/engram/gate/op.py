@@ -214,7 +214,7 @@ def engram_gate_fwd(
     image_token_mask: Tensor | None = None,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The value of each token, gated, added to its residual streams; and what a gradient needs.
+    """Adds the gated value of each token to its residual streams.
 
     In float32, for each token and stream,
 
@@ -369,7 +369,7 @@ def engram_gate_bwd(
     *,
     image_token_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of the gate; that of the fused weight as partial sums over tokens.
+    """Computes the gradients of the gate; that of the fused weight as partial sums over tokens.
 
     With `G = sum(grad_out * v)` the gradient of `dot` is
 
@@ -518,7 +518,7 @@ def engram_gate_packed_fwd(
     image_token_mask: Tensor | None = None,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """`engram_gate_fwd` with the keys of all streams and the value in one tensor.
+    """Computes `engram_gate_fwd` with the keys of all streams and the value in one tensor.
 
     The result is differentiable with respect to `hidden_states`, `kv` and `weight_fused`.
 
@@ -621,7 +621,7 @@ def engram_gate_packed_bwd(
     *,
     add_residual: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`engram_gate_bwd` with the keys of all streams and the value in one tensor.
+    """Computes `engram_gate_bwd` with the keys of all streams and the value in one tensor.
 
     Args:
         grad_out: As in `engram_gate_bwd`.

@@ -85,30 +85,38 @@ def engram_gate(
     eps: float,
     add_residual: bool = True,
 ) -> Tensor:
-    """Add a value to each residual stream, scaled by how well the stream fits its key.
+    """Adds a value to each residual stream, scaled by how well the stream matches its key.
 
-    | argument | shape | dtype |
-    |---|---|---|
-    | `hidden_states`, `k` | `[*, hc, H]` | bfloat16 |
-    | `v` | `[*, H]`; None: `k` is `[*, hc + 1, H]`, keys and then the value | bfloat16 |
-    | `weight_hidden`, `weight_embed` | `[hc, H]`: norms of stream, key | bfloat16, float32; alike |
-    | returns | `[*, hc, H]` | bfloat16 |
+    The result is `hidden_states + gate * v`, or `gate * v` with `add_residual=False`. The gate of a
+    stream is `sigmoid(sign(s) * sqrt(max(|s|, clamp_value)))`, where `s` is the dot product of the
+    stream and its key, both after RMSNorm with `eps`, divided by `sqrt(H)`. Note the order:
+    `clamp_value`, `eps`.
 
-    `hidden_states + gate * v`, or `gate * v` with `add_residual=False`. The gate of a stream is
-    `sigmoid(sign(s) * sqrt(max(|s|, clamp_value)))`, where `s` is the dot product of the stream and
-    its key, both after RMSNorm with `eps`, over `sqrt(H)`. Note the order: `clamp_value`, `eps`.
+    It is differentiable once in all tensors. If a weight has an attribute `main_grad` (float32,
+    contiguous, `[hc, H]`) when the gradient is computed, the gradient is added to it in place, and
+    `.grad` stays None. Inside `torch.compile` such a call runs eagerly, or raises with
+    `fullgraph=True`.
 
-    Differentiable once in all tensors. If a weight has an attribute `main_grad` (float32, packed,
-    `[hc, H]`) when the gradient is computed, the gradient is added to it in place, and the weight
-    gets no `.grad`. Inside `torch.compile` that is refused: such a call runs eagerly, or raises
-    with `fullgraph=True`.
+    Args:
+        hidden_states: `[*, hc, H]`, bfloat16: the streams.
+        k: `[*, hc, H]`, bfloat16: the keys. Without `v`: `[*, hc + 1, H]`, keys and then the value.
+        v: `[*, H]`, bfloat16: the values, or None.
+        weight_hidden: `[hc, H]`, bfloat16 or float32: the weight of the norm of the streams.
+        weight_embed: `[hc, H]`, dtype of `weight_hidden`: the weight of the norm of the keys.
+        clamp_value: The least absolute value of `s` under the square root.
+        eps: The epsilon of both norms.
+        add_residual: Whether `hidden_states` is added.
 
-    >>> x = torch.randn(2, 3, 4, 64).bfloat16().requires_grad_()
-    >>> k, v, weight = torch.randn_like(x), torch.randn(2, 3, 64).bfloat16(), torch.ones(4, 64)
-    >>> out = engram_gate(x, k, v, weight.bfloat16(), weight.bfloat16(), 1e-6, 1e-20)
-    >>> out.sum().backward()
-    >>> out.shape, x.grad.shape
-    (torch.Size([2, 3, 4, 64]), torch.Size([2, 3, 4, 64]))
+    Returns:
+        `[*, hc, H]`, bfloat16.
+
+    Example:
+        >>> x = torch.randn(2, 3, 4, 64).bfloat16().requires_grad_()
+        >>> k, v, weight = torch.randn_like(x), torch.randn(2, 3, 64).bfloat16(), torch.ones(4, 64)
+        >>> out = engram_gate(x, k, v, weight.bfloat16(), weight.bfloat16(), 1e-6, 1e-20)
+        >>> out.sum().backward()
+        >>> out.shape, x.grad.shape
+        (torch.Size([2, 3, 4, 64]), torch.Size([2, 3, 4, 64]))
     """
     tensors = (hidden_states, k, v, weight_hidden, weight_embed)
     weights = (weight_hidden, weight_embed)
