@@ -73,13 +73,13 @@ class Arguments(NamedTuple):
     sinkhorn_repeat: int
     norm_weight: Tensor | None
     norm_eps: float
-    num_per_channels: int = 0
-    round_sf: bool = False
-    amax_min: float = 0.0
+    num_per_channels: int
+    round_sf: bool
+    amax_min: float
 
     def check(self) -> None:
-        post_op.check(self)
         self.pre(self.residual).check()
+        post_op.check(self)
         hidden = self.x.shape[-1]
         if hidden > MAX_WIDTH:
             raise ValueError(f"x must have at most {MAX_WIDTH} columns, got {hidden}")
@@ -291,7 +291,8 @@ def mhc_post_pre(
     """
     return MHC_POST_PRE(
         x, residual, post_layer_mix, comb_res_mix, fn, mhc_scale, mhc_base, rms_eps, mhc_pre_eps,
-        mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat, norm_weight, norm_eps,
+        mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat, norm_weight, norm_eps, 0, False,
+        0.0,
     )  # fmt: skip
 
 
