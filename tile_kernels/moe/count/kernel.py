@@ -3,7 +3,6 @@
 The macros serve the mapping too: chunks of consecutive indices, one per block, and their counts.
 """
 
-import math
 from typing import Any
 
 from tilelang import language as T
@@ -14,7 +13,6 @@ from tile_kernels.runtime.launch import kernel
 
 # Rows of counts whose loads a thread has in flight at a time. Other numbers were not measured.
 ROWS_AT_ONCE = 8
-MAX_VECTOR = 4  # counts of 16 bytes
 
 
 def num_chunks(count: Any, most: int) -> Any:
@@ -58,13 +56,12 @@ def count_chunk(indices, first, end, count, num_groups, counts, chunk):
             counts[chunk, step * THREADS + tx] = histogram[step * THREADS + tx]
 
 
-def sum_chunks(num_groups: int, with_earlier: bool) -> Any:
+def sum_chunks(num_groups: int, vector: int, with_earlier: bool) -> Any:
     """A macro: adds the counts of all chunks to `total`, of those before `chunk` to `earlier`.
 
     Both are shared and zero before; without `with_earlier` the second is None. A thread has some
     neighbouring groups of some of the chunks, and all of its loads under way at once.
     """
-    vector = math.gcd(num_groups, MAX_VECTOR)
     accesses = num_groups // vector  # of a chunk
     parts = max(1, THREADS // accesses)
 
@@ -104,19 +101,21 @@ def sum_chunks(num_groups: int, with_earlier: bool) -> Any:
     return summed
 
 
-def access_bits(num_groups: int, *_: int) -> tuple[tuple[int, ...], int]:
+def access_bits(
+    num_groups: int, max_chunks: int, as_fraction: bool, vector: int
+) -> tuple[tuple[int, ...], int]:
     """Indices are read one by one, as neighbours fill whole sectors."""
-    return tuple(sorted({64, 32 * math.gcd(num_groups, MAX_VECTOR)})), 32
+    return tuple(sorted({64, 32 * vector})), 32
 
 
 @kernel(
     access_bits=access_bits,
     pass_configs={"tl.disable_thread_storage_sync": True},  # all barriers are written out
 )
-def group_count(num_groups: int, max_chunks: int, as_fraction: bool) -> Any:
+def group_count(num_groups: int, max_chunks: int, as_fraction: bool, vector: int) -> Any:
     """Counts as they are, or times the number of groups over `slots`."""
     count, num_tickets = T.dynamic("count num_tickets")
-    add_chunks = sum_chunks(num_groups, with_earlier=False)
+    add_chunks = sum_chunks(num_groups, vector, with_earlier=False)
     result_dtype = T.float32 if as_fraction else T.int32
 
     @T.prim_func

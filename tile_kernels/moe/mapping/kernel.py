@@ -7,13 +7,11 @@ places its own slots. A position depends on the slots before it alone, so neithe
 blocks nor their order can be seen in the result.
 """
 
-import math
 from typing import Any
 
 from tilelang import language as T
 
 from tile_kernels.moe.count.kernel import (
-    MAX_VECTOR,
     count_chunk,
     load_groups,
     num_chunks,
@@ -25,8 +23,8 @@ from tile_kernels.moe.primitives import LANES
 from tile_kernels.runtime.launch import kernel
 
 
-def access_bits(_: int, num_experts: int, *__: int) -> tuple[tuple[int, ...], int]:
-    return tuple(sorted({64, 32 * math.gcd(num_experts, MAX_VECTOR)})), 32
+def access_bits(*static: int) -> tuple[tuple[int, ...], int]:
+    return tuple(sorted({64, 32 * static[-1]})), 32
 
 
 @T.macro
@@ -54,11 +52,13 @@ def exclusive_prefix(value, sums):
     access_bits=access_bits,
     pass_configs={"tl.disable_thread_storage_sync": True},  # all barriers are written out
 )
-def fused_mapping(num_topk: int, num_experts: int, max_chunks: int, placing_warps: int) -> Any:
+def fused_mapping(
+    num_topk: int, num_experts: int, max_chunks: int, placing_warps: int, vector: int
+) -> Any:
     """See the head of this file. `flat` holds all results in the order of the reference's."""
     quantum = placing_warps * LANES
     experts_per_thread = -(-num_experts // THREADS)
-    add_chunks = sum_chunks(num_experts, with_earlier=True)
+    add_chunks = sum_chunks(num_experts, vector, with_earlier=True)
     num_slots, size = T.dynamic("num_slots size")
 
     @T.prim_func
