@@ -390,6 +390,9 @@ CASES = {
 }
 
 
+OTHERS = ("triton", "liger_kernel", "torchao")
+
+
 # ---- measuring -----------------------------------------------------------------------------------
 
 
@@ -410,16 +413,18 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], help="by default all")
     parser.add_argument("--seconds", type=float, default=60.0, help="after which no case is begun")
     parser.add_argument("--folder", type=Path, default=benchmark.DEFAULT_FOLDER)
+    text = "a rival that is not run, as torch.compile, which compiles for seconds; may be repeated"
+    parser.add_argument("--without", action="append", default=[], metavar="NAME", help=text)
     options = parser.parse_args()
     began = time.monotonic()
-    machine = benchmark.machine()
+    machine = {**benchmark.machine(), **{name: benchmark.installed(name) for name in OTHERS}}
     copy = timing.copy_bandwidth()
     report: dict[str, Any] = {
         "machine": machine,
         "copy_gb_per_s": round(copy, 1),
         "shape": [TOKENS, HIDDEN],
         "results": {},
-        "left_out": [],
+        "left_out": list(options.without),
     }
     path = options.folder / f"rivals.{benchmark.slug(machine['device'])}.json"
     print(f"copy {copy:.0f} GB/s", flush=True)
@@ -430,6 +435,8 @@ def main() -> None:
         bytes_moved, calls = CASES[name]()
         lines = []
         for rival, call in calls.items():
+            if rival in options.without:
+                continue
             lines.append(measured(rival, bytes_moved, call, copy))
             shown = {key: value for key, value in lines[-1].items() if key != "name"}
             print(f"{name:20} {rival:32} {shown} {time.monotonic() - began:.0f} s", flush=True)
