@@ -1,7 +1,7 @@
 """`mhc_post_pre`: all that happens to the streams between two sublayers, for inference.
 
 A kernel writes the next residual and projects it while it is on the chip, a second one reads it for
-the input of the sublayer. Where the first kernel does not fit the device or the sizes, `mhc_post`
+the input of the sublayer. Where the first kernel does not fit the sizes, `mhc_post`
 and the projection are launched one after the other: the bits are the same.
 """
 
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels import config
 from tile_kernels.mhc import shapes
 from tile_kernels.mhc.norm_fn import op as norm_fn
 from tile_kernels.mhc.norm_fn.plan import padded
 from tile_kernels.mhc.post import op as post_op
 from tile_kernels.mhc.post_pre import reference
 from tile_kernels.mhc.post_pre.plan import (
+    HOPPER,
     Division,
     divide,
     fits,
@@ -132,9 +132,7 @@ def _count_tokens(a: Any) -> int:
 
 
 def _fused(a: Arguments) -> bool:
-    device = a.residual.device
-    planned = config.planned_device(device.index if device.type == "cuda" else None)
-    return fits(*a.residual.shape[-2:], planned)
+    return fits(*a.residual.shape[-2:])
 
 
 def _division(a: Any) -> Division:
@@ -226,6 +224,7 @@ MHC_POST_PRE = Operator(
     reference=lambda *fields: reference.mhc_post_pre(*fields[:14]),
     cost=cost,
     dynamic=_DYNAMIC,
+    archs=(HOPPER,),
     instead=_TRAINING,
 )
 
@@ -250,9 +249,9 @@ def mhc_post_pre(
     """Computes all between two sublayers, without gradients: `mhc_post`, then `mhc_pre_big_fuse`.
 
     The results have the bits of the two, and of `quant.norm_forward` where there is a norm, but for
-    the order of its sum. The streams are read once, written once and read once more. On a Hopper
-    GPU, with up to 4 streams whose columns are a multiple of 256, the projection is computed while
-    the streams are written.
+    the order of its sum. Up to 4 streams whose columns are a multiple of 256 (of 512 if
+    `m * h` is 65536) are projected while they are written: they are read once, written once
+    and read once more. That needs a Hopper GPU.
 
     Args:
         x: `[..., h]`, bfloat16, contiguous: the output of the sublayer before; `h` is a multiple of
@@ -335,6 +334,7 @@ _CAST = Operator(
     reference=_cast_reference,
     cost=cost,
     dynamic=_DYNAMIC,
+    archs=(HOPPER,),
     instead=_TRAINING,
 )
 

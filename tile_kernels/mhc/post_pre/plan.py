@@ -11,6 +11,7 @@ from tile_kernels import config
 from tile_kernels.mhc.norm_fn.plan import cut_columns
 from tile_kernels.runtime.device import Device
 
+HOPPER = "sm_90a"
 MAX_STREAMS = 4  # a warpgroup for each
 TILE = 64  # tokens of a block: the rows of a warpgroup
 DEPTH = 64  # columns of a step, as many as are multiplied at once elsewhere
@@ -23,13 +24,12 @@ def padded_mixes(mixes: int) -> int:
     return -(-mixes // 8) * 8
 
 
-def fits(streams: int, hidden: int, device: Device) -> bool:
+def fits(streams: int, hidden: int) -> bool:
     """Whether a block can have the same leaves of the projection as `mhc_norm_fn_fwd` has.
 
-    A leaf must not cross streams, and the kernel needs Hopper's wgmma and bulk copies.
+    A leaf must not cross streams.
     """
-    leaf = cut_columns(streams * hidden).leaf
-    return streams <= MAX_STREAMS and hidden % leaf == 0 and device.arch == "sm_90a"
+    return streams <= MAX_STREAMS and hidden % cut_columns(streams * hidden).leaf == 0
 
 
 class Division(NamedTuple):
@@ -96,6 +96,11 @@ class WritePlan(NamedTuple):
 
 
 def plan_write(streams: int, hidden: int, padded: int, device: Device) -> WritePlan:
-    return WritePlan(
-        streams, hidden, padded, cut_columns(streams * hidden).leaf, STAGES, WEIGHT_STAGES
-    )
+    """The matrix units take registers and bulk copies fill shared memory as on Hopper alone."""
+    if device.arch != HOPPER:
+        raise ValueError(
+            f"no kernel for {device.name} ({device.arch}): streams are written and projected at "
+            f"once on a Hopper GPU ({HOPPER}); elsewhere call mhc_post and mhc_pre_big_fuse"
+        )
+    leaf = cut_columns(streams * hidden).leaf
+    return WritePlan(streams, hidden, padded, leaf, STAGES, WEIGHT_STAGES)
