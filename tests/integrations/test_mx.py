@@ -91,7 +91,9 @@ def test_blocked_layout_of_groups() -> None:
 @pytest.mark.parametrize("ground", [TORCH, CUDA])
 def test_mx_and_back(fmt: str, ground: tuple[str, str]) -> None:
     backend, device = ground
-    x = values(7, 96).to(device)
+    x = values(7, 96)
+    x[6] *= 2.0**-70
+    x = x.to(device)
     with tile_kernels.backend(backend):
         data, scales = mx.to_mx(x, fmt)
         back = mx.from_mx(data, scales, "fp32")
@@ -99,10 +101,14 @@ def test_mx_and_back(fmt: str, ground: tuple[str, str]) -> None:
     assert scales.dtype == E8M0
     assert data.dtype == (torch.float8_e4m3fn if fmt == "e4m3" else torch.float4_e2m1fn_x2)
     most = x.float().view(7, 3, 32).abs().amax(2, keepdim=True)
+    exponent = torch.ceil(torch.log2(most.double() / (448 if fmt == "e4m3" else 6)))
+    assert torch.equal(scales.double(), torch.exp2(exponent)[..., 0])
     step = 1 / 15 if fmt == "e4m3" else 1 / 3  # from a code to the middle of the next, at most
     error = (back - x.float()).view(7, 3, 32).abs()
     least = most / (448 if fmt == "e4m3" else 6)
     assert (error <= torch.maximum(x.float().view(7, 3, 32).abs() * step, least)).all()
+    zeros = mx.to_mx(torch.zeros(1, 32, device=device), fmt)
+    assert mx.from_mx(*zeros).eq(0).all()
     again = mx.to_mx(back, fmt)
     assert torch.equal(mx.from_mx(*again, "fp32"), back)
 

@@ -38,6 +38,7 @@ __all__ = [
 _WORD = 4  # exponents in an int32
 _MX_GROUP, _NVFP4_GROUP, _BLOCK = 32, 16, 128  # channels of a scale
 _MOST_E2M1, _MOST_E4M3 = 6.0, 448.0
+_LEAST_SCALE = 2.0**-126  # of MX, as a normal number of float32
 # A tile of the blocked layout: 128 rows of 4 scales in 512 bytes.
 TILE_ROWS, TILE_COLUMNS = 128, 4
 _PACKED = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
@@ -188,7 +189,9 @@ def from_blocked(blocked: Tensor, rows: int, columns: int) -> Tensor:
 def to_mx(x: Tensor, fmt: str = "e4m3") -> tuple[Tensor, Tensor]:
     """Quantizes rows in groups of 32 channels with powers of two: MXFP8 or MXFP4.
 
-    The bits are those of torchao's `to_mx` with `ScaleCalculationMode.RCEIL`.
+    A scale is the least power of two, from `2**-126` on, with which the largest value of its group
+    does not exceed the format's. Where that is not the limit, the bits are those of torchao's
+    `to_mx` with `ScaleCalculationMode.RCEIL`.
 
     Args:
         x: `[rows, channels]`, bfloat16 or float32; a multiple of 32 channels.
@@ -210,7 +213,9 @@ def to_mx(x: Tensor, fmt: str = "e4m3") -> tuple[Tensor, Tensor]:
     with checks.named("to_mx"):
         checks.one_of("fmt", fmt, ("e4m3", "e2m1"))
         _check_rows(x, _MX_GROUP)
-    return mx_operand(*quant.per_token_cast(x, fmt, _MX_GROUP, round_sf=True))
+    most = _MOST_E4M3 if fmt == "e4m3" else _MOST_E2M1
+    pair = quant.per_token_cast(x, fmt, _MX_GROUP, round_sf=True, amax_min=most * _LEAST_SCALE)
+    return mx_operand(*pair)
 
 
 def _check_rows(x: Tensor, group: int) -> None:
