@@ -15,6 +15,7 @@ the cache only counts bytes.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ _SCALE_BYTES = 4  # of a key: a float32, or four exponents
 _PACKED_DEPTH = 128  # channels of e2m1: four groups of 32, whose exponents fill an int32
 _SEGMENT = 256  # keys that a schedule assigns at once
 _MOST_LOGITS = 1 << 28  # of a launch whose result is cut to the ranges of its rows
+_MOST_OF_SEQUENCES = 1 << 24  # of a launch for several sequences, whose own logits are kept
 _PACKED = (torch.int8, torch.uint8)
 _LOGITS = (torch.float32, torch.bfloat16)
 
@@ -435,9 +437,10 @@ def fp8_fp4_paged_mqa_logits(
 ) -> Tensor:
     """The indexer's logits of `n` queries in each sequence, whose keys are in pages.
 
-    The pages of all sequences are copied (`paged_keys`), then each sequence is one launch. To
-    choose keys, `serving.indexer_select_paged` takes one launch for all sequences and writes no
-    logits.
+    The pages of all sequences are copied (`paged_keys`). Then a launch computes the logits of some
+    sequences for all of their keys, of which each keeps its own: as many sequences as give 2^24
+    logits. To choose keys, `serving.indexer_select_paged` takes one launch for all sequences and
+    writes no logits.
 
     Args:
         q: `(data, None)`, `[B, n, h, D]` in float8_e4m3fn; or `(data, scales)`: `[B, n, h, 64]` in
@@ -527,22 +530,39 @@ def _paged_mqa_logits(
         q, kv_cache, weights, context_lens, block_table, max_context_len
     )
     count, each = lengths.shape
-    if 0 in (count * each, max_context_len):
-        return weights.new_empty((count * each, max_context_len), dtype=logits_dtype)
-    zeros = lengths.new_zeros(each)
-    ends = lengths.clamp(max=max_context_len)
-    found = [
-        attention.indexer_logits(
-            _sequence(queries, b), (keys[0][b], keys[1][b]), weights[b * each : (b + 1) * each],
-            zeros, ends[b], out_dtype=logits_dtype,
+    out = weights.new_empty((count, each, max_context_len), dtype=logits_dtype)
+    if out.numel() == 0:
+        return out.flatten(0, 1)
+    num_keys = keys[0].shape[1]
+    lengths = lengths.clamp(0, max_context_len)
+    weights = weights.unflatten(0, (count, each))
+    # Sequences of a launch get logits for each other's keys too: their square is limited.
+    step = max(1, math.isqrt(_MOST_OF_SEQUENCES // (each * num_keys)))
+    for first in range(0, count, step):
+        rows = slice(first, min(first + step, count))
+        of_rows = _sequences((queries, keys, weights, lengths), rows)
+        flat_queries, flat_keys, flat_weights, ends = of_rows
+        start = first_keys(rows.stop - first, each, num_keys, ends)
+        logits = attention.indexer_logits(
+            flat_queries, flat_keys, flat_weights, start, start + ends, out_dtype=logits_dtype
         )
-        for b in range(count)
-    ]  # fmt: skip
-    return torch.cat(found)[:, :max_context_len]
+        by_sequence = logits.view(-1, each, rows.stop - first, num_keys)
+        own = by_sequence.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+        out[rows].copy_(own[..., :max_context_len])
+    return out.flatten(0, 1)
 
 
-def _sequence(operand: Any, index: int) -> Any:
-    return tuple(part[index] for part in operand) if isinstance(operand, tuple) else operand[index]
+def _sequences(operand: Any, rows: slice) -> Any:
+    """Sequences of operands, one after another."""
+    if isinstance(operand, tuple):
+        return tuple(_sequences(part, rows) for part in operand)
+    return operand[rows].flatten(0, 1)
+
+
+def first_keys(count: int, each: int, num_keys: int, like: Tensor) -> Tensor:
+    """The first key of each query, where `count` sequences of `num_keys` keys are one."""
+    sequences = torch.arange(count, device=like.device, dtype=torch.int32)
+    return (sequences * num_keys).repeat_interleave(each, output_size=count * each)
 
 
 # ---- hyper-connections --------------------------------------------------------------------------

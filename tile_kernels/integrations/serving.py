@@ -289,8 +289,7 @@ def indexer_select_paged(
         )
     count, each = lengths.shape
     num_keys = keys[0].shape[1]
-    start = torch.arange(count, device=lengths.device, dtype=torch.int32) * num_keys
-    start = start.repeat_interleave(each)
+    start = deep_gemm.first_keys(count, each, num_keys, lengths)
     end = start + lengths.reshape(-1).clamp(0, num_keys)
 
     def flat(operand: Any) -> Any:
