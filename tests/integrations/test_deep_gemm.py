@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import tile_kernels
-from tests.requirements import CUDA, TORCH
+from tests.requirements import CUDA, EMULATED_IN_FULL, TORCH
 from tile_kernels import quant
 from tile_kernels.integrations import deep_gemm
 from tile_kernels.quant.formats import decode_e2m1
 
-each_ground = pytest.mark.parametrize("ground", [TORCH, CUDA])
+each_ground = pytest.mark.parametrize("ground", [TORCH, EMULATED_IN_FULL, CUDA])
 E4M3 = torch.float8_e4m3fn
 HEADS = 8
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tile_kernels
-from tests.requirements import CUDA, TORCH
+from tests.requirements import CUDA, EMULATED_IN_FULL, TORCH
 from tile_kernels import quant
 from tile_kernels.integrations import mx
 
@@ -88,7 +88,7 @@ def test_blocked_layout_of_groups() -> None:
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
-@pytest.mark.parametrize("ground", [TORCH, CUDA])
+@pytest.mark.parametrize("ground", [TORCH, EMULATED_IN_FULL, CUDA])
 def test_mx_and_back(fmt: str, ground: tuple[str, str]) -> None:
     backend, device = ground
     x = values(7, 96)
@@ -113,7 +113,7 @@ def test_mx_and_back(fmt: str, ground: tuple[str, str]) -> None:
     assert torch.equal(mx.from_mx(*again, "fp32"), back)
 
 
-@pytest.mark.parametrize("ground", [TORCH, CUDA])
+@pytest.mark.parametrize("ground", [TORCH, EMULATED_IN_FULL, CUDA])
 def test_nvfp4_and_back(ground: tuple[str, str]) -> None:
     """Codes times scales times the scale of all, by PyTorch's dtypes; the error is that of e2m1."""
     backend, device = ground

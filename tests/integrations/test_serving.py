@@ -11,11 +11,11 @@ from torch import Tensor
 
 import tile_kernels
 from tests.integrations.test_deep_gemm import close, logits_of, moved, paged
-from tests.requirements import CUDA, TORCH
+from tests.requirements import CUDA, EMULATED_IN_FULL, TORCH
 from tile_kernels.integrations import deep_gemm, serving, sglang, vllm
 from tile_kernels.quant.formats import words_to_bytes
 
-each_ground = pytest.mark.parametrize("ground", [TORCH, CUDA])
+each_ground = pytest.mark.parametrize("ground", [TORCH, EMULATED_IN_FULL, CUDA])
 each_engine = pytest.mark.parametrize("engine", [vllm, sglang], ids=["vllm", "sglang"])
 
 
