@@ -360,6 +360,22 @@ def torch_versions() -> list[str]:
     return ["| PyTorch | here | |", "|---|---|---|", *rows]
 
 
+def integrations() -> list[str]:
+    """What `tools/check_integrations.py` wrote: packages, and what of them was compared."""
+    run = json.loads((ROOT / "docs" / "measured" / "integrations.json").read_text())
+    machine = run["machine"]
+    return [
+        f"With PyTorch {machine['torch']}, Python {machine['python']}:",
+        "",
+        "| package | version | compared |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {each['version']} | {'; '.join(each['checked'])} |"
+            for name, each in run["packages"].items()
+        ),
+    ]
+
+
 def startup() -> list[str]:
     """What `benchmarks/startup.py` wrote: a process without TileLang, and host times beside its."""
     file = RESULTS.parent / f"startup.{RESULTS.name}.json"
@@ -493,6 +509,7 @@ TABLES["rivals"] = (ROOT / "docs" / "comparison.md", rival_table)
 TABLES["benchmarks"] = (ROOT / "docs" / "benchmarks.md", benchmarks)
 TABLES["compute"] = (ROOT / "docs" / "benchmarks.md", compute_bound)
 TABLES["torch"] = (ROOT / "docs" / "release.md", torch_versions)
+TABLES["integrations"] = (ROOT / "docs" / "integrations" / "index.md", integrations)
 TABLES["startup"] = (ROOT / "docs" / "precompiled.md", startup)
 TABLES["emulator"] = (ROOT / "docs" / "finding-bugs.md", emulator)
 TABLES["corpus"] = (ROOT / "docs" / "finding-bugs.md", corpus)
