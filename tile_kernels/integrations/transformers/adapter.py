@@ -134,7 +134,12 @@ MODELS: dict[str, tuple[str, dict[str, Replacement]]] = {
     ),
     "mixtral": ("Mixtral", {"TopKRouter": _SOFTMAX, "Experts": _EXPERTS, "RMSNorm": _NORM}),
 }
-_FORWARDS = frozenset(r.forward for _, classes in MODELS.values() for r in classes.values())
+_FORWARDS = frozenset(
+    [
+        forwards.rms_promoted,
+        *(r.forward for _, classes in MODELS.values() for r in classes.values()),
+    ]
+)
 
 
 def _replacements(folder: str) -> tuple[dict[type, Replacement], list[str]]:
@@ -147,6 +152,8 @@ def _replacements(folder: str) -> tuple[dict[type, Replacement], list[str]]:
         cls = getattr(module, prefix + suffix, None)
         if cls is None:
             missing.append(prefix + suffix)
+        elif replacement.kind == "norm":
+            found[cls] = replacement._replace(forward=forwards.rms_of(cls))
         else:
             found[cls] = replacement
     return found, missing

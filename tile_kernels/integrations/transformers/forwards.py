@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,22 +101,20 @@ def mlp(self: Any, x: Tensor) -> Tensor:
     return swiglu_mlp(x, *_weights_of(self), getattr(self, "limit", None))
 
 
-@functools.cache
-def _returns_promoted(norm: type) -> bool:
-    """Whether a class of norms returns float32 for bfloat16 rows and a float32 weight.
-
-    Some multiply by the weight after rounding to the dtype of the rows, some before.
-    """
-    result: Tensor = norm(1)(torch.ones(1, dtype=torch.bfloat16))
-    return result.dtype is torch.float32
-
-
 def rms(self: Any, hidden_states: Tensor) -> Tensor:
     """An RMS norm, rounded once."""
-    out = rms_norm(hidden_states, self.weight, self.variance_epsilon)
-    if self.weight.dtype is not hidden_states.dtype and _returns_promoted(type(self)):
-        return out.to(torch.promote_types(self.weight.dtype, hidden_states.dtype))  # type: ignore[union-attr]
-    return out  # type: ignore[return-value]
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[return-value]
+
+
+def rms_promoted(self: Any, hidden_states: Tensor) -> Tensor:
+    """`rms` of classes that return float32 for bfloat16 rows and a float32 weight."""
+    return rms(self, hidden_states).to(torch.promote_types(self.weight.dtype, hidden_states.dtype))
+
+
+def rms_of(norm: type) -> Callable[[Any, Tensor], Tensor]:
+    """Which of the two a class of norms is: some multiply by the weight after rounding."""
+    result: Tensor = norm(1)(torch.ones(1, dtype=torch.bfloat16))
+    return rms if result.dtype is torch.bfloat16 else rms_promoted
 
 
 # ---- hyper-connections --------------------------------------------------------------------------
