@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.requirements import NEEDS_TRANSFORMERS, lacks_transformers
 from tile_kernels import cli
 from tile_kernels.testing import benchmark
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
         "benchmarks",
         "layer",
         "layers",
+        "transformers",
         "fp8",
         "demo",
         "comparison",
@@ -81,6 +83,8 @@ def scripts(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_examples_run(path: Path, tmp_path: Path) -> None:
     """Each in a fresh interpreter; one that announces a planted bug must find it."""
+    if path.stem == "transformers" and lacks_transformers:
+        pytest.skip(NEEDS_TRANSFORMERS)
     for number, text in enumerate(scripts(path)):
         script = tmp_path / f"example_{number}.py"
         script.write_text(text)
@@ -234,8 +238,9 @@ def test_site_builds(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for page in (ROOT / "docs").glob("*.md"):
-        name = "index.html" if page.stem == "index" else f"{page.stem}/index.html"
+    for page in (ROOT / "docs").rglob("*.md"):
+        place = page.relative_to(ROOT / "docs").with_suffix("")
+        name = "index.html" if page.stem == "index" else f"{place}/index.html"
         text = (tmp_path / name).read_text()
         assert not re.search(r'(src|href)="https?://[^"]*\.(css|js)"', text)
     for page in tmp_path.rglob("*.html"):
