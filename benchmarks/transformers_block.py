@@ -11,7 +11,7 @@ Without a GPU sizes are tiny and nothing is compiled.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ STD = 0.02  # of weights
 OFF, OFF_WITH_OTHER_CHOICES = 0.02, 0.3
 
 
-def forms_of(block: nn.Module, inputs: tuple[Tensor, ...], off: float) -> Forms:
+def forms_of(build: Callable[[], nn.Module], inputs: tuple[Tensor, ...], off: float) -> Forms:
     """A block with random weights in bfloat16, and the same with our operators."""
-    block.to(DEVICE)
+    with torch.device(DEVICE):
+        block = build()
     with torch.no_grad():
         for name, parameter in block.named_parameters():
             if parameter.dim() > 1:
@@ -64,7 +65,9 @@ def moe_config(hidden: int, intermediate: int, experts: int, topk: int, **sizes:
 def moe(tokens: int, **sizes: int) -> Forms:
     """The mixture of experts of DeepSeek-V3: router, routed experts, a shared one."""
     config = moe_config(**sizes)
-    return forms_of(v3.DeepseekV3MoE(config), (streams(1, tokens, config.hidden_size),), OFF)
+    return forms_of(
+        lambda: v3.DeepseekV3MoE(config), (streams(1, tokens, config.hidden_size),), OFF
+    )
 
 
 class V3Layer(nn.Module):
@@ -85,7 +88,7 @@ def v3_layer(batch: int, length: int, heads: int, **sizes: int) -> Forms:
     """A decoder layer of DeepSeek-V3: attention and mixture of experts, between norms."""
     config = moe_config(num_attention_heads=heads, num_key_value_heads=heads, **sizes)
     config._attn_implementation = "sdpa"
-    return forms_of(V3Layer(config), (streams(batch, length, config.hidden_size),), OFF)
+    return forms_of(lambda: V3Layer(config), (streams(batch, length, config.hidden_size),), OFF)
 
 
 class V4Layer(nn.Module):
@@ -128,7 +131,7 @@ def v4_layer(
     config._experts_implementation = "grouped_mm"
     config._attn_implementation = "eager"  # transformers has no other for it
     inputs = (streams(batch, length, config.hc_mult, hidden),)
-    return forms_of(V4Layer(config), inputs, OFF_WITH_OTHER_CHOICES)
+    return forms_of(lambda: V4Layer(config), inputs, OFF_WITH_OTHER_CHOICES)
 
 
 CASES = {

@@ -313,6 +313,32 @@ def test_the_router_of_v4_ranks_in_float32() -> None:
     near(weights.gather(1, order), expected_weights.gather(1, expected_order), 1e-6)
 
 
+def test_hyper_connections_of_v4() -> None:
+    """Read, mixes and head, with constants that are large enough to be seen."""
+    settings = {"hc_eps": 0.05, "hc_sinkhorn_iters": 3, "rms_norm_eps": 0.5}
+    model = build("deepseek_v4", torch.bfloat16, **settings)
+    x = torch.randn(2, 9, 4, 64).bfloat16().requires_grad_()
+    for module in (model.model.layers[0].attn_hc, model.model.hc_head):
+        for parameter in module.parameters():
+            parameter.data.normal_(std=0.5)
+        exact = module(x.float())
+        exact = exact if isinstance(exact, tuple) else (exact,)
+        leaves = [x, *module.parameters()]
+        directions = [torch.randn_like(y).bfloat16().float() for y in exact]
+        expected = torch.autograd.grad(exact, leaves, directions)
+        apply(model)
+        found = module(x)
+        found = found if isinstance(found, tuple) else (found,)
+        for one, other in zip(found, exact, strict=True):
+            assert distance(other.double(), one.double()) < 5e-3
+        grads = torch.autograd.grad(
+            found, leaves, [d.to(y.dtype) for d, y in zip(directions, found)]
+        )
+        for one, other in zip(grads, expected, strict=True):
+            assert distance(other.double(), one.double()) < 0.02
+        revert(model)
+
+
 @pytest.mark.parametrize("limit", [0.02, 10.0])
 def test_clamps_of_v4(limit: float) -> None:
     """Experts and shared experts, with a limit that most values exceed, and one that none does."""
