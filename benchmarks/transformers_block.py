@@ -22,13 +22,14 @@ from transformers import DeepseekV3Config, DeepseekV4Config
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 
-from benchmarks.layers import BF16, DEVICE, Case, Forms, parser_of, run_all, streams
+from benchmarks.layers import BF16, CUDA, DEVICE, Case, Forms, parser_of, run_all, streams
 from tile_kernels.integrations.transformers import apply
 
 STD = 0.02  # of weights
-# Results and gradients may be this far apart. A router of DeepSeek-V4 in transformers ranks scores
-# that are rounded to bfloat16, so that some tokens take another expert of nearly the same score.
-OFF, OFF_WITH_OTHER_CHOICES = 0.02, 0.3
+# Results and gradients may be this far apart. On a GPU transformers' routers compute scores in TF32
+# (DeepSeek-V3) or round them to bfloat16 (V4), and of many tokens some take another expert of
+# nearly the same score. The file has the distances.
+OFF = 0.3 if CUDA else 0.02
 
 
 def forms_of(build: Callable[[], nn.Module], inputs: tuple[Tensor, ...], off: float) -> Forms:
@@ -131,7 +132,7 @@ def v4_layer(
     config._experts_implementation = "grouped_mm"
     config._attn_implementation = "eager"  # transformers has no other for it
     inputs = (streams(batch, length, config.hc_mult, hidden),)
-    return forms_of(lambda: V4Layer(config), inputs, OFF_WITH_OTHER_CHOICES)
+    return forms_of(lambda: V4Layer(config), inputs, OFF)
 
 
 CASES = {

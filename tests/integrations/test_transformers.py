@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ import transformers
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 
+from benchmarks import transformers_block
 from tile_kernels import moe
 from tile_kernels.integrations import transformers as adapter
 from tile_kernels.integrations.transformers import EXPERTS, KINDS, apply, register_experts, revert
@@ -460,6 +463,27 @@ def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.99.1")
     with pytest.warns(UserWarning, match=r"tested with transformers 5\.17 to 5\.\d+, this is 5.99"):
         apply(model)
+
+
+# ---- the benchmark ------------------------------------------------------------------------------
+
+
+def test_benchmark_compares_and_writes(tmp_path: Path) -> None:
+    (path,) = transformers_block.main(["--output", str(tmp_path)])
+    content = json.loads(path.read_text())
+    assert content["machine"]["transformers"] == transformers.__version__
+    compared = {result["case"]: result["off"] for result in content["results"] if "off" in result}
+    assert compared.keys() == transformers_block.CASES.keys()
+    assert all(0 < distance < 0.02 for pair in compared.values() for distance in pair)
+    timed = {
+        (each["case"], each["form"], each["step"]) for each in content["results"] if "step" in each
+    }
+    assert timed == {
+        (case, form, step)
+        for case in transformers_block.CASES
+        for form in ("plain", "kernels")
+        for step in ("forward", "training")
+    }
 
 
 # ---- the experts implementation -----------------------------------------------------------------
