@@ -19,9 +19,19 @@ from tile_kernels.attention.indexer_plan import (
     MARKING,
     plan_expand,
 )
+from tile_kernels.attention.logits.plan import plan as plan_logits
+from tile_kernels.attention.topk.plan import PART, plan_parts
 from tile_kernels.attention.topk.plan import plan as plan_topk
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.declaration import Launch, Out, Spec, alignment, dtype_name
+from tile_kernels.runtime.declaration import (
+    ALIGNMENT,
+    Launch,
+    Out,
+    Spec,
+    alignment,
+    dtype_name,
+    row_alignment,
+)
 from tile_kernels.runtime.launch import Kernel
 
 MAX_HEADS = 128
@@ -36,7 +46,9 @@ MIN_TILES = 4  # of keys for a list
 MIN_QUERIES_TO_EXPAND = 64  # that are worth expanding keys once before
 
 _EXPAND_KEYS = Kernel("tile_kernels.attention.score_primitives", "expand_keys", plan_expand)
+_SCORES = Kernel("tile_kernels.attention.logits.kernel", "score_tiles", plan_logits)
 BEST_OF_ROWS = Kernel("tile_kernels.attention.topk.kernel", "best_of_rows", plan_topk)
+_BEST_OF_PARTS = Kernel("tile_kernels.attention.topk.kernel", "best_of_parts", plan_parts)
 
 # ---- arguments ----------------------------------------------------------------------------------
 
@@ -234,6 +246,40 @@ def score(
     expand = Launch(_EXPAND_KEYS, (depth,), (aligned(k), k_sf, data, factors, key_marks))
     e4m3_keys = (data.view(-1, depth), factors.view(-1), key_marks)
     return [expand, launch(E4M3, MARKING, e4m3_keys), exact]
+
+
+def score_all(
+    operands: Sequence[Any], scratch: Sequence[Spec], logits: Spec, share: Any, block_queries: Any
+) -> list[Launch]:
+    """Writes the logits of all keys; the first two arguments are those of `score`."""
+    results = (logits, share, block_queries)
+    return score(_SCORES, (dtype_name(logits),), operands, scratch, results)
+
+
+def parts_scratch(num_rows: int, num_columns: int, topk: int) -> tuple[Out, ...]:
+    """The lists that `best_of_parts` leaves between its launches: names and keys of each."""
+    lists: list[Out] = []
+    while (parts := -(-num_columns // PART)) > 1:
+        shape = (num_rows, parts, topk)
+        lists += [Out("names", shape, torch.int32), Out("keys", shape, torch.uint32)]
+        num_columns = parts * topk
+    return tuple(lists)
+
+
+def best_of_parts(
+    logits: Spec, start: Spec, end: Spec, out: Spec, scratch: Sequence[Spec]
+) -> list[Launch]:
+    """Chooses the best of few long rows of logits; `scratch` is that of `parts_scratch`."""
+    num_rows, topk = out.shape
+    last = out.view(num_rows, 1, topk)
+    launches = []
+    names: Spec | None = None
+    for i in range(0, len(scratch) + 2, 2):
+        lists = (*scratch, last, last.view(torch.uint32))[i : i + 2]
+        problem = (topk, dtype_name(logits), row_alignment(logits) == ALIGNMENT)
+        launches.append(Launch(_BEST_OF_PARTS, problem, (logits, start, end, names, *lists)))
+        names, logits = (part.view(num_rows, -1) for part in lists)
+    return launches
 
 
 def merge(keys: Spec, names: Spec, out: Spec) -> Launch:
