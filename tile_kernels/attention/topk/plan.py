@@ -60,6 +60,6 @@ class PartPlan(NamedTuple):
     vector: int
 
 
-def plan_parts(topk: int, dtype: str, aligned: bool, device: Device) -> PartPlan:  # noqa: ARG001
+def plan_parts(topk: int, dtype: str, aligned: bool, device: Device) -> PartPlan:
     """The same on every device. `aligned`: every fourth entry of a row is at 16 bytes."""
     return PartPlan(topk, dtype, 4 if aligned else 1)
