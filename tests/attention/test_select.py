@@ -71,7 +71,7 @@ def test_limits_are_as_documented(
                 select(most + 1, short)
     with contextlib.nullcontext() if logits else pytest.raises(ValueError, match="fewer heads"):
         for of_keys, role in keys_and_roles:
-            plan_logits(source, of_keys, heads, depth, "float32", role, device)
+            plan_logits(source, of_keys, heads, depth, "float32", False, role, device)
 
 
 @pytest.mark.parametrize("tokens", [5, 70])

@@ -41,6 +41,11 @@ SOURCES = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: E4M3, torch.int8: E2
 MAX_SHARE = 32 * KEYS
 MAX_BLOCKS = 65535  # along a side of a grid
 BLOCKS_PER_SM = 4
+MANY_QUERIES = 64
+BLOCK_QUERIES = 8  # of 64 heads, in a pipelined block
+MAX_SHARES = 16  # that are tried where queries alone fill all SMs
+# H200, 4096 queries x 65536 keys: 8 shares of the keys take 50 us longer than 4.
+BEGIN_TILES = 2
 MARK_BLOCKS_PER_SM = 8  # that search for marks
 MIN_TILES = 4  # of keys for a list
 MIN_QUERIES_TO_EXPAND = 64  # that are worth expanding keys once before
@@ -160,12 +165,33 @@ def _num_sms(device: torch.device) -> int:
     return config.get_device_num_sms(device if device.type == "cuda" else None)
 
 
+def are_many(num_queries: int) -> bool:
+    """Whether pipelined blocks score the queries, where there are such."""
+    return num_queries >= MANY_QUERIES
+
+
 def share_of_keys(num_queries: int, num_keys: int, device: torch.device) -> int:
     """Keys of a block: many, so that its queries are worth loading, but work for all SMs."""
+    if are_many(num_queries):
+        return _balanced_share(num_queries, num_keys, device)
     shares = -(-BLOCKS_PER_SM * _num_sms(device) * 2 // max(1, num_queries))
     tiles = -(-num_keys // KEYS)
     most = max(MAX_SHARE // KEYS, -(-tiles // MAX_BLOCKS))
     return KEYS * max(1, min(most, -(-tiles // shares)))
+
+
+def _balanced_share(num_queries: int, num_keys: int, device: torch.device) -> int:
+    """Keys of a block that has an SM to itself: of the shares with which blocks fill all SMs about
+    equally often, the one with the least time, where a block begins in that of some tiles."""
+    blocks, sms = -(-num_queries // BLOCK_QUERIES), _num_sms(device)
+    tiles = max(1, -(-num_keys // KEYS))
+    fewest = -(-tiles // MAX_BLOCKS)
+    most = max(fewest, min(tiles, max(MAX_SHARES, 2 * sms // blocks)))
+
+    def time(shares: int) -> int:
+        return -(-blocks * shares // sms) * (-(-tiles // shares) + BEGIN_TILES)
+
+    return KEYS * -(-tiles // min(range(fewest, most + 1), key=time))
 
 
 def queries_per_block(num_queries: int, shares: int, device: torch.device) -> int:
@@ -249,11 +275,17 @@ def score(
 
 
 def score_all(
-    operands: Sequence[Any], scratch: Sequence[Spec], logits: Spec, share: Any, block_queries: Any
+    operands: Sequence[Any],
+    scratch: Sequence[Spec],
+    logits: Spec,
+    share: Any,
+    block_queries: Any,
+    many: Any,
 ) -> list[Launch]:
-    """Writes the logits of all keys; the first two arguments are those of `score`."""
+    """Writes the logits of all keys; the first two arguments are those of `score`, and `many` is
+    what `are_many` says of the queries."""
     results = (logits, share, block_queries)
-    return score(_SCORES, (dtype_name(logits),), operands, scratch, results)
+    return score(_SCORES, (dtype_name(logits), many), operands, scratch, results)
 
 
 def parts_scratch(num_rows: int, num_columns: int, topk: int) -> tuple[Out, ...]:

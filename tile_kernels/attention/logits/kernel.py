@@ -13,6 +13,7 @@ from tilelang import language as T
 
 from tile_kernels.attention.indexer_plan import E2M1, MARKED, MARKING, with_tile
 from tile_kernels.attention.list_primitives import NO_TYPED_SYNC
+from tile_kernels.attention.logits.pipelined import pipelined_scores
 from tile_kernels.attention.logits.plan import MAX_SCALE_BLOCKS, Plan
 from tile_kernels.attention.score_primitives import (
     Held,
@@ -38,6 +39,8 @@ def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
 def score_tiles(*static: Any) -> Any:
     """A block has some queries and a share of the keys, `share_keys`, a multiple of 128."""
     tile, out_dtype, role = with_tile(Plan, static)
+    if tile.pipelined:
+        return pipelined_scores(tile, out_dtype, role)
     keys, queries = tile.keys, tile.queries
     types, steps = score_types(tile), score_macros(tile)
     tokens, num_keys = types.tokens, types.num_keys

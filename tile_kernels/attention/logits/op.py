@@ -56,7 +56,8 @@ class Arguments(NamedTuple):
         return Out("out", (self.q.shape[0], self.k.shape[0]), self.out_dtype)
 
     def launches(self, out: Spec, *scratch: Spec) -> list[Launch]:
-        return indexer.score_all(self[:7], scratch, out, Size(_share), Size(_queries_per_block))
+        sizes = (Size(_share), Size(_queries_per_block), Size(_are_many))
+        return indexer.score_all(self[:7], scratch, out, *sizes)
 
 
 def _share(a: Arguments) -> int:
@@ -65,6 +66,10 @@ def _share(a: Arguments) -> int:
 
 def _num_shares(a: Arguments) -> int:
     return -(-a.k.shape[0] // _share(a))
+
+
+def _are_many(a: Arguments) -> bool:
+    return indexer.are_many(a.q.shape[0])
 
 
 def _queries_per_block(a: Arguments) -> int:
