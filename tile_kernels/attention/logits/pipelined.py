@@ -46,6 +46,7 @@ class Registers(NamedTuple):
 
 @T.macro
 def registers(tile):
+    """A `Registers`."""
     products = T.alloc_local((WARPGROUP_COLUMNS // 2,), T.float32)
     weights = T.alloc_local((WARPGROUP_COLUMNS // LANES,), T.float32)
     sums = T.alloc_local((2 * tile.warpgroup_queries,), T.float32)
@@ -151,6 +152,7 @@ class Memory(NamedTuple):
 
 @T.macro
 def memory(tile):
+    """A `Memory`."""
     queries = T.alloc_shared((1, tile.columns, tile.depth), tile.unit)
     keys = T.alloc_shared((tile.stages, tile.keys, tile.depth), tile.unit)
     T.annotate_layout(
@@ -203,9 +205,7 @@ def pipelined_scores(tile: Tile, out_dtype: str, role: str) -> Any:
                     k[row : row + keys, 0 : tile.depth], m.keys[slot, :, :], barrier=m.landed[slot]
                 )
                 if tile.of_keys != BF16:
-                    T.tma_copy(
-                        k_sf[row : row + keys], m.k_factors[slot, :], barrier=m.landed[slot]
-                    )
+                    T.tma_copy(k_sf[row : row + keys], m.k_factors[slot, :], barrier=m.landed[slot])
                 if thread == 0:
                     T.barrier_arrive(m.landed[slot])
         else:
@@ -229,7 +229,7 @@ def pipelined_scores(tile: Tile, out_dtype: str, role: str) -> Any:
         operands = Operands(T.alloc_wgmma_desc(), T.alloc_wgmma_desc())
         load(q, q_sf, weights, first, tokens, m.queries, m.q_factors, m.weights, m.wide)
         T.sync_threads(1, consumers)
-        if role == MARKING:
+        if role == MARKING:  # noqa: SIM102
             if tx < queries and first + tx < tokens:
                 marks[first + tx, share] = m.wide[0]
         for j in T.unroll(WARPGROUP_COLUMNS // 8):
@@ -250,10 +250,10 @@ def pipelined_scores(tile: Tile, out_dtype: str, role: str) -> Any:
             most = T.min(most, m.bounds[1, group * tile.warpgroup_queries + t])
         describe(m.queries, m.keys, group, operands)
         factor = T.alloc_var(T.float32, init=T.float32(1))
+        slot = T.alloc_var(T.int32, init=0)
+        phase = T.alloc_var(T.int32, init=0)
         for number in T.serial(begin, last):
-            n = number - begin
-            slot = n % stages
-            T.mbarrier_wait_parity(m.landed[slot], n // stages % 2)
+            T.mbarrier_wait_parity(m.landed[slot], phase)
             multiply(operands, slot, r.products)
             T.wait_wgmma(0)
             T.warpgroup_fence_operand(r.products, num_regs=WARPGROUP_COLUMNS // 2)
@@ -262,6 +262,10 @@ def pipelined_scores(tile: Tile, out_dtype: str, role: str) -> Any:
             T.sync_warp()
             if lane == 0:
                 T.barrier_arrive(m.free[slot])
+            slot = slot + 1
+            if slot == stages:
+                slot = 0
+                phase = 1 - phase
             weigh(r)
             exchange(r, odd, high)
             key = number * keys + row
@@ -283,7 +287,7 @@ def pipelined_scores(tile: Tile, out_dtype: str, role: str) -> Any:
         weights: types.weights, start: types.start, end: types.end, marks: types.marks,
         out: T.Tensor[(tokens, num_keys), out_dtype],
         share_keys: T.int32,
-        block_queries: T.int32,
+        block_queries: T.int32,  # noqa: ARG001
     ):  # fmt: skip
         with types.grid(tile, 1, share_keys) as (block, share):
             m = Memory(*memory(tile))
