@@ -32,7 +32,10 @@ BITS = {"float32": 32, "bfloat16": 16}
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
     tile, out_dtype, _ = with_tile(Plan, static)
-    return (8, 32, 128) if tile.source == E2M1 else (32, 128), BITS[out_dtype]
+    loads = [8] if tile.source == E2M1 else []
+    if tile.pipelined and tile.heads == tile.padded:  # a thread has two weights
+        loads.append(64)
+    return tuple(sorted([*loads, 32, 128])), BITS[out_dtype]
 
 
 @kernel(access_bits=access_bits, pass_configs={**NO_TYPED_SYNC, **EXPLICIT_GUARDS})
