@@ -47,7 +47,7 @@ class ScoreTypes(NamedTuple):
         return T.Kernel(
             T.ceildiv(self.tokens, turns * tile.queries),
             T.ceildiv(self.num_keys, share_keys),
-            threads=tile.threads,
+            threads=tile.all_threads,
         )
 
 
@@ -167,13 +167,17 @@ def begin_block(tile: Tile) -> Any:
 
 
 def published(tile: Tile) -> Any:
-    """A macro: a barrier, after which the matrix units see what was written to shared memory."""
+    """A macro: a barrier of the threads that multiply, after which the matrix units see what was
+    written to shared memory."""
 
     @T.macro
     def publish():
         if tile.fenced:
             T.fence_proxy_async()
-        T.sync_threads()
+        if tile.pipelined:
+            T.sync_threads(1, tile.threads)
+        else:
+            T.sync_threads()
 
     return publish
 
