@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -260,7 +261,7 @@ expanded |
         is_static = self.can_avoid_host_waits and arguments.do_cpu_sync is False
         needs_counts = arguments.handle is None and not is_static
         hop = None if request is None else request.route.hop
-        recv_counts = self._agree(
+        agreed = self._agree(
             "ElasticBuffer.dispatch",
             {} if request is None else request.settings,
             error,
@@ -272,7 +273,8 @@ expanded |
         if hop is not None:
             self._num_dispatches += 1
             if not hop.is_static:
-                hop.recv_counts = self._fabric.counts_on_first_hop(recv_counts)
+                hop.recv_counts = self._fabric.counts_on_first_hop(agreed.counts)
+        request = replace(request, windows=agreed.windows)
         serial, device = self._num_dispatches, request.payloads[0].device
         after_caller = hop is not None and hop.is_static  # the device may still compute the hop
         with self._on_comm_stream(device, arguments.previous_event, after_caller) as finish:
@@ -346,9 +348,10 @@ rank |
     def _combine(self, arguments: CombineArguments) -> tuple[Tensor, Tensor | None, EventOverlap]:
         request, error = checked(lambda: combine_request(self._fabric, arguments, self._limits))
         settings = {} if request is None else request.settings
-        self._agree("ElasticBuffer.combine", settings, error, needs_counts=False)
+        agreed = self._agree("ElasticBuffer.combine", settings, error, needs_counts=False)
         if request is None:
             raise unreachable()
+        request = replace(request, windows=agreed.windows)
         with self._on_comm_stream(request.x.device, arguments.previous_event) as finish:
             before_epilogue = _wait_of(arguments.previous_event_before_epilogue)
 

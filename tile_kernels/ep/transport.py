@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tile_kernels import moe
 from tile_kernels.ep.engines import Engine
+from tile_kernels.ep.engines.window import Window
 from tile_kernels.ep.plan import (
     Hop,
     Plan,
@@ -46,16 +47,16 @@ class Fabric:
         rail = world.split(topology.rail(rank))
         return cls(topology, rank, world, [rail, node])
 
-    def first_hop(self, topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Hop:
-        """To the ranks, or to the nodes, of the chosen experts `[T, K]`.
-
-        With a `capacity`, the maximum number of tokens of any rank, the hop is static.
-        """
+    def peers_on_first_hop(self, topk_idx: Tensor, num_experts: int) -> tuple[Tensor, int]:
+        """The rank, or the node, of each of the chosen experts `[T, K]`; and how many there are."""
         num_peers = self.hops[0].size
-        groups = peers_of(topk_idx, num_experts // num_peers, 0, num_peers)
-        if capacity is None:
-            return plan_hop(groups, num_peers)
-        return plan_static_hop(groups, num_peers, capacity)
+        return peers_of(topk_idx, num_experts // num_peers, 0, num_peers), num_peers
+
+    @property
+    def window(self) -> Window | None:
+        """The windows that rows are written to directly, if the ranks have some."""
+        all_active = len(self.world.active) == self.world.size
+        return self.world.window if all_active and not self.topology.is_hybrid else None
 
     def without_inactive(self, topk_idx: Tensor, num_experts: int) -> Tensor:
         """The same choices; -1 for experts of ranks that do not take part."""

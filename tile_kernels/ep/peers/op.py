@@ -70,6 +70,7 @@ def put_rows(
         rows.shape[0], math.gcd(alignment, rows.data_ptr(), ALIGNMENT),
         0 if scales is None else scales.shape[1], 0 if words is None else words.shape[1],
     )  # fmt: skip
+    items = None if words is None else items
     arguments = (ranks, slots, peers, scales, items, words)
     if not _run(_PUT, problem, rows, *arguments, capacity):
         reference.put_rows(rows, *arguments)

@@ -22,7 +22,9 @@ def put_at(address: int, rows: Tensor, slots: Tensor) -> None:
         return
     width = rows.shape[1] * rows.element_size()
     target = memory_at(address, (int(slots.max()) + 1) * width).view(-1, width)
-    target[slots.long()] = rows.contiguous().view(torch.uint8)
+    # One column counts as contiguous whatever its stride is.
+    rows = rows.clone(memory_format=torch.contiguous_format)
+    target[slots.long()] = rows.view(torch.uint8)
 
 
 def put_rows(
