@@ -139,7 +139,8 @@ def test_rows_are_copied_16_bytes_at_a_time(name: str) -> None:
     assert function.spill_bytes == 0
     rows = 1 if name == "put_rows" else 4  # vectors of a row that a thread has
     assert function.accesses["LDG.128"] == function.accesses["STG.128"] == rows
-    assert {each for each in function.accesses if each.startswith(("LDG", "STG", "LDL", "STL"))} == {
+    named = {each for each in function.accesses if each.startswith(("LDG", "STG", "LDL", "STL"))}
+    assert named == {
         "LDG.128", "LDG.64", "LDG.32", "STG.128", "STG.32"
     }  # fmt: skip
 

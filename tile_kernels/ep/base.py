@@ -84,11 +84,11 @@ class BufferBase:
         return self.num_scaleout_ranks, self.num_scaleup_ranks
 
     def _on_comm_stream(
-        self, device: torch.device, previous_event: EventHandle | None, after_caller: bool = False
+        self, device: torch.device, previous_event: EventHandle | None
     ) -> AbstractContextManager[Finish]:
         world = self._fabric.world
         settle = world.settle if self._check_ranks and not world.is_watched else None
-        return on_comm_stream(device, previous_event, after_caller, settle, self._keep_tensors)
+        return on_comm_stream(device, previous_event, settle, self._keep_tensors)
 
     def _configure(self, call: str, check: Callable[[], None], settings: Settings) -> None:
         """The agreement check of a call that needs all ranks to be active."""

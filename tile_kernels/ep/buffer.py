@@ -15,7 +15,7 @@ from tile_kernels.ep.autograd import CombineFn, DispatchFn
 from tile_kernels.ep.domains import topology_of
 from tile_kernels.ep.engines import make_engine
 from tile_kernels.ep.engram import EngramMethods, EngramStore
-from tile_kernels.ep.events import EventHandle, EventOverlap
+from tile_kernels.ep.events import EventHandle, EventOverlap, reading_after
 from tile_kernels.ep.gather import GatherMethods
 from tile_kernels.ep.handle import EPHandle
 from tile_kernels.ep.pipeline import PipelineMethods
@@ -255,7 +255,11 @@ expanded |
     def _dispatch(
         self, arguments: DispatchArguments
     ) -> tuple[Received, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
-        request, error = checked(lambda: dispatch_request(self._fabric, arguments, self._limits))
+        first = arguments.x[0] if isinstance(arguments.x, tuple) and arguments.x else arguments.x
+        with reading_after(arguments.previous_event, first):
+            request, error = checked(
+                lambda: dispatch_request(self._fabric, arguments, self._limits)
+            )
         if request is not None:
             arguments = request.arguments
         is_static = self.can_avoid_host_waits and arguments.do_cpu_sync is False
@@ -276,8 +280,7 @@ expanded |
                 hop.recv_counts = self._fabric.counts_on_first_hop(agreed.counts)
         request = replace(request, windows=agreed.windows)
         serial, device = self._num_dispatches, request.payloads[0].device
-        after_caller = hop is not None and hop.is_static  # the device may still compute the hop
-        with self._on_comm_stream(device, arguments.previous_event, after_caller) as finish:
+        with self._on_comm_stream(device, arguments.previous_event) as finish:
             before_epilogue = _wait_of(arguments.previous_event_before_epilogue)
 
             def run() -> exchange.Dispatched:

@@ -111,7 +111,8 @@ def _direct(
         plan.layout = layout
         handle = _handle(fabric, request, plan, serial)
     if weights is not None:
-        weights = words[:, -weights.shape[1] :].contiguous().view(torch.float32)
+        arrived = words[:, -weights.shape[1] :]  # a copy does not keep the region
+        weights = arrived.clone(memory_format=torch.contiguous_format).view(torch.float32)
     if expand:
         for rows in payloads:
             direct.zero_padding(rows, traffic, fabric.rank, alignment)
