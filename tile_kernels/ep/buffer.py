@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tile_kernels.ep import exchange, model
+from tile_kernels.ep import compiled, exchange, model
 from tile_kernels.ep.agreement import agree, checked, unreachable
 from tile_kernels.ep.arguments import CombineArguments, DispatchArguments, with_flags
 from tile_kernels.ep.autograd import CombineFn, DispatchFn
@@ -157,6 +158,7 @@ each time; otherwise the source adds them all up, rounding once |
         self._fabric = Fabric.of(world, topology)
         self._engram = EngramStore(world, self.num_bytes - num_cpu_bytes, num_cpu_bytes)
         self._num_dispatches = 0
+        self.number = compiled.register_buffer(self)  # in this process, for operators
         if environment.verbose:
             print(  # noqa: T201 - as asked for
                 f"ElasticBuffer: rank {self.rank_idx} of {self.num_ranks}, engine {self.engine}, "
@@ -255,6 +257,9 @@ expanded |
     def _dispatch(
         self, arguments: DispatchArguments
     ) -> tuple[Received, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
+        if torch.compiler.is_compiling():
+            return (*compiled.dispatch(self, arguments), EventOverlap())
+        arguments = replace(arguments, handle=compiled.resolved(arguments.handle))
         first = arguments.x[0] if isinstance(arguments.x, tuple) and arguments.x else arguments.x
         with reading_after(arguments.previous_event, first):
             request, error = checked(
@@ -349,6 +354,9 @@ rank |
         )  # fmt: skip
 
     def _combine(self, arguments: CombineArguments) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        if torch.compiler.is_compiling():
+            return (*compiled.combine(self, arguments), EventOverlap())
+        arguments = replace(arguments, handle=compiled.resolved(arguments.handle))
         request, error = checked(lambda: combine_request(self._fabric, arguments, self._limits))
         settings = {} if request is None else request.settings
         agreed = self._agree("ElasticBuffer.combine", settings, error, needs_counts=False)

@@ -11,6 +11,7 @@ from torch import Tensor
 from tile_kernels import moe
 from tile_kernels.ep import direct
 from tile_kernels.ep.handle import EPHandle, Routing
+from tile_kernels.ep.model import max_expanded_rows
 from tile_kernels.ep.plan import Plan, count_ids
 from tile_kernels.ep.requests import CombineRequest, DispatchRequest
 from tile_kernels.ep.rows import as_bytes, field_of, pack, scatter_rows, unpack, zeros
@@ -188,8 +189,7 @@ def _handle(fabric: Fabric, request: DispatchRequest, plan: Plan, serial: int) -
         num_recv, num_expanded = plan.num_arrived, 0
     else:
         num_recv = topology.num_ranks * max_tokens
-        max_slots = num_recv * min(num_topk, num_local)
-        num_expanded = align(max_slots + (alignment - 1) * num_local, alignment)
+        num_expanded = max_expanded_rows(num_recv, num_topk, num_local, alignment)
     if num_max_rows is not None and route.expand:
         num_expanded = num_max_rows
     elif num_max_rows is not None:

@@ -20,8 +20,19 @@ from tile_kernels.ep.plan import (
     plan_hop,
     plan_static_hop,
 )
-from tile_kernels.ep.rows import Field, field_of, pack, reordered, restored, scatter_rows, unpack
+from tile_kernels.ep.rows import (
+    Field,
+    field_of,
+    on_host,
+    pack,
+    reordered,
+    restored,
+    scatter_rows,
+    unpack,
+)
 from tile_kernels.ep.topology import Topology
+
+_ROWS_AT_ONCE = 128  # of a sum on the host
 
 _DISPATCH, _COMBINE = "ElasticBuffer.dispatch (rows)", "ElasticBuffer.combine (rows)"  # phases
 
@@ -169,6 +180,8 @@ def staged_sum(values: Tensor, items: Tensor, first: Sequence[Tensor] = ()) -> T
 
     In float32, from +0.0; rounded once to the dtype of `values` `[n, H]`.
     """
+    if on_host(values):
+        return _sum_on_host(values, items, first)
     if first:
         rows = torch.arange(items.shape[0], dtype=torch.int32, device=items.device)[:, None]
         num_first = len(first) * items.shape[0]
@@ -178,6 +191,30 @@ def staged_sum(values: Tensor, items: Tensor, first: Sequence[Tensor] = ()) -> T
     if values.numel() == 0:
         return values.new_zeros((items.shape[0], values.shape[1]))
     return moe.reduce_fused(values, None, items)
+
+
+def _sum_on_host(values: Tensor, items: Tensor, first: Sequence[Tensor]) -> Tensor:
+    """`staged_sum` on the host, some rows at a time so that their sums stay in the cache."""
+    num_rows, hidden = items.shape[0], values.shape[1]
+    out = values.new_empty((num_rows, hidden))
+    if hidden == 0:
+        return out
+    total = torch.empty((_ROWS_AT_ONCE, hidden), dtype=torch.float32)
+    for start in range(0, num_rows, _ROWS_AT_ONCE):
+        some = items[start : start + _ROWS_AT_ONCE]
+        sums = total[: len(some)].zero_()
+        for each in first:
+            sums += each[start : start + len(some)].float()
+        for slot in some.unbind(1):
+            rows = ((slot >= 0) & (slot < values.shape[0])).nonzero().flatten()
+            if len(rows) == len(some):
+                sums += values.index_select(0, slot).float()
+            elif len(rows):
+                sums.index_add_(0, rows, values.index_select(0, slot[rows]).float())
+        rounded = out[start : start + len(some)].copy_(sums)
+        if values.dtype != torch.bfloat16:  # one NaN, as kernels have it
+            rounded.masked_fill_(sums.isnan(), torch.nan)
+    return out
 
 
 def owned_weights(weights: Tensor, owners: Tensor) -> Tensor:
