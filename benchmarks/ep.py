@@ -6,9 +6,9 @@
 `symm`: device time of the kernels of a dispatch and a combine along a handle, one rank at a time,
 for the kernels that write into the windows of the peers, and for the steps of the ring (pack, copy
 to the peer, copy out, unpack, expand). `share` is the bandwidth as a part of that of a copy in the
-same run. `call_us` is the time of whole calls of all ranks together; processes that share a GPU
-take turns on it, so that this says little about several GPUs. `overlap` are the kernels of one rank
-around a dispatch beside a matrix product.
+same run. `tilings_us` are variants of the kernel. `call_us` is the time of whole calls of all ranks
+together; processes that share a GPU take turns on it, so that this says little about several GPUs.
+`overlap` are the kernels of one rank around a dispatch beside a matrix product.
 
 `gloo`: whole dispatches and combines of `ElasticBuffer`, and the same exchange written with
 `all_to_all_single`: `plain` sends a row for each choice of an expert, `dedup` one for each rank.
@@ -33,17 +33,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tile_kernels.ep import ElasticBuffer, direct
+from tile_kernels.ep.peers.op import put_rows
 from tile_kernels.ep.plan import plan_hop
 from tile_kernels.ep.rows import field_of, pack, scatter_rows, unpack
 from tile_kernels.ep.transport import staged_sum
 from tile_kernels.testing import benchmark
-from tile_kernels.testing.timing import copy_bandwidth, time_device
 
 NUM_EXPERTS, NUM_TOPK = 64, 8
 SYMM_TOKENS, SYMM_HIDDEN = 8192, 7168
 GLOO_TOKENS, GLOO_HIDDEN = (512, 4096), 2048
 RANKS = (2, 4)
 CALLS = 10
+REPEATS, FLUSH_BYTES, COPY_BYTES = 7, 256 << 20, 1 << 30
 DEVICE = "cuda"
 
 
@@ -70,9 +71,30 @@ def in_turn(action: Callable[[], Any]) -> Any:
     return result
 
 
+def timed(action: Callable[[], Any]) -> float:
+    """Median device time with a cold L2 cache, from events around the call."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=DEVICE)
+    events = []
+    for _ in range(1 + REPEATS):
+        flush.zero_()
+        events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+        events[-1][0].record()
+        action()
+        events[-1][1].record()
+    torch.cuda.synchronize()
+    return statistics.median(1e3 * begin.elapsed_time(end) for begin, end in events[1:])
+
+
 def device_us(action: Callable[[], Any]) -> float:
-    """Device time of kernels, while the other ranks are idle."""
-    return float(in_turn(lambda: time_device(action, repeats=CALLS).us))
+    """Device time of an action of this rank, while the other ranks are idle."""
+    return float(in_turn(lambda: timed(action)))
+
+
+def copy_gbs() -> float:
+    """Bandwidth of a copy, read plus write, measured in the same way."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2e-3 * COPY_BYTES / device_us(lambda: target.copy_(source))
 
 
 def call_us(action: Callable[[], Any]) -> float:
@@ -100,10 +122,13 @@ def symm_rank(group: Any) -> list[dict[str, Any]]:
     )
     topk_idx, weights = (each.to(DEVICE) for each in routing(SYMM_TOKENS, buffer.rank_idx))
     x = torch.randn(SYMM_TOKENS, SYMM_HIDDEN, device=DEVICE).bfloat16()
-    bandwidth = in_turn(lambda: copy_bandwidth(1 << 30))
+    bandwidth = copy_gbs()
     rows = []
     for expand in (False, True):
-        rows += symm_layout(buffer, x, topk_idx, weights, expand, float(bandwidth))
+        rows += symm_layout(buffer, x, topk_idx, weights, expand, bandwidth)
+        if buffer.rank_idx == 0:
+            for row in rows[-2:]:
+                print(json.dumps(rounded(row)), flush=True)
     return [*rows, {"what": "overlap", "kernels": overlap(buffer, x, topk_idx)}]
 
 
@@ -138,6 +163,15 @@ def symm_layout(
     put_us = device_us(
         lambda: direct._put(out, peers, written.ranks, sent, None, (words, written.items))
     )
+    tilings_us = {
+        name: device_us(
+            lambda wide=wide: put_rows(
+                x, written.ranks, written.slots, peers, direct.ALIGNMENT, out.capacity,
+                items=written.items, words=words, wide=wide,
+            )
+        )
+        for name, wide in (("split", False), ("wide", True))
+    }  # fmt: skip
     num_rows = int((written.slots >= 0).sum())
     row_bytes = x[0].nbytes
     put_bytes = (x.shape[0] + num_rows) * row_bytes + (x.shape[0] + sum(hop.send_counts)) * words[
@@ -175,15 +209,18 @@ def symm_layout(
         "combine": ({"return": return_us, "sum": sum_us}, return_bytes + sum_bytes),
     }
     calls = {
-        "dispatch": lambda: buffer.dispatch(x, handle=handle),
-        "combine": lambda: buffer.combine(y, handle),
+        "dispatch": lambda: buffer.dispatch(x, handle=handle)[0],
+        "combine": lambda: buffer.combine(y, handle)[0],
     }
     rows = []
     for name, (kernels, num_bytes) in measured.items():
-        whole = call_us(calls[name])
+        result, whole = calls[name](), call_us(calls[name])
         fabric.world.window = None
-        ring = call_us(calls[name])
+        by_ring, ring = calls[name](), call_us(calls[name])
         fabric.world.window = window
+        if not torch.equal(result, by_ring):
+            raise RuntimeError(f"{name}: the results of window and ring differ")
+        del result, by_ring
         us, ring_us = sum(kernels.values()), sum(times[name].values())
         rows.append(
             {
@@ -191,6 +228,7 @@ def symm_layout(
                 "copy_gbs": copy, "share": num_bytes / us / 1e3 / copy, "ring_us": ring_us,
                 "ring_steps_us": times[name], "speedup": ring_us / us, "call_us": whole,
                 "ring_call_us": ring,
+                "tilings_us": tilings_us if name == "dispatch" else {},
             }
         )  # fmt: skip
     return rows
@@ -407,7 +445,7 @@ def _process(rank: int, size: int, file: str, mode: str, pipe: Any) -> None:
 
 def run(size: int, mode: str) -> list[dict[str, Any]]:
     """What rank 0 of `size` processes measures."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # nothing is imported again
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
@@ -441,12 +479,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     arguments = parser.parse_args()
-    rows = [rounded(row) for size in arguments.ranks for row in run(size, arguments.mode)]
-    for row in rows:
-        print(json.dumps(row))
-    if arguments.json:
-        found = {"machine": benchmark.machine(), "mode": arguments.mode, "rows": rows}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    rows: list[Any] = []
+    for size in arguments.ranks:
+        rows += [rounded(row) for row in run(size, arguments.mode)]
+        for row in rows if arguments.mode == "gloo" else []:
+            print(json.dumps(row), flush=True)
+        if arguments.json:
+            # In a process of its own: one that knows the GPU cannot be forked.
+            with multiprocessing.get_context("fork").Pool(1) as pool:
+                machine = pool.apply(benchmark.machine)
+            found = {"machine": machine, "mode": arguments.mode, "rows": rows}
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

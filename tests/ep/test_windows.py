@@ -131,7 +131,7 @@ def test_sums_go_to_their_ranks(
 def test_rows_are_copied_16_bytes_at_a_time(name: str) -> None:
     device = DESCRIBED["sm_90a"]
     kernel, static = {
-        "put_rows": (op._PUT, put_plan("int32", 4, 3584, 8, 4096, 16, 56, 17, device)),
+        "put_rows": (op._PUT, put_plan("int32", 4, 3584, 8, 4096, 16, 56, 17, True, device)),
         "put_sums": (op._SUM, sum_plan("bfloat16", 2, 7168, 8, 4096, 16, 8, device)),
     }[name]
     source = sources.cuda_source(kernel.definition, tuple(static), "sm_90a")

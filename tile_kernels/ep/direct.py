@@ -207,7 +207,8 @@ def _put(
         x, slots, numbers, peers = numbers, items, None, peers[[2, 1, 2]]
     if x.shape[1]:
         capacity = transfer.capacity
-        put_rows(x, ranks, slots, peers, ALIGNMENT, capacity, scales, items, numbers)
+        wide = slots is not items  # a row for each choice of an expert
+        put_rows(x, ranks, slots, peers, ALIGNMENT, capacity, scales, items, numbers, wide)
 
 
 def routing_words(topk_idx: Tensor, topk_weights: Tensor | None, first: int) -> Tensor:

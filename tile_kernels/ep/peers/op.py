@@ -45,6 +45,7 @@ def put_rows(
     sf: Tensor | None = None,
     items: Tensor | None = None,
     words: Tensor | None = None,
+    wide: bool = False,
 ) -> None:
     """Writes each row of `x`, and of `sf`, to the rows `slots[t, k]` of the ranks `ranks[t, k]`.
 
@@ -60,6 +61,7 @@ def put_rows(
         sf: `[num_tokens, num_scales]` of 4-byte elements, any strides, or None.
         items: As `slots`, for `words`.
         words: `[num_tokens, num_words]`, int32, contiguous, or None: written to the rows `items`.
+        wide: Whether most rows are written several times, as in the expanded layout.
     """
     if x.shape[0] == 0 or ranks.shape[1] == 0:
         return
@@ -69,6 +71,7 @@ def put_rows(
         str(rows.dtype).removeprefix("torch."), rows.element_size(), rows.shape[1], ranks.shape[1],
         rows.shape[0], math.gcd(alignment, rows.data_ptr(), ALIGNMENT),
         0 if scales is None else scales.shape[1], 0 if words is None else words.shape[1],
+        wide,
     )  # fmt: skip
     items = None if words is None else items
     arguments = (ranks, slots, peers, scales, items, words)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tile_kernels.moe.plan import ACCESS_BYTES, split
 from tile_kernels.runtime.device import WARP, Device
 
-MAX_LANES = 1024  # threads of one block that copy one row, one vector each
+MAX_LANES, MAX_WIDE_LANES = 512, 1024  # threads of a block that copy a row, one vector each
 PUT_THREADS, SUM_THREADS = 512, 256  # of a block, about
 
 
@@ -36,15 +36,19 @@ def put_plan(
     alignment: int,
     num_scales: int,
     num_words: int,
+    wide: bool,
     device: Device,
 ) -> PutPlan:
-    """`alignment` divides the addresses of the rows here and at the peers, in bytes."""
+    """`alignment` divides the addresses of the rows here and at the peers, in bytes.
+
+    With `wide`, for rows that are written often, blocks may have more threads, as in `moe.expand`.
+    """
     vector = math.gcd(ACCESS_BYTES // element_size, width, max(alignment // element_size, 1))
     vectors = width // vector
     lanes = -(-vectors // WARP) * WARP
     few = num_tokens < 2 * device.num_sms
     cut = split(vectors, num_tokens, device)
-    if not few and lanes <= MAX_LANES:  # a row in one store of every thread
+    if not few and lanes <= (MAX_WIDE_LANES if wide else MAX_LANES):  # one store of every thread
         cut = cut._replace(lanes=lanes, steps=1, parts=1)
     rows = 1 if few else max(1, PUT_THREADS // cut.lanes)
     return PutPlan(dtype, width, num_topk, vector, *cut, rows, num_scales, num_words)
