@@ -18,6 +18,7 @@ import ctypes
 import importlib
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -126,7 +127,10 @@ class SymmWindow(Window):
         self, addresses: Sequence[int], num_bytes: int, rings: Rings, work: _Work, others: list[int]
     ) -> None:
         super().__init__(addresses, rings.index, num_bytes)
-        self._rings, self._work, self._others = rings, work, others
+        self._work, self._others = work, others
+        flags = [slab.flags for slab in rings.slabs]
+        self._begins = [(each.data_ptr(), each.stride(0) * each.element_size()) for each in flags]
+        self._flag_bytes = flags[0].element_size()
 
     @property
     def device(self) -> torch.device:
@@ -141,7 +145,7 @@ class SymmWindow(Window):
 
     def mark(self) -> Any:
         """An event on the current stream, after which a part that became free is unused."""
-        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        if sys.is_finalizing() or torch.cuda.is_current_stream_capturing():
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
@@ -174,7 +178,8 @@ class SymmWindow(Window):
         return torch.cuda.current_stream(self.device)
 
     def _flags(self, owner: int, peer: int, kind: int) -> int:
-        return int(self._rings.slabs[owner].flags[peer, kind].data_ptr())
+        begin, row_bytes = self._begins[owner]
+        return begin + peer * row_bytes + kind * self._flag_bytes
 
     def _write(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
         self._work.driver.write(stream.cuda_stream, address, value)
