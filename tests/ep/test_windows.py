@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,20 @@ import torch
 
 import tile_kernels
 from tests.ep.helpers import Case, check_rank
+from tests.ep.test_no_sync import NoWaiting, unwatched
 from tests.ep.windows import use_windows
 from tests.requirements import needs_nvcc
-from tile_kernels.ep import ElasticBuffer, LocalGroup, run_ranks
+from tile_kernels import moe
+from tile_kernels.ep import (
+    ElasticBuffer,
+    LocalGroup,
+    base,
+    direct,
+    exchange,
+    rows,
+    run_ranks,
+    transport,
+)
 from tile_kernels.ep.engines.window import ALIGNMENT
 from tile_kernels.ep.peers import op, reference
 from tile_kernels.ep.peers.plan import put_plan, sum_plan
@@ -247,6 +259,50 @@ def test_a_thousand_steps_leave_nothing_behind(
         assert len(window.log) == 1000
         assert window.announced() == (0, window.num_bytes)
         assert len(window.take_marks()) == 0
+
+
+@pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])
+def test_the_host_waits_once_for_a_new_routing(
+    expand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its counts; and never with a handle or to combine. What is on the host does not count."""
+    use_windows(monkeypatch)
+    on_host = False
+    waits: list[str] = []
+
+    def hidden(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal on_host
+            before, on_host = on_host, True
+            result = unwatched(function)(*args, **kwargs)
+            on_host = before
+            return result
+
+        return call
+
+    names = ("expand_to_fused", "get_fused_mapping", "reduce_fused")
+    kernels = SimpleNamespace(**{name: hidden(getattr(moe, name)) for name in names})
+    read = torch.Tensor.tolist
+    monkeypatch.setattr(
+        torch.Tensor, "tolist", lambda x: (on_host or waits.append("tolist"), read(x))[1]
+    )
+    for module in (transport, exchange, rows, direct):
+        monkeypatch.setattr(module, "moe", kernels)
+    for module in (transport, rows):
+        monkeypatch.setattr(module, "on_host", lambda _: False)
+    monkeypatch.setattr(base, "agree", hidden(base.agree))
+    for name in ("exchange_traffic", "on_device", "put_rows", "put_sums"):
+        monkeypatch.setattr(direct, name, hidden(getattr(direct, name)))
+    buffer = ElasticBuffer(LocalGroup(), num_max_tokens_per_rank=6, hidden=32)
+    (x, chosen), weights = tokens(0), torch.rand(6, 2)
+    waits.clear()
+    with NoWaiting():
+        options: dict[str, Any] = {"do_expand": expand, "expert_alignment": 4 if expand else 1}
+        found, _, back, handle, _ = buffer.dispatch(x, chosen, weights, num_experts=4, **options)
+        assert waits == ["tolist"]
+        buffer.dispatch(x, handle=handle)
+        buffer.combine(found, handle, back, bias=x)
+    assert waits == ["tolist"]
 
 
 def test_parts_of_a_window_are_free_again(monkeypatch: pytest.MonkeyPatch) -> None:

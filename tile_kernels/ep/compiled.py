@@ -65,7 +65,7 @@ def _token_of(handle: EPHandle) -> Tensor:
     return token
 
 
-def resolved(handle: object) -> object:
+def resolved(handle: Any) -> Any:
     """The handle that a traced one represents; any other object as it is."""
     return _handles[int(handle.token)] if isinstance(handle, TracedHandle) else handle
 
@@ -167,7 +167,8 @@ def _dispatch_again(
     """Rows and weights along the routing of a token."""
     del num_rows, expanded
     handle = _handles[int(token)]
-    rows, ids, weights, _, _ = _buffers[buffer].dispatch(
+    rows: Tensor
+    rows, ids, weights, _, _ = _buffers[buffer].dispatch(  # type: ignore[assignment]
         x.contiguous(), topk_weights=topk_weights, handle=handle
     )
     if weights is None:
@@ -316,15 +317,16 @@ def dispatch(buffer: ElasticBuffer, arguments: Any) -> tuple[Any, ...]:
     if a.topk_idx is None or a.num_experts is None:
         raise ValueError("ElasticBuffer.dispatch: topk_idx and num_experts must be given")
     max_tokens = a.num_max_tokens_per_rank or buffer.num_max_tokens_per_rank
-    rows, scales, ids, weights, token, *counts = _dispatch(
+    rows, scales, ids, weights, token, by_rank, by_expert, unaligned, dropped = _dispatch(
         x, sf, a.topk_idx, a.topk_weights, buffer.number, a.num_experts, max_tokens,
         a.expert_alignment or 1, a.num_max_rows or 0,
         True if a.do_cpu_sync is None else bool(a.do_cpu_sync), bool(a.do_expand),
         bool(a.use_tma_aligned_col_major_sf),
     )  # fmt: skip
     handle = TracedHandle(
-        token, a.topk_idx, bool(a.do_expand), a.num_experts, [], *counts, rows.shape[0]
-    )
+        token, a.topk_idx, bool(a.do_expand), a.num_experts, [], by_rank, by_expert, unaligned,
+        dropped, rows.shape[0],
+    )  # fmt: skip
     received = rows if sf is None else (rows, scales)
     given = None if a.topk_weights is None else weights
     return received, None if a.do_expand else ids, given, handle

@@ -281,12 +281,11 @@ def _return_slots(plan: Plan, traffic: Traffic, rank: int) -> tuple[Tensor, Tens
         device = plan.sources.device
         sources = range(len(traffic.rows))
         shift = [traffic.item_at(s, rank) - traffic.start_at(s, rank) for s in sources]
-        numbers = on_device([*shift, *(row[rank] for row in traffic.rows)], device)
-        ranks = torch.repeat_interleave(
-            torch.arange(len(sources), device=device), numbers[len(sources) :],
-            output_size=plan.num_arrived,
-        )  # fmt: skip
-        slots = torch.arange(plan.num_arrived, device=device) + numbers[ranks]
+        ends = [traffic.start_at(s + 1, rank) for s in sources]
+        numbers = on_device([*shift, *ends], device)
+        rows = torch.arange(plan.num_arrived, device=device)
+        ranks = torch.bucketize(rows, numbers[len(sources) :], right=True)
+        slots = rows + numbers[ranks]
         plan.returns = ranks.int(), slots.int()
     return plan.returns
 

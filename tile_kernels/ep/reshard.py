@@ -106,8 +106,8 @@ def _senders(
     """The rank that sends each expert."""
     checks.integer("the length of new_owners", len(new_owners), len(owners), len(owners))
     senders = []
-    for expert, (owner, receiver) in enumerate(zip(owners, new_owners)):
-        holders = _holders(owner)
+    all_holders = [_holders(owner) for owner in owners]
+    for expert, (holders, receiver) in enumerate(zip(all_holders, new_owners)):
         for rank in (*holders, receiver):
             checks.integer("a rank of owners and new_owners", rank, 0, engine.size - 1)
         if not active[receiver]:
@@ -116,9 +116,9 @@ def _senders(
             )
         alive = [rank for rank in holders if active[rank]]
         if not alive:
-            raise ValueError(f"owners must name an active rank, but expert {expert} has {owner}")
+            raise ValueError(f"owners must name an active rank, but expert {expert} has {holders}")
         senders.append(receiver if receiver in alive else alive[0])
-    mine = sum(engine.index in _holders(owner) for owner in owners)
+    mine = sum(engine.index in holders for holders in all_holders)
     if weights.dim() < 1 or weights.shape[0] != mine:
         raise ValueError(
             f"weights must have the {mine} experts of rank {engine.index}, got shape "

@@ -104,7 +104,8 @@ class TokenDispatcher:
             by source rank and token inside; `counts` `[E / ranks]` of each expert.
         """
         del num_local_tokens_per_expert_E
-        rows, _, row_scores, handle, _ = self._buffer_for(x_TD).dispatch(
+        rows: Tensor
+        rows, _, row_scores, handle, _ = self._buffer_for(x_TD).dispatch(  # type: ignore[assignment]
             x_TD, topk_expert_ids_TK, topk_scores_TK.float(), num_experts=self.config.num_experts,
             do_expand=True,
         )  # fmt: skip
