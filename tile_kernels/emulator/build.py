@@ -30,6 +30,14 @@ _OPTIMISE = ["-O1", "-g1"]
 _CONTRACT = ["-O2", "-g1", "-mfma", "-ffp-contract=fast"]
 # Only the compiler half of the sanitizer: each access calls a hook that runtime.cpp defines.
 _CHECK = ["-fsanitize=thread"]
+# clang would merge equal calls of different source lines; failures name the line of a call.
+_CLANG = [
+    part
+    for option in ("simplifycfg-sink-common=false", "simplifycfg-hoist-common=false",
+                   "enable-tail-merge=false")
+    for part in ("-mllvm", f"-{option}")
+]  # fmt: skip
+_LINK = ["-Wl,-rpath,$ORIGIN"]
 
 
 @functools.lru_cache(maxsize=1)
@@ -117,7 +125,8 @@ def flags(mode: str, *, contract: bool = False) -> list[str]:
     if contract and not _cpu_has_fma():
         raise EmulationError("contract=True needs a CPU with fused multiply-add", kind="toolchain")
     checks = [*_CHECK, *_no_entry_hooks()] if mode == "check" else []
-    return [*_BASE, *(_CONTRACT if contract else _OPTIMISE), *checks]
+    lines = _CLANG if is_clang() else []
+    return [*_BASE, *(_CONTRACT if contract else _OPTIMISE), *checks, *lines]
 
 
 def _no_entry_hooks() -> list[str]:
@@ -127,6 +136,13 @@ def _no_entry_hooks() -> list[str]:
     version = re.search(r"\b(\d+)\.\d+\.\d+", _compiler_version())
     new = version is not None and int(version[1]) >= 12
     return ["--param=tsan-instrument-func-entry-exit=0"] if new else []
+
+
+def _observed_copies(options: Sequence[str]) -> list[str]:
+    """Link options for checks with clang, which calls the C library to copy structures."""
+    if not (is_clang() and set(_CHECK) <= set(options)):
+        return []
+    return [f"-Wl,--wrap={name}" for name in ("memcpy", "memmove", "memset")]
 
 
 @functools.lru_cache(maxsize=1)
@@ -258,7 +274,7 @@ def compile_kernel(source: str, options: list[str]) -> Path:
     try:
         header = _precompiled_header(options)
         run_compiler([*options, f"-I{header}", *includes(), "-c", cpp, "-o", unit])
-        _compile(library, ["-shared", unit, runtime, "-Wl,-rpath,$ORIGIN"])
+        _compile(library, ["-shared", unit, runtime, *_LINK, *_observed_copies(options)])
     finally:
         unit.unlink(missing_ok=True)
     cache.evict(library.parent)

@@ -838,23 +838,26 @@ void emu::require_aligned(const void *p, size_t n, Access kind) {
 EMU_HOOK(1) EMU_HOOK(2) EMU_HOOK(4) EMU_HOOK(8) EMU_HOOK(16)
 EMU_API void __tsan_read_range(void *p, size_t n) { hook(p, n, emu::READ, __builtin_return_address(0)); }
 EMU_API void __tsan_write_range(void *p, size_t n) { hook(p, n, emu::WRITE, __builtin_return_address(0)); }
-// clang replaces these three, and reports the table of virtual functions, which kernels do not have.
-EMU_API void *__tsan_memcpy(void *d, const void *s, size_t n) {
-  void *pc = __builtin_return_address(0);
-  hook(const_cast<void *>(s), n, emu::READ, pc, false);
-  hook(d, n, emu::WRITE, pc, false);
-  return memcpy(d, s, n);
+// clang copies structures and arrays by these three functions; before version 15 by the C library's, which build.py has
+// the linker replace with `__wrap_...`. The alignment of the type is not among the arguments: 16 bytes are a vector.
+static inline void hook_copy(void *d, const void *s, size_t n, void *pc) {
+  hook(const_cast<void *>(s), n, emu::READ, pc, n == 16);
+  hook(d, n, emu::WRITE, pc, n == 16);
 }
-EMU_API void *__tsan_memmove(void *d, const void *s, size_t n) {
-  void *pc = __builtin_return_address(0);
-  hook(const_cast<void *>(s), n, emu::READ, pc, false);
-  hook(d, n, emu::WRITE, pc, false);
-  return memmove(d, s, n);
-}
-EMU_API void *__tsan_memset(void *d, int v, size_t n) {
-  hook(d, n, emu::WRITE, __builtin_return_address(0), false);
-  return memset(d, v, n);
-}
+#define EMU_COPY_HOOKS(PREFIX)                                                 \
+  EMU_API void *PREFIX##memcpy(void *d, const void *s, size_t n) {             \
+    hook_copy(d, s, n, __builtin_return_address(0));                           \
+    return memcpy(d, s, n);                                                    \
+  }                                                                            \
+  EMU_API void *PREFIX##memmove(void *d, const void *s, size_t n) {            \
+    hook_copy(d, s, n, __builtin_return_address(0));                           \
+    return memmove(d, s, n);                                                   \
+  }                                                                            \
+  EMU_API void *PREFIX##memset(void *d, int v, size_t n) {                     \
+    hook(d, n, emu::WRITE, __builtin_return_address(0), n == 16);              \
+    return memset(d, v, n);                                                    \
+  }
+EMU_COPY_HOOKS(__tsan_) EMU_COPY_HOOKS(__wrap_)
 EMU_API void __tsan_init() {}
 EMU_API void __tsan_func_entry(void *) {}
 EMU_API void __tsan_func_exit() {}
