@@ -30,8 +30,9 @@ _OPTIMISE = ["-O1", "-g1"]
 _CONTRACT = ["-O2", "-g1", "-mfma", "-ffp-contract=fast"]
 # Only the compiler half of the sanitizer: each access calls a hook that runtime.cpp defines.
 _CHECK = ["-fsanitize=thread"]
-# clang would merge equal calls of different source lines; failures name the line of a call.
-_CLANG = [
+# clang would merge equal calls of different source lines; failures name the line of a call, which
+# addr2line finds in version 4 of the debug information.
+_CLANG = ["-gdwarf-4"] + [
     part
     for option in ("simplifycfg-sink-common=false", "simplifycfg-hoist-common=false",
                    "enable-tail-merge=false")
@@ -132,7 +133,10 @@ def flags(mode: str, *, contract: bool = False) -> list[str]:
 def _no_entry_hooks() -> list[str]:
     """Spare the calls at function entry, which g++ can leave out from version 12 on."""
     if is_clang():
-        return ["-mllvm", "-tsan-instrument-func-entry-exit=0"]
+        return [  # and report a read also where the same place is written next
+            *("-mllvm", "-tsan-instrument-func-entry-exit=0"),
+            *("-mllvm", "-tsan-instrument-read-before-write"),
+        ]
     version = re.search(r"\b(\d+)\.\d+\.\d+", _compiler_version())
     new = version is not None and int(version[1]) >= 12
     return ["--param=tsan-instrument-func-entry-exit=0"] if new else []

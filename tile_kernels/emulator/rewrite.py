@@ -121,7 +121,7 @@ def _follow(m: re.Match[str]) -> str:
     indent, kind, name, size = m.groups()
     room = f"alignas(16) char before[{_MARGIN}]; {kind} v[{size}]; char after[{_MARGIN}];"
     return (
-        f"{indent}struct {{ {room} }} {name}_room; auto& {name} = {name}_room.v; "
+        f"{indent}struct {{ {room} }} {name}_room; auto& {name} = emu::observed({name}_room.v); "
         f'emu::Local {name}_followed("{name}", {name});'
     )
 
