@@ -125,45 +125,10 @@ def norm_rows(*static: Any) -> Any:
     unit_factor = unit_of_factors(plan.way)
     write_scales = write_group_scales(plan.layout, width, chunk, group, batched=True)
     store_plain = store_values(plan.plain or source, width, chunk, plan.load)
-    staged, depth = plan.stages > 0, max(1, plan.stages)
-    pieces = chunk // plan.load  # of 16 bytes, in a chunk
     rows, x_stride, residual_stride = T.dynamic("rows x_stride residual_stride")
     sf_columns, padded, mega_rows = T.dynamic("sf_columns padded mega_rows")
     sf_dtype = "int32" if is_packed(plan.layout) else "float32"
     sf_shape = (rows, columns) if by_rows else (sf_columns, padded)
-
-    def place_of(piece: Any) -> Any:
-        """Where one of the pieces of a warp's chunks is: without bank conflicts when it is read."""
-        return piece ^ (piece // 8 % pieces) if pieces > 1 else piece
-
-    @T.macro
-    def prefetch(tiles, row, slot, lane, x):
-        """Starts the copy of a row, if there is one; neighbouring lanes copy neighbours."""
-        if row < rows:
-            for s in T.unroll(steps):
-                base = (s * lanes + lane // LANES * LANES) * pieces
-                for c in T.unroll(pieces):
-                    piece = c * LANES + lane % LANES
-                    if (base + piece) * plan.load < width:
-                        stage(
-                            tiles[slot, base + place_of(piece), 0],
-                            x[row, (base + piece) * plan.load],
-                            plan.load,
-                        )
-        close_stage()
-
-    @T.macro
-    def read_tile(tiles, slot, lane, raw):
-        """The chunks of a thread, zero past the end of the row."""
-        for s in T.unroll(steps):
-            base = (s * lanes + lane // LANES * LANES) * pieces
-            for c in T.unroll(pieces):
-                piece = lane % LANES * pieces + c
-                for v in T.vectorized(plan.load):
-                    raw[s * chunk + c * plan.load + v] = T.cast(T.float32(0), dtype)
-                if (base + piece) * plan.load < width:
-                    for v in T.vectorized(plan.load):
-                        raw[s * chunk + c * plan.load + v] = tiles[slot, base + place_of(piece), v]
 
     @T.macro
     def store_raw(raw, base, out, row, first):
@@ -221,125 +186,93 @@ def norm_rows(*static: Any) -> Any:
         block_m: T.int32,
     ):
         with T.Kernel(
-            T.min(count, plan.workers) if staged else T.ceildiv(count, plan.rows),
-            threads=plan.threads,
-            prelude=e2m1_prelude(plan.way),
+            T.ceildiv(count, plan.rows), threads=plan.threads, prelude=e2m1_prelude(plan.way)
         ) as block:
-            if staged:
-                T.annotate_min_blocks_per_sm(plan.per_sm)
             T.assume(x_stride % plan.load == 0)
             if plan.residual:
                 T.assume(residual_stride % plan.load == 0)
             lane = T.get_thread_binding() % lanes
-            kept = steps if plan.early or staged else 1  # chunks of weights in registers
+            unit = block * plan.rows + T.get_thread_binding() // lanes
+            token = T.alloc_var(T.int32, init=unit)
+            row = T.alloc_var(T.int32, init=unit)
+            before = T.alloc_var(T.int32, init=0)
+            exists = T.alloc_var(T.bool, init=unit < count)
+            if not by_rows:  # columns are padded
+                exists = unit < tokens
+            if plan.batched:  # of each batch by itself
+                token = unit % to_write
+                row = unit // to_write * tokens + token
+                before = unit // to_write * columns
+                exists = token < tokens
+                if unit >= count:
+                    exists = False
             raw, added = local_arrays(dtype, steps * chunk, steps * chunk if plan.residual else 1)
-            raw_weights = T.alloc_local((kept * chunk,), weight_dtype)
+            raw_weights = T.alloc_local(((steps if plan.early else 1) * chunk,), weight_dtype)
             values, weights, sums = local_arrays(T.float32, chunk, chunk, 1)
             warp_sums = T.alloc_shared((2, 1, plan.threads // LANES), T.float32)
-            tiles = T.alloc_shared(
-                (depth, steps * lanes * pieces if staged else 1, plan.load), dtype
-            )
-            if staged:
-                for ahead in T.unroll(depth):
-                    prefetch(tiles, block + ahead * plan.workers, ahead, lane, x)
-                if weighted:
+            sums[0] = T.float32(0)
+            if exists:
+                for s in T.unroll(steps):
+                    fetch(x, row, (s * lanes + lane) * chunk, raw, s * chunk)
+                if weighted and plan.early:  # global accesses keep their order: before the sum
                     for s in T.unroll(steps):
                         fetch_weight(weight, (s * lanes + lane) * chunk, raw_weights, s * chunk)
-            for iteration in T.serial(T.ceildiv(count - block, plan.workers) if staged else 1):
-                unit = T.alloc_var(
-                    T.int32,
-                    init=block + iteration * plan.workers
-                    if staged
-                    else block * plan.rows + T.get_thread_binding() // lanes,
-                )
-                token = T.alloc_var(T.int32, init=unit)
-                row = T.alloc_var(T.int32, init=unit)
-                before = T.alloc_var(T.int32, init=0)
-                exists = T.alloc_var(T.bool, init=unit < count)
-                if not by_rows:  # columns are padded
-                    exists = unit < tokens
-                if plan.batched:  # of each batch by itself
-                    token = unit % to_write
-                    row = unit // to_write * tokens + token
-                    before = unit // to_write * columns
-                    exists = token < tokens
-                    if unit >= count:
-                        exists = False
-                sums[0] = T.float32(0)
-                if staged:
-                    await_stages(depth - 1)
-                    if exists:
-                        read_tile(tiles, iteration % depth, lane, raw)
-                    free_stage()
-                    prefetch(tiles, unit + depth * plan.workers, iteration % depth, lane, x)
-                if exists:
-                    if not staged:
-                        for s in T.unroll(steps):
-                            fetch(x, row, (s * lanes + lane) * chunk, raw, s * chunk)
-                    if weighted and plan.early:  # global accesses keep their order: before the sum
-                        for s in T.unroll(steps):
-                            fetch_weight(weight, (s * lanes + lane) * chunk, raw_weights, s * chunk)
-                    if plan.residual:
-                        for s in T.unroll(steps):
-                            fetch(residual, row, (s * lanes + lane) * chunk, added, s * chunk)
+                if plan.residual:
                     for s in T.unroll(steps):
+                        fetch(residual, row, (s * lanes + lane) * chunk, added, s * chunk)
+                for s in T.unroll(steps):
+                    widen(raw, s * chunk, values)
+                    if plan.residual:
+                        widen(added, s * chunk, weights)
+                        for v in T.unroll(chunk):
+                            values[v] = T.ieee_add(values[v], weights[v])
+                        for v in T.vectorized(chunk):
+                            raw[s * chunk + v] = T.cast(values[v], dtype)
+                        store_raw(raw, s * chunk, total, row, (s * lanes + lane) * chunk)
                         widen(raw, s * chunk, values)
-                        if plan.residual:
-                            widen(added, s * chunk, weights)
-                            for v in T.unroll(chunk):
-                                values[v] = T.ieee_add(values[v], weights[v])
+                    for v in T.unroll(chunk):
+                        sums[0] = T.fma(values[v], values[v], sums[0])
+            summed(sums, warp_sums, 0)
+            inverse_root = T.alloc_var(
+                T.float32,
+                init=T.ieee_frsqrt(T.ieee_add(T.ieee_fdiv(sums[0], T.float32(width)), eps)),
+            )
+            if exists:
+                if lane == 0:
+                    rstd[row] = inverse_root
+            if exists or (not by_rows and unit < count):
+                for s in T.unroll(steps):
+                    first = (s * lanes + lane) * chunk
+                    for v in T.unroll(chunk):
+                        values[v] = T.float32(0)
+                    if exists:
+                        widen(raw, s * chunk, values)
+                        if weighted:
+                            if not plan.early:
+                                fetch_weight(weight, first, raw_weights, 0)
+                            for v in (
+                                T.unroll(chunk) if plan.load_weight == 1 else T.vectorized(chunk)
+                            ):
+                                weights[v] = T.cast(
+                                    raw_weights[(s if plan.early else 0) * chunk + v], T.float32
+                                )
+                        for v in T.unroll(chunk):
+                            values[v] = T.ieee_mul(values[v], inverse_root)
+                            if weighted:
+                                values[v] = T.ieee_mul(values[v], T.ieee_mul(weights[v], out_scale))
+                            else:
+                                values[v] = T.ieee_mul(values[v], out_scale)
+                        if stored:
+                            store_plain(values, 0, plain, row, first)
+                        if rounds:
                             for v in T.vectorized(chunk):
                                 raw[s * chunk + v] = T.cast(values[v], dtype)
-                            store_raw(raw, s * chunk, total, row, (s * lanes + lane) * chunk)
                             widen(raw, s * chunk, values)
-                        for v in T.unroll(chunk):
-                            sums[0] = T.fma(values[v], values[v], sums[0])
-                summed(sums, warp_sums, iteration)
-                inverse_root = T.alloc_var(
-                    T.float32,
-                    init=T.ieee_frsqrt(T.ieee_add(T.ieee_fdiv(sums[0], T.float32(width)), eps)),
-                )
-                if exists:
-                    if lane == 0:
-                        rstd[row] = inverse_root
-                if exists or (not by_rows and unit < count):
-                    for s in T.unroll(steps):
-                        first = (s * lanes + lane) * chunk
-                        for v in T.unroll(chunk):
-                            values[v] = T.float32(0)
-                        if exists:
-                            widen(raw, s * chunk, values)
-                            if weighted:
-                                if not (plan.early or staged):
-                                    fetch_weight(weight, first, raw_weights, 0)
-                                for v in (
-                                    T.unroll(chunk)
-                                    if plan.load_weight == 1
-                                    else T.vectorized(chunk)
-                                ):
-                                    weights[v] = T.cast(
-                                        raw_weights[(s if plan.early or staged else 0) * chunk + v],
-                                        T.float32,
-                                    )
-                            for v in T.unroll(chunk):
-                                values[v] = T.ieee_mul(values[v], inverse_root)
-                                if weighted:
-                                    values[v] = T.ieee_mul(
-                                        values[v], T.ieee_mul(weights[v], out_scale)
-                                    )
-                                else:
-                                    values[v] = T.ieee_mul(values[v], out_scale)
-                            if stored:
-                                store_plain(values, 0, plain, row, first)
-                            if rounds:
-                                for v in T.vectorized(chunk):
-                                    raw[s * chunk + v] = T.cast(values[v], dtype)
-                                widen(raw, s * chunk, values)
-                        if casts:
-                            cast(
-                                values, exists, row, token, before, first, lane, data, sf, mega,
-                                clamp_min, block_m,
-                            )  # fmt: skip
+                    if casts:
+                        cast(
+                            values, exists, row, token, before, first, lane, data, sf, mega,
+                            clamp_min, block_m,
+                        )  # fmt: skip
 
     return rms_norm
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tile_kernels.quant.storage import BITS, LANES, access, e2m1_conversion, threads_of_row
+from tile_kernels.quant.storage import LANES, access, e2m1_conversion, threads_of_row
 from tile_kernels.runtime.device import Device
 from tile_kernels.utils import next_power_of_two
 
@@ -18,18 +18,6 @@ CAST_CHUNK = 16
 # Values of a row that a thread keeps in registers. H200, 8192 x 7168: bf16 58.1 us, with 32 59.4,
 # with 16 58.3, with 8 86.6; float32 129.2 us, with 64 137.1.
 MAX_KEPT = {"bfloat16": 64, "float32": 32}
-# Rows that a block prefetches to shared memory, and threads per multiprocessor in that case.
-PREFETCHED, PREFETCHING_THREADS = 2, 896
-
-
-def full_access(source: str) -> int:
-    """Values of 16 bytes."""
-    return 128 // BITS[source]
-
-
-def prefetches(source: str, fmt: str, residual: bool, batched: bool, layout: str) -> bool:
-    """Whether blocks take several rows of a long row's norm and prefetch the next ones."""
-    return bool(fmt) and not residual and not batched
 
 
 def lanes_of_row(width: int, chunk: int) -> int:
@@ -64,9 +52,6 @@ class Plan(NamedTuple):
     rows: int
     way: str  # the conversion to e2m1
     early: bool  # weights are loaded before the sum of squares
-    stages: int  # rows that a block prefetches; 0: each block has one row
-    workers: int  # blocks that share the rows in that case
-    per_sm: int  # of them on a multiprocessor
 
 
 def plan(
@@ -99,21 +84,11 @@ def plan(
     # H200, 8192 x 7168 to e4m3 in groups of 32: with a residual 102.9 us, late 106.2; without one
     # 54.3, late 51.2. Without a cast there is no difference.
     early = bool(fmt) and residual
-    stages = workers = per_sm = 0
-    if (
-        prefetches(source, fmt, residual, batched, layout)
-        and rows == 1
-        and load == full_access(source)
-    ):
-        row_bytes = -(-width // (threads * chunk)) * threads * chunk * BITS[source] // 8
-        room = device.smem_per_sm // (PREFETCHED * row_bytes + 2048)
-        stages, per_sm = PREFETCHED, max(1, min(PREFETCHING_THREADS // threads, room))
-        workers = per_sm * device.num_sms
     # Powers of two times bfloat16.
     way = e2m1_conversion(fmt, source == "bfloat16" and round_sf and store % 8 == 0, device)
     return Plan(
         source, width, weight, residual, plain, fmt, group, layout, round_sf, mega, scaled, batched,
-        chunk, load, load_weight, store, threads, rows, way, early, stages, workers, per_sm,
+        chunk, load, load_weight, store, threads, rows, way, early,
     )  # fmt: skip
 
 
