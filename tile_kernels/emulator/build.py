@@ -189,7 +189,9 @@ _MISSING = [
     re.compile(r"error: no matching function for call to '(.*?)'\n"),
     re.compile(r"error: static assertion failed: (.*)"),
 ]
+# g++ numbers the line that it quotes, clang before version 16 does not.
 _QUOTED = re.compile(r"^\s*\d+ \| (.*)$", re.M)
+_QUOTED_BELOW = re.compile(r".*\n(.*)\n[ ~]*\^")
 
 
 def explain(stderr: str) -> str:
@@ -199,7 +201,7 @@ def explain(stderr: str) -> str:
         if not m:
             continue
         name = m[1] if m.lastindex == 1 else f"{m[2]}::{m[1]}"
-        quoted = _QUOTED.search(stderr, m.start())
+        quoted = _QUOTED.search(stderr, m.start()) or _QUOTED_BELOW.match(stderr, m.start())
         line = f": {quoted[1].strip()}" if quoted else ""
         if "static assertion" in m[0]:
             return f"the kernel uses something the emulator does not provide ({name}){line}"

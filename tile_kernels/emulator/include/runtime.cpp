@@ -349,6 +349,13 @@ static Block *cluster_block(int rank) {
   for (Block *b : resident) if (b->cluster == cur->blk->cluster && b->rank == rank) return b;
   fail("out of bounds", "out of bounds: block %d of a cluster of %d", rank, cluster_size);
 }
+// A block that has acquired nothing from others does not know whether they have started, in whatever order they run here.
+static Block *started_block(int rank, const char *what) {
+  Block *b = cluster_block(rank);
+  if (L->check && b != cur->blk && !cur->blk->acquired)
+    fail("race", "race: %s block %d of the cluster, which may not have started: a cluster barrier must come first", what, rank);
+  return b;
+}
 char *map_shared(const void *p, int rank) { return cluster_block(rank)->arena + smem_addr(p); }
 static void complete_cluster(uint32_t cluster) {
   ClusterBar &e = cluster_bars[cluster];
