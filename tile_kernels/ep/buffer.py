@@ -59,8 +59,8 @@ class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
         deterministic: Recorded; received rows always have the deterministic order.
         allow_hybrid_mode: Whether tokens are sent once to each node, and from there to its ranks.
         allow_multiple_reduction: Whether results are summed on each rank and node before
-            they are sent back, with a rounding each time. Otherwise the source computes the only sum and rounds
-            once.
+            they are sent back, with a rounding each time. Otherwise the source computes the only
+            sum and rounds once.
         prefer_overlap_with_compute: Affects only `get_theoretical_num_sms`.
         sl_idx: Recorded; has no effect on these engines.
         num_allocated_qps: Affects only `get_theoretical_num_qps`; these engines have no queue
