@@ -311,6 +311,8 @@ def transformers_blocks() -> list[str]:
         if "wall_us" in result:
             steps.setdefault((result["case"], result["step"]), {})[result["form"]] = result
     for (case, step), forms in steps.items():
+        if "plain" not in forms or "kernels" not in forms:
+            continue
         walls = [forms[name]["wall_us"] if name in forms else None for name in names]
         shown = " | ".join(f"{wall / 1e3:.2f}" if wall else "-" for wall in walls)
         ratios = " | ".join(f"{w / walls[2]:.2f}x" if w and walls[2] else "-" for w in walls[:2])
