@@ -1,6 +1,6 @@
 """Measuring operators: device time against the machine's copy bandwidth, host time, the reference.
 
-`tile-kernels bench` is the way to call it; `docs/benchmarks.md` says how to read the numbers.
+`tile-kernels bench` calls it; `docs/benchmarks.md` says how to read the numbers.
 """
 
 from __future__ import annotations
@@ -88,13 +88,14 @@ def machine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "tilelang": _installed("tilelang"),
+        "tilelang": installed("tilelang"),
         "tile_kernels": tile_kernels.__version__,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """The version of a package, if there is one."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -330,7 +330,7 @@ def swiglu_forward_and_per_token_cast(
     alignment: int = 128,
     fill_padding: bool = True,
 ) -> QuantTensor:
-    """SwiGLU of rows, times the weights of their experts, and its float32 result to e4m3.
+    """Computes SwiGLU of rows, times the weights of their experts, and casts it to e4m3.
 
     The activation is `(l / (1 + exp(-l))) * r` in float32, with `l` the gate and `r` the value,
     times the weight if there is an index. It is cast as `per_token_cast` does it; a group's largest
@@ -608,7 +608,7 @@ def swiglu_backward_and_per_token_cast(
     alignment: int = 128,
     do_recompute: bool = True,
 ) -> tuple[Tensor, QuantTensor, Tensor, Tensor]:
-    """Weighted SwiGLU of a quantized `x` again, and its gradients; that of `x` also in e4m3.
+    """Recomputes the SwiGLU of a quantized `x`, with its gradients; that of `x` also in e4m3.
 
     With `l` and `r` the halves of a dequantized row, clamped as in
     `swiglu_forward_and_per_token_cast`, `s = 1 / (1 + exp(-l))`, `g` the row of `grad_out` and `w`
@@ -838,7 +838,7 @@ def swiglu_forward(
     fill_padding: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """SwiGLU of rows, times the weights of their experts, in float32 and rounded once.
+    """Computes SwiGLU of rows, times the weights of their experts, rounded once.
 
     `((l / (1 + exp(-l))) * r) * w` with `l` the gate and `r` the value; with a clamp value `c`
     first `l = min(l, c)` and `r = min(max(r, -c), c)`. The weight `w` is that of the row times
@@ -1013,7 +1013,7 @@ def swiglu_backward(
     pos_to_token_topk: Tensor | None = None,
     token_topk_to_pos: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The gradients of `swiglu_forward` with respect to `x` and the weights.
+    """Computes the gradients of `swiglu_forward` with respect to `x` and the weights.
 
     With `l` and `r` the clamped halves of a row, `s = 1 / (1 + exp(-l))`, `g` its row of
     `act_x_grad` and `w` its weight times the factor, the halves of the gradient are
@@ -1022,13 +1022,19 @@ def swiglu_backward(
     times the factor. All in float32. Rows that do not exist are not read, and their results are 0.
 
     Args:
-        x, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, clamp_value,
-            alignment, pos_to_token_topk: As in `swiglu_forward`; `x` is contiguous.
+        x: As in `swiglu_forward`; contiguous.
         act_x_grad: `[num_positions, hidden]`, dtype of `x`, contiguous.
+        fmt: As in `swiglu_forward`.
+        psum_num_tokens_per_expert: As in `swiglu_forward`.
+        topk_weights: As in `swiglu_forward`.
+        routed_scaling_factor: As in `swiglu_forward`.
+        clamp_value: As in `swiglu_forward`.
         do_recompute: Whether the result of `swiglu_forward` is returned as well.
+        alignment: As in `swiglu_forward`.
+        pos_to_token_topk: As in `swiglu_forward`.
         token_topk_to_pos: `[num_tokens, num_topk]`, int32: the inverse of `pos_to_token_topk`, -1
-            for none; with it only. A weight belongs to a row if each map names the other; the
-            gradient of one without a row is 0.
+            for none; given together with it. A weight belongs to a row if each map names the other;
+            the gradient of a weight without a row is 0.
 
     Returns:
         `(x_grad,)`: `[num_positions, 2 * hidden]`; with weights then `weight_grad`: float32, of

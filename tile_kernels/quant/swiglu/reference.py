@@ -26,24 +26,26 @@ def swiglu_forward(
     swiglu_clamp_value: float | None = None,
     clamped_count: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """SwiGLU of each row, times the weight of its token and expert if there are weights.
+    """Computes SwiGLU of each row, times the weight of its token and expert if there are weights.
 
-    | argument | shape | dtype |
-    |---|---|---|
-    | `x` | `[E, 2 * H]` | bfloat16, float32 |
-    | `pos_to_token_topk`, optional | `[E]`: `n * K + k`, negative for weight 0 | int32, int64 |
-    | `topk_weights`, with the index | `[N, K]` | float32 |
-    | `clamped_count`, optional | `[3]` | int64 |
-    | returns | `[E, H]` | float32 (float64 for float64 `x`) |
+    Args:
+        x: `[E, 2 * H]`, bfloat16 or float32.
+        pos_to_token_topk: `[E]`, int32 or int64: `n * K + k`, negative for weight 0; or None.
+        topk_weights: `[N, K]`, float32; ignored without an index.
+        swiglu_clamp_value: A clamp `c`: gates `l` are at most `c`, and values `r` are in `[-c, c]`;
+            or None.
+        clamped_count: `[3]`, int64, or None: the numbers of `l > c`, `r > c` and `r < -c` are
+            added.
 
-    With a clamp value `c`, the numbers of `l > c`, `r > c` and `r < -c` are added to
-    `clamped_count` in place. Weights without an index are ignored.
+    Returns:
+        `[E, H]`, float32 (float64 for float64 `x`).
 
-    >>> count = torch.zeros(3, dtype=torch.int64)
-    >>> swiglu_forward(torch.tensor([[1.0, -2.0, 12.0, 3.0]]), None, None, 10.0, count)
-    tensor([[ 7.3106, -0.7152]])
-    >>> count.tolist()
-    [0, 1, 0]
+    Example:
+        >>> count = torch.zeros(3, dtype=torch.int64)
+        >>> swiglu_forward(torch.tensor([[1.0, -2.0, 12.0, 3.0]]), None, None, 10.0, count)
+        tensor([[ 7.3106, -0.7152]])
+        >>> count.tolist()
+        [0, 1, 0]
     """
     left, right = split_halves(widened(x))
     if swiglu_clamp_value is not None:
@@ -67,28 +69,31 @@ def swiglu_backward(
     num_per_channels: int,
     swiglu_clamp_value: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The weighted SwiGLU of a quantised `x` again, and the gradients of `x` and of the weights.
-
-    | argument | shape | dtype |
-    |---|---|---|
-    | `x`, in blocks of `(1, num_per_channels)` | `([E, 2 * H], sf)` | e4m3, float32 or int32 |
-    | `grad_out` | `[E, H]` | bfloat16, float32 |
-    | `weight` | `[N, K]` | float32 |
-    | `pos_to_token_topk` | `[E]`: `n * K + k`, negative for padding | int32, int64 |
-    | `token_topk_to_pos` | `[N, K]`: the inverse, -1 for none | int32, int64 |
-    | returns `out` | `[E, H]` | float32 |
-    | returns `x_grad` | `[E, 2 * H]` | float32 |
-    | returns `weight_grad` | `[N, K]`, zero where no row belongs to the weight | `weight`'s |
+    """Recomputes the weighted SwiGLU of a quantized `x`, with gradients of `x` and the weights.
 
     Leading dimensions of `x` and `grad_out` may be more than one. A padding row is computed like
-    any other with weight 0, so its results are zeros with the signs the formulas give.
-    A row belongs to a weight if each map names the other. `weight_grad` sums its float32 products
-    in float64. `x_grad` is that of `swiglu_gradients`.
+    any other with weight 0, so its results are zeros with the signs that the formulas give. A row
+    belongs to a weight if each map names the other. `weight_grad` sums its float32 products in
+    float64. `x_grad` is that of `swiglu_gradients`.
 
-    >>> x = torch.tensor([[1.0, 3.0]]).to(torch.float8_e4m3fn), torch.ones(1, 1)
-    >>> index, inverse = torch.tensor([0]), torch.tensor([[0]])
-    >>> swiglu_backward(x, torch.ones(1, 1), torch.tensor([[2.0]]), index, inverse, 2)
-    (tensor([[4.3864]]), tensor([[5.5660, 1.4621]]), tensor([[2.1932]]))
+    Args:
+        x: `([E, 2 * H], sf)`, e4m3 and float32 or int32, in blocks of `(1, num_per_channels)`.
+        grad_out: `[E, H]`, bfloat16 or float32.
+        weight: `[N, K]`, float32.
+        pos_to_token_topk: `[E]`, int32 or int64: `n * K + k`, negative for padding.
+        token_topk_to_pos: `[N, K]`, int32 or int64: the inverse, -1 for none.
+        num_per_channels: Channels per scale of `x`.
+        swiglu_clamp_value: The clamp of gates and values, or None.
+
+    Returns:
+        `out` `[E, H]` and `x_grad` `[E, 2 * H]`, float32; `weight_grad` `[N, K]`, dtype of
+        `weight`, zero where no row belongs to the weight.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 3.0]]).to(torch.float8_e4m3fn), torch.ones(1, 1)
+        >>> index, inverse = torch.tensor([0]), torch.tensor([[0]])
+        >>> swiglu_backward(x, torch.ones(1, 1), torch.tensor([[2.0]]), index, inverse, 2)
+        (tensor([[4.3864]]), tensor([[5.5660, 1.4621]]), tensor([[2.1932]]))
     """
     if token_topk_to_pos.shape != weight.shape:
         raise ValueError(
@@ -157,7 +162,7 @@ def split_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     (tensor([[1, 2]]), tensor([[3, 4]]))
     """
     if x.shape[1] % 2 != 0:
-        raise ValueError(f"x must be two halves wide, got {tuple(x.shape)}")
+        raise ValueError(f"x must have an even number of channels, got {tuple(x.shape)}")
     hidden = x.shape[1] // 2
     return x[:, :hidden], x[:, hidden:]
 
