@@ -37,6 +37,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
         "comparison",
         "emulator",
         "corpus",
+        "sanitizer",
+        "sparse_attention",
         "startup",
         "torch",
     ],
