@@ -41,6 +41,8 @@ each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.rel
         "emulator",
         "corpus",
         "integrations",
+        "sanitizer",
+        "sparse_attention",
         "startup",
         "torch",
     ],
