@@ -321,6 +321,9 @@ def functions(case: Case, forms: Forms) -> Iterator[tuple[str, Any, tuple[Tensor
         for mode in dict.fromkeys((COMPILED, *case.modes)):
             yield mode, compiled(forms.plain, mode), forms.inputs
     for name, ours in forms.ours.items():
+        # Graphs of `reduce-overhead` keep results alive, and so the nodes that accumulate gradients
+        # of the parameters, which belong to another stream than that of a capture.
+        torch._dynamo.reset()
         yield name, ours, forms.inputs
         if CUDA:
             for mode in case.modes:

@@ -1,10 +1,11 @@
 """Our operators beside others that do the same: `python -m benchmarks.rivals [CASE ...]`.
 
 Device time with a cold L2 cache, all in one run, with the copy bandwidth measured in it: RMS norm,
-rotary embedding, SwiGLU, the choice of experts, the cast to e4m3 and an e4m3 product. Rivals are
-`torch.compile` of plain PyTorch, PyTorch's own functions, and Liger-Kernel if it can be imported. A
-rival that is missing or raises is recorded with its reason. The results are a file
-`rivals.<device>.json`, which is written again after every case; a run stops after `--seconds`.
+rotary embedding, SwiGLU, the choice of experts, casts to e4m3, hyper-connections and an e4m3
+product. Rivals are `torch.compile` of plain PyTorch, PyTorch's own functions, and Liger-Kernel and
+torchao if they can be imported. A rival that is missing or raises is recorded with its reason. The
+results are a file `rivals.<device>.json`, which is written again after every case; a run stops
+after `--seconds`. The figure of the README and the table of docs/comparison.md show this file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tile_kernels import gemm, moe, quant, transform
+from tile_kernels import gemm, mhc, moe, quant, transform
 from tile_kernels.gemm import samples
 from tile_kernels.testing import benchmark, timing
 
@@ -46,6 +47,11 @@ def liger(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"liger_kernel.{module}"), name)
 
 
+def torchao(name: str) -> Any:
+    """A function of torchao's blockwise casts; raises ImportError where it is missing."""
+    return getattr(importlib.import_module("torchao.kernel.blockwise_quantization"), name)
+
+
 # ---- cases: bytes that must be moved, and calls by name ------------------------------------------
 
 
@@ -53,6 +59,13 @@ def _plain_norm(x: Tensor, weight: Tensor) -> Tensor:
     values = x.float()
     scaled = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + 1e-6)
     return (scaled * weight).to(BF16)
+
+
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """To e4m3 with scales of 128 channels, in plain PyTorch."""
+    values = x.float().unflatten(-1, (-1, 128))
+    scale = values.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
+    return (values / scale).to(torch.float8_e4m3fn).flatten(-2), scale.squeeze(-1)
 
 
 def norm() -> tuple[int, Calls]:
@@ -100,10 +113,7 @@ def norm_cast() -> tuple[int, Calls]:
     x, weight = randn(TOKENS, HIDDEN), randn(HIDDEN)
 
     def cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        y = _plain_norm(x, weight).float().unflatten(-1, (-1, 128))
-        scale = y.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
-        codes = (y / scale).to(torch.float8_e4m3fn)
-        return codes.flatten(-2), scale.squeeze(-1)
+        return quantized(_plain_norm(x, weight))
 
     plain = compiled(cast)
     return x.nbytes * 3 // 2, {
@@ -195,28 +205,158 @@ def swiglu() -> tuple[int, Calls]:
     }
 
 
+def swiglu_cast() -> tuple[int, Calls]:
+    """SwiGLU to e4m3 with scales of 128 channels."""
+    x = randn(TOKENS, 2 * HIDDEN)
+
+    def activated(x: Tensor) -> tuple[Tensor, Tensor]:
+        gate, value = x.chunk(2, -1)
+        return quantized((F.silu(gate.float()) * value).to(BF16))
+
+    plain = compiled(activated)
+    return x.nbytes * 5 // 4, {
+        "tile_kernels": lambda: quant.swiglu_forward_and_per_token_cast(x, "e4m3", 128),
+        "torch.compile": lambda: plain(x),
+    }
+
+
+def _chosen(num_experts: int, count: int) -> tuple[int, Calls]:
+    scores = torch.rand(TOKENS, num_experts, device="cuda")
+    return scores.nbytes + TOKENS * count * 8, {
+        "tile_kernels": lambda: moe.topk_gate(scores, count),
+        "torch.topk": lambda: torch.topk(scores, count),
+    }
+
+
 def topk() -> tuple[int, Calls]:
     """The 8 largest of 256 scores."""
-    scores = torch.rand(TOKENS, 256, device="cuda")
-    return scores.nbytes + TOKENS * 8 * 8, {
-        "tile_kernels": lambda: moe.topk_gate(scores, 8),
-        "torch.topk": lambda: torch.topk(scores, 8),
-    }
+    return _chosen(256, 8)
+
+
+def topk_many() -> tuple[int, Calls]:
+    """The 64 largest of 4096 scores."""
+    return _chosen(4096, 64)
 
 
 def cast() -> tuple[int, Calls]:
     """To e4m3 with scales of 128 channels."""
     x = randn(TOKENS, HIDDEN)
-
-    def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-        values = x.float().unflatten(-1, (-1, 128))
-        scale = values.abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
-        return (values / scale).to(torch.float8_e4m3fn).flatten(-2), scale.squeeze(-1)
-
     plain = compiled(quantized)
     return x.nbytes * 3 // 2, {
         "tile_kernels": lambda: quant.per_token_cast(x, "e4m3", 128),
         "torch.compile": lambda: plain(x),
+        "torchao": lambda: torchao("fp8_blockwise_act_quant")(x),
+    }
+
+
+def cast_blocks() -> tuple[int, Calls]:
+    """To e4m3 with scales of 128 x 128 values."""
+    x = randn(TOKENS, HIDDEN)
+
+    def blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+        values = x.float().view(TOKENS // 128, 128, HIDDEN // 128, 128)
+        scale = values.abs().amax((1, 3), keepdim=True).clamp(min=1e-4) / 448
+        codes = (values / scale).to(torch.float8_e4m3fn).view(TOKENS, HIDDEN)
+        return codes, scale.squeeze((1, 3))
+
+    plain = compiled(blocks)
+    return x.nbytes * 3 // 2, {
+        "tile_kernels": lambda: quant.per_block_cast(x, "e4m3", (128, 128)),
+        "torch.compile": lambda: plain(x),
+        "torchao": lambda: torchao("fp8_blockwise_weight_quant")(x),
+    }
+
+
+# ---- hyper-connections: 4096 tokens, 4 streams ---------------------------------------------------
+
+MHC_TOKENS, STREAMS = 4096, 4
+MIXES = STREAMS * (STREAMS + 2)
+
+
+def _streams() -> tuple[Tensor, Tensor]:
+    """Streams, and the weights of their projection."""
+    fn = 1e-4 * torch.randn(MIXES, STREAMS * HIDDEN, device="cuda")
+    return randn(MHC_TOKENS, STREAMS, HIDDEN), fn
+
+
+def mhc_projection() -> tuple[int, Calls]:
+    """The projection of the streams to mixes."""
+    streams, fn = _streams()
+    rows, phi = streams.view(MHC_TOKENS, -1), fn.T.to(BF16).contiguous()
+
+    def projected(streams: Tensor, fn: Tensor) -> Tensor:
+        x = streams.flatten(-2).float()
+        return F.linear(x, fn) * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+    plain = compiled(projected)
+    return streams.nbytes + fn.nbytes, {
+        "tile_kernels": lambda: mhc.mhc_norm_fn_fwd(streams, fn, 1e-6),
+        "torch.compile": lambda: plain(streams, fn),
+        # Its weights have 8 bits, not the 11 of TF32.
+        "liger_kernel": lambda: liger("ops.mhc", "mhc_mm_norm_fwd")(rows, phi, 1e-6),
+    }
+
+
+def _mixed() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output of a sublayer, streams, and the mixes of `mhc_post`."""
+    post = torch.rand(MHC_TOKENS, STREAMS, 1, device="cuda")
+    comb = torch.rand(MHC_TOKENS, STREAMS, STREAMS, device="cuda")
+    return randn(MHC_TOKENS, HIDDEN), _streams()[0], post, comb
+
+
+def _plain_post(x: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    mixed = torch.einsum("tij,tih->tjh", comb, streams.float())
+    return (x.float().unsqueeze(1) * post + mixed).to(BF16)
+
+
+def mhc_post() -> tuple[int, Calls]:
+    """The next streams."""
+    x, streams, post, comb = _mixed()
+    out = torch.empty_like(streams)
+    plain = compiled(_plain_post)
+    transposed, rows = comb.mT.contiguous(), post.squeeze(-1)
+
+    def of_liger() -> Tensor:
+        return liger("ops.mhc", "mhc_post_res_fwd")(streams, x, rows, transposed, out=out)
+
+    return x.nbytes + 2 * streams.nbytes, {
+        "tile_kernels": lambda: mhc.mhc_post_fwd(x, streams, post, comb),
+        "torch.compile": lambda: plain(x, streams, post, comb),
+        "liger_kernel": of_liger,
+    }
+
+
+def mhc_between() -> tuple[int, Calls]:
+    """All between two sublayers, with an RMS norm."""
+    x, streams, post, comb = _mixed()
+    fn = _streams()[1]
+    scale, base = torch.randn(3, device="cuda"), torch.randn(MIXES, device="cuda")
+    weight = randn(HIDDEN)
+
+    def between(
+        x: Tensor, streams: Tensor, post: Tensor, comb: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        written = _plain_post(x, streams, post, comb)
+        flat = written.flatten(-2).float()
+        mixes = F.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6)
+        before, after, logits = mixes.split((STREAMS, STREAMS, STREAMS * STREAMS), -1)
+        before = torch.sigmoid(before * scale[0] + base[:STREAMS])
+        after = 2 * torch.sigmoid(after * scale[1] + base[STREAMS : 2 * STREAMS])
+        matrix = (logits * scale[2] + base[2 * STREAMS :]).unflatten(-1, (STREAMS, STREAMS))
+        matrix = matrix.softmax(-1)
+        for _ in range(20):
+            matrix = matrix / matrix.sum(-1, keepdim=True)
+            matrix = matrix / matrix.sum(-2, keepdim=True)
+        read = torch.einsum("ti,tih->th", before, written.float()).to(BF16)
+        return written, after, matrix, _plain_norm(read, weight)
+
+    plain = compiled(between)
+    numbers = (1e-6, 1e-6, 1e-6, 2.0, 20)
+    return 2 * x.nbytes + 3 * streams.nbytes, {
+        "tile_kernels": lambda: mhc.mhc_post_pre(
+            x, streams, post, comb, fn, scale, base, *numbers, weight, 1e-6
+        ),
+        "torch.compile": lambda: plain(x, streams, post, comb),
     }
 
 
@@ -238,10 +378,19 @@ CASES = {
     "rms_norm_backward": norm_backward,
     "rotary": rotary,
     "swiglu": swiglu,
+    "swiglu_cast": swiglu_cast,
     "topk_gate": topk,
+    "topk_gate_64": topk_many,
     "per_token_cast": cast,
+    "per_block_cast": cast_blocks,
+    "mhc_projection": mhc_projection,
+    "mhc_post": mhc_post,
+    "mhc_post_pre": mhc_between,
     "fp8_gemm": product,
 }
+
+
+OTHERS = ("triton", "liger_kernel", "torchao")
 
 
 # ---- measuring -----------------------------------------------------------------------------------
@@ -264,16 +413,18 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], help="by default all")
     parser.add_argument("--seconds", type=float, default=60.0, help="after which no case is begun")
     parser.add_argument("--folder", type=Path, default=benchmark.DEFAULT_FOLDER)
+    text = "a rival that is not run, as torch.compile, which compiles for seconds; may be repeated"
+    parser.add_argument("--without", action="append", default=[], metavar="NAME", help=text)
     options = parser.parse_args()
     began = time.monotonic()
-    machine = benchmark.machine()
+    machine = {**benchmark.machine(), **{name: benchmark.installed(name) for name in OTHERS}}
     copy = timing.copy_bandwidth()
     report: dict[str, Any] = {
         "machine": machine,
         "copy_gb_per_s": round(copy, 1),
         "shape": [TOKENS, HIDDEN],
         "results": {},
-        "left_out": [],
+        "left_out": list(options.without),
     }
     path = options.folder / f"rivals.{benchmark.slug(machine['device'])}.json"
     print(f"copy {copy:.0f} GB/s", flush=True)
@@ -284,10 +435,13 @@ def main() -> None:
         bytes_moved, calls = CASES[name]()
         lines = []
         for rival, call in calls.items():
+            if rival in options.without:
+                continue
             lines.append(measured(rival, bytes_moved, call, copy))
             shown = {key: value for key, value in lines[-1].items() if key != "name"}
             print(f"{name:20} {rival:32} {shown} {time.monotonic() - began:.0f} s", flush=True)
-        report["results"][name] = {"bytes": bytes_moved, "lines": lines}
+        title = (CASES[name].__doc__ or name).rstrip(".")
+        report["results"][name] = {"title": title, "bytes": bytes_moved, "lines": lines}
         path.write_text(json.dumps(report, indent=1) + "\n")
         torch.cuda.empty_cache()
 

@@ -14,7 +14,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tile_kernels import moe
 from tile_kernels.runtime.cases import tensors_in
@@ -164,9 +164,54 @@ def comparison() -> list[str]:
     ]
 
 
-def rivals() -> dict[str, Any]:
-    """Times of other libraries relative to this one, measured in one run."""
-    return dict(json.loads((ROOT / "benchmarks" / f"rivals.{RESULTS.name}.json").read_text()))
+class Rival(NamedTuple):
+    """A case of `benchmarks.rivals`, our time in microseconds, another library and its time."""
+
+    case: str
+    us: float
+    name: str
+    other_us: float
+
+
+def rival_results() -> dict[str, Any] | None:
+    """What `benchmarks.rivals` wrote; None before its first run."""
+    path = RESULTS.parent / f"rivals.{RESULTS.name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def rivals() -> list[Rival]:
+    """The times of other libraries beside ours, measured in one run."""
+    found = []
+    for case in (rival_results() or {"results": {}})["results"].values():
+        times = {line["name"]: line["us"] for line in case["lines"] if "us" in line}
+        found += [
+            Rival(case["title"], times["tile_kernels"], name, us)
+            for name, us in times.items()
+            if "tile_kernels" in times and not name.startswith("tile_kernels")
+        ]
+    return found
+
+
+def rival_table() -> list[str]:
+    """One row for each case and library of `benchmarks.rivals`."""
+    run = rival_results()
+    if run is None:
+        return ["Not measured yet: `python -m benchmarks.rivals`."]
+    machine = run["machine"]
+    names = ("torch", "liger_kernel", "torchao", "triton")
+    versions = ", ".join(f"{name} {machine[name]}" for name in names if machine.get(name))
+    left_out = f"; not run: {', '.join(run['left_out'])}" if run["left_out"] else ""
+    return [
+        f"{machine['device']}; {versions}; copy bandwidth {run['copy_gb_per_s']:.0f} GB/s; "
+        f"{machine['date']}{left_out}.",
+        "",
+        "| case | here, us | other | its time, us | other / here |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {r.case} | {r.us} | `{r.name}` | {r.other_us} | {r.other_us / r.us:.2f} |"
+            for r in rivals()
+        ),
+    ]
 
 
 def layer_results() -> dict[str, Any] | None:
@@ -444,6 +489,7 @@ TABLES["fp8"] = (ROOT / "docs" / "fp8-layer.md", fp8)
 TABLES["layers"] = (ROOT / "docs" / "layers.md", layers)
 TABLES["demo"] = (ROOT / "docs" / "demo.md", demo)
 TABLES["comparison"] = (ROOT / "docs" / "comparison.md", comparison)
+TABLES["rivals"] = (ROOT / "docs" / "comparison.md", rival_table)
 TABLES["benchmarks"] = (ROOT / "docs" / "benchmarks.md", benchmarks)
 TABLES["compute"] = (ROOT / "docs" / "benchmarks.md", compute_bound)
 TABLES["torch"] = (ROOT / "docs" / "release.md", torch_versions)

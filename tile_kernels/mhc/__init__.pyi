@@ -26,6 +26,10 @@ from tile_kernels.mhc.post.op import (
     mhc_post_bwd as mhc_post_bwd,
     mhc_post_fwd as mhc_post_fwd,
 )
+from tile_kernels.mhc.post_pre.op import (
+    mhc_post_pre as mhc_post_pre,
+    mhc_post_pre_and_per_token_cast as mhc_post_pre_and_per_token_cast,
+)
 from tile_kernels.mhc.pre.op import mhc_pre_big_fuse as mhc_pre_big_fuse, mhc_pre_fwd as mhc_pre_fwd
 from tile_kernels.mhc.recompute.op import mhc_multilayer_recompute as mhc_multilayer_recompute
 from tile_kernels.mhc.sinkhorn.op import (

@@ -88,13 +88,14 @@ def machine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "tilelang": _installed("tilelang"),
+        "tilelang": installed("tilelang"),
         "tile_kernels": tile_kernels.__version__,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """The version of a package, if there is one."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -19,6 +19,7 @@ from tile_kernels.mhc.mix.reference import (
 )
 from tile_kernels.mhc.norm_fn.reference import mhc_norm_fn_bwd, mhc_norm_fn_fwd, mhc_pre_norm_fn_ref
 from tile_kernels.mhc.post.reference import mhc_post, mhc_post_bwd, mhc_post_ref
+from tile_kernels.mhc.post_pre.reference import mhc_post_pre, mhc_post_pre_and_per_token_cast
 from tile_kernels.mhc.pre.reference import mhc_pre_big_fuse, mhc_pre_fwd
 from tile_kernels.mhc.recompute.reference import mhc_multilayer_recompute
 from tile_kernels.mhc.sinkhorn.reference import (
@@ -42,6 +43,8 @@ __all__ = [
     "mhc_post",
     "mhc_post_bwd",
     "mhc_post_fwd",
+    "mhc_post_pre",
+    "mhc_post_pre_and_per_token_cast",
     "mhc_post_ref",
     "mhc_pre_apply_mix",
     "mhc_pre_apply_mix_bwd",

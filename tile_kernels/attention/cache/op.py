@@ -98,7 +98,7 @@ KV_CACHE_APPEND = Operator(
     Append,
     reference=reference.kv_cache_append,
     cost=append_cost,
-    dynamic={"cache": 2, "slots": 0, "codes": 1, "sf": 1, "rotated": 1},
+    dynamic={"cache": 3, "slots": 0, "codes": 1, "sf": 1, "rotated": 1},
     mutates=("cache",),
     differentiable=False,
 )
@@ -180,7 +180,7 @@ KV_CACHE_GATHER = Operator(
     Gather,
     reference=reference.kv_cache_gather,
     cost=gather_cost,
-    dynamic={"cache": 2, "slots": 0},
+    dynamic={"cache": 3, "slots": 0},
     differentiable=False,
 )
 

@@ -386,7 +386,7 @@ SPARSE_ATTENTION_DECODE = Operator(
     reference=reference.attended,
     cost=cost,
     dynamic={
-        "q": 2, "cache": 2, "indices": 1, "topk_length": 0, "extra_cache": 2, "extra_indices": 1,
+        "q": 2, "cache": 3, "indices": 1, "topk_length": 0, "extra_cache": 3, "extra_indices": 1,
         "extra_topk_length": 0, "items": 1, "splits": 1,
     },
     instead="tile_kernels.attention.sparse_attention of rows in bfloat16",

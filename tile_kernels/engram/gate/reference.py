@@ -224,6 +224,7 @@ def engram_gate_packed_bwd(
     clamp_value: float,
     num_parts: int,
     image_token_mask: Tensor | None = None,
+    add_residual: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`engram_gate_bwd` with keys and value, and their gradients, in one tensor.
 
@@ -238,7 +239,7 @@ def engram_gate_packed_bwd(
     """
     grad_x, grad_k, grad_v, partial = engram_gate_bwd(
         grad_out, hidden_states, kv[:, :-1], kv[:, -1], weight_fused, dot, gate_score, rstd_x,
-        rstd_k, clamp_value, num_parts, True, image_token_mask,
+        rstd_k, clamp_value, num_parts, add_residual, image_token_mask,
     )  # fmt: skip
     return grad_x, torch.cat((grad_k, grad_v[:, None]), 1), partial
 

@@ -11,6 +11,7 @@ from tile_kernels.mhc import shapes
 from tile_kernels.mhc.norm_fn.op import NUM_TOKENS
 from tile_kernels.mhc.partials import reference
 from tile_kernels.mhc.partials.plan import plan
+from tile_kernels.mhc.pre.op import NO_NORM
 from tile_kernels.mhc.pre.plan import plan_read_splits
 from tile_kernels.mhc.sinkhorn.op import check_steps
 from tile_kernels.mhc.sinkhorn.plan import is_near
@@ -283,7 +284,7 @@ class PreArguments(NamedTuple):
             self.residual, self.gemm_out_mul, self.gemm_out_sqrsum, self.mhc_scale, self.mhc_base,
             post, comb, layer_input, None, None, None, None, None, float(self.rms_eps),
             float(self.mhc_pre_eps), float(self.mhc_sinkhorn_eps), float(self.mhc_post_mult_value),
-            self.sinkhorn_repeat, 0,
+            self.sinkhorn_repeat, 0, *NO_NORM,
         )  # fmt: skip
         return Launch(_READ, problem, arguments)
 

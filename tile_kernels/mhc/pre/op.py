@@ -39,6 +39,9 @@ from tile_kernels.runtime.operator import Operator
 _READ = Kernel("tile_kernels.mhc.pre.kernel", "read_from_products", plan_read)
 
 
+NO_NORM = (None, None, None, 0.0, 0.0)  # arguments of a norm and a cast, which these have not
+
+
 # ---- both ---------------------------------------------------------------------------------------
 
 
@@ -118,7 +121,7 @@ def _launches(
     arguments = (
         residual, mul, squares, a.mhc_scale, a.mhc_base, post, comb, layer_input, *kept,
         float(a.rms_eps), float(a.mhc_pre_eps), float(a.mhc_sinkhorn_eps),
-        float(a.mhc_post_mult_value), a.sinkhorn_repeat, FOLD,
+        float(a.mhc_post_mult_value), a.sinkhorn_repeat, FOLD, *NO_NORM,
     )  # fmt: skip
     return [launch_products(a, mul, squares), Launch(_READ, problem, arguments)]
 

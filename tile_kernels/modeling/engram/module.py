@@ -163,15 +163,20 @@ class EngramModule(nn.Module):
             embeddings = self.table.prefetched((token_ids, indices, cu_seqlens), device)
         if embeddings is None:
             embeddings = self.table(self._rows(token_ids, indices, cu_seqlens), device)
-        k, v = self.project(embeddings)
+        kv = self._projected(embeddings)
         y = engram_gate(
-            hidden_states.bfloat16(), k.bfloat16(), v.bfloat16(), *self._norm_weights(),
+            hidden_states.bfloat16(), kv.bfloat16(), None, *self._norm_weights(),
             self.clamp_value, self.eps, add_residual=False,
         )  # fmt: skip
         if cu_seqlens is not None and cu_seqlens.device != device:
             # From memory that is not pinned the host neither waits nor may change what is copied.
             cu_seqlens = cu_seqlens.clone().to(device, non_blocking=device.type == "cuda")
         return self.convolution(y, cu_seqlens, hidden_states)
+
+    def _projected(self, embeddings: Tensor) -> Tensor:
+        """Embeddings `[*, C * d]` to keys and value `[*, hc + 1, H]`."""
+        both = F.linear(embeddings, self.projection.weight)
+        return both.unflatten(-1, (self.num_streams + 1, self.hidden_size))
 
     def project(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Projects embeddings to the keys of all streams and a value.
@@ -182,9 +187,8 @@ class EngramModule(nn.Module):
         Returns:
             Keys `[*, hc, H]` and values `[*, H]`, slices of one tensor.
         """
-        both = F.linear(embeddings, self.projection.weight)
-        k, v = both.split((self.num_streams * self.hidden_size, self.hidden_size), dim=-1)
-        return k.unflatten(-1, (self.num_streams, self.hidden_size)), v
+        both = self._projected(embeddings)
+        return both[..., :-1, :], both[..., -1, :]
 
     def _norm_weights(self) -> tuple[Tensor, Tensor]:
         """The parameters themselves where the gate takes them, otherwise in float32."""

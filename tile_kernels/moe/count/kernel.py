@@ -56,47 +56,66 @@ def count_chunk(indices, first, end, count, num_groups, counts, chunk):
             counts[chunk, step * THREADS + tx] = histogram[step * THREADS + tx]
 
 
-@T.macro
-def sum_chunks(counts, chunks, chunk, num_groups, total, earlier):
-    """Add the counts of all chunks to `total`, of those before `chunk` to `earlier` (or None).
+def sum_chunks(num_groups: int, vector: int, with_earlier: bool) -> Any:
+    """A macro: adds the counts of all chunks to `total`, of those before `chunk` to `earlier`.
 
-    Both are shared and zero before. Threads beyond the groups take part of the chunks.
+    Both are shared and zero before; without `with_earlier` the second is None. A thread has some
+    neighbouring groups of some of the chunks, and all of its loads under way at once.
     """
-    tx = T.get_thread_binding()
-    parts = max(1, THREADS // num_groups)
-    all_sum = T.alloc_var(T.int32)
-    earlier_sum = T.alloc_var(T.int32)
-    value = T.alloc_var(T.int32)
-    for step in T.unroll(-(-num_groups // THREADS)):
-        group = tx % num_groups if parts > 1 else step * THREADS + tx
-        part = tx // num_groups if parts > 1 else 0
-        if group < num_groups and part < parts:
-            all_sum = 0
-            earlier_sum = 0
-            for j in T.serial(T.ceildiv(chunks, ROWS_AT_ONCE * parts)):
-                for i in T.unroll(ROWS_AT_ONCE):
-                    row = (j * ROWS_AT_ONCE + i) * parts + part
-                    if row < chunks:
-                        value = counts[row, group]
-                        all_sum = all_sum + value
-                        if row < chunk:
-                            earlier_sum = earlier_sum + value
-            T.atomic_add(total[group], all_sum)
-            if earlier is not None:
-                T.atomic_add(earlier[group], earlier_sum)
+    accesses = num_groups // vector  # of a chunk
+    parts = max(1, THREADS // accesses)
+
+    @T.macro
+    def summed(counts, chunks, chunk, total, earlier):
+        tx = T.get_thread_binding()
+        raw = T.alloc_local((ROWS_AT_ONCE, vector), T.int32)
+        sums = T.alloc_local((vector,), T.int32)
+        earlier_sums = T.alloc_local((vector,), T.int32)
+        for step in T.unroll(-(-accesses // THREADS)):
+            access = tx % accesses if parts > 1 else step * THREADS + tx
+            part = tx // accesses if parts > 1 else 0
+            if access < accesses and part < parts:
+                for v in T.unroll(vector):
+                    sums[v] = 0
+                    earlier_sums[v] = 0
+                for j in T.serial(T.ceildiv(chunks, ROWS_AT_ONCE * parts)):
+                    for i in T.unroll(ROWS_AT_ONCE):
+                        row = (j * ROWS_AT_ONCE + i) * parts + part
+                        for v in T.unroll(vector):
+                            raw[i, v] = 0
+                        if row < chunks:
+                            for v in T.vectorized(vector):
+                                raw[i, v] = counts[row, access * vector + v]
+                    for i in T.unroll(ROWS_AT_ONCE):
+                        row = (j * ROWS_AT_ONCE + i) * parts + part
+                        for v in T.unroll(vector):
+                            sums[v] = sums[v] + raw[i, v]
+                            if with_earlier:
+                                if row < chunk:
+                                    earlier_sums[v] = earlier_sums[v] + raw[i, v]
+                for v in T.unroll(vector):
+                    T.atomic_add(total[access * vector + v], sums[v])
+                    if with_earlier:
+                        T.atomic_add(earlier[access * vector + v], earlier_sums[v])
+
+    return summed
 
 
-def access_bits(*_: int) -> tuple[tuple[int, int], int]:
-    return (32, 64), 32  # indices are read one by one, as neighbours fill whole sectors
+def access_bits(
+    num_groups: int, max_chunks: int, as_fraction: bool, vector: int
+) -> tuple[tuple[int, ...], int]:
+    """Indices are read one by one, as neighbours fill whole sectors."""
+    return tuple(sorted({64, 32 * vector})), 32
 
 
 @kernel(
     access_bits=access_bits,
     pass_configs={"tl.disable_thread_storage_sync": True},  # all barriers are written out
 )
-def group_count(num_groups: int, max_chunks: int, as_fraction: bool) -> Any:
+def group_count(num_groups: int, max_chunks: int, as_fraction: bool, vector: int) -> Any:
     """Counts as they are, or times the number of groups over `slots`."""
     count, num_tickets = T.dynamic("count num_tickets")
+    add_chunks = sum_chunks(num_groups, vector, with_earlier=False)
     result_dtype = T.float32 if as_fraction else T.int32
 
     @T.prim_func
@@ -120,7 +139,7 @@ def group_count(num_groups: int, max_chunks: int, as_fraction: bool) -> Any:
                 indices, chunk * length, (chunk + 1) * length, count, num_groups, counts, chunk
             )
             if is_last_block(tickets, ticket, chunks):
-                sum_chunks(counts, chunks, 0, num_groups, total, None)
+                add_chunks(counts, chunks, 0, total, None)
                 T.sync_threads()
                 for step in T.unroll(-(-num_groups // THREADS)):
                     group = step * THREADS + tx

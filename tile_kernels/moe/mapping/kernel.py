@@ -11,15 +11,20 @@ from typing import Any
 
 from tilelang import language as T
 
-from tile_kernels.moe.count.kernel import count_chunk, load_groups, num_chunks, sum_chunks
+from tile_kernels.moe.count.kernel import (
+    count_chunk,
+    load_groups,
+    num_chunks,
+    sum_chunks,
+)
 from tile_kernels.moe.count.plan import BATCH, MAX_CHUNKS, THREADS
 from tile_kernels.moe.mapping.plan import WARPS
 from tile_kernels.moe.primitives import LANES
 from tile_kernels.runtime.launch import kernel
 
 
-def access_bits(*_: int) -> tuple[tuple[int, int], int]:
-    return (32, 64), 32
+def access_bits(*static: int) -> tuple[tuple[int, ...], int]:
+    return tuple(sorted({64, 32 * static[-1]})), 32
 
 
 @T.macro
@@ -47,10 +52,13 @@ def exclusive_prefix(value, sums):
     access_bits=access_bits,
     pass_configs={"tl.disable_thread_storage_sync": True},  # all barriers are written out
 )
-def fused_mapping(num_topk: int, num_experts: int, max_chunks: int, placing_warps: int) -> Any:
+def fused_mapping(
+    num_topk: int, num_experts: int, max_chunks: int, placing_warps: int, vector: int
+) -> Any:
     """See the head of this file. `flat` holds all results in the order of the reference's."""
     quantum = placing_warps * LANES
     experts_per_thread = -(-num_experts // THREADS)
+    add_chunks = sum_chunks(num_experts, vector, with_earlier=True)
     num_slots, size = T.dynamic("num_slots size")
 
     @T.prim_func
@@ -113,7 +121,7 @@ def fused_mapping(num_topk: int, num_experts: int, max_chunks: int, placing_warp
                 for i in T.unroll(BATCH):
                     if experts[i] >= 0:
                         T.atomic_add(next_position[warp, experts[i]], 1)
-            sum_chunks(counts, chunks, chunk, num_experts, total, start)
+            add_chunks(counts, chunks, chunk, total, start)
             T.sync_threads()
 
             # Ranges, in the order of the experts; then where each warp's first slot goes.

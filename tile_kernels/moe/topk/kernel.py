@@ -5,6 +5,7 @@ from typing import Any
 from tilelang import language as T
 
 from tile_kernels.moe.primitives import (
+    FULL_WARP,
     LANES,
     LOWEST_KEY,
     load_keys,
@@ -91,14 +92,68 @@ def topk_gate_wide(num_experts: int, num_topk: int, vector: int) -> Any:
 
 # Pairs of one step are disjoint, which TileLang cannot see: it would put barriers between the
 # loads and stores of each. All barriers that are needed are written out.
-@kernel(
-    access_bits=lambda *_: (32, 64),
-    pass_configs={"tl.disable_thread_storage_sync": True},
-)
+EXPLICIT_BARRIERS = {"tl.disable_thread_storage_sync": True}
+
+
+def sort_pairs(levels: int, threads: int) -> Any:
+    """A macro: a bitonic sort of `1 << levels` distinct int64 in shared memory, largest first.
+
+    It ends with a barrier.
+    """
+    size = 1 << levels
+
+    @T.macro
+    def sort(pairs):
+        tx = T.get_thread_binding()
+        index = T.alloc_var(T.int32)
+        low = T.alloc_var(T.int64)
+        high = T.alloc_var(T.int64)
+        for level in T.serial(levels):  # runs of 2 << level become sorted, in turns
+            for sub in T.serial(level + 1):
+                shift = level - sub
+                stride = T.shift_left(1, shift)
+                for step in T.serial(T.ceildiv(size // 2, threads)):
+                    i = step * threads + tx
+                    if i < size // 2:
+                        index = T.shift_left(T.shift_right(i, shift), shift + 1) + (
+                            i & (stride - 1)
+                        )
+                        low = pairs[index]
+                        high = pairs[index + stride]
+                        descending = (index & T.shift_left(2, level)) == 0
+                        if (low < high) == descending:
+                            pairs[index] = high
+                            pairs[index + stride] = low
+                T.sync_threads()
+
+    return sort
+
+
+@T.macro
+def rank_pair(key, expert, num_experts):
+    """Compares like the key; of equal keys, the smaller index makes the larger pair."""
+    return T.cast(key, T.int64) * (1 << 32) + (num_experts - 1 - expert)
+
+
+def write_ranked(num_experts: int, num_topk: int, threads: int) -> Any:
+    """A macro: the experts of the first pairs."""
+
+    @T.macro
+    def write(pairs, token, topk_idx):
+        for step in T.serial(T.ceildiv(num_topk, threads)):
+            p = step * threads + T.get_thread_binding()
+            if p < num_topk:
+                topk_idx[token, p] = (num_experts - 1) - (pairs[p] & T.int64(0xFFFFFFFF))
+
+    return write
+
+
+@kernel(access_bits=lambda *_: (32, 64), pass_configs=EXPLICIT_BARRIERS)
 def topk_gate_block(num_experts: int, num_topk: int, threads: int) -> Any:
-    """One block per token: a bitonic sort of (key, index) pairs in shared memory, for any top-k."""
+    """One block per token: a sort of all (key, index) pairs in shared memory, for any top-k."""
     levels = max(1, (num_experts - 1).bit_length())
     size = 1 << levels
+    sort, write = sort_pairs(levels, threads), write_ranked(num_experts, num_topk, threads)
     num_tokens = T.dynamic("num_tokens")
 
     @T.prim_func
@@ -108,40 +163,110 @@ def topk_gate_block(num_experts: int, num_topk: int, threads: int) -> Any:
     ):
         with T.Kernel(num_tokens, threads=threads) as token:
             pairs = T.alloc_shared((size,), T.int64)
-            index = T.alloc_var(T.int32)
-            low = T.alloc_var(T.int64)
-            high = T.alloc_var(T.int64)
             tx = T.get_thread_binding()
             for step in T.serial(T.ceildiv(size, threads)):
                 e = step * threads + tx
                 if e < num_experts:
-                    # Equal keys: the smaller index makes the larger pair.
-                    key = T.cast(order_key(scores[token, e]), T.int64)
-                    pairs[e] = key * (1 << 32) + (num_experts - 1 - e)
+                    pairs[e] = rank_pair(order_key(scores[token, e]), e, num_experts)
                 elif e < size:
                     pairs[e] = T.int64(-(1 << 63))
             T.sync_threads()
-            for level in T.serial(levels):  # runs of 2 << level become sorted, in turns
-                for sub in T.serial(level + 1):
-                    shift = level - sub
-                    stride = T.shift_left(1, shift)
-                    for step in T.serial(T.ceildiv(size // 2, threads)):
-                        i = step * threads + tx
-                        if i < size // 2:
-                            index = T.shift_left(T.shift_right(i, shift), shift + 1) + (
-                                i & (stride - 1)
-                            )
-                            low = pairs[index]
-                            high = pairs[index + stride]
-                            descending = (index & T.shift_left(2, level)) == 0
-                            if (low < high) == descending:
-                                pairs[index] = high
-                                pairs[index + stride] = low
-                    T.sync_threads()
-            for step in T.serial(T.ceildiv(num_topk, threads)):
-                p = step * threads + tx
-                if p < num_topk:
-                    topk_idx[token, p] = (num_experts - 1) - (pairs[p] & T.int64(0xFFFFFFFF))
+            sort(pairs)
+            write(pairs, token, topk_idx)
+
+    return topk_gate
+
+
+KEY_BITS = 32
+
+
+@kernel(access_bits=lambda *_: (32, 64), pass_configs=EXPLICIT_BARRIERS)
+def topk_gate_select(num_experts: int, num_topk: int, threads: int) -> Any:
+    """One block per token: the keys stay in registers, and only those that are chosen are sorted.
+
+    The bits of the smallest chosen key are found one by one, by counting the keys that are not
+    smaller. Of the keys that are equal to it, the bits of the last index are found in the same way.
+    """
+    per_thread = -(-num_experts // threads)
+    index_bits = max(1, (num_experts - 1).bit_length())
+    levels = max(1, (num_topk - 1).bit_length())
+    size = 1 << levels
+    steps = KEY_BITS + index_bits
+    sort, write = sort_pairs(levels, threads), write_ranked(num_experts, num_topk, threads)
+    num_tokens = T.dynamic("num_tokens")
+
+    @T.macro
+    def total(count, counts, step):
+        """The sum of `count` over the block: `counts[step]`, which was 0."""
+        of_warp = T.alloc_var(
+            T.int32, init=T.call_extern(T.int32, "__reduce_add_sync", T.uint32(FULL_WARP), count)
+        )
+        if T.get_thread_binding() % LANES == 0:
+            T.atomic_add(counts[step], of_warp)
+        T.sync_threads()
+        return counts[step]
+
+    @T.prim_func
+    def topk_gate(
+        scores: T.Tensor[(num_tokens, num_experts), T.float32],
+        topk_idx: T.Tensor[(num_tokens, num_topk), T.int64],
+    ):
+        with T.Kernel(num_tokens, threads=threads) as token:
+            pairs = T.alloc_shared((size,), T.int64)
+            counts = T.alloc_shared((steps + 1,), T.int32)
+            keys = T.alloc_local((per_thread,), T.uint32)
+            count = T.alloc_var(T.int32)
+            found = T.alloc_var(T.int32)
+            place = T.alloc_var(T.int32)
+            least = T.alloc_var(T.uint32, init=T.uint32(0))
+            candidate = T.alloc_var(T.uint32)
+            above = T.alloc_var(T.int32, init=0)  # keys larger than `least`
+            last = T.alloc_var(T.int32, init=0)  # of an index counted from the end
+            tx = T.get_thread_binding()
+            for i in T.unroll(per_thread):
+                e = i * threads + tx
+                keys[i] = T.uint32(0)  # no key of a score is that small
+                if e < num_experts:
+                    keys[i] = T.reinterpret(order_key(scores[token, e]), T.uint32) ^ T.uint32(
+                        0x80000000
+                    )
+            for step in T.serial(T.ceildiv(T.max(size, steps + 1), threads)):
+                i = step * threads + tx
+                if i < size:
+                    pairs[i] = T.int64(-(1 << 63))
+                if i < steps + 1:
+                    counts[i] = 0
+            T.sync_threads()
+            for step in T.serial(KEY_BITS):
+                candidate = least | T.shift_left(T.uint32(1), T.cast(KEY_BITS - 1 - step, T.uint32))
+                count = 0
+                for i in T.unroll(per_thread):
+                    count = count + T.if_then_else(keys[i] >= candidate, 1, 0)
+                found = total(count, counts, step)
+                if found >= num_topk:
+                    least = candidate
+                else:
+                    above = found
+            for step in T.serial(index_bits):
+                place = last | T.shift_left(1, index_bits - 1 - step)
+                count = 0
+                for i in T.unroll(per_thread):
+                    from_end = num_experts - 1 - (i * threads + tx)
+                    count = count + T.if_then_else(keys[i] == least and from_end >= place, 1, 0)
+                found = total(count, counts, KEY_BITS + step)
+                if found >= num_topk - above:
+                    last = place
+            for i in T.unroll(per_thread):
+                e = i * threads + tx
+                if keys[i] > least or (keys[i] == least and num_experts - 1 - e >= last):
+                    if e < num_experts:
+                        place = T.atomic_add(counts[steps], 1, return_prev=True)
+                        pairs[place] = rank_pair(
+                            T.reinterpret(keys[i] ^ T.uint32(0x80000000), T.int32), e, num_experts
+                        )
+            T.sync_threads()
+            sort(pairs)
+            write(pairs, token, topk_idx)
 
     return topk_gate
 

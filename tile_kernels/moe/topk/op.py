@@ -16,6 +16,7 @@ from tile_kernels.moe.topk.plan import (
     MAX_WARP_TOPK,
     plan_block,
     plan_groups,
+    plan_select,
     plan_warp,
     plan_wide,
 )
@@ -29,6 +30,7 @@ _MODULE = "tile_kernels.moe.topk.kernel"
 _WARP = Kernel(_MODULE, "topk_gate_warp", plan_warp)
 _WIDE = Kernel(_MODULE, "topk_gate_wide", plan_wide)
 _BLOCK = Kernel(_MODULE, "topk_gate_block", plan_block)
+_SELECT = Kernel(_MODULE, "topk_gate_select", plan_select)
 _GROUPS = Kernel(_MODULE, "topk_group", plan_groups)
 
 
@@ -52,7 +54,8 @@ class GateArguments(NamedTuple):
             return None
         num_experts = self.scores.shape[1]
         if self.num_topk > MAX_WARP_TOPK:
-            kernel = _BLOCK
+            # A sort of the chosen experts is worth their choice if it is half as long.
+            kernel = _SELECT if 2 * self.num_topk <= num_experts else _BLOCK
         else:
             kernel = _WARP if num_experts <= MAX_WARP_EXPERTS else _WIDE
         return Launch(
@@ -84,8 +87,8 @@ def topk_gate(scores: Tensor, num_topk: int) -> Tensor:
 
     Args:
         scores: `[num_tokens, num_experts]`, float32, contiguous; up to 8192 experts.
-        num_topk: Experts per token, in `1..num_experts`. Above 32 the kernel sorts whole rows,
-            which is much slower.
+        num_topk: Experts per token, in `1..num_experts`. Above 32 a block takes a row, which is
+            slower; above half of the experts it sorts all of them, which is much slower.
 
     Returns:
         `[num_tokens, num_topk]`, int64, contiguous, on `scores.device`.

@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 from tile_kernels.moe.plan import MAX_SLOTS, row_vector
 from tile_kernels.runtime.device import Device
+from tile_kernels.utils import next_power_of_two
 
 MAX_EXPERTS = 8192  # one row of sort keys in the shared memory of the smallest supported GPU
 MAX_WARP_EXPERTS = 512  # beyond that several warps share a token
 MAX_WARP_TOPK = MAX_SLOTS  # one pick per lane
 WIDE_PER_LANE = 16
+KEYS_PER_THREAD = 8
 
 
 class WarpPlan(NamedTuple):
@@ -42,6 +44,12 @@ class BlockPlan(NamedTuple):
 
 def plan_block(num_experts: int, num_topk: int, alignment: int, device: Device) -> BlockPlan:
     return BlockPlan(num_experts, num_topk, threads=min(1024, max(32, num_experts // 2)))
+
+
+def plan_select(num_experts: int, num_topk: int, alignment: int, device: Device) -> BlockPlan:
+    """About 8 keys of a thread, which are compared between two barriers."""
+    threads = min(1024, max(64, next_power_of_two(-(-num_experts // KEYS_PER_THREAD))))
+    return BlockPlan(num_experts, num_topk, threads)
 
 
 class GroupPlan(NamedTuple):
