@@ -45,6 +45,13 @@ REFERENCE = {
     "attention": ("Attention", ["tile_kernels.attention", "tile_kernels.modeling.attention"]),
     "transpose": ("Transposes", ["tile_kernels.transpose"]),
     "ep": ("Expert parallelism", ["tile_kernels.ep"]),
+    "integrations": (
+        "Integrations",
+        [
+            f"tile_kernels.integrations.{name}"
+            for name in ("deep_gemm", "serving", "vllm", "sglang", "mx")
+        ],
+    ),
     "references": (
         "References",
         [
@@ -59,7 +66,12 @@ REFERENCE = {
     ),
 }  # fmt: skip
 # Pages of families, and where the reference has their functions.
-FAMILIES = {f"{name}.md": name for name in REFERENCE if name not in ("package", "references")}
+FAMILIES = {
+    f"{name}.md": name
+    for name in REFERENCE
+    if name not in ("package", "integrations", "references")
+}
+FAMILIES["integrations/index.md"] = "integrations"
 FAMILIES["indexer.md"] = "attention"
 FAMILIES["fp8-layer.md"] = "moe"
 WIDTH = 88  # of code
@@ -196,9 +208,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     links = [f"[{title}](reference/{key}.md)" for key, (title, _) in REFERENCE.items()]
     markdown = _MARKED.sub(", ".join(links), markdown)
     if name in FAMILIES:
+        root = posixpath.relpath(".", posixpath.dirname(name) or ".")
         markdown += (
-            f"\n\n## Reference\n\n[All functions](reference/{FAMILIES[name]}.md) with their "
-            "docstrings, and [the references](reference/references.md) that define them.\n"
+            f"\n\n## Reference\n\n[All functions]({root}/reference/{FAMILIES[name]}.md) with their "
+            f"docstrings, and [the references]({root}/reference/references.md) that define them.\n"
         )
     return markdown
 

@@ -288,6 +288,41 @@ def costs(result: dict[str, Any] | None) -> str:
     return ", ".join((*times, f"{result['memory_mib']:.0f}"))
 
 
+def transformers_blocks() -> list[str]:
+    """One row per block and step: as transformers has it, compiled, and with our operators."""
+    path = RESULTS.parent / f"transformers.{RESULTS.name}.json"
+    if not path.exists():
+        return ["Not measured yet: `python -m benchmarks.transformers_block`."]
+    content = json.loads(path.read_text())
+    machine = content["machine"]
+    versions = ", ".join(
+        f"{name} {machine[name]}" for name in ("transformers", "torch", "tilelang", "cuda")
+    )
+    names = ("plain", "compiled", "kernels", "kernels, CUDA graph")
+    lines = [
+        f"{machine['device']} beside {machine['cpu']}; {versions}; {machine['date']}.",
+        "",
+        "| block | step | before, ms | `torch.compile` | after `apply` | in a CUDA graph "
+        "| before/after | compiled/after | MiB: before, after |",
+        "|---" * 9 + "|",
+    ]
+    steps: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for result in content["results"]:
+        if "wall_us" in result:
+            steps.setdefault((result["case"], result["step"]), {})[result["form"]] = result
+    for (case, step), forms in steps.items():
+        walls = [forms[name]["wall_us"] if name in forms else None for name in names]
+        shown = " | ".join(f"{wall / 1e3:.2f}" if wall else "-" for wall in walls)
+        ratios = " | ".join(f"{w / walls[2]:.2f}x" if w and walls[2] else "-" for w in walls[:2])
+        memory = ", ".join(f"{forms[name]['memory_mib']:.0f}" for name in ("plain", "kernels"))
+        lines.append(f"| `{case}` | {step} | {shown} | {ratios} | {memory} |")
+    sizes = {result["case"]: result["sizes"] for result in content["results"]}
+    lines.append("")
+    for case, size in sizes.items():
+        lines.append(f"- `{case}`: " + ", ".join(f"{name} {n}" for name, n in size.items()))
+    return lines
+
+
 def streams() -> list[str]:
     """One row per size: a layer with streams beside the plain one, device times."""
     times = layer_times()
@@ -358,6 +393,22 @@ def torch_versions() -> list[str]:
             said = f"{each['references']} cases of references, {each['tests']} tests"
         rows.append(f"| {name} | {each['result']} | {said} |")
     return ["| PyTorch | here | |", "|---|---|---|", *rows]
+
+
+def integrations() -> list[str]:
+    """What `tools/check_integrations.py` wrote: packages, and what of them was compared."""
+    run = json.loads((ROOT / "docs" / "measured" / "integrations.json").read_text())
+    machine = run["machine"]
+    return [
+        f"With PyTorch {machine['torch']}, Python {machine['python']}:",
+        "",
+        "| package | version | compared |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {each['version']} | {'; '.join(each['checked'])} |"
+            for name, each in run["packages"].items()
+        ),
+    ]
 
 
 def startup() -> list[str]:
@@ -487,12 +538,14 @@ TABLES["arguments"] = (ROOT / "docs" / "moe.md", arguments)
 TABLES["layer"] = (ROOT / "docs" / "mhc.md", streams)
 TABLES["fp8"] = (ROOT / "docs" / "fp8-layer.md", fp8)
 TABLES["layers"] = (ROOT / "docs" / "layers.md", layers)
+TABLES["transformers"] = (ROOT / "docs" / "integrations" / "transformers.md", transformers_blocks)
 TABLES["demo"] = (ROOT / "docs" / "demo.md", demo)
 TABLES["comparison"] = (ROOT / "docs" / "comparison.md", comparison)
 TABLES["rivals"] = (ROOT / "docs" / "comparison.md", rival_table)
 TABLES["benchmarks"] = (ROOT / "docs" / "benchmarks.md", benchmarks)
 TABLES["compute"] = (ROOT / "docs" / "benchmarks.md", compute_bound)
 TABLES["torch"] = (ROOT / "docs" / "release.md", torch_versions)
+TABLES["integrations"] = (ROOT / "docs" / "integrations" / "index.md", integrations)
 TABLES["startup"] = (ROOT / "docs" / "precompiled.md", startup)
 TABLES["emulator"] = (ROOT / "docs" / "finding-bugs.md", emulator)
 TABLES["corpus"] = (ROOT / "docs" / "finding-bugs.md", corpus)

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.requirements import NEEDS_TRANSFORMERS, lacks_transformers
 from tile_kernels import cli
 from tile_kernels.testing import benchmark
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 @pytest.mark.parametrize(
@@ -32,11 +34,13 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
         "benchmarks",
         "layer",
         "layers",
+        "transformers",
         "fp8",
         "demo",
         "comparison",
         "emulator",
         "corpus",
+        "integrations",
         "startup",
         "torch",
     ],
@@ -78,9 +82,11 @@ def scripts(path: Path) -> list[str]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@each_page
 def test_examples_run(path: Path, tmp_path: Path) -> None:
     """Each in a fresh interpreter; one that announces a planted bug must find it."""
+    if path.stem == "transformers" and lacks_transformers:
+        pytest.skip(NEEDS_TRANSFORMERS)
     for number, text in enumerate(scripts(path)):
         script = tmp_path / f"example_{number}.py"
         script.write_text(text)
@@ -221,7 +227,7 @@ def test_quoted_messages_are_those_of_the_sources() -> None:
 # ---- links and the site -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@each_page
 def test_links_to_files_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", path.read_text()):
         assert (path.parent / target).exists(), target
@@ -234,8 +240,9 @@ def test_site_builds(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for page in (ROOT / "docs").glob("*.md"):
-        text = (tmp_path / f"{page.stem}.html").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        place = page.relative_to(ROOT / "docs").with_suffix(".html")
+        text = (tmp_path / place).read_text()
         assert not re.search(r'(src|href)="https?://[^"]*\.(css|js)"', text)
     for page in tmp_path.rglob("*.html"):
         for target in re.findall(r'(?:src|href)="(?!https?:)([^"#?]+)', page.read_text()):

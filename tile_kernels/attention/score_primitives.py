@@ -7,11 +7,11 @@ rows of the product and (query, head) its columns, so that a thread and its thre
 all heads of a key: they are weighted and summed in registers. While the matrix units multiply a
 tile, threads expand the next one and put away the scores of the one before.
 
-The matrix units multiply e4m3 or bfloat16. Packed e2m1 is expanded as it is copied to shared memory:
-to e4m3 where all groups of each row are within `2**11` of its largest one, the row's own power of
-two apart, which is exact; to bfloat16 otherwise. A launch in e4m3 marks the blocks that it cannot
-do exactly, and a second one in bfloat16 does those alone. For many queries keys are expanded to
-e4m3 in memory first (see `expand_keys`), once instead of for each block.
+The matrix units multiply e4m3 or bfloat16. Packed e2m1 is expanded as it is copied to shared
+memory: to e4m3 where all groups of each row are within `2**11` of its largest one, the row's own
+power of two apart, which is exact; to bfloat16 otherwise. A launch in e4m3 marks the blocks that it
+cannot do exactly, and a second one in bfloat16 does those alone. For many queries keys are expanded
+to e4m3 in memory first (see `expand_keys`), once instead of for each block.
 """
 
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ class ScoreTypes(NamedTuple):
         return T.Kernel(
             T.ceildiv(self.tokens, turns * tile.queries),
             T.ceildiv(self.num_keys, share_keys),
-            threads=tile.threads,
+            threads=tile.all_threads,
         )
 
 
@@ -167,13 +167,17 @@ def begin_block(tile: Tile) -> Any:
 
 
 def published(tile: Tile) -> Any:
-    """A macro: a barrier, after which the matrix units see what was written to shared memory."""
+    """A macro: a barrier of the threads that multiply, after which the matrix units see what was
+    written to shared memory."""
 
     @T.macro
     def publish():
         if tile.fenced:
             T.fence_proxy_async()
-        T.sync_threads()
+        if tile.pipelined:
+            T.sync_threads(1, tile.threads)
+        else:
+            T.sync_threads()
 
     return publish
 

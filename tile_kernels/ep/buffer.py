@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tile_kernels.ep import exchange, model
+from tile_kernels.ep import compiled, exchange, model
 from tile_kernels.ep.agreement import agree, checked, unreachable
 from tile_kernels.ep.arguments import CombineArguments, DispatchArguments, with_flags
 from tile_kernels.ep.autograd import CombineFn, DispatchFn
 from tile_kernels.ep.domains import topology_of
 from tile_kernels.ep.engines import make_engine
 from tile_kernels.ep.engram import EngramMethods, EngramStore
-from tile_kernels.ep.events import EventHandle, EventOverlap
+from tile_kernels.ep.events import EventHandle, EventOverlap, reading_after
 from tile_kernels.ep.gather import GatherMethods
 from tile_kernels.ep.handle import EPHandle
 from tile_kernels.ep.pipeline import PipelineMethods
@@ -57,8 +59,8 @@ class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
         deterministic: Recorded; received rows always have the deterministic order.
         allow_hybrid_mode: Whether tokens are sent once to each node, and from there to its ranks.
         allow_multiple_reduction: Whether results are summed on each rank and node before
-            they are sent back, with a rounding each time. Otherwise the source computes the only sum and rounds
-            once.
+            they are sent back, with a rounding each time. Otherwise the source computes the only
+            sum and rounds once.
         prefer_overlap_with_compute: Affects only `get_theoretical_num_sms`.
         sl_idx: Recorded; has no effect on these engines.
         num_allocated_qps: Affects only `get_theoretical_num_qps`; these engines have no queue
@@ -167,6 +169,7 @@ class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
         self._fabric = Fabric.of(world, topology)
         self._engram = EngramStore(world, self.num_bytes - num_cpu_bytes, num_cpu_bytes)
         self._num_dispatches = 0
+        self.number = compiled.register_buffer(self)  # in this process, for operators
         if environment.verbose:
             print(  # noqa: T201 - as asked for
                 f"ElasticBuffer: rank {self.rank_idx} of {self.num_ranks}, engine {self.engine}, "
@@ -280,13 +283,20 @@ class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
     def _dispatch(
         self, arguments: DispatchArguments
     ) -> tuple[Received, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
-        request, error = checked(lambda: dispatch_request(self._fabric, arguments, self._limits))
+        if torch.compiler.is_compiling():
+            return (*compiled.dispatch(self, arguments), EventOverlap())
+        arguments = replace(arguments, handle=compiled.resolved(arguments.handle))
+        first = arguments.x[0] if isinstance(arguments.x, tuple) and arguments.x else arguments.x
+        with reading_after(arguments.previous_event, first):
+            request, error = checked(
+                lambda: dispatch_request(self._fabric, arguments, self._limits)
+            )
         if request is not None:
             arguments = request.arguments
         is_static = self.can_avoid_host_waits and arguments.do_cpu_sync is False
         needs_counts = arguments.handle is None and not is_static
         hop = None if request is None else request.route.hop
-        recv_counts = self._agree(
+        agreed = self._agree(
             "ElasticBuffer.dispatch",
             {} if request is None else request.settings,
             error,
@@ -298,10 +308,10 @@ class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
         if hop is not None:
             self._num_dispatches += 1
             if not hop.is_static:
-                hop.recv_counts = self._fabric.counts_on_first_hop(recv_counts)
+                hop.recv_counts = self._fabric.counts_on_first_hop(agreed.counts)
+        request = replace(request, windows=agreed.windows)
         serial, device = self._num_dispatches, request.payloads[0].device
-        after_caller = hop is not None and hop.is_static  # the device may still compute the hop
-        with self._on_comm_stream(device, arguments.previous_event, after_caller) as finish:
+        with self._on_comm_stream(device, arguments.previous_event) as finish:
             before_epilogue = _wait_of(arguments.previous_event_before_epilogue)
 
             def run() -> exchange.Dispatched:
@@ -375,11 +385,15 @@ class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
         )  # fmt: skip
 
     def _combine(self, arguments: CombineArguments) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        if torch.compiler.is_compiling():
+            return (*compiled.combine(self, arguments), EventOverlap())
+        arguments = replace(arguments, handle=compiled.resolved(arguments.handle))
         request, error = checked(lambda: combine_request(self._fabric, arguments, self._limits))
         settings = {} if request is None else request.settings
-        self._agree("ElasticBuffer.combine", settings, error, needs_counts=False)
+        agreed = self._agree("ElasticBuffer.combine", settings, error, needs_counts=False)
         if request is None:
             raise unreachable()
+        request = replace(request, windows=agreed.windows)
         with self._on_comm_stream(request.x.device, arguments.previous_event) as finish:
             before_epilogue = _wait_of(arguments.previous_event_before_epilogue)
 

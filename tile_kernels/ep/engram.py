@@ -73,7 +73,7 @@ class EngramStore:
         """The rows `[T, Q * H]` at global `indices` `[T, Q]`, and their scales `[T, Q * P]`."""
         call = "ElasticBuffer.engram_fetch"
         lookup, error = checked(lambda: self._lookup(indices))
-        recv_counts = agree(self._engine, call, {}, error, lookup.counts if lookup else None)
+        recv_counts = agree(self._engine, call, {}, error, lookup.counts if lookup else None).counts
         if lookup is None or self._rows is None:
             raise unreachable()
         order = lookup.owners.argsort(stable=True)

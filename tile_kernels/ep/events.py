@@ -121,6 +121,20 @@ class EventOverlap:
             self.current_stream_wait(release)
 
 
+@contextmanager
+def reading_after(event: object, x: object) -> Iterator[None]:
+    """What the host reads inside waits for `event`, not for what the current stream does since.
+
+    Without an event, or where `x` is not on a GPU, nothing is different.
+    """
+    if not isinstance(event, EventHandle) or not isinstance(x, Tensor) or not x.is_cuda:
+        yield
+        return
+    with torch.cuda.device(x.device), torch.cuda.stream(comm_stream(x.device)):
+        event.current_stream_wait()
+        yield
+
+
 Finish = Callable[[Iterable["Tensor | None"], bool], EventOverlap]
 
 
@@ -128,14 +142,13 @@ Finish = Callable[[Iterable["Tensor | None"], bool], EventOverlap]
 def on_comm_stream(
     device: torch.device,
     previous_event: EventHandle | None,
-    after_caller: bool = False,
     settle: Callable[[], None] | None = None,
     keep_tensors: bool = False,
 ) -> Iterator[Finish]:
     """Work inside runs on the communication stream of a CUDA device.
 
-    It begins after `previous_event`, or, without one or with `after_caller`, after what the current
-    stream has been given so far. The yielded function `finish(tensors, is_async)` ends it: an
+    It begins after `previous_event`, or, without one, after what the current stream has been given
+    so far. The yielded function `finish(tensors, is_async)` ends it: an
     asynchronous call gets an event, otherwise the current stream waits. `settle` waits on the host,
     after the stream, and raises the errors of ranks that do not answer. With `keep_tensors` an
     asynchronous event keeps the tensors alive; otherwise they are recorded on both streams.
@@ -144,7 +157,7 @@ def on_comm_stream(
         yield lambda _, is_async: EventOverlap(EventHandle() if is_async else None)
         return
     caller, own = torch.cuda.current_stream(device), comm_stream(device)
-    if previous_event is None or after_caller:
+    if previous_event is None:
         own.wait_stream(caller)
     with torch.cuda.device(device), torch.cuda.stream(own):
         if previous_event is not None:

@@ -18,9 +18,9 @@ from tile_kernels.modeling.bf16_experts import (
     Groups,
     bf16_experts,
     bf16_experts_of_rows,
+    in_autocast_dtype,
     map_rows,
     received_rows,
-    uses_autocast,
     uses_grouped_mm,
 )
 from tile_kernels.modeling.fp8_experts import (
@@ -329,7 +329,7 @@ class MoELayer(nn.Module):
             results = self._rounded_experts(rows.expand(tokens), groups)
             y = rows.reduce(results, weights)
         else:
-            x_in, w_in, w_out = self._in_autocast_dtype(tokens)
+            x_in, w_in, w_out = in_autocast_dtype(tokens, self.w_in, self.w_out)
             y = bf16_experts(x_in, weights, topk_idx, w_in, w_out, self.engine)
         if self.shared_in is not None and self.shared_out is not None:
             y = y + self._shared(tokens, self.shared_in, self.shared_out)
@@ -360,18 +360,9 @@ class MoELayer(nn.Module):
         choice = tokens.new_zeros(len(tokens), 1, dtype=torch.int64)
         return self._fp8_experts(tokens, weights, choice, "shared_in", "shared_out")
 
-    def _in_autocast_dtype(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and weights in the dtype of products: autocast's where it is enabled."""
-        given = tokens, self.w_in, self.w_out
-        if not uses_autocast(tokens):
-            return given
-        dtype = torch.get_autocast_dtype(tokens.device.type)
-        x, w_in, w_out = (each.to(dtype) for each in given)
-        return x, w_in, w_out
-
     def _rounded_experts(self, rows: Tensor, groups: Groups) -> Tensor:
         """The experts with activations in e4m3 and everything else in the dtype of the weights."""
-        rows, w_in, w_out = self._in_autocast_dtype(rows)
+        rows, w_in, w_out = in_autocast_dtype(rows, self.w_in, self.w_out)
         h = groups.multiply(rows, w_in.transpose(1, 2))
         return groups.multiply(self._activated(h), w_out.transpose(1, 2))
 
@@ -397,7 +388,7 @@ class MoELayer(nn.Module):
             results = self._rounded_experts(rows, groups)
             weighted = (results.float() * row_weights[:, None]).to(results.dtype)
             return ep.combine(weighted, handle)[0]
-        x_in, w_in, w_out = self._in_autocast_dtype(rows)
+        x_in, w_in, w_out = in_autocast_dtype(rows, self.w_in, self.w_out)
         results = bf16_experts_of_rows(x_in, row_weights, last, counts, w_in, w_out, self.engine)
         return ep.combine(results, handle)[0]
 

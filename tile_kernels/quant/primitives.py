@@ -547,7 +547,8 @@ def encode_and_store(
     """A macro: `count` values times `inverse[i // per]`, encoded, to their place in a row of `out`.
 
     The values are those from `base` on; they are changed. `per` of them share a factor, `vector` go
-    with one store. e4m3 and e2m1; `way` is the conversion to e2m1, with factors in its `unit_of_factors`.
+    with one store. e4m3 and e2m1; `way` is the conversion to e2m1, with factors in its
+    `unit_of_factors`.
     """
     dtype, _ = storage(fmt)
     elements = units(fmt, vector)
