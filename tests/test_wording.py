@@ -19,7 +19,7 @@ SOURCES = sorted(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"
 # Words and what to write instead. Identifiers are not looked at.
 WORDS = {
     r"roads?": "path",
-    r"(?<!this )ways?": "path, dispatch, variant, or name the mechanism",
+    r"(?<!this )(?<!same )ways?": "path, dispatch, variant, or name the mechanism",
     r"journeys?": "pipeline",
     r"(?<!hugging )faces?": "public wrapper",
     r"look of": "cache key",
