@@ -12,7 +12,7 @@ GROUP = 32  # values of packed e2m1 that share an exponent
 MAX_COLUMNS = 128  # of the product: heads of all queries of a block
 WARPGROUP_COLUMNS = 256  # of a warpgroup of a pipelined block
 # H200, 64 heads x 128 in e4m3, 4096 queries x 65536 keys: 2 warpgroups with 256 columns each 3690
-# us; 4 with 128 each 3890; 2 with 128 and two tiles under way 3720 to 3850.
+# us; 4 with 128 each 3890; 2 with 128 and two tiles in flight 3720 to 3850.
 WARPGROUPS = 2
 STAGES = (4, 3, 2)  # tiles of keys, the one in use and those in flight
 MANY_KEYS, FEW_KEYS = 128, 64  # of a tile
