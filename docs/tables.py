@@ -311,6 +311,8 @@ def transformers_blocks() -> list[str]:
         if "wall_us" in result:
             steps.setdefault((result["case"], result["step"]), {})[result["form"]] = result
     for (case, step), forms in steps.items():
+        if "plain" not in forms or "kernels" not in forms:
+            continue
         walls = [forms[name]["wall_us"] if name in forms else None for name in names]
         shown = " | ".join(f"{wall / 1e3:.2f}" if wall else "-" for wall in walls)
         ratios = " | ".join(f"{w / walls[2]:.2f}x" if w and walls[2] else "-" for w in walls[:2])
@@ -533,6 +535,59 @@ def corpus() -> list[str]:
     ]
 
 
+def sanitizer() -> list[str]:
+    """What compute-sanitizer says about the planted bugs (`benchmarks/sanitizer.py`)."""
+    run = json.loads((RESULTS.parent / "sanitizer.nvidia-h200.json").read_text())
+
+    def said(tools: dict[str, Any]) -> str:
+        found = [f"{tool}: `{r['message']}`" for tool, r in tools.items() if r["message"]]
+        if found:
+            return "; ".join(re.sub(r" (at|in) .*`", "`", text) for text in found)
+        hanging = [tool for tool, r in tools.items() if r["hangs"]]
+        if len(hanging) == len(tools):
+            return "nothing: the kernel hangs"
+        return "nothing" + (f"; hangs under {' and '.join(hanging)}" if hanging else "")
+
+    planted, without = run["planted"], run["without"]
+    texts = {name: said(tools) for name, tools in planted.items()}
+    named = sum(not text.startswith("nothing") for text in texts.values())
+    hang = sum(text.startswith("nothing: ") for text in texts.values())
+    false = sum(bool(r["message"]) for tools in without.values() for r in tools.values())
+    runs = sum(len(tools) for tools in without.values())
+    version = run["compute_sanitizer"].split(" (")[0].removeprefix("Version ")
+    return [
+        f"compute-sanitizer {version} on an {run['device'].split(',')[0]}, {run['date']}, each "
+        f"kernel under each of the four tools: it reports {named} of {len(planted)} planted bugs, "
+        f"{hang} hang until they are killed, and {false} of {runs} runs of correct kernels have a "
+        "report.",
+        "",
+        "| planted | compute-sanitizer |",
+        "|---|---|",
+        *(f"| {name} | {text} |" for name, text in texts.items()),
+    ]
+
+
+def sparse_attention() -> list[str]:
+    """Attention over chosen rows, forward and backward (`benchmarks/sparse_attention.py`)."""
+    run = json.loads((RESULTS.parent / "sparse_attention.nvidia-h200.json").read_text())
+    machine = run["machine"]
+    rows = []
+    for r in run["rows"]:
+        direction, _, name = r["case"].partition(".")
+        if direction == "decode":  # on the page on serving, by splits
+            continue
+        goal = "" if r["goal_tflops"] is None else f"{r['goal_tflops']:.0f}"
+        rows.append(f"| {direction} | {name} | {r['us']:.0f} | {r['tflops']:.0f} | {goal} |")
+    return [
+        f"{machine['device']}, torch {machine['torch']}, tilelang {machine['tilelang']}, "
+        f"{machine['date']}; 4096 queries, time of the kernels:",
+        "",
+        "| | heads and rows | us | TFLOP/s | goal |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]
+
+
 TABLES = {"operators": (ROOT / "docs" / "operators.md", operators)}
 TABLES["arguments"] = (ROOT / "docs" / "moe.md", arguments)
 TABLES["layer"] = (ROOT / "docs" / "mhc.md", streams)
@@ -548,6 +603,8 @@ TABLES["torch"] = (ROOT / "docs" / "release.md", torch_versions)
 TABLES["integrations"] = (ROOT / "docs" / "integrations" / "index.md", integrations)
 TABLES["startup"] = (ROOT / "docs" / "precompiled.md", startup)
 TABLES["emulator"] = (ROOT / "docs" / "finding-bugs.md", emulator)
+TABLES["sanitizer"] = (ROOT / "docs" / "finding-bugs.md", sanitizer)
+TABLES["sparse_attention"] = (ROOT / "docs" / "attention.md", sparse_attention)
 TABLES["corpus"] = (ROOT / "docs" / "finding-bugs.md", corpus)
 
 

@@ -141,6 +141,29 @@ def test_best_of_parts_of_a_row(equal: bool) -> None:
     assert torch.equal(chosen, references.indexer_select(**given, topk=700))
 
 
+@pytest.mark.parametrize(
+    ("keys", "heads", "depth", "source", "ranges", "topk"),
+    [(3000, 4, 32, "e4m3", "all", 900), (1100, 4, 128, "e2m1", "causal", 20)],
+)
+def test_lists_of_blocks_that_share_keys_are_merged(
+    keys: int,
+    heads: int,
+    depth: int,
+    source: str,
+    ranges: str,
+    topk: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where logits of few queries would take too much memory."""
+    monkeypatch.setattr(select_op, "MAX_LOGITS_BYTES", 0)
+    build = arguments(2, keys, heads, depth, source, ranges, exact=True)
+    given = build(torch.device("cpu"))
+    with tile_kernels.backend("emulate"), emulation.reports() as reports:
+        chosen = indexer_select(**given, topk=topk)
+    assert "best_of_rows" in reports[-1].name
+    assert torch.equal(chosen, references.indexer_select(**given, topk=topk))
+
+
 @pytest.mark.parametrize("source", ["bf16", "e4m3", "e2m1"])
 @pytest.mark.parametrize("ground", ["torch", "emulate", "meta", "compile"])
 def test_all_keys_count_without_bounds(source: str, ground: str) -> None:

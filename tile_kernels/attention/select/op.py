@@ -18,6 +18,7 @@ from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
 
 MAX_SHORT = 1 << 16  # keys of a block that lists have by 16 bits
+MAX_LOGITS_BYTES = 1 << 28  # that are written to memory for few queries
 
 _BEST_KEYS = Kernel("tile_kernels.attention.select.kernel", "best_keys", plan)
 
@@ -88,9 +89,9 @@ def _shares(a: Arguments) -> tuple[int, int]:
 
 
 def _has_logits(a: Arguments) -> bool:
-    """Whether logits are written to memory: where lists of their best would be as large."""
-    share, shares = _shares(a)
-    return shares > 1 and share <= 2 * a.topk  # an entry of a list is a key and its name
+    """Whether logits are written to memory: those of few queries, whose keys blocks share."""
+    _, shares = _shares(a)
+    return shares > 1 and 4 * a.q.shape[0] * a.k.shape[0] <= MAX_LOGITS_BYTES
 
 
 def _shares_of_logits(a: Arguments) -> tuple[int, int]:
@@ -163,9 +164,9 @@ def indexer_select(
 
     The selection is exact for the float32 logits; of equal ones the smaller index is taken, and NaN
     counts as -inf. The logits exist a tile at a time, in the shared memory of a multiprocessor:
-    nothing of the size `[T, S]` is allocated. Blocks share the keys of few queries, and their
-    lists, some megabytes at most, are merged; logits of fewer bytes than such lists are written to
-    memory instead. The result is deterministic.
+    nothing of the size `[T, S]` is allocated, except for queries too few to fill the GPU. Their
+    logits are written to memory, up to 256 MiB of them; beyond, blocks share the keys, and their
+    lists, some megabytes at most, are merged. The result is deterministic.
 
     Args:
         q: As in `indexer_logits`.

@@ -329,6 +329,7 @@ def swiglu_forward_and_per_token_cast(
     routed_scaling_factor: float | None = None,
     alignment: int = 128,
     fill_padding: bool = True,
+    amax_min: float | None = None,
 ) -> QuantTensor:
     """Computes SwiGLU of rows, times the weights of their experts, and casts it to e4m3.
 
@@ -358,7 +359,8 @@ def swiglu_forward_and_per_token_cast(
         use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0: As in `per_token_cast`.
         swiglu_clamp_value: The clamp value, at least 0, or None.
         clamped_count: `[3]` or `[4]`, int64, added to in place; or None.
-        sf_clamp_min: `2**-119` to `2**127`, by default 1e-4.
+        sf_clamp_min: `2**-119` to `2**127`, by default that of `config.set_amax_clamp_for_quant`:
+            1e-4.
         out: Buffers `(data, scales)` that are filled and returned.
         psum_num_tokens_per_expert: `[num_experts]`, int32, ascending, or None: the rows of expert
             `e` start where those of `e - 1` end, rounded up to the alignment, and end at its
@@ -367,6 +369,7 @@ def swiglu_forward_and_per_token_cast(
         alignment: That of the rows of an expert; used with `psum_num_tokens_per_expert`.
         fill_padding: With False the data of padding rows may be left as it is, for buffers that are
             much larger than what they hold; scales are zero.
+        amax_min: Another name of `sf_clamp_min`, as other casts have it; one of them at most.
 
     Returns:
         `(data, scales)`: `[num_positions, hidden]` float8_e4m3fn, and `[num_positions, groups]`
@@ -386,13 +389,20 @@ def swiglu_forward_and_per_token_cast(
         >>> data.float().tolist(), scales.tolist()
         ([[288.0, -22.0], [0.0, 0.0]], [[0.03125], [0.0]])
     """
+    if amax_min is not None:
+        if sf_clamp_min is not None:
+            raise ValueError(
+                "swiglu_forward_and_per_token_cast: amax_min must be None with sf_clamp_min, got "
+                "both"
+            )
+        sf_clamp_min = amax_min
     counting = clamped_count is not None
     cast = _SWIGLU_FORWARD_AND_COUNT if counting else SWIGLU_FORWARD_AND_PER_TOKEN_CAST
     return cast(
         x, fmt, num_per_channels, pos_to_token_topk, topk_weights, pos_to_expert,
         use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, swiglu_clamp_value, clamped_count,
-        sf_clamp_min, psum_num_tokens_per_expert, routed_scaling_factor, alignment, fill_padding,
-        out=out,
+        layout.least_amax(fmt, False, sf_clamp_min), psum_num_tokens_per_expert,
+        routed_scaling_factor, alignment, fill_padding, out=out,
     )  # fmt: skip
 
 
@@ -415,6 +425,7 @@ class BackwardArguments(NamedTuple):
     routed_scaling_factor: float | None
     alignment: int
     do_recompute: bool
+    amax_min: float
 
     def check(self) -> None:
         layout.check_pair(self.x, self.x_sf)
@@ -443,6 +454,7 @@ class BackwardArguments(NamedTuple):
         _check_ranges(self.psum_num_tokens_per_expert, self.alignment)
         checks.boolean("do_recompute", self.do_recompute)
         layout.check_swiglu_clamp(self.swiglu_clamp_value)
+        layout.check_amax_min(self.amax_min, FMT)
 
     def _check_weight(self, rows: int) -> None:
         if (self.token_topk_to_pos is None) != (self.pos_to_token_topk is None):
@@ -506,7 +518,7 @@ class BackwardArguments(NamedTuple):
             out if self.do_recompute else None, x_grad_fp8, scales, x_grad,
             weight_grad.view(-1) if weighted else None, self.alignment,
             _factor(self.routed_scaling_factor), layout.swiglu_clamp(self.swiglu_clamp_value),
-            formats.E4M3.clamp_min,
+            float(self.amax_min),
         )  # fmt: skip
         return Launch(_BACKWARD, problem, arguments)
 
@@ -551,7 +563,7 @@ def _backward_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
         use_packed_ue8m0=a.use_packed_ue8m0,
         psum_num_tokens_per_expert=a.psum_num_tokens_per_expert,
         routed_scaling_factor=a.routed_scaling_factor, alignment=a.alignment,
-        do_recompute=a.do_recompute,
+        do_recompute=a.do_recompute, amax_min=a.amax_min,
     )  # fmt: skip
     return out, data, sf, x_grad, weight_grad
 
@@ -607,6 +619,7 @@ def swiglu_backward_and_per_token_cast(
     routed_scaling_factor: float | None = None,
     alignment: int = 128,
     do_recompute: bool = True,
+    amax_min: float | None = None,
 ) -> tuple[Tensor, QuantTensor, Tensor, Tensor]:
     """Recomputes the SwiGLU of a quantized `x`, with its gradients; that of `x` also in e4m3.
 
@@ -647,6 +660,7 @@ def swiglu_backward_and_per_token_cast(
         psum_num_tokens_per_expert, alignment: As in `swiglu_forward`; without an index only.
         routed_scaling_factor: Multiplies the weights of rows, or None.
         do_recompute: With False, `out` has no rows.
+        amax_min: As in `per_token_cast`.
 
     Returns:
         `(out, (x_grad_fp8, x_grad_sf), x_grad, weight_grad)`: `[num_positions, hidden]` bfloat16;
@@ -677,7 +691,8 @@ def swiglu_backward_and_per_token_cast(
     activation, codes, scales, x_grad, weight_grad = SWIGLU_BACKWARD_AND_PER_TOKEN_CAST(
         data, sf, grad_out, weight, pos_to_token_topk, token_topk_to_pos, num_per_channels,
         round_sf, swiglu_clamp_value, use_tma_aligned_col_major_sf, use_packed_ue8m0,
-        psum_num_tokens_per_expert, routed_scaling_factor, alignment, do_recompute, out=out,
+        psum_num_tokens_per_expert, routed_scaling_factor, alignment, do_recompute,
+        layout.least_amax(FMT, False, amax_min), out=out,
     )  # fmt: skip
     return activation, (codes, scales), x_grad, weight_grad
 

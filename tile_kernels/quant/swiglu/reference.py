@@ -413,14 +413,15 @@ def swiglu_forward_and_per_token_cast(
     routed_scaling_factor: float | None = None,
     alignment: int = 128,
     fill_padding: bool = True,  # noqa: ARG001
+    amax_min: float | None = None,
 ) -> QuantTensor:
     """`swiglu_forward`, and its float32 result to e4m3 in blocks of `(1, num_per_channels)`.
 
     Rows whose `pos_to_expert` is negative, or outside of the ranges of experts, are padding: they
     are not read and not counted, and their data and scale factors are zero (`fill_padding` allows
     other implementations to leave out the zeros of data). `topk_weights` `[E]` are those of the
-    rows; `routed_scaling_factor` multiplies weights. `sf_clamp_min` replaces `1e-4`, the least
-    magnitude that a block's scale factor is made from.
+    rows; `routed_scaling_factor` multiplies weights. `sf_clamp_min`, or `amax_min`, replaces
+    `1e-4`, the least magnitude that a block's scale factor is made from.
 
     >>> x = torch.tensor([[1.0, -2.0, 12.0, 3.0], [1.0, 1.0, 1.0, 1.0]])
     >>> expert = torch.tensor([3, -1])
@@ -448,7 +449,8 @@ def swiglu_forward_and_per_token_cast(
     elif topk_weights is not None and pos_to_token_topk is not None:
         out = out * (weights_of_rows(topk_weights, pos_to_token_topk) * scale)
     out = out.masked_fill(~exists[:, None], 0.0)
-    data, sf = quantize(out, formats.E4M3, (1, num_per_channels), flags, sf_clamp_min)
+    least = sf_clamp_min if amax_min is None else amax_min
+    data, sf = quantize(out, formats.E4M3, (1, num_per_channels), flags, least)
     return data, sf.masked_fill_(~exists[:, None], 0)
 
 
@@ -468,6 +470,7 @@ def swiglu_backward_and_per_token_cast(
     routed_scaling_factor: float | None = None,
     alignment: int = 128,
     do_recompute: bool = True,
+    amax_min: float | None = None,
 ) -> tuple[torch.Tensor, QuantTensor, torch.Tensor, torch.Tensor]:
     """`swiglu_backward`, and its `x_grad` also to e4m3 in blocks of `(1, num_per_channels)`.
 
@@ -491,14 +494,14 @@ def swiglu_backward_and_per_token_cast(
         out, x_grad, weight_grad = swiglu_backward(
             x, grad_out, weight, *maps, num_per_channels, swiglu_clamp_value
         )
-        quantised = quantize(x_grad, formats.E4M3, block, flags)
+        quantised = quantize(x_grad, formats.E4M3, block, flags, amax_min)
     else:
         rows = dequantize((x[0].flatten(0, -2), x[1].flatten(0, -2)), block)
         x_grad, weight_grad, out = swiglu_rows_gradients(
             rows, grad_out.reshape(rows.shape[0], -1), "fp32", psum_num_tokens_per_expert, weight,
             routed_scaling_factor, swiglu_clamp_value, True, alignment,
         )  # fmt: skip
-        data, sf = quantize(x_grad, formats.E4M3, block, flags)
+        data, sf = quantize(x_grad, formats.E4M3, block, flags, amax_min)
         if psum_num_tokens_per_expert is not None:
             exists = rows_in_ranges(psum_num_tokens_per_expert, alignment, rows.shape[0])
             sf.masked_fill_(~exists[:, None], 0)
