@@ -1,4 +1,4 @@
-"""Dispatch and combine of expert parallelism, beside other ways to do the same.
+"""Dispatch and combine of expert parallelism, beside other implementations of the same.
 
     python benchmarks/ep.py symm [--json FILE]      processes that share one GPU
     python benchmarks/ep.py gloo [--json FILE]      processes on CPUs

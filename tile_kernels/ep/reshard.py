@@ -19,10 +19,15 @@ _CALL = "move_experts"
 
 
 def even_owners(num_experts: int, active_ranks: Sequence[bool]) -> list[int]:
-    """The rank of each expert if the active ranks hold equally many, in ascending order.
+    """Returns the rank of each expert if the active ranks have equally many, in ascending order.
 
-    >>> even_owners(6, [True, False, True])
-    [0, 0, 0, 2, 2, 2]
+    Args:
+        num_experts: The number of experts, a multiple of the number of active ranks.
+        active_ranks: A bool for each rank.
+
+    Example:
+        >>> even_owners(6, [True, False, True])
+        [0, 0, 0, 2, 2, 2]
     """
     ranks = [rank for rank, is_active in enumerate(active_ranks) if is_active]
     if not ranks or num_experts % len(ranks):

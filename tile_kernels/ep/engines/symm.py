@@ -4,7 +4,7 @@ Kernels write rows into the peers' windows (`window`). What has no room there, a
 hybrid mode, takes the protocol of `ring` without a kernel: chunks are copied into the peers'
 memory. In both, flags are written and waited for by the CUDA stream itself (`cuStreamWriteValue32`,
 `cuStreamWaitValue32`). Nothing spins on an SM, so ranks may even share a GPU, and nothing waits on
-the host: a thread watches for transfers that do not end, names the missing rank, and lets the
+the host: a thread monitors transfers that do not end, names the missing rank, and lets the
 stream continue. Rows in host memory (descriptors, counts) and single messages go through the
 process group.
 
