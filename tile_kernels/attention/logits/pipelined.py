@@ -210,7 +210,7 @@ def pipelined_scores(tile: Tile, out_dtype: str, role: str) -> Any:
                     T.barrier_arrive(m.landed[slot])
         else:
             share_begin = share * share_keys
-            share_end = T.min(share_begin + share_keys, num_keys)
+            share_end = share_begin + T.min(share_keys, num_keys - share_begin)
             before = T.alloc_var(T.int32, init=share_end)
             after = T.alloc_var(T.int32, init=share_end)
             if begin < last:
