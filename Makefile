@@ -6,7 +6,7 @@ TORCH ?=
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: demo check dist docs test test-fast test-full lint format clean help FORCE
+.PHONY: demo check dist docs test test-fast test-full torch-versions lint format clean help FORCE
 
 help:
 	@echo "make demo         train a small model made of everything here"
@@ -15,7 +15,8 @@ help:
 	@echo "make test OP=quant.per_token_cast   the tests of one operator"
 	@echo "make test-fast    what to run after every edit: no emulation, no compiler, one process"
 	@echo "make test-full    every sample emulated, every kernel compiled for every architecture (hours)"
-	@echo "make docs         the documentation as a site, in build/site"
+	@echo "make torch-versions   a fast subset with each PyTorch that has a small wheel (minutes)"
+	@echo "make docs         the documentation as a site in build/site, to open from disk or serve"
 	@echo "make dist         sdist and wheel in dist/, tested in a fresh environment"
 	@echo "make lint         ruff and mypy"
 	@echo "PYTHON=... is the interpreter, TORCH=... a requirement or wheel of PyTorch to install"
@@ -38,6 +39,8 @@ dist: .venv/ready
 
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "The documentation is in build/site. Open $(CURDIR)/build/site/index.html in a browser,"
+	@echo "or serve it while you edit: $(BIN)/mkdocs serve, then http://localhost:8000"
 
 PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 OP ?=
@@ -50,6 +53,11 @@ test-fast: .venv/ready
 
 test-full: .venv/ready
 	$(PYTEST) --full
+
+# The CI job for the range of PyTorch: fresh environments, then the table of docs/release.md.
+torch-versions: .venv/ready
+	$(BIN)/python tools/torch_versions.py
+	$(BIN)/python docs/tables.py
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
     python benchmarks/host_times.py [FILE]      writes JSON; needs a GPU for numbers that matter
 
 Device work is negligible: each operator runs on its smallest ordinary sample. The calls of
-`benchmark.run` are measured in the same way.
+`benchmark.run` are measured likewise.
 """
 
 from __future__ import annotations

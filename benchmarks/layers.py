@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,7 +79,7 @@ class Forms:
 class Case(NamedTuple):
     """A layer with its sizes and those without a GPU.
 
-    Small models, whose steps are mostly launches, are timed in more ways: `modes` of
+    Small models, whose steps are mostly launches, are timed in more modes: `modes` of
     `torch.compile` for the layer with kernels too, and a CUDA graph of the plain one. The plain
     layer is always compiled.
     """
@@ -321,6 +321,9 @@ def functions(case: Case, forms: Forms) -> Iterator[tuple[str, Any, tuple[Tensor
         for mode in dict.fromkeys((COMPILED, *case.modes)):
             yield mode, compiled(forms.plain, mode), forms.inputs
     for name, ours in forms.ours.items():
+        # Graphs of `reduce-overhead` keep results alive, and so the nodes that accumulate gradients
+        # of the parameters, which belong to another stream than that of a capture.
+        torch._dynamo.reset()
         yield name, ours, forms.inputs
         if CUDA:
             for mode in case.modes:
@@ -428,9 +431,8 @@ def graphs_are_timed(case: Case, form: str, prepare: bool) -> bool:
     return "plain" not in form or bool(case.modes)
 
 
-def run(name: str, prepare: bool = False) -> list[dict[str, Any]]:
+def run(name: str, case: Case, prepare: bool = False) -> list[dict[str, Any]]:
     """All forms of a case; a form that fails has its error in the place of numbers."""
-    case = CASES[name]
     sizes = case.sizes if CUDA else case.small
     torch.manual_seed(0)
     forms = case.build(**sizes)
@@ -527,30 +529,54 @@ def write_short(content: dict[str, Any], path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> list[Path]:
     """Measures or traces; returns the files that were written."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--output", type=Path, default=benchmark.DEFAULT_FOLDER, metavar="FOLDER")
+    parser = parser_of(__doc__, CASES)
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write traces, do not time")
-    parser.add_argument("--prepare", action="store_true", help="compile only, cases in parallel")
     options = parser.parse_args(arguments)
-    unknown = [name for name in options.cases if name not in CASES]
+    if options.trace:
+        names = [name for name in names_of(parser, options, CASES) if name in TRACED]
+        return [path for name in names for path in trace(name, options.trace)]
+    return run_all("benchmarks.layers", "layers", CASES, parser, options)
+
+
+def parser_of(description: str | None, cases: Mapping[str, Case]) -> argparse.ArgumentParser:
+    """The command line of a benchmark of cases."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(cases)}")
+    parser.add_argument("--output", type=Path, default=benchmark.DEFAULT_FOLDER, metavar="FOLDER")
+    parser.add_argument("--prepare", action="store_true", help="compile only, cases in parallel")
+    return parser
+
+
+def names_of(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, cases: Mapping[str, Case]
+) -> list[str]:
+    """The cases that were asked for; says which there are if one is unknown."""
+    unknown = [name for name in options.cases if name not in cases]
     if unknown:
-        parser.error(f"there is no case {', '.join(unknown)}; cases are {', '.join(CASES)}")
-    names = options.cases or list(CASES)
+        parser.error(f"there is no case {', '.join(unknown)}; cases are {', '.join(cases)}")
     if CUDA:  # TF32, to which the kernels of streams round too
         torch.set_float32_matmul_precision("high")
-    if options.trace:
-        traced = [name for name in names if name in TRACED]
-        return [path for name in traced for path in trace(name, options.trace)]
+    return options.cases or list(cases)
+
+
+def run_all(
+    module: str, stem: str, cases: Mapping[str, Case], parser: argparse.ArgumentParser,
+    options: argparse.Namespace, **versions: str,
+) -> list[Path]:  # fmt: skip
+    """Measures the cases of a module to `STEM.DEVICE.json`, or prepares them.
+
+    `versions` are those of other packages, for the file.
+    """
+    names = names_of(parser, options, cases)
     if options.prepare:
-        prepare(names)
+        prepare(names, cases, module)
         return []
-    machine = benchmark.machine()
-    path: Path = options.output / f"layers.{benchmark.slug(machine['device'])}.json"
+    machine = {**benchmark.machine(), **versions}
+    path: Path = options.output / f"{stem}.{benchmark.slug(machine['device'])}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     results = []
     for name in names:
-        results += run(name)
+        results += run(name, cases[name])
         path.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
         gc.collect()
         if CUDA:
@@ -558,12 +584,12 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     return [path]
 
 
-def prepare(names: Sequence[str]) -> None:
+def prepare(names: Sequence[str], cases: Mapping[str, Case], module: str) -> None:
     """Runs each case once; several cases run in separate processes."""
     if len(names) == 1:
-        run(names[0], prepare=True)
+        run(names[0], cases[names[0]], prepare=True)
         return
-    command = [sys.executable, "-m", "benchmarks.layers", "--prepare"]
+    command = [sys.executable, "-m", module, "--prepare"]
     started = [subprocess.Popen([*command, name]) for name in names]
     for process in started:
         process.wait()

@@ -40,7 +40,7 @@ MADE_FOR = {
     "barrier": "synccheck", "uninitialised": "initcheck",
 }  # fmt: skip
 HANG_SECONDS = 8  # a kernel of 128 threads that is not done by then never is
-WORKERS = 3
+WORKERS = 3  # processes at a time
 # The lines of the tools' output that name a finding.
 FINDING = re.compile(
     r"^========= (?:Error: |Warning: )?((?:Invalid|Uninitialized|Race reported|Barrier error|"
@@ -181,7 +181,7 @@ def ordered_runs(root: Path) -> list[tuple[dict[str, Any], str, Path]]:
     return sorted(runs, key=rank)
 
 
-def run_all(root: Path, path: Path, seconds: float) -> None:
+def run_all(root: Path, path: Path, seconds: float, workers: int) -> None:
     """Run as much as fits into `seconds`; the file always has what is known so far."""
     deadline = time.monotonic() + seconds
     sanitizer = find_sanitizer()
@@ -198,7 +198,7 @@ def run_all(root: Path, path: Path, seconds: float) -> None:
         return run_tool(sanitizer, *run[1:]) if time.monotonic() < deadline else None
 
     runs = ordered_runs(root)
-    with ThreadPoolExecutor(WORKERS) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         for (launch, tool, _), result in zip(runs, pool.map(one, runs), strict=True):
             if result is None:
                 continue
@@ -228,11 +228,12 @@ def main() -> None:
     default = RESULTS / "sanitizer.nvidia-h200.json"
     parser.add_argument("file", nargs="?", type=Path, default=default)
     parser.add_argument("--seconds", type=float, default=600, help="stop starting runs after that")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="processes at a time")
     options = parser.parse_args()
     if options.step == "prepare":
         prepare(options.folder)
     else:
-        run_all(options.folder, options.file, options.seconds)
+        run_all(options.folder, options.file, options.seconds, options.workers)
 
 
 if __name__ == "__main__":

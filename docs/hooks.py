@@ -45,6 +45,13 @@ REFERENCE = {
     "attention": ("Attention", ["tile_kernels.attention", "tile_kernels.modeling.attention"]),
     "transpose": ("Transposes", ["tile_kernels.transpose"]),
     "ep": ("Expert parallelism", ["tile_kernels.ep"]),
+    "integrations": (
+        "Integrations",
+        [
+            f"tile_kernels.integrations.{name}"
+            for name in ("deep_gemm", "serving", "vllm", "sglang", "mx")
+        ],
+    ),
     "references": (
         "References",
         [
@@ -59,10 +66,16 @@ REFERENCE = {
     ),
 }  # fmt: skip
 # Pages of families, and where the reference has their functions.
-FAMILIES = {f"{name}.md": name for name in REFERENCE if name not in ("package", "references")}
+FAMILIES = {
+    f"{name}.md": name
+    for name in REFERENCE
+    if name not in ("package", "integrations", "references")
+}
+FAMILIES["integrations/index.md"] = "integrations"
 FAMILIES["indexer.md"] = "attention"
 FAMILIES["fp8-layer.md"] = "moe"
 WIDTH = 88  # of code
+SECTIONS = "Args|Attributes|Returns|Yields|Raises|Example"  # of docstrings
 
 _FRAME = re.compile(r"^(`{3,}).*?^\1`*$", flags=re.S | re.M)
 _LINK = re.compile(r"\]\((?![a-z]+:|[#/])([^)#\s]+)")
@@ -195,9 +208,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     links = [f"[{title}](reference/{key}.md)" for key, (title, _) in REFERENCE.items()]
     markdown = _MARKED.sub(", ".join(links), markdown)
     if name in FAMILIES:
+        root = posixpath.relpath(".", posixpath.dirname(name) or ".")
         markdown += (
-            f"\n\n## Reference\n\n[All functions](reference/{FAMILIES[name]}.md) with their "
-            "docstrings, and [the references](reference/references.md) that define them.\n"
+            f"\n\n## Reference\n\n[All functions]({root}/reference/{FAMILIES[name]}.md) with their "
+            f"docstrings, and [the references]({root}/reference/references.md) that define them.\n"
         )
     return markdown
 
@@ -268,9 +282,30 @@ def called(name: str, value: Any) -> list[str]:
 
 
 def as_markdown(docstring: str) -> str:
-    """A docstring, its sessions (`>>>`) in frames."""
+    """A docstring: sections as lists, sessions (`>>>`) in frames."""
+    prose, *sections = re.split(rf"^({SECTIONS}):\n", docstring, flags=re.M)
+    parts = [framed_sessions(prose)]
+    for title, body in zip(sections[::2], sections[1::2]):
+        text = textwrap.dedent(body).strip("\n")
+        if title in ("Args", "Attributes", "Raises"):
+            entries = re.findall(r"^(\S.*?): (.*(?:\n .*)*)", text, flags=re.M)
+            cells = [(names(head), " ".join(rest.split())) for head, rest in entries]
+            rows = [f"| {head} | {rest.replace('|', chr(92) + '|')} |" for head, rest in cells]
+            parts.append("\n".join([f"| {title} | |", "|---|---|", *rows]))
+        else:
+            parts += [f"**{title}**", framed_sessions(text)]
+    return "\n\n".join(part for part in parts if part.strip())
+
+
+def names(head: str) -> str:
+    """The names at the head of an entry, each as code."""
+    return ", ".join(f"`{name}`" for name in re.split(r",\s*", head))
+
+
+def framed_sessions(text: str) -> str:
+    """Paragraphs, those that are sessions (`>>>`) in frames."""
     parts = []
-    for paragraph in docstring.split("\n\n"):
+    for paragraph in text.strip("\n").split("\n\n"):
         session = paragraph.lstrip().startswith(">>>")
-        parts.append(framed(paragraph, "pycon") if session else paragraph)
+        parts.append(framed(textwrap.dedent(paragraph), "pycon") if session else paragraph)
     return "\n\n".join(parts)

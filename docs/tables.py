@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tile_kernels import moe
+from tile_kernels.runtime.cases import tensors_in
 from tile_kernels.runtime.operator import Operator
 from tile_kernels.runtime.registry import all_ops
 from tile_kernels.testing import benchmark
@@ -24,6 +25,9 @@ from tile_kernels.testing import benchmark
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 OTHERS = ROOT / "benchmarks" / f"tilekernels.{RESULTS.name}.json"  # written by hand
+NOISE = 0.03  # two runs of the same kernel differ by up to this share
+# Dense peaks of the H200's tensor cores from NVIDIA's data sheet, in TFLOP/s, by bytes of a value.
+PEAK_TFLOPS = {1: 1979, 2: 989, 4: 494}
 
 
 def operators() -> list[str]:
@@ -101,6 +105,40 @@ def benchmarks() -> list[str]:
     return lines
 
 
+def compute_bound() -> list[str]:
+    """Operators whose arithmetic takes longer than their memory traffic, and what they reach."""
+    report = benchmark.load_all(RESULTS)
+    rows = []
+    for op in all_ops():
+        for case in op.cases.benchmarks:
+            result = next((r for r in report.results if r.case == f"{op.name}.{case.label}"), None)
+            if result is None or not result.device_us or "causal" in case.label:
+                continue  # the cost of a causal case counts products that are masked
+            arguments = case.build("meta")
+            cost = op.cost(**arguments)
+            if not cost.flops:
+                continue
+            peak = PEAK_TFLOPS[min(x.element_size() for x in tensors_in(arguments))]
+            if cost.flops / peak / 1e12 > cost.bytes / report.copy_gb_per_s / 1e9:
+                rows.append(
+                    (result.case, result.device_us, cost.flops / result.device_us / 1e6, peak)
+                )
+    gemm = json.loads((RESULTS.parent / f"gemm.{RESULTS.name}.json").read_text())
+    for line in gemm["results"]:
+        peak = PEAK_TFLOPS[2 if "bf16" in line["case"] else 1]
+        ours = line["name"] == "tile_kernels" and "us" in line
+        if ours and line["tflops"] / peak > line["gb_per_s"] / gemm["copy_gb_per_s"]:
+            rows.append((f"gemm.{line['case']}", line["us"], line["tflops"], peak))
+    return [
+        "| case | us | TFLOP/s | peak | of peak |",
+        "|---|---|---|---|---|",
+        *(
+            f"| `{case}` | {us} | {rate:.0f} | {peak} | {100 * rate / peak:.0f} % |"
+            for case, us, rate, peak in rows
+        ),
+    ]
+
+
 def compared() -> list[tuple[str, float, float]]:
     """Cases that TileKernels was measured with: its device time and ours, in microseconds."""
     here = {r.case: r.device_us or 0 for r in benchmark.load_all(RESULTS).results}
@@ -109,13 +147,16 @@ def compared() -> list[tuple[str, float, float]]:
 
 
 def comparison() -> list[str]:
-    """One row per case that both were measured with, and how often which is faster."""
+    """One row per case that both were measured with, and how many differ by more than noise."""
     cases = compared()
     ratios = [there / here for _, there, here in cases]
-    faster = sum(ratio >= 1 for ratio in ratios)
+    faster = sum(ratio > 1 + NOISE for ratio in ratios)
+    slower = sum(ratio < 1 - NOISE for ratio in ratios)
     return [
-        f"{faster} of {len(cases)} cases are faster here; all of them together, by the geometric "
-        f"mean, {statistics.geometric_mean(ratios):.2f} times as fast.",
+        f"Of {len(cases)} cases, {faster} are faster here by more than {100 * NOISE:.0f} %, "
+        f"{slower} are slower by more than that, and {len(cases) - faster - slower} are equally "
+        f"fast within it. The geometric mean of all ratios is "
+        f"{statistics.geometric_mean(ratios):.2f}.",
         "",
         "| case | TileKernels, us | here, us | TileKernels / here |",
         "|---|---|---|---|",
@@ -189,7 +230,7 @@ def layer_times() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
 
 
 def in_graphs(forms: dict[str, dict[str, Any]], name: str) -> dict[str, Any] | None:
-    """The fastest of the ways to run a form as a CUDA graph or compiled, itself not counted."""
+    """The fastest variant of a form as a CUDA graph or compiled, itself not counted."""
     others = [result for form, result in forms.items() if form.startswith(f"{name}, ")]
     return min(others, key=lambda result: result["wall_us"], default=None)
 
@@ -247,6 +288,43 @@ def costs(result: dict[str, Any] | None) -> str:
     return ", ".join((*times, f"{result['memory_mib']:.0f}"))
 
 
+def transformers_blocks() -> list[str]:
+    """One row per block and step: as transformers has it, compiled, and with our operators."""
+    path = RESULTS.parent / f"transformers.{RESULTS.name}.json"
+    if not path.exists():
+        return ["Not measured yet: `python -m benchmarks.transformers_block`."]
+    content = json.loads(path.read_text())
+    machine = content["machine"]
+    versions = ", ".join(
+        f"{name} {machine[name]}" for name in ("transformers", "torch", "tilelang", "cuda")
+    )
+    names = ("plain", "compiled", "kernels", "kernels, CUDA graph")
+    lines = [
+        f"{machine['device']} beside {machine['cpu']}; {versions}; {machine['date']}.",
+        "",
+        "| block | step | before, ms | `torch.compile` | after `apply` | in a CUDA graph "
+        "| before/after | compiled/after | MiB: before, after |",
+        "|---" * 9 + "|",
+    ]
+    steps: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for result in content["results"]:
+        if "wall_us" in result:
+            steps.setdefault((result["case"], result["step"]), {})[result["form"]] = result
+    for (case, step), forms in steps.items():
+        if "plain" not in forms or "kernels" not in forms:
+            continue
+        walls = [forms[name]["wall_us"] if name in forms else None for name in names]
+        shown = " | ".join(f"{wall / 1e3:.2f}" if wall else "-" for wall in walls)
+        ratios = " | ".join(f"{w / walls[2]:.2f}x" if w and walls[2] else "-" for w in walls[:2])
+        memory = ", ".join(f"{forms[name]['memory_mib']:.0f}" for name in ("plain", "kernels"))
+        lines.append(f"| `{case}` | {step} | {shown} | {ratios} | {memory} |")
+    sizes = {result["case"]: result["sizes"] for result in content["results"]}
+    lines.append("")
+    for case, size in sizes.items():
+        lines.append(f"- `{case}`: " + ", ".join(f"{name} {n}" for name, n in size.items()))
+    return lines
+
+
 def streams() -> list[str]:
     """One row per size: a layer with streams beside the plain one, device times."""
     times = layer_times()
@@ -289,7 +367,7 @@ def fp8() -> list[str]:
 
 
 def demo() -> list[str]:
-    """What a run of the small model reported: each way to train it, and its loss."""
+    """What a run of the small model reported: each mode of training, and its loss."""
     run = json.loads((RESULTS.parent / f"demo.{RESULTS.name}.json").read_text())
     machine = run["machine"]
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "tilelang", "cuda"))
@@ -300,8 +378,8 @@ def demo() -> list[str]:
         "| forward and backward | letters per second |",
         "|---|---|",
         *(
-            f"| {way} | {speed if isinstance(speed, str) else round(speed)} |"
-            for way, speed in run["speeds"].items()
+            f"| {mode} | {speed if isinstance(speed, str) else round(speed)} |"
+            for mode, speed in run["speeds"].items()
         ),
     ]
 
@@ -317,6 +395,22 @@ def torch_versions() -> list[str]:
             said = f"{each['references']} cases of references, {each['tests']} tests"
         rows.append(f"| {name} | {each['result']} | {said} |")
     return ["| PyTorch | here | |", "|---|---|---|", *rows]
+
+
+def integrations() -> list[str]:
+    """What `tools/check_integrations.py` wrote: packages, and what of them was compared."""
+    run = json.loads((ROOT / "docs" / "measured" / "integrations.json").read_text())
+    machine = run["machine"]
+    return [
+        f"With PyTorch {machine['torch']}, Python {machine['python']}:",
+        "",
+        "| package | version | compared |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {each['version']} | {'; '.join(each['checked'])} |"
+            for name, each in run["packages"].items()
+        ),
+    ]
 
 
 def startup() -> list[str]:
@@ -441,18 +535,76 @@ def corpus() -> list[str]:
     ]
 
 
+def sanitizer() -> list[str]:
+    """What compute-sanitizer says about the planted bugs (`benchmarks/sanitizer.py`)."""
+    run = json.loads((RESULTS.parent / "sanitizer.nvidia-h200.json").read_text())
+
+    def said(tools: dict[str, Any]) -> str:
+        found = [f"{tool}: `{r['message']}`" for tool, r in tools.items() if r["message"]]
+        if found:
+            return "; ".join(re.sub(r" (at|in) .*`", "`", text) for text in found)
+        hanging = [tool for tool, r in tools.items() if r["hangs"]]
+        if len(hanging) == len(tools):
+            return "nothing: the kernel hangs"
+        return "nothing" + (f"; hangs under {' and '.join(hanging)}" if hanging else "")
+
+    planted, without = run["planted"], run["without"]
+    texts = {name: said(tools) for name, tools in planted.items()}
+    named = sum(not text.startswith("nothing") for text in texts.values())
+    hang = sum(text.startswith("nothing: ") for text in texts.values())
+    false = sum(bool(r["message"]) for tools in without.values() for r in tools.values())
+    runs = sum(len(tools) for tools in without.values())
+    version = run["compute_sanitizer"].split(" (")[0].removeprefix("Version ")
+    return [
+        f"compute-sanitizer {version} on an {run['device'].split(',')[0]}, {run['date']}, each "
+        f"kernel under each of the four tools: it reports {named} of {len(planted)} planted bugs, "
+        f"{hang} hang until they are killed, and {false} of {runs} runs of correct kernels have a "
+        "report.",
+        "",
+        "| planted | compute-sanitizer |",
+        "|---|---|",
+        *(f"| {name} | {text} |" for name, text in texts.items()),
+    ]
+
+
+def sparse_attention() -> list[str]:
+    """Attention over chosen rows, forward and backward (`benchmarks/sparse_attention.py`)."""
+    run = json.loads((RESULTS.parent / "sparse_attention.nvidia-h200.json").read_text())
+    machine = run["machine"]
+    rows = []
+    for r in run["rows"]:
+        direction, _, name = r["case"].partition(".")
+        if direction == "decode":  # on the page on serving, by splits
+            continue
+        goal = "" if r["goal_tflops"] is None else f"{r['goal_tflops']:.0f}"
+        rows.append(f"| {direction} | {name} | {r['us']:.0f} | {r['tflops']:.0f} | {goal} |")
+    return [
+        f"{machine['device']}, torch {machine['torch']}, tilelang {machine['tilelang']}, "
+        f"{machine['date']}; 4096 queries, time of the kernels:",
+        "",
+        "| | heads and rows | us | TFLOP/s | goal |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]
+
+
 TABLES = {"operators": (ROOT / "docs" / "operators.md", operators)}
 TABLES["arguments"] = (ROOT / "docs" / "moe.md", arguments)
 TABLES["layer"] = (ROOT / "docs" / "mhc.md", streams)
 TABLES["fp8"] = (ROOT / "docs" / "fp8-layer.md", fp8)
 TABLES["layers"] = (ROOT / "docs" / "layers.md", layers)
+TABLES["transformers"] = (ROOT / "docs" / "integrations" / "transformers.md", transformers_blocks)
 TABLES["demo"] = (ROOT / "docs" / "demo.md", demo)
 TABLES["comparison"] = (ROOT / "docs" / "comparison.md", comparison)
 TABLES["rivals"] = (ROOT / "docs" / "comparison.md", rival_table)
 TABLES["benchmarks"] = (ROOT / "docs" / "benchmarks.md", benchmarks)
+TABLES["compute"] = (ROOT / "docs" / "benchmarks.md", compute_bound)
 TABLES["torch"] = (ROOT / "docs" / "release.md", torch_versions)
+TABLES["integrations"] = (ROOT / "docs" / "integrations" / "index.md", integrations)
 TABLES["startup"] = (ROOT / "docs" / "precompiled.md", startup)
 TABLES["emulator"] = (ROOT / "docs" / "finding-bugs.md", emulator)
+TABLES["sanitizer"] = (ROOT / "docs" / "finding-bugs.md", sanitizer)
+TABLES["sparse_attention"] = (ROOT / "docs" / "attention.md", sparse_attention)
 TABLES["corpus"] = (ROOT / "docs" / "finding-bugs.md", corpus)
 
 

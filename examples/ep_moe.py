@@ -59,7 +59,7 @@ def forward_and_backward(
     experts = experts[exact.rank_idx * count :][:count].clone()
     with torch.no_grad():
         out = layer(exact, x, router, experts)
-    # With sums on the way, less travels, and the gradients of the weights come back as well.
+    # With sums on each rank, less is sent, and the gradients of the weights come back as well.
     staged = ElasticBuffer(group, **shape)
     for leaf in (x, router, experts):
         leaf.requires_grad_()

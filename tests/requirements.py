@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,6 +17,10 @@ NEEDS_NVCC = "compiles with nvcc, which was not found: install a CUDA toolkit to
 needs_nvcc = pytest.mark.skipif(
     sources.nvcc() is None and "CI" not in os.environ, reason=NEEDS_NVCC
 )
+
+NEEDS_TRANSFORMERS = "needs transformers, which was not found: pip install -e '.[dev]'"
+# As above: in CI a package that is missing is an error.
+lacks_transformers = importlib.util.find_spec("transformers") is None and "CI" not in os.environ
 
 # Where an operator runs: backend and device.
 TORCH = pytest.param(("torch", "cpu"), id="torch")

@@ -146,9 +146,7 @@ ROW_WISE = {
     "mhc.mhc_post_bwd": _rows("x", "residual", "post_layer_mix", "comb_res_mix", "d_o"),
     "mhc.mhc_post_fwd": _rows("x", "residual", "post_layer_mix", "comb_res_mix"),
     "mhc.mhc_post_pre": _rows("x", "residual", "post_layer_mix", "comb_res_mix"),
-    "mhc.mhc_post_pre_and_per_token_cast": _rows(
-        "x", "residual", "post_layer_mix", "comb_res_mix"
-    ),
+    "mhc.mhc_post_pre_and_per_token_cast": _rows("x", "residual", "post_layer_mix", "comb_res_mix"),
     "mhc.mhc_pre_apply_mix": _rows("x", "mix"),
     "mhc.mhc_pre_apply_mix_bwd": _rows("grad_out", "x", "mix", "grad_x"),
     "mhc.mhc_pre_big_fuse": _rows("residual"),

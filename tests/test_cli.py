@@ -329,7 +329,7 @@ def test_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert "for sm_80" in text
     assert "__global__" in text
     wrong = said(capsys, "source", "moe.topk_gate", "topk=4", status=2)
-    assert "'topk=4' is not NAME=VALUE with a name out of scores, num_topk" in wrong
+    assert "'topk=4' must be NAME=VALUE, where NAME is one of scores, num_topk" in wrong
 
 
 def test_source_emulated_and_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_source_emulated_and_kept(capsys: pytest.CaptureFixture[str], tmp_path: 
     script = tmp_path / "topk_gate_warp" / "debug.sh"
     assert f"step through it: {script}" in text
     assert script.exists()
-    assert "--keep goes with --emulate" in said(
+    assert "--keep needs --emulate" in said(
         capsys, "source", "moe.topk_gate", "--keep", str(tmp_path), status=2
     )
 
@@ -358,7 +358,7 @@ def test_warmup_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert "nearest key is 'experts'" in said(capsys, *words, status=2)
     for wrong in (["--training"], ["--max-tokens", "4"], ["--list"]):
         assert f"{wrong[0]}" in said(capsys, "warmup", *wrong, status=2)
-    message = "--model goes without an operator"
+    message = "--model cannot be combined with an operator"
     assert message in said(capsys, "warmup", "moe.aux_fi", "--model", "tiny-v4", status=2)
 
 
@@ -465,7 +465,7 @@ def test_ep_model_errors(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "ep-model", "--experts", "100", status=2)
     assert "--experts must be a multiple of the 16 ranks and at least --topk, got 100" in text
     assert "--topk must be at least 1" in said(capsys, "ep-model", "--topk", "0", status=2)
-    assert "go with --simulate" in said(capsys, "ep-model", "--plot", "x.png", status=2)
+    assert "need --simulate" in said(capsys, "ep-model", "--plot", "x.png", status=2)
     text = said(capsys, "ep-model", "--rdma-gbs", "0", status=2)
     assert "rdma_gbs must be positive and finite for 2 nodes, got 0" in text
     for wrong in ("nan", "inf"):

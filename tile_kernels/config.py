@@ -77,21 +77,32 @@ def _physical(index: int | None) -> _device.Device:
 
 
 def get_device_num_sms(device: torch.device | str | int | None = None) -> int:
-    """Multiprocessors of `device` (default: the current CUDA device)."""
+    """Returns the number of multiprocessors of a device.
+
+    Args:
+        device: A CUDA device; by default the current one.
+    """
     return _physical(_index(device)).num_sms
 
 
 def get_max_smem_per_sm(device: torch.device | str | int | None = None) -> int:
-    """Shared memory in bytes of one multiprocessor of `device`."""
+    """Returns the shared memory of a multiprocessor in bytes.
+
+    Args:
+        device: A CUDA device; by default the current one.
+    """
     return _physical(_index(device)).smem_per_sm
 
 
 def set_num_sms(num_sms: int, device: torch.device | str | int | None = None) -> None:
-    """Let kernels use at most `num_sms` multiprocessors.
+    """Limits kernels to `num_sms` multiprocessors; results do not depend on the limit.
 
-    Without `device` the budget holds for the whole process and replaces what single devices had;
-    with it for that device alone. It persists; setting the device's own count lifts it. Results
-    never depend on it.
+    The setting persists. To remove it, set the number of multiprocessors of the device.
+
+    Args:
+        num_sms: The largest number of multiprocessors that a kernel may occupy.
+        device: The device to which the limit applies. By default it applies to all devices of the
+            process and replaces the limits of single devices.
     """
     global _budget, generation  # noqa: PLW0603 - module state by contract: it is process-wide
     if isinstance(num_sms, bool) or not isinstance(num_sms, int):
@@ -111,7 +122,11 @@ def set_num_sms(num_sms: int, device: torch.device | str | int | None = None) ->
 
 
 def get_num_sms(device: torch.device | str | int | None = None) -> int:
-    """The SM budget of `device`: what was set, else all its multiprocessors."""
+    """Returns the SM budget of a device: the number that was set, or all its multiprocessors.
+
+    Args:
+        device: A CUDA device; by default the current one.
+    """
     return planned_device(_index(device)).num_sms
 
 
@@ -186,10 +201,15 @@ def set_amax_clamp_for_quant(fmt: str, use_e4m3_sf: bool, value: float) -> None:
 
 
 def get_amax_clamp_for_quant(fmt: str, use_e4m3_sf: bool) -> float:
-    """The least amax of casts to `fmt`.
+    """Returns the least amax of casts to `fmt`.
 
-    >>> get_amax_clamp_for_quant("e4m3", False), get_amax_clamp_for_quant("e2m1", True)
-    (0.0001, 0.01171875)
+    Args:
+        fmt: A format with a setting, such as `"e4m3"` or `"e2m1"`.
+        use_e4m3_sf: Whether the scales are e4m3 (NVFP4).
+
+    Example:
+        >>> get_amax_clamp_for_quant("e4m3", False), get_amax_clamp_for_quant("e2m1", True)
+        (0.0001, 0.01171875)
     """
     _checked_amax_min("get_amax_clamp_for_quant", fmt, use_e4m3_sf, 1.0)
     return _amax_min[fmt, use_e4m3_sf]
@@ -239,7 +259,11 @@ _deterministic = False
 
 
 def set_token_alignment(alignment: int) -> None:
-    """Sets the alignment of the ranges of experts in buffers sorted by expert; by default 128."""
+    """Sets the alignment of the ranges of experts in buffers sorted by expert; by default 128.
+
+    Args:
+        alignment: Ranges start at multiples of this number of rows.
+    """
     global _token_alignment  # noqa: PLW0603 - module state by contract: it is process-wide
     if isinstance(alignment, bool) or not isinstance(alignment, int):
         kind = type(alignment).__name__
@@ -261,7 +285,11 @@ def _checked_bool(owner: str, value: object) -> bool:
 
 
 def set_pdl(enabled: bool) -> None:
-    """Stores whether programmatic dependent launch is wanted; no kernel of this package uses it."""
+    """Stores whether programmatic dependent launch is wanted; no kernel of this package uses it.
+
+    Args:
+        enabled: The setting.
+    """
     global _pdl  # noqa: PLW0603 - module state by contract: it is process-wide
     _pdl = _checked_bool("set_pdl", enabled)
 
@@ -272,7 +300,11 @@ def get_pdl() -> bool:
 
 
 def use_deterministic_algorithms(enabled: bool) -> None:
-    """Stores the setting. Every operator of this package is deterministic, whatever it is."""
+    """Stores the setting; every operator of this package is deterministic in any case.
+
+    Args:
+        enabled: The setting.
+    """
     global _deterministic  # noqa: PLW0603 - module state by contract: it is process-wide
     _deterministic = _checked_bool("use_deterministic_algorithms", enabled)
 
@@ -323,7 +355,11 @@ get_num_ai_cores = get_num_cube_cores
 
 
 def get_max_ub_per_vector_core(use_simt: bool = True) -> int:  # noqa: ARG001
-    """The shared memory of a multiprocessor in bytes; `use_simt` has no meaning on CUDA."""
+    """Returns the shared memory of a multiprocessor in bytes.
+
+    Args:
+        use_simt: Has no effect on CUDA.
+    """
     return get_max_smem_per_sm()
 
 

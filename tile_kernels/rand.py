@@ -37,10 +37,18 @@ def randn(
 
 
 def randn_like(x: Tensor) -> Tensor:
-    """Normal numbers with the shape, dtype and device of `x`: `torch.randn_like`."""
+    """Returns normal numbers with the shape, dtype and device of `x`: `torch.randn_like`.
+
+    Args:
+        x: A tensor of any shape.
+    """
     return torch.randn_like(x)
 
 
 def set_seed(seed: int) -> None:
-    """Seeds the generators of all devices: `torch.manual_seed`."""
+    """Seeds the generators of all devices: `torch.manual_seed`.
+
+    Args:
+        seed: The seed.
+    """
     torch.manual_seed(seed)

@@ -22,37 +22,55 @@ _DTYPES = {
 
 
 def ceil_div(x: int, y: int) -> int:
-    """The quotient `x / y` rounded up, for positive `y`.
+    """Returns the quotient `x / y` rounded up.
 
-    >>> ceil_div(7, 4), ceil_div(8, 4), ceil_div(0, 4)
-    (2, 2, 0)
+    Args:
+        x: The dividend.
+        y: The divisor, positive.
+
+    Example:
+        >>> ceil_div(7, 4), ceil_div(8, 4), ceil_div(0, 4)
+        (2, 2, 0)
     """
     return (x + y - 1) // y
 
 
 def align(x: int, y: int) -> int:
-    """`x` rounded up to a multiple of `y`, for positive `y`.
+    """Returns `x` rounded up to a multiple of `y`.
 
-    >>> align(7, 4), align(8, 4), align(0, 4)
-    (8, 8, 0)
+    Args:
+        x: The number to round.
+        y: The divisor, positive.
+
+    Example:
+        >>> align(7, 4), align(8, 4), align(0, 4)
+        (8, 8, 0)
     """
     return ceil_div(x, y) * y
 
 
 def is_power_of_two(x: int) -> bool:
-    """Whether `x` is positive and has exactly one bit set.
+    """Returns whether `x` is positive and has exactly one bit set.
 
-    >>> [x for x in range(-2, 10) if is_power_of_two(x)]
-    [1, 2, 4, 8]
+    Args:
+        x: The number to test.
+
+    Example:
+        >>> [x for x in range(-2, 10) if is_power_of_two(x)]
+        [1, 2, 4, 8]
     """
     return x > 0 and x & (x - 1) == 0
 
 
 def next_power_of_two(x: int) -> int:
-    """The least power of two that is not below `x`, for positive `x`.
+    """Returns the least power of two that is not below `x`.
 
-    >>> [next_power_of_two(x) for x in (1, 2, 3, 8, 9)]
-    [1, 2, 4, 8, 16]
+    Args:
+        x: A positive number.
+
+    Example:
+        >>> [next_power_of_two(x) for x in (1, 2, 3, 8, 9)]
+        [1, 2, 4, 8, 16]
     """
     if x < 1:
         raise ValueError(f"next_power_of_two: x must be positive, got {x}")
@@ -60,10 +78,17 @@ def next_power_of_two(x: int) -> int:
 
 
 def dtype_to_str(dtype: torch.dtype) -> str:
-    """The format that a dtype stores: `fp32`, `bf16`, `e4m3`, or `e2m1` for int8.
+    """Returns the format that a dtype stores.
 
-    >>> dtype_to_str(torch.float8_e4m3fn)
-    'e4m3'
+    Args:
+        dtype: `torch.float32`, `bfloat16`, `float8_e4m3fn` or `int8`.
+
+    Returns:
+        `"fp32"`, `"bf16"`, `"e4m3"`, or `"e2m1"` for int8.
+
+    Example:
+        >>> dtype_to_str(torch.float8_e4m3fn)
+        'e4m3'
     """
     for name, known in _DTYPES.items():
         if known is dtype:
@@ -72,10 +97,14 @@ def dtype_to_str(dtype: torch.dtype) -> str:
 
 
 def str_to_dtype(name: str) -> torch.dtype:
-    """The dtype that stores a format: `fp32`, `bf16`, `e4m3`, or `e2m1` in int8.
+    """Returns the dtype that stores a format.
 
-    >>> str_to_dtype("e2m1")
-    torch.int8
+    Args:
+        name: `"fp32"`, `"bf16"`, `"e4m3"`, or `"e2m1"`, which is stored in int8.
+
+    Example:
+        >>> str_to_dtype("e2m1")
+        torch.int8
     """
     if name not in _DTYPES:
         raise ValueError(f"str_to_dtype: name must be one of {[*_DTYPES]}, got {name!r}")

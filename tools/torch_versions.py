@@ -27,8 +27,15 @@ ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "docs" / "measured" / "torch_versions.json"
 OLDEST = (2, 10)
 INDEX = "https://pypi.org/simple/torch/"
-# What depends on PyTorch's internals: calls, custom ops, fake tensors, launches.
-TESTS = ("tests/runtime/test_calls.py", "tests/runtime/test_launcher.py", "tests/test_config.py")
+# What depends on PyTorch's internals: calls, custom ops, fake tensors, launches, new dtypes.
+TESTS = (
+    "tests/runtime/test_calls.py",
+    "tests/runtime/test_launcher.py",
+    "tests/test_config.py",
+    "tests/integrations/test_deep_gemm.py",
+    "tests/integrations/test_mx.py",
+    "tests/integrations/test_serving.py",
+)
 CHECKS = ("moe", "engram", "transpose")
 WITHOUT_TILELANG = "not emulated and not compiled and not multiprocess"
 TOOLS = ("numpy", "rich", "pytest", "pytest-xdist", "hypothesis")

@@ -26,7 +26,7 @@ FIXED = (
 
 
 class ResumeError(Exception):
-    """Why a run cannot go on, in words for whoever asked for it."""
+    """Why a run cannot be resumed, with a clear error message."""
 
 
 @dataclasses.dataclass

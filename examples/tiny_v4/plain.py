@@ -324,7 +324,7 @@ def mixture(layer: MoELayer, x: Tensor) -> Tensor:
 
 
 def swiglu(x: Tensor, fp8: bool) -> Tensor:
-    """`silu(gate) * value`, with `fp8` rounded to e4m3 on the way forward."""
+    """`silu(gate) * value`, with `fp8` rounded to e4m3 in the forward pass."""
     if not fp8:
         gate, value = x.chunk(2, dim=-1)
         return F.silu(gate) * value

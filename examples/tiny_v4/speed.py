@@ -1,7 +1,7 @@
 """How fast a model trains: with the kernels, and without them.
 
 Without them means `plain`: the same model and parameters in ordinary operations of PyTorch. Both
-are timed as they are and, on a GPU, in each of the ways by which PyTorch removes the host's work:
+are timed as they are and, on a GPU, in each mode by which PyTorch removes the host's work:
 `torch.compile`, that with `mode="reduce-overhead"`, and a CUDA graph of the whole.
 """
 
@@ -61,16 +61,16 @@ def compare(
     repeats: int = 10,
     compiled: bool = True,
 ) -> dict[str, float | str]:
-    """Tokens per second of each way to train `model` on a batch `[rows, length + 1]`.
+    """Tokens per second of each mode of training `model` on a batch `[rows, length + 1]`.
 
-    Where a way fails (`torch.compile` needs compilers that not every machine has), the reason
+    Where a mode fails (`torch.compile` needs compilers that not every machine has), the reason
     stands in the place of the number.
     """
     tokens = batch.shape[0] * (batch.shape[1] - 1)
     parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def step_of(way: nn.Module) -> Step:
-        return lambda: torch.autograd.grad(loss_of(way, batch), parameters, allow_unused=True)
+    def step_of(module: nn.Module) -> Step:
+        return lambda: torch.autograd.grad(loss_of(module, batch), parameters, allow_unused=True)
 
     def speed(make: Callable[[], Step]) -> float | str:
         torch._dynamo.reset()

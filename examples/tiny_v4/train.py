@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from examples.tiny_v4 import speed
+from examples.tiny_v4 import ran, speed
 from examples.tiny_v4.checkpoint import History, ResumeError, restore, save
 from examples.tiny_v4.model import Config, TinyV4
 from examples.tiny_v4.report import write_report
-from examples.tiny_v4.step import TrainingStep, loss_of, optimizer_of
+from examples.tiny_v4.step import TrainingStep, loss_of, optimizer_of, training_loss_of
 from examples.tiny_v4.text import Text
 from tile_kernels.gemm.tiling import BLOCK
 from tile_kernels.modeling.moe import PRECISIONS
@@ -70,6 +70,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--precision", choices=PRECISIONS, default="bf16",
         help="fp8: all products of the experts in FP8, forward and backward",
     )  # fmt: skip
+    parser.add_argument(
+        "--no-emulation", action="store_true", help="on a CPU: do not emulate any kernel"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(given)
     if options.precision == "fp8":
@@ -148,13 +151,15 @@ def all_steps(
     """The steps that `history` does not have yet; the signals, if any, that ended them early."""
     columns = (
         TextColumn("training"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"), TimeRemainingColumn(),
+        TextColumn("loss {task.fields[loss]}"), TimeRemainingColumn(),
     )  # fmt: skip
     first, before = len(history.losses), history.seconds
     started = time.perf_counter()
     learn = TrainingStep(model, optimizer)
     with interruptible() as asked, Progress(*columns, console=console) as progress:
-        task = progress.add_task("train", total=options.steps, completed=first, loss=float("nan"))
+        task = progress.add_task(
+            "train", total=options.steps, completed=first, loss="not known yet"
+        )
         for step in range(first, options.steps):
             if asked:
                 break
@@ -163,7 +168,7 @@ def all_steps(
             history.losses.append(loss.item())
             history.loads.append([layer.load.tolist() for layer in model.experts()])
             history.seconds = before + time.perf_counter() - started
-            progress.update(task, completed=step + 1, loss=history.losses[-1])
+            progress.update(task, completed=step + 1, loss=f"{history.losses[-1]:.3f}")
             if (step + 1) % options.every == 0:
                 keep()
     return asked
@@ -177,13 +182,23 @@ def results(
     with torch.no_grad():
         test_loss = loss_of(model, held_out).item()
     speeds = {}
+    batch = text.batch(0, options.seed, options.rows, options.length).to(options.device)
     if options.device != "cpu":
-        batch = text.batch(0, options.seed, options.rows, options.length).to(options.device)
         speeds = speed.compare(model, loss_of, batch)
+    operators = ran.operators_of(lambda: training_loss_of(model, batch)[1].backward())  # noqa: PLW0108
+    model.zero_grad()
     tokens = len(history.losses) * options.rows * options.length
     shown = min(options.length, LETTERS_SHOWN)
+    emulated: list[ran.Emulated] | str = "not asked for (--no-emulation)"
+    if options.device != "cpu":
+        emulated = "not needed: the kernels ran on the GPU"
+    elif not options.no_emulation:
+        emulated = ran.emulated(model, held_out[:1, :shown])
     return {
         "config": model.config,
+        "machine": machine(),
+        "operators": operators,
+        "emulated": emulated,
         "losses": history.losses,
         "loads": history.loads,
         "test_loss": test_loss,

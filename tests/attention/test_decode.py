@@ -12,6 +12,7 @@ import tile_kernels
 from tests.attention.helpers import each_ground
 from tile_kernels import attention
 from tile_kernels.attention.decode.cases import SPARSE_ATTENTION_DECODE
+from tile_kernels.attention.decode.plan import fixed_split
 
 SCALE = 512**-0.5
 compare = SPARSE_ATTENTION_DECODE.compare
@@ -122,10 +123,18 @@ def test_plan_serves_other_layers_and_graphs() -> None:
     compare(tuple(x.cpu() for x in recorded), tuple(x.cpu() for x in whole))
 
 
+def test_fixed_splits_depend_on_the_length_of_a_list() -> None:
+    """Up to 2048 keys are one split; longer lists have as many splits of at most 640 as needed."""
+    assert [fixed_split(pairs, 0) for pairs in (0, 1, 16)] == [(1, 1), (1, 1), (1, 16)]
+    assert [fixed_split(pairs, 0) for pairs in (17, 65)] == [(4, 5), (13, 5)]
+    assert fixed_split(9, 640) == (2, 5)
+
+
 @pytest.mark.gpu
-def test_fixed_splits_do_not_depend_on_the_batch() -> None:
+@pytest.mark.parametrize("k", [1152, 2304])
+def test_fixed_splits_do_not_depend_on_the_batch(k: int) -> None:
     cache, slots = cache_of(torch.randn(3000, 512, device="cuda").bfloat16(), 64)
-    index = slots[torch.randint(3000, (40, 2, 1152), device="cuda")]
+    index = slots[torch.randint(3000, (40, 2, k), device="cuda")]
     q = torch.randn(40, 2, 64, 512, device="cuda").bfloat16()
     out, lse = attention.sparse_attention_decode(q, cache, index, SCALE)
     order = torch.randperm(40, device="cuda")

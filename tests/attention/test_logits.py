@@ -82,6 +82,41 @@ def test_keys_expanded_before_change_no_bit(
     assert torch.equal(chosen, other_chosen)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "keys", "heads", "depth", "source", "ranges"),
+    [
+        (11, 400, 64, 128, "e4m3", "wild"),
+        (20, 1700, 64, 128, "e4m3", "window"),  # more tiles than slots
+        (5, 300, 128, 256, "e4m3", "causal"),
+        (9, 200, 40, 32, "e4m3", "all"),
+        (10, 300, 64, 128, "bf16", "causal"),
+        (17, 300, 128, 64, "bf16", "wild"),
+        (70, 200, 64, 128, "e2m1", "causal"),
+    ],
+)
+def test_pipelined_blocks_change_no_bit(
+    tokens: int,
+    keys: int,
+    heads: int,
+    depth: int,
+    source: str,
+    ranges: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of many queries, against the blocks that few of them get; e2m1 with marks of both kinds."""
+    exponents = "far" if source == "e2m1" else "near"
+    build = arguments(tokens, keys, heads, depth, source, ranges, exponents)
+    given = build(torch.device("cpu"))
+    results = []
+    for many, mode in ((1, "check"), (10**9, "fast")):
+        monkeypatch.setattr(indexer, "MANY_QUERIES", many)
+        with tile_kernels.backend("emulate", mode=mode), emulation.reports() as reports:
+            results.append(indexer_logits(**given).view(torch.int32))
+        blocks = {run.block[0] for report in reports for run in report.kernels}
+        assert (384 in blocks) == (many == 1)  # two warpgroups that multiply and one that copies
+    assert torch.equal(*results)
+
+
 def test_scales_of_keys_may_begin_anywhere() -> None:
     """Tiles are copied whole from multiples of 16 bytes; scales elsewhere are moved before."""
     given = arguments(3, 200, 4, 64, "e4m3", "causal")(torch.device("cpu"))

@@ -20,6 +20,7 @@ from tile_kernels.attention.indexer import share_of_keys
 from tile_kernels.attention.indexer_plan import KEYS
 from tile_kernels.attention.logits.cases import arguments
 from tile_kernels.attention.select import op as select_op
+from tile_kernels.attention.topk.plan import PART
 from tile_kernels.runtime import emulation
 from tile_kernels.runtime.cases import moved
 from tile_kernels.runtime.device import DESCRIBED
@@ -70,7 +71,7 @@ def test_limits_are_as_documented(
                 select(most + 1, short)
     with contextlib.nullcontext() if logits else pytest.raises(ValueError, match="fewer heads"):
         for of_keys, role in keys_and_roles:
-            plan_logits(source, of_keys, heads, depth, "float32", role, device)
+            plan_logits(source, of_keys, heads, depth, "float32", False, role, device)
 
 
 @pytest.mark.parametrize("tokens", [5, 70])
@@ -121,6 +122,46 @@ def test_lists_that_fill_up(
     with tile_kernels.backend("emulate"):
         chosen = indexer_select(**given)
     assert torch.equal(chosen, references.indexer_select(**given))
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_best_of_parts_of_a_row(equal: bool) -> None:
+    """Few queries: their logits are in memory, and blocks choose among parts of them."""
+    num_keys = PART + 3000
+    given = arguments(3, num_keys, 2, 32, "bf16", "all", exact=True)(torch.device("cpu"))
+    if equal:
+        given["k"] = torch.ones_like(given["k"])
+    # All keys; those of both parts; fewer than are chosen.
+    given["start"] = torch.tensor([0, PART - 500, PART - 10]).int()
+    given["end"] = torch.tensor([num_keys, num_keys - 1, PART + 20]).int()
+    given["weights"][0, 0] = torch.nan if equal else 1
+    with tile_kernels.backend("emulate", mode="fast"), emulation.reports() as reports:
+        chosen = indexer_select(**given, topk=700)
+    assert ["best_of_parts" in report.name for report in reports] == [False, True, True]
+    assert torch.equal(chosen, references.indexer_select(**given, topk=700))
+
+
+@pytest.mark.parametrize(
+    ("keys", "heads", "depth", "source", "ranges", "topk"),
+    [(3000, 4, 32, "e4m3", "all", 900), (1100, 4, 128, "e2m1", "causal", 20)],
+)
+def test_lists_of_blocks_that_share_keys_are_merged(
+    keys: int,
+    heads: int,
+    depth: int,
+    source: str,
+    ranges: str,
+    topk: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where logits of few queries would take too much memory."""
+    monkeypatch.setattr(select_op, "MAX_LOGITS_BYTES", 0)
+    build = arguments(2, keys, heads, depth, source, ranges, exact=True)
+    given = build(torch.device("cpu"))
+    with tile_kernels.backend("emulate"), emulation.reports() as reports:
+        chosen = indexer_select(**given, topk=topk)
+    assert "best_of_rows" in reports[-1].name
+    assert torch.equal(chosen, references.indexer_select(**given, topk=topk))
 
 
 @pytest.mark.parametrize("source", ["bf16", "e4m3", "e2m1"])

@@ -279,6 +279,30 @@ def cluster_exchange(bug: bool) -> Any:
     return cluster_exchange
 
 
+def cluster_start(bug: bool) -> Any:
+    """The second block of a pair writes to the first one, which has to have started."""
+
+    @T.prim_func
+    def cluster_start(x: T.Tensor[(4, N), T.float32], y: T.Tensor[(4, N), T.float32]):
+        with T.Kernel(4, threads=N, cluster_dims=(2, 1, 1)) as b:
+            t = T.get_thread_binding()
+            mine = T.alloc_shared((N,), T.float32)
+            theirs = T.alloc_shared((N,), T.float32)
+            mine[t] = x[b, t]
+            if not bug:
+                T.cluster_sync()
+            else:
+                T.sync_threads()
+            if b % 2 == 1:
+                T.copy_cluster(mine, theirs, dst_block=0)
+            T.cluster_sync()
+            y[b, t] = mine[t]
+            if b % 2 == 0:
+                y[b, t] = theirs[t]
+
+    return cluster_start
+
+
 def cluster_end(bug: bool) -> Any:
     """A block may not end while the other block of its cluster still writes to it."""
 
@@ -456,6 +480,10 @@ BUGS = {
     "missing cluster barrier": Bug(
         cluster_exchange, four_rows, "race", "with no cluster barrier in between",
         "y[b, t] = theirs[t]", other_line="T.copy_cluster(mine, theirs", configs=k.PLAIN,
+    ),
+    "start of a block in use": Bug(
+        cluster_start, four_rows, "race", "of the cluster, which may not have started",
+        "T.copy_cluster(mine, theirs", configs=k.PLAIN,
     ),
     "end of a block in use": Bug(
         cluster_end, four_rows, "race", "the block ends although another block",

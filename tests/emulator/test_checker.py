@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tile_kernels.emulator import Emulated, EmulationError, staging
+from tile_kernels.emulator import Emulated, EmulationError, build, staging
 from tile_kernels.emulator.launch import _check_map
 
 from . import sample_kernels as k
@@ -405,9 +405,12 @@ def test_wild_access_in_fast_mode() -> None:
 
 
 def test_misaligned_struct_wider_than_a_vector() -> None:
-    """g++ may copy it with instructions that demand the alignment of the type."""
+    """A compiler may copy it with instructions that demand the alignment of the type.
+
+    clang calls a function to copy it in check mode, which cannot know the type.
+    """
     body = "struct alignas(32) W { int a[8]; };\nif (threadIdx.x == 0) *(W*)(y + 1) = *(W*)(y + 9);"
-    for mode in ("check", "fast"):
+    for mode in ("fast",) if build.is_clang() else ("check", "fast"):
         with pytest.raises(EmulationError, match="misaligned") as caught:
             cuda_source(body, {"y": "int"}, mode=mode)(torch.zeros(64, dtype=torch.int32))
         assert caught.value.kind == "misaligned"

@@ -582,3 +582,19 @@ def test_ptx_for_a_cpu_is_refused(condition: str) -> None:
         body = f"#{condition}\n{inside}\n#endif\n"
     with pytest.raises(EmulationError, match=r"inline PTX.*wmma\.store"):
         cuda_source(body, {"y": "int"})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16_t", "half_t"])
+def test_limits_of_small_floats(dtype: str) -> None:
+    """`T.infinity` and `T.max_value` are generated as `std::numeric_limits` of the type."""
+    probe = cuda_source(
+        f"using L = std::numeric_limits<{dtype}>;\n"
+        "if (threadIdx.x == 0) { y[0] = float(L::infinity()); y[1] = float(-L::infinity());\n"
+        "y[2] = float(L::max()); y[3] = float(L::lowest()); y[4] = float(L::quiet_NaN()); }",
+        {"y": "float"},
+    )
+    y = torch.zeros(5)
+    probe(y)
+    most = torch.finfo(torch.bfloat16 if dtype == "bfloat16_t" else torch.float16).max
+    assert y[:4].tolist() == [math.inf, -math.inf, most, -most]
+    assert math.isnan(y[4])

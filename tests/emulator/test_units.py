@@ -68,7 +68,7 @@ def test_rewrite_of_two_word_types() -> None:
     assert (
         'signed char* s = (signed char*)emu::dyn_shared("s", 0, 8 * sizeof(signed char));' in text
     )
-    assert 'auto (&t)[4] = emu::static_shared<long long, 4>("t");' in text
+    assert 'long long (&t)[4] = emu::static_shared<long long, 4>("t");' in text
 
 
 ARENA = """  extern __shared__ __align__(1024) uchar buf_dyn_shmem[];

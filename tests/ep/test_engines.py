@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
+import weakref
 from collections import deque
 from typing import Any
 
@@ -11,7 +15,7 @@ from torch import Tensor
 
 from tile_kernels.ep import EventHandle, EventOverlap
 from tile_kernels.ep.engines.ring import BUSY, FULL, SLOTS, Rings, Slab, slab_bytes
-from tile_kernels.ep.engines.symm import SymmEngine, _Work
+from tile_kernels.ep.engines.symm import DONE, READY, SymmEngine, SymmWindow, _watch, _Work
 
 CHUNK, WIDTH = 64, 24
 
@@ -98,14 +102,16 @@ def test_a_stream_that_waits_in_vain_is_let_go() -> None:
     rows = torch.zeros(12, WIDTH, dtype=torch.uint8)  # more than the slots hold
     engine._through_rings(rows, [2, 10], [2, 10], "a dispatch")
     assert not stream.run()
-    engine._work.in_flight.append((Event(stream), "a dispatch"))  # type: ignore[arg-type]
+    late = time.monotonic()
+    engine._work.in_flight.append((Event(stream), "a dispatch", late))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="rank 4 gave up in a dispatch: no answer from rank 6"):
         engine.settle()
     assert not stream.todo
     assert not engine._work.in_flight
     with pytest.raises(RuntimeError, match="symm: this buffer broke down before: rank 4 gave up"):
         engine.exchange(rows, [2, 10], [2, 10])
-    engine.settle()  # nothing more to wait for
+    with pytest.raises(RuntimeError, match="rank 4 gave up in a dispatch"):
+        engine.settle()
 
 
 def test_words_are_as_before_when_an_exchange_ends() -> None:
@@ -125,10 +131,96 @@ def test_words_are_as_before_when_an_exchange_ends() -> None:
     assert theirs.flags[0].tolist() == [0] * 8
 
 
+def test_a_thread_finds_out_about_a_late_transfer() -> None:
+    """Nobody waits on the host; the next call raises, and the thread ends."""
+    engine, stream = engines()
+    stream.todo.append(("wait", engine._rings.slabs[0].flags[1, READY].data_ptr(), 1))
+    end = time.monotonic() + 0.1
+    engine._work.in_flight.append((Event(stream), "a combine", end))  # type: ignore[arg-type]
+    thread = threading.Thread(target=_watch, args=(weakref.ref(engine),))
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert not stream.todo
+    with pytest.raises(RuntimeError, match="broke down before: rank 4 gave up in a combine"):
+        engine.exchange(torch.zeros(2, 2, dtype=torch.uint8), [1, 1], [1, 1])
+
+
+def test_the_thread_ends_with_the_engine() -> None:
+    engine, _ = engines()
+    thread = threading.Thread(target=_watch, args=(weakref.ref(engine),))
+    thread.start()
+    del engine
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+class HostedWindow(SymmWindow):
+    """`SymmWindow` on a stand-in for a stream."""
+
+    def __init__(self, rings: Rings, stream: Stream) -> None:
+        super().__init__([0, 0], 256, rings, None, [1 - rings.index])  # type: ignore[arg-type]
+        self._work = self  # type: ignore[assignment]
+        self.driver, self.stream = Driver(stream), stream
+
+    def _stream(self) -> Any:
+        return Side0
+
+    def begin(self, what: Any) -> None:
+        if isinstance(what, str):
+            super().begin(what)
+
+    def end(self, what: Any, *_: str) -> None:
+        if isinstance(what, str):
+            super().end(what)
+
+
+class Side0:
+    cuda_stream = 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ready_and_done_are_never_overtaken(seed: int) -> None:
+    """Three transfers on two streams that run in any interleaving: writes lie between the flags."""
+    slabs = [Slab(torch.zeros(slab_bytes(2, CHUNK), dtype=torch.uint8), 2, CHUNK) for _ in range(2)]
+    words = {word.data_ptr(): word for slab in slabs for word in slab.flags.flatten()}
+    streams = [Stream(words), Stream(words)]
+    log: list[tuple[str, int, int]] = []
+    for rank, stream in enumerate(streams):
+        window = HostedWindow(Rings(slabs, rank, CHUNK), stream)
+        for step in range(3):
+            stream.todo.append(("enter", rank, step))
+            window.begin("a dispatch")
+            stream.todo.append(("put", rank, step))
+            window.end("a dispatch")
+            stream.todo.append(("leave", rank, step))
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(400):
+        stream = streams[int(torch.randint(0, 2, (1,), generator=generator))]
+        if not stream.todo:
+            continue
+        kind, *what = stream.todo[0]
+        if kind == "wait" and int(words[what[0]]) != what[1]:
+            continue
+        if kind == "write":
+            words[what[0]].fill_(what[1])
+        elif kind != "wait":
+            log.append((kind, *what))
+        stream.todo.popleft()
+    assert not any(stream.todo for stream in streams)
+    assert not any(slab.flags.any() for slab in slabs)
+    for rank in range(2):
+        for step in range(3):
+            put = log.index(("put", rank, step))
+            assert log.index(("enter", 1 - rank, step)) < put < log.index(("leave", 1 - rank, step))
+
+
 def test_words_of_one_pair_share_no_line_with_another() -> None:
     slab = Slab(torch.zeros(slab_bytes(3, CHUNK), dtype=torch.uint8), 3, CHUNK)
     assert slab.flags.stride(0) * slab.flags.element_size() == 64
-    assert slab.flags.shape[1] >= BUSY + SLOTS
+    assert slab.flags.shape[1] > max(BUSY + SLOTS - 1, READY, DONE)
+    assert min(READY, DONE) >= BUSY + SLOTS
     assert slab.areas.shape == (3, SLOTS, CHUNK)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.ep.helpers import Case, check_handle
 from tests.ep.processes import run_processes
 from tile_kernels.ep import ElasticBuffer, LocalGroup, reference, run_ranks
+from tile_kernels.ep.engines.collective import CollectiveEngine
 from tile_kernels.testing.numeric import assert_equal
 
 TIMEOUT = 3
@@ -138,6 +139,54 @@ def test_a_rank_that_dies_in_the_middle_is_named(engine: str) -> None:
     for message in results:
         assert "in ElasticBuffer.dispatch (rows)" in message
         assert f"rank {LOST}" in message
+
+
+CALLS = ("ElasticBuffer", "ElasticBuffer.dispatch", "ElasticBuffer.combine",
+         "ElasticBuffer.barrier", "ElasticBuffer.destroy")  # fmt: skip
+PHASES = [
+    *(f"{call} (exchange of descriptors)" for call in CALLS),
+    "learning the hosts",
+    "ElasticBuffer.dispatch (rows)",
+    "ElasticBuffer.dispatch (counts inside the node)",
+    "ElasticBuffer.combine (rows)",
+]
+
+
+def die_in_a_phase(group: dist.ProcessGroup, phase: str) -> str | None:
+    """Rank 1 is gone at the beginning of a phase, in two hops where that phase needs it."""
+    if group.rank() == 1:
+        exchange = CollectiveEngine.exchange
+
+        def last_words(self: CollectiveEngine, *arguments: Any) -> torch.Tensor:
+            if arguments[3] == phase:
+                os._exit(1)
+            return exchange(self, *arguments)
+
+        CollectiveEngine.exchange = last_words  # type: ignore[method-assign]
+    x, chosen = torch.ones(2, 8), torch.tensor([[0, 1], [2, 3]])
+
+    def use() -> None:
+        buffer = ElasticBuffer(
+            group, num_max_tokens_per_rank=4, hidden=8, num_cpu_timeout_secs=TIMEOUT,
+            explicitly_destroy=True, num_scaleup_ranks=2 if "inside" in phase else None,
+        )  # fmt: skip
+        rows, _, _, handle, _ = buffer.dispatch(x, chosen, num_experts=4)
+        buffer.combine(rows, handle)
+        buffer.barrier()
+        buffer.destroy()
+
+    with pytest.raises(RuntimeError) as error:
+        use()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_may_die_in_any_phase(phase: str) -> None:
+    size = 4 if "inside" in phase else 2
+    results = run_processes(size, die_in_a_phase, phase, may_die=(1,))
+    assert results.pop(1) is None
+    assert results[0].startswith(f"rank 0 gave up in {phase}: ")
+    assert "rank 1" in results[0]
 
 
 def hang_in_a_pipeline(group: dist.ProcessGroup) -> str | None:

@@ -4,8 +4,11 @@ asynchronous, and when replayed from a graph.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,31 +219,84 @@ def test_symm_in_a_graph() -> None:
 
 
 def symm_without_rank_1(group: Any) -> str:
-    """Rank 1 agrees to a dispatch and then sends nothing."""
+    """Rank 1 agrees to a combine and then sends nothing: the stream of rank 0 goes on, late."""
     share_the_gpu()
     buffer = ElasticBuffer(
         group, num_max_tokens_per_rank=8, hidden=256, engine="symm", num_gpu_timeout_secs=3
     )
     x = torch.ones(4, 256, device="cuda")
     chosen = torch.tensor([[0, 1]] * 4, device="cuda")
-    buffer.dispatch(x, chosen, num_experts=2)
+    rows, _, _, handle, _ = buffer.dispatch(x, chosen, num_experts=2)
     if buffer.rank_idx == 1:
-        buffer._fabric.hops[0]._through_rings = lambda *_: time.sleep(15)
-        with pytest.raises(AttributeError):
-            buffer.dispatch(x, chosen, num_experts=2)
+        buffer._fabric.window.begin = lambda _: time.sleep(15)
+        buffer.combine(rows, handle)
         return ""
+    start = time.monotonic()
+    buffer.combine(rows, handle)  # the host does not wait
+    assert time.monotonic() - start < 2
+    torch.cuda.synchronize()
     with pytest.raises(RuntimeError) as error:
-        buffer.dispatch(x, chosen, num_experts=2)
-    torch.cuda.synchronize()  # the stream goes on
-    with pytest.raises(RuntimeError, match="this buffer broke down before"):
-        buffer.dispatch(x, chosen, num_experts=2)
+        buffer.combine(rows, handle)
     return str(error.value)
 
 
 def test_symm_names_a_rank_that_sends_nothing() -> None:
     message, _ = run_processes(2, symm_without_rank_1, timeout=120, may_die=(0, 1))
-    assert message.startswith("rank 0 gave up in ElasticBuffer.dispatch (rows): no answer from ")
-    assert "rank 1 (no data after 3 s)" in message
+    start = "symm: this buffer broke down before: rank 0 gave up in ElasticBuffer.combine (rows)"
+    assert message.startswith(f"{start}: no answer from rank 1 (no data after 3 s)")
+
+
+def symm_steps(group: Any) -> dict[str, Any]:
+    """Steps that reuse the windows; what the host waits for, and what is left afterwards."""
+    share_the_gpu()
+    buffer = ElasticBuffer(group, num_bytes=2 << 20, engine="symm", num_max_tokens_per_rank=64)
+    window = buffer._fabric.window
+    assert window is not None
+    own = range(window.addresses[buffer.rank_idx], window.addresses[buffer.rank_idx] + (2 << 20))
+    generator = torch.Generator().manual_seed(buffer.rank_idx)
+    x = torch.randn(50, 256, generator=generator).cuda()
+    chosen = torch.rand(50, 8, generator=generator).argsort(1)[:, :3].cuda()
+    waits: dict[str, int] = {}
+
+    def counted(name: str, call: Any) -> Any:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            result = call()
+        torch.cuda.set_sync_debug_mode("default")
+        waits[name] = sum("synchronizing" in str(each.message) for each in found)
+        return result
+
+    def step(name: str = "") -> None:
+        make = counted if name else lambda _, call: call()
+        rows, _, _, handle, _ = make(
+            "dispatch", lambda: buffer.dispatch(x, chosen, num_experts=8, do_expand=True)
+        )
+        assert rows.data_ptr() in own
+        again = make("dispatch with a handle", lambda: buffer.dispatch(x, handle=handle))[0]
+        assert_equal(again, rows)
+        total = make("combine", lambda: buffer.combine(rows, handle))[0]
+        torch.testing.assert_close(total, 3 * x)
+
+    for _ in range(3):
+        step()
+    step("counted")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(), len([*Path("/proc/self/fd").iterdir()])
+    for _ in range(50):
+        step()
+    gc.collect()
+    torch.cuda.synchronize()
+    assert (torch.cuda.memory_allocated(), len([*Path("/proc/self/fd").iterdir()])) == before
+    assert window.announced() == (0, 2 << 20)
+    return waits
+
+
+def test_symm_waits_once_on_the_host() -> None:
+    """For the counts of a new routing; and never with a handle, or to combine."""
+    for waits in run_processes(2, symm_steps, timeout=200):
+        assert waits == {"dispatch": 1, "dispatch with a handle": 0, "combine": 0}
 
 
 # ---- graphs -------------------------------------------------------------------------------------

@@ -120,6 +120,8 @@ class Kernels:
 def test_the_host_does_not_wait(name: str, expand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (transport, exchange, rows):
         monkeypatch.setattr(module, "moe", Kernels)
+    for module in (transport, rows):  # as tensors on a GPU
+        monkeypatch.setattr(module, "on_host", lambda _: False)
     case = Case(**CASES[name], num_biases=1)
 
     def rank(group: Any) -> None:

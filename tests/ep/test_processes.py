@@ -4,6 +4,7 @@ errors on every rank.
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,37 @@ def test_engines_must_be_the_same() -> None:
         "ElasticBuffer: engine must be the same on all ranks, got collective on rank 0 and mmap on "
         "rank 1"
     }
+
+
+def what_is_held() -> tuple[int, int]:
+    """Resident memory of this process in KiB, and its open descriptors."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4, len([*Path("/proc/self/fd").iterdir()])
+
+
+def many_steps(group: Any, engine: str, steps: int) -> list[tuple[int, int]]:
+    """Dispatch, dispatch with the handle, combine; what is held after a fifth, and at the end."""
+    buffer = ElasticBuffer(group, num_max_tokens_per_rank=64, hidden=256, engine=engine)
+    generator = torch.Generator().manual_seed(buffer.rank_idx)
+    found = []
+    for step in range(steps):
+        x = torch.randn(64, 256, generator=generator)
+        chosen = torch.rand(64, 8, generator=generator).argsort(1)[:, :3].contiguous()
+        rows, _, _, handle, _ = buffer.dispatch(x, chosen, num_experts=8, do_expand=True)
+        buffer.dispatch(x, handle=handle)
+        torch.testing.assert_close(buffer.combine(rows, handle)[0], 3 * x)
+        if step in (steps // 5, steps - 1):
+            gc.collect()
+            found.append(what_is_held())
+    return found
+
+
+@pytest.mark.parametrize("engine", ["collective", "mmap"])
+def test_many_steps_hold_nothing_more(engine: str, request: pytest.FixtureRequest) -> None:
+    """1000 steps in the full run. A tensor of each step that stayed would be 50 MiB or more."""
+    steps = 1000 if request.config.getoption("full") else 250
+    for (memory, files), (memory_after, files_after) in run_processes(
+        2, many_steps, engine, steps, timeout=500
+    ):
+        assert files_after == files
+        assert memory_after - memory < 8 << 10

@@ -15,7 +15,7 @@ from examples.tiny_v4.model import Config, TinyV4
 QUIET = Console(quiet=True)
 # The parts of a report that have a picture.
 HEADINGS = ("Loss", "Load of the experts", "How streams are mixed", "The gate of the memory")
-SMALL = ["--hidden", "32", "--layers", "1", "--rows", "2", "--length", "24"]
+SMALL = ["--hidden", "32", "--layers", "1", "--rows", "2", "--length", "24", "--no-emulation"]
 
 
 def run(out: Path, *more: str) -> dict[str, Any]:

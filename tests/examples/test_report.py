@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from examples.tiny_v4 import report
+from examples.tiny_v4 import ran, report
 from examples.tiny_v4.model import gate_scores
 from examples.tiny_v4.plain import gate
 from tests.examples.small import HEADINGS, ids_of, model_of, run
+from tile_kernels import transpose
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # Runs in the page: the size of each picture, and what the page asked for beside itself.
@@ -49,6 +50,56 @@ def test_pictures_are_there(page: str) -> None:
 
 def test_the_same_result_is_the_same_report(result: dict[str, Any], page: str, tmp_path: Path):
     assert report.write_report(result, tmp_path / "again.html").read_text() == page
+
+
+def test_the_machine_and_what_ran_are_there(result: dict[str, Any], page: str) -> None:
+    for title, value in report.machine_rows(result):
+        assert f"<td>{title}</td><td>{value or 'not installed'}</td>" in page
+    assert f"<td>{torch.__version__}</td>" in page
+    assert set(result["operators"]) > {"moe.top2_sum_gate", "attention.sparse_attention"}
+    assert all(set(backends) == {"torch"} for backends in result["operators"].values())
+    for operator in result["operators"]:
+        assert f">{operator}</td><td>reference</td>" in page
+    assert "No kernel was emulated: not asked for (--no-emulation)." in page
+
+
+def test_parts_follow_the_options() -> None:
+    everything = [name for name, _ in report.parts_of(model_of().config)]
+    assert everything[:2] == ["n-gram memory (Engram)", "4 residual streams (hyper-connections)"]
+    plain = model_of(engram=False, mhc=False, moe=False, sparse=False).config
+    names = [name for name, _ in report.parts_of(plain)]
+    assert names == ["one residual", "dense attention", "feed-forward layer"]
+
+
+def test_every_curve_has_a_name(page: str) -> None:
+    """The names in the legend of the losses, and of the scale of each picture."""
+    for name in ("training text of the step", "letter frequencies alone", "% of selections"):
+        assert f"<!-- {name}" in page
+    assert page.count("<!-- weight -->") == 1
+
+
+def test_operators_of_a_step_are_counted_and_not_printed(capsys: pytest.CaptureFixture) -> None:
+    x = torch.ones(2, 4)
+    counted = ran.operators_of(lambda: (transpose.transpose(x), transpose.transpose(x)))
+    assert counted == {"transpose.transpose": {"torch": 2}}
+    transpose.transpose(x)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_kernels_are_emulated_and_equal() -> None:
+    found = ran.emulated(model_of(), ids_of(1, 9))
+    assert not isinstance(found, str)
+    assert [each.operator for each in found] == ["moe.topk_gate", "quant.per_token_cast"]
+    assert all(each.is_equal and each.bytes_read and each.bytes_written for each in found)
+    section = report.emulated_section(found)
+    assert section.count("equal, bit for bit") == 2
+    assert "DIFFERENT" in report.emulated_section([found[0]._replace(is_equal=False)])
+
+
+def test_what_the_emulator_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ran.emulation, "missing", lambda: "missing: TileLang")
+    lacking = ran.emulated(model_of(), ids_of(1, 9))
+    assert report.emulated_section(lacking) == "<p>No kernel was emulated: missing: TileLang.</p>"
 
 
 def test_gates_are_those_of_the_memory() -> None:

@@ -1,11 +1,15 @@
-"""MX formats: what PyTorch's dtypes say of our scales, and the blocked layout by its formula."""
+"""MX and NVFP4: what PyTorch's dtypes say of our scales, the blocked layout, scaled products."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 import tile_kernels
+from tests.requirements import CUDA, EMULATED_IN_FULL, TORCH
+from tile_kernels import quant
 from tile_kernels.integrations import mx
 
 E8M0 = torch.float8_e8m0fnu
@@ -63,6 +67,214 @@ def test_blocked_layout(shape: tuple[int, int]) -> None:
     assert int((blocked != 0).sum()) == rows * columns  # padding is zero
     assert torch.equal(mx.from_blocked(blocked, rows, columns), scales)
     assert mx.to_blocked(scales.view(E8M0)).dtype == E8M0
+
+
+def test_blocked_layout_of_groups() -> None:
+    """Each group alone, one after the other; what is left is zero."""
+    scales = torch.randint(1, 255, (300, 6), dtype=torch.uint8)
+    for ends in ([300], [1, 130, 130, 300], [0, 5, 200], [128, 256]):
+        blocked = mx.to_blocked(scales, torch.tensor(ends).int())
+        assert blocked.shape == (-(-(300 + 127 * len(ends)) // 128) * 128, 8)
+        pairs = zip([0, *ends], ends)
+        expected = torch.cat([mx.to_blocked(scales[a:b]) for a, b in pairs])
+        flat = blocked.flatten()
+        assert torch.equal(flat[: len(expected)], expected)
+        assert flat[len(expected) :].eq(0).all()
+    e8m0 = mx.to_blocked(scales.view(E8M0), torch.tensor([300]).int())
+    assert e8m0.dtype == E8M0
+
+
+# ---- casts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
+@pytest.mark.parametrize("ground", [TORCH, EMULATED_IN_FULL, CUDA])
+def test_mx_and_back(fmt: str, ground: tuple[str, str]) -> None:
+    backend, device = ground
+    x = values(7, 96)
+    x[6] *= 2.0**-70
+    x = x.to(device)
+    with tile_kernels.backend(backend):
+        data, scales = mx.to_mx(x, fmt)
+        back = mx.from_mx(data, scales, "fp32")
+        assert torch.equal(mx.from_mx(data, scales), back.bfloat16())
+    assert scales.dtype == E8M0
+    assert data.dtype == (torch.float8_e4m3fn if fmt == "e4m3" else torch.float4_e2m1fn_x2)
+    most = x.float().view(7, 3, 32).abs().amax(2, keepdim=True)
+    exponent = torch.ceil(torch.log2(most.double() / (448 if fmt == "e4m3" else 6)))
+    assert torch.equal(scales.double(), torch.exp2(exponent)[..., 0])
+    step = 1 / 15 if fmt == "e4m3" else 1 / 3  # from a code to the middle of the next, at most
+    error = (back - x.float()).view(7, 3, 32).abs()
+    least = most / (448 if fmt == "e4m3" else 6)
+    assert (error <= torch.maximum(x.float().view(7, 3, 32).abs() * step, least)).all()
+    zeros = mx.to_mx(torch.zeros(1, 32, device=device), fmt)
+    assert mx.from_mx(*zeros).eq(0).all()
+    again = mx.to_mx(back, fmt)
+    assert torch.equal(mx.from_mx(*again, "fp32"), back)
+
+
+@pytest.mark.parametrize("ground", [TORCH, EMULATED_IN_FULL, CUDA])
+def test_nvfp4_and_back(ground: tuple[str, str]) -> None:
+    """Codes times scales times the scale of all, by PyTorch's dtypes; the error is that of e2m1."""
+    backend, device = ground
+    torch.manual_seed(0)
+    x = (torch.randn(6, 64) * 1e4).to(device)
+    with tile_kernels.backend(backend):
+        for given in (None, 2.5, torch.tensor(3.0, device=device)):
+            data, scales, global_sf = mx.to_nvfp4(x, given)
+            assert (data.dtype, scales.dtype) == (torch.float4_e2m1fn_x2, torch.float8_e4m3fn)
+            assert global_sf.dtype == torch.float32
+            back = mx.from_nvfp4(data, scales, global_sf, "fp32")
+            codes = data.view(torch.uint8).cpu()
+            table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+            pairs = torch.stack([codes & 15, codes >> 4], 2).flatten(1).long()
+            signed = table[pairs & 7] * (1 - 2 * (pairs >> 3))
+            product = scales.float().cpu() * global_sf.cpu()
+            expected = signed * product.repeat_interleave(16, 1)
+            torch.testing.assert_close(back.cpu(), expected, rtol=1e-6, atol=0)
+            if given is None:
+                assert (back - x).norm() / x.norm() < 0.12
+                assert scales.float().max() == 448
+        zero = mx.to_nvfp4(torch.zeros(2, 16, device=device))
+        assert mx.from_nvfp4(*zero).eq(0).all()
+        assert zero[2].item() == 1
+        assert mx.to_nvfp4(torch.zeros(0, 16, device=device))[0].shape == (0, 8)
+
+
+# ---- products -----------------------------------------------------------------------------------
+
+
+def operand(kind: str, rows: int, channels: int, device: str, seed: int) -> tuple[Any, Any]:
+    """A quantized matrix and its values; the scales of rows differ by large factors."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, channels, generator=draw)
+    x = (x * torch.exp2(torch.randint(-6, 6, (rows, 1), generator=draw).float())).to(device)
+    if kind == "mx":
+        pair = mx.to_mx(x)
+        return pair, mx.from_mx(*pair, "fp32")
+    if kind == "mxfp4":
+        pair = mx.to_mx(x, "e2m1")
+        return pair, mx.from_mx(*pair, "fp32")
+    if kind == "nvfp4":
+        data, scales, _ = mx.to_nvfp4(x, 1.0)
+        return (data, scales), mx.from_nvfp4(data, scales, 1.0, "fp32")
+    if kind == "128x128":
+        pair = quant.per_block_cast(x, "e4m3", (128, 128))
+        return pair, quant.cast_back(pair, "fp32", (128, 128))
+    size = channels if kind == "row" else 128
+    pair = quant.per_token_cast(x, "e4m3", size)
+    return pair, quant.per_token_cast_back(pair, "fp32", size)
+
+
+def check_product(kinds: tuple[str, str], device: str) -> None:
+    a, a_values = operand(kinds[0], 144, 384, device, 0)
+    b, b_values = operand(kinds[1], 256, 384, device, 1)
+    found = torch._scaled_mm(**mx.scaled_mm_arguments(a, b)).double()
+    expected = a_values.double() @ b_values.double().T
+    error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.max() < 4e-3
+
+
+def test_product_on_a_cpu() -> None:
+    check_product(("row", "row"), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", [("row", "row"), ("1x128", "128x128"), ("1x128", "1x128")])
+def test_product_on_a_hopper(kinds: tuple[str, str]) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the product with scales in blocks of 128 needs a Hopper")
+    with tile_kernels.backend("tilelang"):
+        check_product(kinds, "cuda")
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"), ("mx", "mx"), ("mxfp4", "mxfp4"),
+     ("nvfp4", "nvfp4")],
+)  # fmt: skip
+def test_shapes_pass_the_checks_of_pytorch(kinds: tuple[str, str]) -> None:
+    """PyTorch's own check of the operator, which knows each kind of scales, without a device."""
+    a, _ = operand(kinds[0], 144, 384, "cpu", 0)
+    b, _ = operand(kinds[1], 256, 384, "cpu", 1)
+    given = mx.scaled_mm_arguments(a, b)
+    assert meta_product(given).shape == (144, 256)
+    columns = given["scale_b"]
+    if kinds[1] == "128x128":
+        assert (tuple(columns.shape), columns.stride()) == ((3, 2), (1, 4))
+    if kinds[0] == "1x128":
+        assert given["scale_a"].stride() == (1, 144)
+        given["scale_a"] = given["scale_a"][:, :2]
+        with pytest.raises(RuntimeError, match=r"[Ii]nvalid"):
+            meta_product(given)
+
+
+def meta_product(given: dict[str, Any], name: str = "_scaled_mm") -> torch.Tensor:
+    moved = {
+        key: each.to("meta") if isinstance(each, torch.Tensor) else each
+        for key, each in given.items()
+    }
+    return getattr(torch, name)(**moved)
+
+
+def grouped(kind: str, device: str) -> tuple[dict[str, Any], torch.Tensor]:
+    """Arguments of a grouped product of three groups, one empty; and the product."""
+    ends = torch.tensor([40, 40, 144], dtype=torch.int32, device=device)
+    a, a_values = operand(kind, 144, 384, device, 0)
+    pairs = [operand(kind, 256, 384, device, 1 + e) for e in range(3)]
+    b = tuple(torch.stack([pair[0][i] for pair in pairs]) for i in range(2))
+    first = a_values[:40].double() @ pairs[0][1].double().T
+    last = a_values[40:].double() @ pairs[2][1].double().T
+    return mx.scaled_grouped_mm_arguments(a, b, ends), torch.cat([first, last])
+
+
+@pytest.mark.parametrize("kind", ["row", "mx"])
+def test_shapes_of_grouped_products(kind: str) -> None:
+    given, product = grouped(kind, "cpu")
+    assert meta_product(given, "_scaled_grouped_mm").shape == product.shape
+    given["scale_b"] = given["scale_b"][:, :5]
+    with pytest.raises(RuntimeError, match="scale"):
+        meta_product(given, "_scaled_grouped_mm")
+
+
+@pytest.mark.gpu
+def test_grouped_product_on_a_hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the grouped product with scales of rows needs a Hopper")
+    with tile_kernels.backend("tilelang"):
+        given, product = grouped("row", "cuda")
+    found = torch._scaled_grouped_mm(**given).double()
+    assert ((found - product).norm(dim=1) / product.norm(dim=1)).max() < 4e-3
+
+
+def test_operands_that_do_not_fit() -> None:
+    a, _ = operand("row", 16, 256, "cpu", 0)
+    b, _ = operand("1x128", 32, 256, "cpu", 1)
+    both = mx.scaled_mm_arguments
+    with pytest.raises(ValueError, match="scaled_mm_arguments: b must have scales of the kind row"):
+        both(a, b)
+    with pytest.raises(
+        ValueError, match=r"the scales of a must be one of \[16, 1\] torch.float32, "
+    ):
+        both((a[0], a[1].bfloat16()), b)
+    with pytest.raises(ValueError, match=r"b must have rows of 256 torch.float8_e4m3fn like a"):
+        both(a, operand("row", 32, 128, "cpu", 1)[0])
+    with pytest.raises(TypeError, match="a must be a tuple of data and scales, got Tensor"):
+        both(a[0], b)
+    offsets = torch.tensor([16]).int()
+    stacked = tuple(each[None] for each in b)
+    with pytest.raises(ValueError, match="a and b must be e4m3 with scales of rows or MX both"):
+        mx.scaled_grouped_mm_arguments(b, stacked, offsets)
+    with pytest.raises(ValueError, match=r"offsets must have shape \[1\], got \(2,\)"):
+        mx.scaled_grouped_mm_arguments(b, stacked, torch.tensor([1, 2]).int())
+    with pytest.raises(ValueError, match="to_mx: x must have a multiple of 32 channels, got 40"):
+        mx.to_mx(torch.zeros(2, 40))
+    with pytest.raises(ValueError, match="to_nvfp4: x must have a multiple of 16 channels, got 40"):
+        mx.to_nvfp4(torch.zeros(2, 40))
+    with pytest.raises(TypeError, match="from_mx: scales must be float8_e8m0fnu, got float32"):
+        mx.from_mx(a[0], torch.ones(16, 8))
+    with pytest.raises(TypeError, match="from_nvfp4: scales must be float8_e4m3fn, got float32"):
+        mx.from_nvfp4(torch.zeros(2, 8, dtype=torch.uint8), torch.ones(2, 1))
 
 
 def test_bad_arguments() -> None:

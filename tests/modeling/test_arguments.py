@@ -129,7 +129,10 @@ def test_numpy_numbers_are_numbers(module: type[nn.Module], good: dict[str, Any]
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_topk": 3, "num_groups": 2, "num_topk_groups": 1}, "num_topk must be at most what 1"),
+        (
+            {"num_topk": 3, "num_groups": 2, "num_topk_groups": 1},
+            "num_topk must be at most the experts of 1",
+        ),
         ({"num_groups": 2, "num_topk_groups": 3}, r"num_topk_groups must be in 0\.\.2"),
         ({"num_groups": 2}, "num_topk_groups must be at least 1 with 2 groups"),
         ({"num_experts": 9000}, r"num_experts must be in 1\.\.8192, got 9000"),

@@ -351,7 +351,7 @@ def test_states_of_other_layers_are_refused() -> None:
         layer(tokens(1, 257), state=state)
     with pytest.raises(ValueError, match="x must have at most 2 sequences"):
         layer(tokens(3, 5), state=state)
-    with pytest.raises(ValueError, match="indexer_loss is for training"):
+    with pytest.raises(ValueError, match="indexer_loss must be False with a state"):
         layer(tokens(1, 5), state=state, indexer_loss=True)
     with pytest.raises(TypeError, match="state must be an AttentionState, got int"):
         layer.step(tokens(1), 3)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import tile_kernels
@@ -66,6 +67,28 @@ def test_other_dtypes_are_the_formula(dtype: torch.dtype) -> None:
     for one, other in zip(found, exact):
         bound = 1e-5 if dtype == torch.float32 else 2e-3
         assert (one.double() - other).norm() <= bound * other.norm()
+
+
+def test_clamp_value() -> None:
+    """Gate and value are limited, and have no gradient beyond."""
+    leaves, topk_idx = problem(60)
+    leaves = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    found = with_gradients(lambda *given: bf16_experts(*given, clamp_value=0.3), leaves, topk_idx)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+
+    def clamped(
+        x: Tensor, weights: Tensor, topk_idx: Tensor, w_in: Tensor, w_out: Tensor
+    ) -> Tensor:
+        total = torch.zeros_like(x)
+        for expert in range(len(w_in)):
+            gate, value = (x @ w_in[expert].t()).chunk(2, dim=1)
+            act = F.silu(gate.clamp(max=0.3)) * value.clamp(-0.3, 0.3)
+            weight = (weights * (topk_idx == expert)).sum(1, keepdim=True)
+            total = total + weight * (act @ w_out[expert].t())
+        return total
+
+    for one, other in zip(found, with_gradients(clamped, exact, topk_idx), strict=True):
+        assert (one.double() - other).norm() <= 1e-5 * other.norm()
 
 
 def test_kernels_and_references_agree() -> None:

@@ -244,12 +244,16 @@ def test_replay_is_eager_bit_for_bit(build: Callable[[str], Built]) -> None:
     ("name", "mode"), [*((name, None) for name in LAYERS), ("TinyV4", "reduce-overhead")]
 )
 def test_compiled_is_one_graph_on_cuda(name: str, mode: str | None) -> None:
+    from torch._inductor import config as inductor
+
     torch.manual_seed(0)
     built = LAYERS[name]("cuda")
     torch._dynamo.reset()
     compiled = torch.compile(built.layer, fullgraph=True, mode=mode)
-    for _ in range(3):  # the third one replays
-        expected, found = steps_of(built, compiled)
+    # Without intermediate rounding, scores that nearly tie choose other experts.
+    with inductor.patch(emulate_precision_casts=True):
+        for _ in range(3):  # the third one replays
+            expected, found = steps_of(built, compiled)
     assert len(found) == len(expected)
     assert distance(expected[0].float(), found[0].float()) < 0.1
     every = [torch.cat([x.float().flatten() for x in xs[1:]]) for xs in (expected, found)]

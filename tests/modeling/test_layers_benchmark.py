@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import attention_layer, layers
+from benchmarks import attention_layer, layers, sparse_attention
 from benchmarks.plain_layers import PlainMoE
 from tests.examples.small import distance
 
@@ -128,3 +128,17 @@ def test_stages_of_decoding_are_a_step() -> None:
     assert found.shape == (2, 32)
     assert torch.equal(found, again)
     assert found.isfinite().all()
+
+
+def test_sparse_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each case has a row with its time and FLOPs; words choose cases."""
+    path = sparse_attention.main(["--output", str(tmp_path), "forward", "decode.b1"])
+    content = json.loads(path.read_text())
+    names = [row["case"] for row in content["rows"]]
+    chosen = [n for n in sparse_attention.cases() if "forward" in n or "decode.b1" in n]
+    assert names == chosen
+    assert all(row["us"] > 0 and row["gflop"] >= 0 for row in content["rows"])
+    assert "\n".join(sparse_attention.markdown(content)) in capsys.readouterr().out
+    assert sparse_attention.cases(small=False).keys() == sparse_attention.cases(small=True).keys()
+    with pytest.raises(SystemExit):
+        sparse_attention.main(["--output", str(tmp_path), "sideways"])

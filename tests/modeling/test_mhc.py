@@ -687,7 +687,7 @@ def test_part_of_the_graph() -> None:
     for a, b in zip(found, wanted):
         assert_equal(a, b)
     with pytest.raises(
-        ValueError, match="carried must come from the mhc_pre of this very residual"
+        ValueError, match="carried must come from the mhc_pre call of the same residual"
     ):
         mhc_post(y, inputs[0].clone(), *mixes)
 

@@ -146,7 +146,7 @@ def test_files_of_both_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hiden": 4}, "'hiden' is not known; the nearest key is 'hidden' of hidden, experts"),
+        ({"hiden": 4}, "'hiden' is not a key; the nearest key is 'hidden' of hidden, experts"),
         ({"hidden": "many"}, "hidden must be an integer of at least 0, got 'many'"),
         ({"hidden": True}, "hidden must be an integer of at least 0, got True"),
         ({"hidden": -1}, "hidden must be an integer of at least 0, got -1"),
@@ -156,7 +156,7 @@ def test_files_of_both_kinds(tmp_path: Path) -> None:
         ({"compressors": {"window": 4}}, "compressors must be a list"),
         (
             {"compressors": [{"windows": 4}]},
-            r"compressors\[0\]: 'windows' is not known; .*'window'",
+            r"compressors\[0\]: 'windows' is not a key; .*'window'",
         ),
         (
             {"compressors": [{"channels": 8, "window": 4, "dtype": "float16"}]},
@@ -185,7 +185,7 @@ def test_other_errors_are_sentences(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             load_model(path)
-    with pytest.raises(ValueError, match=r"preset out of deepseek-v3.*did you mean v4-like\?"):
+    with pytest.raises(ValueError, match=r"one of the presets deepseek-v3.*did you mean v4-like\?"):
         load_model("v4-lik")
     wrong = {**SIZES, "experts": {**SIZES["experts"], "topk": 9}}  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"warmup: MoELayer: num_topk must be in 1\.\.8"):

@@ -554,3 +554,30 @@ def test_ranges_of_many_experts(experts: int, ground: tuple[str, str]) -> None:
         exists[start:end] = True
         start = -(-end // 2) * 2
     assert torch.equal(out.cpu().any(1), exists)
+
+
+@pytest.mark.parametrize("ground", GROUNDS)
+def test_least_amax(ground: tuple[str, str]) -> None:
+    """Both casts take the least amax as an argument, and from the setting."""
+    backend, device = ground
+    torch.manual_seed(5)
+    x = torch.randn(3, 64, device=device).bfloat16()
+    data, sf = quant.per_token_cast(x, "e4m3", 32)
+    grad = torch.randn(3, 32, device=device).bfloat16()
+    backward = ((data, sf), grad, None, None, None, 32)
+    with tile_kernels.backend(backend):
+        forward = quant.swiglu_forward_and_per_token_cast(x, "e4m3", 32, amax_min=448.0)
+        _, gradient, _, _ = quant.swiglu_backward_and_per_token_cast(*backward, amax_min=448.0)
+        with tile_kernels.config.quant_amax_min(448.0, "e4m3"):
+            same = quant.swiglu_forward_and_per_token_cast(x, "e4m3", 32)
+            _, same_gradient, _, _ = quant.swiglu_backward_and_per_token_cast(*backward)
+        usual = quant.swiglu_forward_and_per_token_cast(x, "e4m3", 32)
+    for one, other in ((forward, same), (gradient, same_gradient)):
+        assert torch.equal(one[1], torch.ones_like(one[1]))  # no value is that large
+        assert torch.equal(one[0].float(), other[0].float())
+        assert torch.equal(one[1], other[1])
+    assert (usual[1] < 1).all()
+    with pytest.raises(ValueError, match="amax_min must be None with sf_clamp_min"):
+        quant.swiglu_forward_and_per_token_cast(x, "e4m3", 32, sf_clamp_min=1.0, amax_min=1.0)
+    with pytest.raises(ValueError, match="amax_min must be in"):
+        quant.swiglu_backward_and_per_token_cast(*backward, amax_min=0.0)

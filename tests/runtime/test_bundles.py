@@ -144,7 +144,7 @@ def test_damaged_bundles_are_refused(bundle: Path, tmp_path: Path) -> None:
     for name, text in (("no.zip", b"no zip"), ("empty.zip", b"")):
         path = tmp_path / name
         path.write_bytes(text)
-        with pytest.raises(BundleError, match="is no bundle of kernels"):
+        with pytest.raises(BundleError, match="is not a bundle of kernels"):
             config.set_bundles([path])
     with pytest.raises(BundleError, match=r"missing\.zip does not exist"):
         config.set_bundles([tmp_path / "missing.zip"])

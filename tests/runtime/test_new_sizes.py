@@ -10,6 +10,7 @@ import torch
 
 from tests.runtime.test_operator import evaluated  # noqa: F401
 from tile_kernels import attention, engram
+from tile_kernels import torch as references
 from tile_kernels.runtime import launch
 
 
@@ -79,3 +80,23 @@ def test_new_sizes_reuse_the_plan(
     for n in (8, 20, 33, 8, 4):
         CALLS[name](n)
     assert len(evaluated) == 1
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("layout", ["v4", "v3.2", "bf16"])
+def test_pages_of_another_size_are_another_plan(
+    layout: str,
+    evaluated: list[str],  # noqa: F811
+) -> None:
+    """Launches contain the page size, also where the pages of both caches are contiguous."""
+    channels = 576 if layout == "v3.2" else 512
+    for page_size in (4, 2, 3):
+        cache = attention.kv_cache_empty(1, page_size, layout)
+        expected = cache.clone()
+        slots = torch.arange(page_size).int()
+        values = torch.randn(page_size, channels).bfloat16()
+        attention.kv_cache_append(cache, slots, values)
+        references.kv_cache_append(expected, slots, values)
+        found = attention.kv_cache_gather(cache, slots)
+        assert torch.equal(found, references.kv_cache_gather(expected, slots))
+    assert len(evaluated) == 6

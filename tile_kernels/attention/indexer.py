@@ -19,9 +19,19 @@ from tile_kernels.attention.indexer_plan import (
     MARKING,
     plan_expand,
 )
+from tile_kernels.attention.logits.plan import plan as plan_logits
+from tile_kernels.attention.topk.plan import PART, plan_parts
 from tile_kernels.attention.topk.plan import plan as plan_topk
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.declaration import Launch, Out, Spec, alignment, dtype_name
+from tile_kernels.runtime.declaration import (
+    ALIGNMENT,
+    Launch,
+    Out,
+    Spec,
+    alignment,
+    dtype_name,
+    row_alignment,
+)
 from tile_kernels.runtime.launch import Kernel
 
 MAX_HEADS = 128
@@ -31,12 +41,20 @@ SOURCES = {torch.bfloat16: "bfloat16", torch.float8_e4m3fn: E4M3, torch.int8: E2
 MAX_SHARE = 32 * KEYS
 MAX_BLOCKS = 65535  # along a side of a grid
 BLOCKS_PER_SM = 4
+MANY_QUERIES = 64
+BLOCK_QUERIES = 8  # of 64 heads, in a pipelined block
+MAX_SHARES = 16  # that are tried where queries alone fill all SMs
+# In tiles of 128 keys. A CUDA prototype on an H200, 4096 queries x 65536 keys: 8 shares of the keys
+# take 50 us longer than 4, of 3800.
+BEGIN_TILES = 2
 MARK_BLOCKS_PER_SM = 8  # that search for marks
 MIN_TILES = 4  # of keys for a list
 MIN_QUERIES_TO_EXPAND = 64  # that are worth expanding keys once before
 
 _EXPAND_KEYS = Kernel("tile_kernels.attention.score_primitives", "expand_keys", plan_expand)
+_SCORES = Kernel("tile_kernels.attention.logits.kernel", "score_tiles", plan_logits)
 BEST_OF_ROWS = Kernel("tile_kernels.attention.topk.kernel", "best_of_rows", plan_topk)
+_BEST_OF_PARTS = Kernel("tile_kernels.attention.topk.kernel", "best_of_parts", plan_parts)
 
 # ---- arguments ----------------------------------------------------------------------------------
 
@@ -148,12 +166,33 @@ def _num_sms(device: torch.device) -> int:
     return config.get_device_num_sms(device if device.type == "cuda" else None)
 
 
+def are_many(num_queries: int) -> bool:
+    """Whether pipelined blocks score the queries, where there are such."""
+    return num_queries >= MANY_QUERIES
+
+
 def share_of_keys(num_queries: int, num_keys: int, device: torch.device) -> int:
     """Keys of a block: many, so that its queries are worth loading, but work for all SMs."""
+    if are_many(num_queries):
+        return _balanced_share(num_queries, num_keys, device)
     shares = -(-BLOCKS_PER_SM * _num_sms(device) * 2 // max(1, num_queries))
     tiles = -(-num_keys // KEYS)
     most = max(MAX_SHARE // KEYS, -(-tiles // MAX_BLOCKS))
     return KEYS * max(1, min(most, -(-tiles // shares)))
+
+
+def _balanced_share(num_queries: int, num_keys: int, device: torch.device) -> int:
+    """Keys of a block that has an SM to itself: of the shares with which blocks fill all SMs about
+    equally often, the one with the least time, where a block begins in that of some tiles."""
+    blocks, sms = -(-num_queries // BLOCK_QUERIES), _num_sms(device)
+    tiles = max(1, -(-num_keys // KEYS))
+    fewest = -(-tiles // MAX_BLOCKS)
+    most = max(fewest, min(tiles, max(MAX_SHARES, 2 * sms // blocks)))
+
+    def time(shares: int) -> int:
+        return -(-blocks * shares // sms) * (-(-tiles // shares) + BEGIN_TILES)
+
+    return KEYS * -(-tiles // min(range(fewest, most + 1), key=time))
 
 
 def queries_per_block(num_queries: int, shares: int, device: torch.device) -> int:
@@ -234,6 +273,46 @@ def score(
     expand = Launch(_EXPAND_KEYS, (depth,), (aligned(k), k_sf, data, factors, key_marks))
     e4m3_keys = (data.view(-1, depth), factors.view(-1), key_marks)
     return [expand, launch(E4M3, MARKING, e4m3_keys), exact]
+
+
+def score_all(
+    operands: Sequence[Any],
+    scratch: Sequence[Spec],
+    logits: Spec,
+    share: Any,
+    block_queries: Any,
+    many: Any,
+) -> list[Launch]:
+    """Writes the logits of all keys; the first two arguments are those of `score`, and `many` is
+    what `are_many` says of the queries."""
+    results = (logits, share, block_queries)
+    return score(_SCORES, (dtype_name(logits), many), operands, scratch, results)
+
+
+def parts_scratch(num_rows: int, num_columns: int, topk: int) -> tuple[Out, ...]:
+    """The lists that `best_of_parts` leaves between its launches: names and keys of each."""
+    lists: list[Out] = []
+    while (parts := -(-num_columns // PART)) > 1:
+        shape = (num_rows, parts, topk)
+        lists += [Out("names", shape, torch.int32), Out("keys", shape, torch.uint32)]
+        num_columns = parts * topk
+    return tuple(lists)
+
+
+def best_of_parts(
+    logits: Spec, start: Spec, end: Spec, out: Spec, scratch: Sequence[Spec]
+) -> list[Launch]:
+    """Chooses the best of few long rows of logits; `scratch` is that of `parts_scratch`."""
+    num_rows, topk = out.shape
+    last = out.view(num_rows, 1, topk)
+    launches = []
+    names: Spec | None = None
+    for i in range(0, len(scratch) + 2, 2):
+        lists = (*scratch, last, last.view(torch.uint32))[i : i + 2]
+        problem = (topk, dtype_name(logits), row_alignment(logits) == ALIGNMENT)
+        launches.append(Launch(_BEST_OF_PARTS, problem, (logits, start, end, names, *lists)))
+        names, logits = (part.view(num_rows, -1) for part in lists)
+    return launches
 
 
 def merge(keys: Spec, names: Spec, out: Spec) -> Launch:

@@ -10,8 +10,16 @@ from tile_kernels.runtime.device import Device
 KEYS = 128  # shares of the keys are multiples of it, and expanded keys have marks by it
 GROUP = 32  # values of packed e2m1 that share an exponent
 MAX_COLUMNS = 128  # of the product: heads of all queries of a block
-STAGES = (4, 3, 2)  # tiles of keys, the one in use and those under way
+WARPGROUP_COLUMNS = 256  # of a warpgroup of a pipelined block
+# A CUDA prototype of this kernel on an H200, 64 heads x 128 in e4m3, 4096 queries x 65536 keys: 2
+# warpgroups with 256 columns each 3690 us; 4 with 128 each 3890; 2 with 128 columns and two tiles
+# in flight 3720 to 3850; warpgroups that multiply by turns 5180 to 5420.
+WARPGROUPS = 2
+STAGES = (4, 3, 2)  # tiles of keys, the one in use and those in flight
 MANY_KEYS, FEW_KEYS = 128, 64  # of a tile
+PIPELINED_HEADS = 64
+# The same prototype: 12 tiles 3684 us, 8 tiles 3800, 18 tiles 3703.
+PIPELINED_STAGES = (12, 8, 5, 4)
 MANY_BLOCKS = 4  # of an SM, with few keys each
 SPARE = 1280  # bytes of shared memory that are lost to alignment, and few others
 BF16, E4M3, E2M1 = "bfloat16", "float8_e4m3fn", "e2m1"
@@ -47,9 +55,24 @@ class Tile(NamedTuple):
         return self.queries * self.padded
 
     @property
+    def pipelined(self) -> bool:
+        """Whether warps have roles: some copy keys, others multiply (see `logits/pipelined.py`)."""
+        return self.columns > MAX_COLUMNS
+
+    @property
+    def warpgroup_queries(self) -> int:
+        """Queries of a warpgroup of a pipelined block."""
+        return WARPGROUP_COLUMNS // self.padded
+
+    @property
     def threads(self) -> int:
-        """A warp for 16 keys."""
-        return 2 * self.keys
+        """A warp for 16 keys; in pipelined blocks for the columns of each warpgroup."""
+        return 2 * self.keys * (WARPGROUPS if self.pipelined else 1)
+
+    @property
+    def all_threads(self) -> int:
+        """With the warpgroup of a pipelined block that copies keys."""
+        return self.threads + (2 * self.keys if self.pipelined else 0)
 
     @property
     def groups(self) -> int:
@@ -172,6 +195,25 @@ def tile_plan(
     raise ValueError(
         f"q must have fewer heads or channels{less} for {device.name}, got {heads} heads of {depth}"
     )
+
+
+def pipelined_tile(
+    source: str, of_keys: str, heads: int, depth: int, device: Device
+) -> Tile | None:
+    """The tile of a pipelined block, or None where there is no such kernel: without Hopper's matrix
+    units and copies, and for few heads, whose sums would take too many registers."""
+    unit = BF16 if source == BF16 else E4M3
+    padded = 1 << (heads - 1).bit_length()
+    if device.arch != "sm_90a" or of_keys != unit or padded < PIPELINED_HEADS:
+        return None
+    queries = WARPGROUPS * WARPGROUP_COLUMNS // padded
+    for stages in PIPELINED_STAGES:
+        tile = Tile(
+            source, of_keys, unit, heads, padded, depth, FEW_KEYS, queries, stages, True
+        )  # fmt: skip
+        if tile.bytes() + SPARE <= device.smem_per_block:
+            return tile
+    return None
 
 
 class ExpandPlan(NamedTuple):

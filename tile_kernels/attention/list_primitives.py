@@ -152,6 +152,43 @@ def least_of_best(entries: int, threads: int) -> Any:
     return find
 
 
+def entries_to_keep(entries: int, threads: int) -> Any:
+    """A macro: which entries are kept, those above a bound and, of those equal to it, the first
+    ones, `most` in all.
+
+    A thread has `entries` keys, in `own`, in the order of all entries. It gets a bit for each in
+    `stays`, where its first entry goes in `first[0]`, and in `kept[0]` how many all threads keep.
+    `sums` is shared. Contains one barrier; another must come before the next use of `sums`.
+    """
+    prefix = prefix_over_block(threads)
+    above_of = T.int32(1)  # counts of both kinds in one number: those above in the low half
+    equal_of = T.int32(1 << 16)
+
+    @T.macro
+    def choose(own, bound, most, sums, stays, first, kept):
+        before = T.alloc_local((2,), T.int32)
+        mine = T.alloc_var(T.int32, init=0)
+        for j in T.unroll(entries):
+            if own[j] > bound:
+                mine = mine + above_of
+            elif own[j] == bound:
+                mine = mine + equal_of
+        prefix(mine, sums, before)
+        equal = T.alloc_var(T.int32, init=before[0] // equal_of)
+        room = T.alloc_var(T.int32, init=most - before[1] % equal_of)  # for equal ones
+        kept[0] = before[1] % equal_of + T.min(before[1] // equal_of, room)
+        first[0] = before[0] % equal_of + T.min(equal, room)
+        for w in T.unroll(-(-entries // 32)):
+            stays[w] = T.uint32(0)
+        for j in T.unroll(entries):
+            if own[j] > bound or (own[j] == bound and equal < room):
+                stays[j // 32] = stays[j // 32] | bit(j)
+            if own[j] == bound:
+                equal = equal + 1
+
+    return choose
+
+
 def keep_best(topk: int, capacity: int, threads: int, key: Any, id_dtype: str = "int32") -> Any:
     """A macro: keep the `topk` best of `count` entries of a list, which has more, and at most
     `spare` others; the new bound, into `kept[0]` how many there are.
@@ -162,8 +199,8 @@ def keep_best(topk: int, capacity: int, threads: int, key: Any, id_dtype: str = 
     """
     entries = capacity // threads
     vector = math.gcd(4, entries)
-    prefix = prefix_over_block(threads)
     find = least_of_best(entries, threads)
+    choose = entries_to_keep(entries, threads)
 
     @T.macro
     def load(source, which, place):
@@ -177,9 +214,8 @@ def keep_best(topk: int, capacity: int, threads: int, key: Any, id_dtype: str = 
         tx = T.get_thread_binding()
         own = T.alloc_local((entries,), T.uint32)
         own_ids = T.alloc_local((entries,), id_dtype)
-        before = T.alloc_local((2,), T.int32)
         bound = T.alloc_var(T.uint32)
-        mine = T.alloc_var(T.int32)
+        first = T.alloc_local((1,), T.int32)
         stays = T.alloc_local((-(-entries // 32),), T.uint32)  # a bit for each entry
         load(words, which, own)
         for j in T.unroll(entries):
@@ -188,24 +224,8 @@ def keep_best(topk: int, capacity: int, threads: int, key: Any, id_dtype: str = 
             else:
                 own[j] = T.uint32(0)
         bound = find(own, topk, spare, T.max(low, T.uint32(1)), bins, found, sums)
-        mine = 0
-        for j in T.unroll(entries):
-            if own[j] > bound:
-                mine = mine + 1
-            elif own[j] == bound:
-                mine = mine + 65536
-        prefix(mine, sums, before)
-        equal = T.alloc_var(T.int32, init=before[0] // 65536)
-        room = T.alloc_var(T.int32, init=topk + spare - before[1] % 65536)  # for equal ones
-        kept[0] = before[1] % 65536 + T.min(before[1] // 65536, room)
-        place = T.alloc_var(T.int32, init=before[0] % 65536 + T.min(equal, room))
-        for w in T.unroll(-(-entries // 32)):
-            stays[w] = T.uint32(0)
-        for j in T.unroll(entries):
-            if own[j] > bound or (own[j] == bound and equal < room):
-                stays[j // 32] = stays[j // 32] | bit(j)
-            if own[j] == bound:
-                equal = equal + 1
+        choose(own, bound, topk + spare, sums, stays, first, kept)
+        place = T.alloc_var(T.int32, init=first[0])
         load(words, which, own)
         load(ids, which, own_ids)
         T.sync_threads()

@@ -384,7 +384,7 @@ def part_quotients(geo: Geometry) -> Any:
 
 
 def over_groups(geo: Geometry) -> Any:
-    """A macro: from the sums of groups to a window's own, by way of shared memory.
+    """A macro: from the sums of groups to a window's own, through shared memory.
 
     Afterwards `tops` hold the maxima, `totals` the inverse sums and `sums` the entries. Groups are
     taken in their order. All threads of a block call it: it is a barrier.

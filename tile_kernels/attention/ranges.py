@@ -37,7 +37,7 @@ def indexer_ranges(cu_seqlens: Tensor, ratio: int, num_tokens: int) -> tuple[Ten
     try:
         checks.tensor("cu_seqlens", cu_seqlens, ("B + 1",), torch.int32)
         if cu_seqlens.shape[0] < 2:
-            raise ValueError(f"cu_seqlens must have 2 elements at least, got {cu_seqlens.shape[0]}")
+            raise ValueError(f"cu_seqlens must have at least 2 elements, got {cu_seqlens.shape[0]}")
         checks.integer("ratio", ratio, 1)
         checks.integer("num_tokens", num_tokens, 0)
     except (TypeError, ValueError) as error:

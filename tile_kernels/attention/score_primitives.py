@@ -7,11 +7,11 @@ rows of the product and (query, head) its columns, so that a thread and its thre
 all heads of a key: they are weighted and summed in registers. While the matrix units multiply a
 tile, threads expand the next one and put away the scores of the one before.
 
-The matrix units multiply e4m3 or bfloat16. Packed e2m1 is expanded on the way into shared memory:
-to e4m3 where all groups of each row are within `2**11` of its largest one, the row's own power of
-two apart, which is exact; to bfloat16 otherwise. A launch in e4m3 marks the blocks that it cannot
-do exactly, and a second one in bfloat16 does those alone. For many queries keys are expanded to
-e4m3 in memory first (see `expand_keys`), once instead of for each block.
+The matrix units multiply e4m3 or bfloat16. Packed e2m1 is expanded as it is copied to shared
+memory: to e4m3 where all groups of each row are within `2**11` of its largest one, the row's own
+power of two apart, which is exact; to bfloat16 otherwise. A launch in e4m3 marks the blocks that it
+cannot do exactly, and a second one in bfloat16 does those alone. For many queries keys are expanded
+to e4m3 in memory first (see `expand_keys`), once instead of for each block.
 """
 
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ class ScoreTypes(NamedTuple):
         return T.Kernel(
             T.ceildiv(self.tokens, turns * tile.queries),
             T.ceildiv(self.num_keys, share_keys),
-            threads=tile.threads,
+            threads=tile.all_threads,
         )
 
 
@@ -74,7 +74,7 @@ class Held(NamedTuple):
     """What a block holds of queries and keys in shared memory, and the scores of some tiles.
 
     Factors of queries are where scores will be: they are done with before. `landing` is a barrier
-    for each tile of keys that is under way, if they are copied whole.
+    for each tile of keys that is in flight, if they are copied whole.
     """
 
     queries: Any
@@ -167,13 +167,17 @@ def begin_block(tile: Tile) -> Any:
 
 
 def published(tile: Tile) -> Any:
-    """A macro: a barrier, after which the matrix units see what was written to shared memory."""
+    """A macro: a barrier of the threads that multiply, after which the matrix units see what was
+    written to shared memory."""
 
     @T.macro
     def publish():
         if tile.fenced:
             T.fence_proxy_async()
-        T.sync_threads()
+        if tile.pipelined:
+            T.sync_threads(1, tile.threads)
+        else:
+            T.sync_threads()
 
     return publish
 
@@ -259,7 +263,7 @@ def query_ranges(tile: Tile) -> Any:
 
 def marks_of(tile: Tile) -> Any:
     """Macros about what is not done exactly: whether queries of a block are `marked` for its share
-    of the keys, and whether `some` of many are, by way of shared `flag`; `begin` a block's own
+    of the keys, and whether `some` of many are, through shared `flag`; `begin` a block's own
     mark, with those that its keys have by tiles of 128, if they were expanded before."""
 
     @T.macro
@@ -514,7 +518,7 @@ def stream_keys(tile: Tile) -> Any:
 
     @T.macro
     def landed(number, begin, landing):
-        """Whatever has been on its way longest is there."""
+        """Wait until the oldest copy in flight has completed."""
         if tile.bulk:
             slot = number % tile.stages
             T.mbarrier_wait_parity(landing[slot], (number - begin) // tile.stages % 2)

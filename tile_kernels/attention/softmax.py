@@ -96,7 +96,10 @@ def _check_copies(name: str, x: Tensor) -> None:
     """Asynchronous copies move 16 bytes at a time, from addresses that 16 divides."""
     for size, stride in zip(x.shape[:-1], x.stride()):
         if size > 1 and stride * x.element_size() % _BYTES:
-            raise ValueError(f"{name} must have rows on {_BYTES} bytes, got strides {x.stride()}")
+            raise ValueError(
+                f"{name} must have rows that start at multiples of {_BYTES} bytes, got strides "
+                f"{x.stride()}"
+            )
 
 
 def accessible(x: Any) -> Spec:
@@ -149,7 +152,7 @@ def check_sequences(cu_seqlens: Tensor, ratio: int, window: int, *, with_entries
     """Where sequences begin, the tokens of an entry, and those of a window."""
     checks.tensor("cu_seqlens", cu_seqlens, ("B + 1",), torch.int32, contiguous=True)
     if cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens must have 2 elements at least, got {cu_seqlens.shape[0]}")
+        raise ValueError(f"cu_seqlens must have at least 2 elements, got {cu_seqlens.shape[0]}")
     checks.integer("ratio", ratio, 1 if with_entries else 0, MAX_WINDOW)
     checks.integer("window", window, 1, MAX_WINDOW)
 

@@ -298,7 +298,7 @@ def consumers(width: int, with_sink: bool, schedule: Schedule) -> Consumers:
 
     @T.macro
     def finish(r, half, first_channel, barrier, free, sink, out, token, head, heads, pairs):
-        """Divide, and store this warpgroup's channels by way of `half`, which it frees after.
+        """Divide, and store this warpgroup's channels through `half`, which it frees afterwards.
 
         `total` is that of both.
         """
@@ -319,7 +319,7 @@ def consumers(width: int, with_sink: bool, schedule: Schedule) -> Consumers:
                 half, out[token, head : head + HEADS, first_channel : first_channel + HALF]
             )  # returns when it has been read
             release(free)
-        else:  # the half may be under way for the next result
+        else:  # the half may be in use for the next result
             for h, c in T.Parallel(HEADS, HALF):
                 if head + h < heads:
                     out[token, head + h, first_channel + c] = T.bfloat16(0)

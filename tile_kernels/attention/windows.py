@@ -92,7 +92,7 @@ def check_windows(cu_seqlens: Tensor | None, num_windows: int | None) -> None:
     if num_windows is not None:
         checks.integer("num_windows", num_windows, 0, checks.MOST_SIZE)
         if cu_seqlens is None:
-            raise ValueError("num_windows is for sequences: it needs cu_seqlens")
+            raise ValueError("num_windows needs cu_seqlens, got None")
 
 
 def check_dtype(name: str, dtype: torch.dtype | None, or_none: bool = True) -> None:

@@ -17,7 +17,7 @@ def ep_model(options: argparse.Namespace) -> int:
     from tile_kernels.utils import ceil_div
 
     if (options.plot or options.skew) and not options.simulate:
-        raise ValueError("--plot and --skew go with --simulate")
+        raise ValueError("--plot and --skew need --simulate")
     if options.plot:
         terminal.need_matplotlib()
     physical = Topology(options.nodes, options.ranks_per_node)

@@ -25,7 +25,7 @@ def call_of_words(op: str, arguments: Sequence[str]) -> tuple[str, dict[str, Any
         name, equals, text = word.partition("=")
         if not equals or name not in declared.signature.parameters:
             known = ", ".join(declared.signature.parameters)
-            raise ValueError(f"{word!r} is not NAME=VALUE with a name out of {known}")
+            raise ValueError(f"{word!r} must be NAME=VALUE, where NAME is one of {known}")
         values[name] = text if name in declared.tensor_parameters else _plain(text)
     return op, values
 
@@ -40,9 +40,9 @@ def _plain(text: str) -> Any:
 def warmup(options: argparse.Namespace) -> int:
     """Compile ahead of time."""
     if options.model and (options.op or options.calls):
-        raise ValueError("--model goes without an operator and without --calls")
+        raise ValueError("--model cannot be combined with an operator or with --calls")
     if not options.model and (options.training or options.max_tokens is not None):
-        raise ValueError("--training and --max-tokens go with --model")
+        raise ValueError("--training and --max-tokens need --model")
     if options.list:
         return _list_kernels(options)
     calls: Any = None
@@ -65,7 +65,7 @@ def _list_kernels(options: argparse.Namespace) -> int:
     from tile_kernels.runtime.warmup import model_compilations, planned_device
 
     if not options.model:
-        raise ValueError("--list goes with --model")
+        raise ValueError("--list needs --model")
     device = described(options.arch) if options.arch else planned_device()
     items = model_compilations(
         options.model, device, training=options.training or None, max_tokens=options.max_tokens
@@ -93,7 +93,7 @@ def source(options: argparse.Namespace) -> int:
     if options.emulate:
         return emulate(options)
     if options.keep:
-        raise ValueError("--keep goes with --emulate")
+        raise ValueError("--keep needs --emulate")
     device = described(options.arch) if options.arch else current_device()
     for item in compilations([call_of_words(options.op, options.arguments)], device):
         print(f"// {item.label} for {item.arch}")

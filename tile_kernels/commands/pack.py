@@ -38,7 +38,7 @@ def pack(options: argparse.Namespace) -> int:
     from tile_kernels.runtime.device import current_device
 
     if not options.model and (options.training or options.max_tokens is not None):
-        raise ValueError("--training and --max-tokens go with --model")
+        raise ValueError("--training and --max-tokens need --model")
     calls: list[Call] = [call_of_words(op, words) for op, *words in options.op]
     if options.calls:
         calls += calls_in(Path(options.calls))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .report import KernelRun, Report, Traffic
 
 __all__ = ["Emulated", "EmulationError", "KernelRun", "Options", "Report", "Traffic", "emulate"]
-# Loaded at first use: they import PyTorch, which the process that watches a script does without.
+# Loaded at first use: they import PyTorch, which the parent process of a script does not need.
 _LATER = {"Emulated": "launch", "Options": "launch", "emulate": "call"}
 _LATER |= dict.fromkeys(("KernelRun", "Report", "Traffic"), "report")
 

@@ -30,6 +30,15 @@ _OPTIMISE = ["-O1", "-g1"]
 _CONTRACT = ["-O2", "-g1", "-mfma", "-ffp-contract=fast"]
 # Only the compiler half of the sanitizer: each access calls a hook that runtime.cpp defines.
 _CHECK = ["-fsanitize=thread"]
+# clang would merge equal calls of different source lines; failures name the line of a call, which
+# addr2line finds in version 4 of the debug information.
+_CLANG = ["-gdwarf-4"] + [
+    part
+    for option in ("simplifycfg-sink-common=false", "simplifycfg-hoist-common=false",
+                   "enable-tail-merge=false")
+    for part in ("-mllvm", f"-{option}")
+]  # fmt: skip
+_LINK = ["-Wl,-rpath,$ORIGIN"]
 
 
 @functools.lru_cache(maxsize=1)
@@ -117,16 +126,27 @@ def flags(mode: str, *, contract: bool = False) -> list[str]:
     if contract and not _cpu_has_fma():
         raise EmulationError("contract=True needs a CPU with fused multiply-add", kind="toolchain")
     checks = [*_CHECK, *_no_entry_hooks()] if mode == "check" else []
-    return [*_BASE, *(_CONTRACT if contract else _OPTIMISE), *checks]
+    lines = _CLANG if is_clang() else []
+    return [*_BASE, *(_CONTRACT if contract else _OPTIMISE), *checks, *lines]
 
 
 def _no_entry_hooks() -> list[str]:
     """Spare the calls at function entry, which g++ can leave out from version 12 on."""
     if is_clang():
-        return ["-mllvm", "-tsan-instrument-func-entry-exit=0"]
+        return [  # and report a read also where the same place is written next
+            *("-mllvm", "-tsan-instrument-func-entry-exit=0"),
+            *("-mllvm", "-tsan-instrument-read-before-write"),
+        ]
     version = re.search(r"\b(\d+)\.\d+\.\d+", _compiler_version())
     new = version is not None and int(version[1]) >= 12
     return ["--param=tsan-instrument-func-entry-exit=0"] if new else []
+
+
+def _observed_copies(options: Sequence[str]) -> list[str]:
+    """Link options for checks with clang, which calls the C library to copy structures."""
+    if not (is_clang() and set(_CHECK) <= set(options)):
+        return []
+    return [f"-Wl,--wrap={name}" for name in ("memcpy", "memmove", "memset")]
 
 
 @functools.lru_cache(maxsize=1)
@@ -169,7 +189,9 @@ _MISSING = [
     re.compile(r"error: no matching function for call to '(.*?)'\n"),
     re.compile(r"error: static assertion failed: (.*)"),
 ]
+# g++ numbers the line that it quotes, clang before version 16 does not.
 _QUOTED = re.compile(r"^\s*\d+ \| (.*)$", re.M)
+_QUOTED_BELOW = re.compile(r".*\n(.*)\n[ ~]*\^")
 
 
 def explain(stderr: str) -> str:
@@ -179,7 +201,7 @@ def explain(stderr: str) -> str:
         if not m:
             continue
         name = m[1] if m.lastindex == 1 else f"{m[2]}::{m[1]}"
-        quoted = _QUOTED.search(stderr, m.start())
+        quoted = _QUOTED.search(stderr, m.start()) or _QUOTED_BELOW.match(stderr, m.start())
         line = f": {quoted[1].strip()}" if quoted else ""
         if "static assertion" in m[0]:
             return f"the kernel uses something the emulator does not provide ({name}){line}"
@@ -258,7 +280,7 @@ def compile_kernel(source: str, options: list[str]) -> Path:
     try:
         header = _precompiled_header(options)
         run_compiler([*options, f"-I{header}", *includes(), "-c", cpp, "-o", unit])
-        _compile(library, ["-shared", unit, runtime, "-Wl,-rpath,$ORIGIN"])
+        _compile(library, ["-shared", unit, runtime, *_LINK, *_observed_copies(options)])
     finally:
         unit.unlink(missing_ok=True)
     cache.evict(library.parent)

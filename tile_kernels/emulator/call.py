@@ -25,19 +25,30 @@ def emulate(
     fresh: Sequence[str] = (),
     **options: Unpack[Options],
 ) -> Report:
-    """Run every kernel of a TileLang function on CPU tensors, in place.
+    """Runs every kernel of a TileLang function on CPU tensors, in place.
 
-    | argument | meaning |
-    |---|---|
-    | `factory` | a `@tilelang.jit` factory, a function that returns a prim_func, or a prim_func |
-    | `static_args`, `static_kwargs` | what the factory is called with |
-    | `tensors` | CPU tensors by parameter name; an unused optional one may be left out |
-    | `scalars` | scalar arguments by parameter name |
-    | `arch` | architecture of the generated source; default the factory's, else sm_90a |
-    | `pass_configs` | default the factory's |
+    To run the same kernel more than once, keep an `Emulated`.
 
-    The other arguments are those of calling an `Emulated`, and `Options`. A kernel that misbehaves
-    raises `EmulationError`. To run the same kernel many times, keep an `Emulated`.
+    Args:
+        factory: A `@tilelang.jit` factory, a function that returns a prim_func, or a prim_func.
+        static_args: Positional arguments with which the factory is called.
+        tensors: CPU tensors by parameter name. An optional tensor that is not used may be omitted.
+        scalars: Scalar arguments by parameter name.
+        static_kwargs: Keyword arguments with which the factory is called.
+        order: Order of threads and blocks: `"forward"`, `"reverse"` or `"random"`.
+        seed: Seed of the random order.
+        arch: Architecture of the generated source; by default that of the factory, else sm_90a.
+        pass_configs: Pass configurations of TileLang; by default those of the factory.
+        async_late: Whether asynchronous copies complete as late as possible.
+        fresh: Names of tensors whose contents are undefined.
+        options: The fields of `tile_kernels.emulator.Options`, such as `mode` and `report`.
+
+    Returns:
+        A `Report` with the kernels that ran and, in check mode, the bytes that they moved.
+
+    Raises:
+        EmulationError: If the kernel has an error, or needs something that is not supported.
+        TypeError, ValueError: If an argument does not match the signature of the kernel.
     """
     prim_func, configs, own_arch = resolve(factory, static_args, static_kwargs)
     emulated = Emulated.build(

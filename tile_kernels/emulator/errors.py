@@ -32,23 +32,38 @@ class SharedPart:
 
 @dataclass(eq=False, repr=False)
 class EmulationError(RuntimeError):
-    """The kernel misbehaved, or the emulator cannot run it.
+    """The kernel has an error, or the emulator cannot run it.
 
-    `str(error)` is a sentence for people; the fields are for tests and tools.
+    `str(error)` is a message for readers. The attributes are for tests and tools; those that do not
+    apply are None.
 
-    | field | meaning |
-    |---|---|
-    | `kind` | `"out of bounds"`, `"race"`, `"misaligned"`, `"deadlock"`, `"divergence"`, `"barrier"`, `"assert"`, `"uninitialised"`, `"fence"`, `"layout"`, `"metadata"`, `"registers"`, `"shared memory"`, `"stack"`, `"arithmetic"`, `"memory"`, `"launch"`, `"unsupported"`, `"toolchain"`, `"cache"` |
-    | `kernel` | name of the device function, if one was running |
-    | `buffer`, `byte_offset`, `element` | where in which tensor or shared buffer |
-    | `block`, `thread` | indices of the CUDA thread that noticed |
-    | `python_file`, `python_line`, `python_text` | the line of the Python kernel, where TileLang kept it |
-    | `source_file`, `source_line`, `source_text` | the generated line |
-    | `other_python_file`, `other_python_line`, `other_python_text` | of a race: the Python line it conflicts with |
-    | `other_line`, `other_text` | the same, in the generated source |
-    | `warp` | index of the thread's warp in its block |
-    | `barriers`, `shared` | the latest events at barriers of the block, and its shared buffers |
-    """  # noqa: E501
+    Attributes:
+        message: The message.
+        kind: `"out of bounds"`, `"race"`, `"misaligned"`, `"deadlock"`, `"divergence"`,
+            `"barrier"`, `"assert"`, `"uninitialised"`, `"fence"`, `"layout"`, `"metadata"`,
+            `"registers"`, `"shared memory"`, `"stack"`, `"arithmetic"`, `"memory"`, `"launch"`,
+            `"unsupported"`, `"toolchain"` or `"cache"`.
+        kernel: The name of the device function, if one was running.
+        buffer: The name of the tensor or shared buffer that was accessed.
+        byte_offset: The offset of the access in the buffer.
+        element: The index of the element that was accessed.
+        block: The index of the CUDA block whose thread failed.
+        thread: The index of that thread in its block.
+        python_file: The file of the Python kernel, where TileLang recorded it.
+        python_line: The line in that file.
+        python_text: The text of that line.
+        other_python_file: For a race or a divergent barrier, the file of the other access.
+        other_python_line: The line of the other access.
+        other_python_text: The text of that line.
+        source_file: The generated file.
+        source_line: The line in the generated file.
+        source_text: The text of that line.
+        other_line: The generated line of the other access.
+        other_text: The text of that line.
+        warp: The index of the warp of the thread in its block.
+        barriers: The latest barrier events of the block.
+        shared: The shared buffers of the block.
+    """
 
     message: str
     _: KW_ONLY

@@ -215,11 +215,20 @@ class Options(TypedDict, total=False):
 
 
 class Emulated:
-    """A kernel ready to run on CPU tensors: lowered, compiled, bound again at every call.
+    """A kernel that is ready to run on CPU tensors.
 
-    Call it with tensors and scalars in the prim_func's parameter order, exactly as the compiled
-    kernel is called; outputs are written in place. `None` stands for an optional tensor that the
-    kernel does not use.
+    Call it with tensors and scalars in the order of the prim_func's parameters, as the compiled
+    kernel is called. Outputs are written in place. `None` stands for an optional tensor that the
+    kernel does not use. `Emulated.build` creates one.
+
+    Args:
+        lowered: The lowered kernel.
+        library: The compiled library.
+        name: The name in reports.
+        mode: `"check"` or `"fast"`.
+        keep: The folder that receives sources and inputs, or None.
+        cooperative: Whether all blocks are resident.
+        report: The file that receives an HTML page about a failure, or None.
     """
 
     def __init__(
@@ -267,13 +276,14 @@ class Emulated:
         pass_configs: Mapping[Any, Any] | None = None,
         **options: Unpack[Options],
     ) -> Emulated:
-        """Lower and compile a prim_func for the CPU; both steps are cached on disk.
+        """Lowers and compiles a prim_func for the CPU; both results are cached on disk.
 
-        | argument | meaning |
-        |---|---|
-        | `arch` | architecture whose source is generated, e.g. `"sm_80"` for the mma.sync route |
-        | `pass_configs` | as given to `tilelang.jit`; must equal the shipped kernel's |
-        | `options` | see `Options` |
+        Args:
+            prim_func: The kernel.
+            arch: The architecture for which source is generated, such as `"sm_80"` for mma.sync.
+            pass_configs: As given to `tilelang.jit`; must equal those with which the kernel is
+                used.
+            options: The fields of `Options`.
         """
         lowered = lower(
             prim_func, arch=arch, pass_configs=pass_configs, cache_dir=cache.open_cache()
@@ -294,7 +304,19 @@ class Emulated:
         report: str | Path | None = None,
         transform: Callable[[str], str] | None = None,
     ) -> Emulated:
-        """Compile an already lowered kernel; the other arguments are `Options`."""
+        """Compiles a kernel that is already lowered.
+
+        Args:
+            lowered: The lowered kernel.
+            mode: As in `Options`.
+            split_shared: As in `Options`.
+            contract: As in `Options`.
+            name: As in `Options`.
+            cooperative: As in `Options`.
+            keep: As in `Options`.
+            report: As in `Options`.
+            transform: As in `Options`.
+        """
         flags = _build.flags(mode, contract=contract)
         source = lowered.source if transform is None else transform(lowered.source)
         kernels = [k.name for k in lowered.kernels]
@@ -417,7 +439,11 @@ class Emulated:
         return Report(self.name, self.mode, tuple(runs), buffers, seconds)
 
     def symbols(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Values of the symbols in shapes and of the scalars; `None` stands for unknown tensors."""
+        """Returns the values of the scalars and of the symbols in shapes.
+
+        Args:
+            values: The arguments of a call; `None` stands for unknown tensors.
+        """
         found: dict[str, Any] = {}
         with torch._C.DisableTorchFunction():
             for slot, value in zip(self._slots, values, strict=True):
@@ -430,7 +456,12 @@ class Emulated:
         return found
 
     def empty(self, index: int, sizes: Sequence[int]) -> torch.Tensor:
-        """A new tensor for a parameter; its bytes are 0xFF, as those of no useful result."""
+        """Returns a new tensor for a parameter, filled with 0xFF bytes.
+
+        Args:
+            index: The index of the parameter.
+            sizes: The shape.
+        """
         slot = self._slots[index]
         if isinstance(slot, Param):
             raise TypeError(f"{slot.name} is a scalar, which a kernel cannot return")

@@ -7,9 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one tensor touched by the checked accesses of a call, summed over its kernels.
+    """Bytes of one tensor that the checked accesses of a call touched, summed over its kernels.
 
-    `read == distinct_read == tensor.nbytes` says that every byte was read exactly once.
+    If `read == distinct_read == tensor.nbytes`, every byte was read exactly once.
+
+    Attributes:
+        read: Bytes that were read.
+        written: Bytes that were written.
+        atomic: Bytes that atomics accessed.
+        distinct_read: Bytes that were read at least once.
+        distinct_written: Bytes that were written at least once.
     """
 
     read: int
@@ -21,7 +28,19 @@ class Traffic:
 
 @dataclass(frozen=True)
 class KernelRun:
-    """One launched device function."""
+    """One launched device function.
+
+    Attributes:
+        name: The name of the function.
+        grid: The grid of the launch.
+        block: The block size of the launch.
+        blocks: The number of blocks that were executed.
+        threads: The number of threads that were executed.
+        barriers: The number of completed barriers.
+        warp_ops: The number of warp operations.
+        async_ops: The number of asynchronous copies.
+        seconds: The time of the launch.
+    """
 
     name: str
     grid: tuple[int, int, int]
@@ -36,7 +55,15 @@ class KernelRun:
 
 @dataclass(frozen=True)
 class Report:
-    """Summary of a call. `buffers` is None in fast mode, which does not watch memory."""
+    """Summary of a call.
+
+    Attributes:
+        name: The name of the kernel.
+        mode: `"check"` or `"fast"`.
+        kernels: The device functions that were launched.
+        buffers: The traffic of each tensor, or None in fast mode, which does not record accesses.
+        seconds: The time of the call.
+    """
 
     name: str
     mode: str

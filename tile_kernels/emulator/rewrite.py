@@ -121,7 +121,7 @@ def _follow(m: re.Match[str]) -> str:
     indent, kind, name, size = m.groups()
     room = f"alignas(16) char before[{_MARGIN}]; {kind} v[{size}]; char after[{_MARGIN}];"
     return (
-        f"{indent}struct {{ {room} }} {name}_room; auto& {name} = {name}_room.v; "
+        f"{indent}struct {{ {room} }} {name}_room; auto& {name} = emu::observed({name}_room.v); "
         f'emu::Local {name}_followed("{name}", {name});'
     )
 
@@ -148,7 +148,7 @@ def _place_shared(text: str, sizes: Mapping[str, SharedBuffer], split: bool) -> 
         return f'{m[0]} emu::name_shared("{name}", {name}, {size}, {bits});'
 
     def static(m: re.Match[str]) -> str:
-        return f'auto (&{m[2]})[{m[3]}] = emu::static_shared<{m[1]}, {m[3]}>("{m[2]}");'
+        return f'{m[1]} (&{m[2]})[{m[3]}] = emu::static_shared<{m[1]}, {m[3]}>("{m[2]}");'
 
     text = _PART.sub(part, text)
     text = _DYNAMIC.sub(dynamic, text)

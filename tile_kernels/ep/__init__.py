@@ -7,6 +7,7 @@ from tile_kernels.ep.events import EventHandle, EventOverlap
 from tile_kernels.ep.handle import EPHandle
 from tile_kernels.ep.legacy import Buffer, Config, install_as_deep_ep
 from tile_kernels.ep.requests import topk_idx_t
+from tile_kernels.ep.reshard import even_owners, move_experts
 
 __all__ = [
     "Buffer",
@@ -16,9 +17,11 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "LocalGroup",
+    "even_owners",
     "get_logical_domain_size",
     "get_physical_domain_size",
     "install_as_deep_ep",
+    "move_experts",
     "run_ranks",
     "topk_idx_t",
 ]

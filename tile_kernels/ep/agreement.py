@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -19,9 +19,21 @@ Settings = dict[str, "str | int | None"]
 Result = TypeVar("Result")
 Descriptor = dict[str, Any]
 
-_DESCRIPTOR_BYTES = 2048  # of which the last 8 are the count for the receiver
+_DESCRIPTOR_BYTES = 2048
+_TAIL = 3  # numbers at its end: the count for the receiver, the free part of the window
 _MAX_ERROR_CHARS = 900
 _ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
+
+
+class Agreed(NamedTuple):
+    """What the other ranks announced: by rank, 0 for those that are not active.
+
+    `counts` are the rows that each will send to this one, `windows` the start and the size of the
+    free part of its window.
+    """
+
+    counts: list[int]
+    windows: list[tuple[int, int]]
 
 
 def checked(check: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
@@ -52,12 +64,11 @@ def agree(
     settings: Mapping[str, str | int | None],
     error: Exception | None,
     counts: Sequence[int] | None = None,
-) -> list[int]:
+) -> Agreed:
     """Exchange descriptors; raise the error of any rank on every rank.
 
     `settings` must be equal everywhere. `counts` are the rows that this rank will send to each
-    other (0 for one that is not active; by default 0 for all). Returns the rows that each other
-    rank will send to this one.
+    other (0 for one that is not active; by default 0 for all).
     """
     if error is None:
         own: Descriptor = {"call": call, "error": None, "settings": dict(settings)}
@@ -65,22 +76,26 @@ def agree(
         text = str(error).encode("ascii", "replace")[:_MAX_ERROR_CHARS].decode()
         own = {"call": call, "error": [type(error).__name__, text], "settings": {}}
     encoded = json.dumps(own).encode()
-    head = torch.frombuffer(bytearray(encoded.ljust(_DESCRIPTOR_BYTES - 8)), dtype=torch.uint8)
+    head = torch.frombuffer(
+        bytearray(encoded.ljust(_DESCRIPTOR_BYTES - 8 * _TAIL)), dtype=torch.uint8
+    )
     active = list(engine.active)
     counts = counts or [0] * engine.size
-    tail = torch.tensor([counts[rank] for rank in active]).view(-1, 1).view(torch.uint8)
+    start, room = (0, 0) if engine.window is None else engine.window.announced()
+    tail = torch.tensor([[counts[rank], start, room] for rank in active]).view(torch.uint8)
     rows = torch.cat([head.expand(len(active), -1), tail], dim=1)
     ones = engine.ones()
     received = engine.exchange(rows, ones, ones, f"{call} (exchange of descriptors)")
-    heads = received[:, :-8]
-    if error is not None or not torch.equal(heads, rows[:, :-8]):
+    heads = received[:, : -8 * _TAIL]
+    if error is not None or not torch.equal(heads, rows[:, : -8 * _TAIL]):
         descriptors = {rank: json.loads(bytes(row.tolist())) for rank, row in zip(active, heads)}
         _raise_errors(call, descriptors, error)
         _raise_differences(descriptors)
-    recv_counts = [0] * engine.size
-    for rank, count in zip(active, received[:, -8:].clone().view(torch.int64).flatten().tolist()):
-        recv_counts[rank] = count
-    return recv_counts
+    agreed = Agreed([0] * engine.size, [(0, 0)] * engine.size)
+    numbers = received[:, -8 * _TAIL :].clone().view(torch.int64).tolist()
+    for rank, (count, start, room) in zip(active, numbers):
+        agreed.counts[rank], agreed.windows[rank] = count, (start, room)
+    return agreed
 
 
 def _raise_errors(call: str, descriptors: dict[int, Descriptor], own: Exception | None) -> None:

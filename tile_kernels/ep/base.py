@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tile_kernels.ep.agreement import Settings, agree, checked
+from tile_kernels.ep.agreement import Agreed, Settings, agree, checked
 from tile_kernels.ep.events import EventHandle, Finish, comm_stream, on_comm_stream
 from tile_kernels.ep.transport import Fabric
 
@@ -58,7 +58,13 @@ class BufferBase:
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
-        """Wait for all ranks; `with_cpu_sync` for their devices as well."""
+        """Waits for all ranks.
+
+        Args:
+            use_comm_stream: Has no effect: the host waits, so that streams need not.
+            with_cpu_sync: Whether the host waits for the devices of all ranks too.
+            sequential: Has no effect.
+        """
         del use_comm_stream, sequential  # the host waits, so streams have nothing to order
         if with_cpu_sync and torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -84,10 +90,11 @@ class BufferBase:
         return self.num_scaleout_ranks, self.num_scaleup_ranks
 
     def _on_comm_stream(
-        self, device: torch.device, previous_event: EventHandle | None, after_caller: bool = False
+        self, device: torch.device, previous_event: EventHandle | None
     ) -> AbstractContextManager[Finish]:
-        settle = self._fabric.world.settle if self._check_ranks else None
-        return on_comm_stream(device, previous_event, after_caller, settle, self._keep_tensors)
+        world = self._fabric.world
+        settle = world.settle if self._check_ranks and not world.is_watched else None
+        return on_comm_stream(device, previous_event, settle, self._keep_tensors)
 
     def _configure(self, call: str, check: Callable[[], None], settings: Settings) -> None:
         """The agreement check of a call that needs all ranks to be active."""
@@ -113,7 +120,7 @@ class BufferBase:
         error: Exception | None,
         counts: Sequence[int] | None = None,
         needs_counts: bool = True,
-    ) -> list[int]:
+    ) -> Agreed:
         """The agreement check; without `needs_counts`, only on a buffer with `check_ranks`."""
         self._check_alive(call)
         if needs_counts or self._check_ranks:
@@ -121,4 +128,4 @@ class BufferBase:
             return agree(self._fabric.world, call, numbered, error, counts)
         if error is not None:
             raise type(error)(f"{call}: rank {self.rank_idx}: {error}") from error
-        return list(counts or [0] * self.num_ranks)
+        return Agreed(list(counts or [0] * self.num_ranks), [])

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tile_kernels.ep import exchange, model
+from tile_kernels.ep import compiled, exchange, model
 from tile_kernels.ep.agreement import agree, checked, unreachable
 from tile_kernels.ep.arguments import CombineArguments, DispatchArguments, with_flags
 from tile_kernels.ep.autograd import CombineFn, DispatchFn
 from tile_kernels.ep.domains import topology_of
 from tile_kernels.ep.engines import make_engine
 from tile_kernels.ep.engram import EngramMethods, EngramStore
-from tile_kernels.ep.events import EventHandle, EventOverlap
+from tile_kernels.ep.events import EventHandle, EventOverlap, reading_after
 from tile_kernels.ep.gather import GatherMethods
 from tile_kernels.ep.handle import EPHandle
 from tile_kernels.ep.pipeline import PipelineMethods
@@ -34,44 +36,55 @@ Received = Tensor | tuple[Tensor, ...]
 
 
 class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
-    """Expert-parallel dispatch and combine over a group of ranks. Making one is collective.
+    """Expert-parallel dispatch and combine over a group of ranks. Creating one is collective.
 
-    | argument | meaning |
-    |---|---|
-    | `group` | a `torch.distributed` process group, or a `LocalGroup` (ranks as threads) |
-    | `num_bytes` | size of the buffer, or give the shape below; a call that needs more raises and \
-says how many bytes it needs |
-    | `num_max_tokens_per_rank`, `hidden`, `num_topk`, `use_fp8_dispatch` | the shape |
-    | `allow_hybrid_mode` | send tokens once to each node, then on to its ranks |
-    | `allow_multiple_reduction` | add results on each rank and node on their way back, rounding \
-each time; otherwise the source adds them all up, rounding once |
-    | `engine` | `collective`, `mmap`, `symm`, `local`, or `auto`: what the group is made for |
-    | `num_scaleup_ranks` | ranks of a node; by default those of a host |
-    | `num_cpu_timeout_secs` | how long to wait for another rank before an error names it |
-    | `num_gpu_timeout_secs` | the same for data that a CUDA stream waits for (`symm`) |
-    | `check_ranks` | compare notes before every call; without it, only where counts are needed |
-    | `active_ranks` | a bool for each rank of the group: False for those to go on without |
+    Errors of one rank are raised on all of them before any data moves, and name the rank. If a rank
+    dies or hangs, all others raise an error that names it within the timeout. The buffer cannot be
+    used after that. Create a new one with `active_ranks` among the remaining ranks: experts of
+    inactive ranks are never selected, and tokens are sent in direct mode.
 
-    What the others say is checked and recorded, but has no effect on these engines: received rows
-    are always in the deterministic order, and there are no queue pairs and no kernels that wait.
+    The environment variable `EP_OVERRIDE_RDMA_SL` replaces `sl_idx`, `EP_AVOID_RECORD_STREAM=1`
+    keeps tensors of asynchronous calls alive in their event, and `EP_BUFFER_DEBUG=1` prints the
+    settings.
 
-    Errors of one rank are raised on all of them, before any data moves, and say which rank it was.
-    A rank that dies or hangs is an error on all others within the timeout, which names it. The
-    buffer cannot be used after that. Create a new one with `active_ranks` among the remaining
-    ranks: experts of inactive ranks are never chosen, and tokens are sent in direct mode.
+    Args:
+        group: A `torch.distributed` process group, or a `LocalGroup` (ranks as threads).
+        num_bytes: The size of the buffer; or None, and the shape below. A call that needs more
+            raises an error with the number of bytes that it needs.
+        num_cpu_bytes: The part of `num_bytes` that is in host memory, for Engram tables.
+        num_max_tokens_per_rank: The largest number of tokens of a rank.
+        hidden: Channels of a token.
+        num_topk: Experts per token.
+        use_fp8_dispatch: Whether tokens are sent as FP8 with scales.
+        deterministic: Recorded; received rows always have the deterministic order.
+        allow_hybrid_mode: Whether tokens are sent once to each node, and from there to its ranks.
+        allow_multiple_reduction: Whether results are summed on each rank and node before
+            they are sent back, with a rounding each time. Otherwise the source computes the only
+            sum and rounds once.
+        prefer_overlap_with_compute: Affects only `get_theoretical_num_sms`.
+        sl_idx: Recorded; has no effect on these engines.
+        num_allocated_qps: Affects only `get_theoretical_num_qps`; these engines have no queue
+            pairs.
+        num_cpu_timeout_secs: Seconds to wait for another rank before an error names it.
+        num_gpu_timeout_secs: Seconds to wait for data for which a CUDA stream waits (`symm`).
+        explicitly_destroy: Whether `destroy` will be called.
+        engine: `"collective"`, `"mmap"`, `"symm"`, `"local"`, or `"auto"`, which selects the engine
+            that fits the group.
+        num_scaleup_ranks: Ranks of a node; by default those of a host.
+        check_ranks: Whether ranks compare their arguments before every call; otherwise only where
+            counts are needed.
+        active_ranks: A bool for each rank of the group: False for ranks that do not take part.
 
-    `EP_OVERRIDE_RDMA_SL` in the environment replaces `sl_idx`, `EP_AVOID_RECORD_STREAM=1` keeps
-    tensors of asynchronous calls alive in their event, `EP_BUFFER_DEBUG=1` prints the settings.
-
-    >>> import torch
-    >>> from tile_kernels.ep import LocalGroup
-    >>> buffer = ElasticBuffer(LocalGroup(), num_max_tokens_per_rank=8, hidden=4, num_topk=2)
-    >>> x, topk_idx = torch.ones(3, 4), torch.tensor([[0, 1], [1, -1], [-1, -1]])
-    >>> rows, ids, _, handle, _ = buffer.dispatch(x, topk_idx, num_experts=2)
-    >>> ids.tolist()
-    [[0, 1], [1, -1]]
-    >>> buffer.combine(rows * 2, handle)[0].tolist()
-    [[2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0]]
+    Example:
+        >>> import torch
+        >>> from tile_kernels.ep import LocalGroup
+        >>> buffer = ElasticBuffer(LocalGroup(), num_max_tokens_per_rank=8, hidden=4, num_topk=2)
+        >>> x, topk_idx = torch.ones(3, 4), torch.tensor([[0, 1], [1, -1], [-1, -1]])
+        >>> rows, ids, _, handle, _ = buffer.dispatch(x, topk_idx, num_experts=2)
+        >>> ids.tolist()
+        [[0, 1], [1, -1]]
+        >>> buffer.combine(rows * 2, handle)[0].tolist()
+        [[2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0]]
     """
 
     def __init__(
@@ -156,6 +169,7 @@ each time; otherwise the source adds them all up, rounding once |
         self._fabric = Fabric.of(world, topology)
         self._engram = EngramStore(world, self.num_bytes - num_cpu_bytes, num_cpu_bytes)
         self._num_dispatches = 0
+        self.number = compiled.register_buffer(self)  # in this process, for operators
         if environment.verbose:
             print(  # noqa: T201 - as asked for
                 f"ElasticBuffer: rank {self.rank_idx} of {self.num_ranks}, engine {self.engine}, "
@@ -193,46 +207,61 @@ each time; otherwise the source adds them all up, rounding once |
         *,
         num_max_rows: int | None = None,
     ) -> tuple[Received, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
-        """Send each token to the ranks of its experts. Collective.
-
-        | argument | shape | dtype | meaning |
-        |---|---|---|---|
-        | `x` | `[T, H]`, or a tuple of `[T, width]` | any | data; or data, scale factors, more |
-        | `topk_idx` | `[T, K]` | int64 or int32 | experts, -1: none, each once; `K` up to 32 |
-        | `topk_weights` | `[T, K]` | float32, or None | carried along |
-        | `cumulative_local_expert_recv_stats` | `[L]` | int32, or None | counts are added to it |
-        | `num_experts` | | int | a multiple of the ranks |
-        | `num_max_tokens_per_rank` | | int | at least `T` everywhere, the same everywhere |
-        | `expert_alignment` | | int | rows of an expert start at its multiples |
-        | `handle` | | `EPHandle` | send along the routing of an earlier dispatch |
-        | `do_handle_copy` | | bool | keep a copy of `topk_idx`, not the tensor itself |
-        | `do_cpu_sync` | | bool | results have as many rows as arrived, not as many as could |
-        | `do_expand` | | bool | one row for each token and local expert, by expert |
-        | `use_tma_aligned_col_major_sf` | | bool | the second of `x`, if there is one, arrives \
-column-major |
-        | `num_max_rows` | | int, or None | without `do_cpu_sync`: rows of the results |
-        | returns `recv_x` | `[N, H]`, or `[rows, H]` expanded | as `x` | tuple if `x` is one |
-        | returns `recv_topk_idx` | `[N, K]` | as `topk_idx` | local experts, -1: none here; None \
-expanded |
-        | returns `recv_topk_weights` | `[N, K]`, or `[rows]` | float32 | None if none came |
-        | returns `handle` | | `EPHandle` | |
-        | returns `event` | | `EventOverlap` | |
+        """Sends each token to the ranks of its experts. Collective.
 
         Rows are in ascending order of source rank and token, in the expanded layout inside each
-        expert. Padding is zero, also without `do_zero_padding`; below the rows that arrived there
-        are zeros without `do_cpu_sync` (ids: -1). With a handle the layout is the handle's.
+        expert. Padding is zero. Without `do_cpu_sync`, rows after those that arrived are zero (ids:
+        -1). With a handle the layout is that of the handle.
 
         Without `do_cpu_sync`, on a buffer with `check_ranks=False` and `allow_multiple_reduction`,
         the host never waits for the device: as much is sent as could be needed, and the values of
-        `topk_idx` are not looked at (ids out of range are dropped). CUDA graphs can record such a
+        `topk_idx` are not inspected (ids out of range are dropped). CUDA graphs can capture such a
         dispatch and the combine after it, on engines that do not wait on the host.
 
-        `num_max_rows` makes results smaller than what could be needed. Tokens (expanded: choices)
-        that find no row there are left out, from the end, and add nothing to what `combine` sums;
-        `handle.num_dropped` counts them, `handle.raise_if_dropped()` looks at that.
+        `num_max_rows` makes results smaller than what could be needed. Tokens (in the expanded
+        layout: selections) for which there is no row are dropped, from the end, and add nothing to
+        the sums of `combine`. `handle.num_dropped` counts them, and `handle.raise_if_dropped()`
+        reads that count.
 
         Differentiable with respect to floating-point `x` and `topk_weights`; the gradient is
-        `combine`. Weights of slots on other ranks have none.
+        `combine`. Weights of slots on other ranks have no gradient.
+
+        Args:
+            x: `[T, H]` of any dtype, or a tuple of `[T, width]`: the data, or data, scale factors
+                and more.
+            topk_idx: `[T, K]`, int64 or int32: the experts of each token, each at most once; -1 for
+                none. `K` is up to 32.
+            topk_weights: `[T, K]`, float32, or None: sent with the tokens.
+            cumulative_local_expert_recv_stats: `[L]`, int32, or None: the counts are added to it.
+            num_experts: The number of experts, a multiple of the number of ranks.
+            num_max_tokens_per_rank: At least `T` on every rank, and the same on all ranks.
+            expert_alignment: The rows of an expert start at multiples of this number.
+            num_sms: Recorded; has no effect on these engines.
+            num_qps: Recorded; has no effect on these engines.
+            previous_event: An event after which communication begins; None: it begins after the
+                work of the current stream.
+            previous_event_before_epilogue: An event for which the last step waits in addition; or
+                None.
+            async_with_compute_stream: Whether the current stream does not wait for the result; the
+                returned event does.
+            allocate_on_comm_stream: Whether results are allocated on the communication stream;
+                required with a `previous_event`.
+            handle: The handle of an earlier dispatch, whose routing is used again; or None.
+            do_handle_copy: Whether the handle has a copy of `topk_idx` instead of the tensor
+                itself.
+            do_cpu_sync: Whether results have as many rows as arrived, instead of as many as could
+                arrive.
+            do_expand: Whether the result has one row for each token and local expert, sorted by
+                expert.
+            do_zero_padding: Has no effect: padding is always zero.
+            use_tma_aligned_col_major_sf: Whether the second tensor of `x` arrives column-major.
+            num_max_rows: Without `do_cpu_sync`, the number of rows of the results; or None.
+
+        Returns:
+            `recv_x` `[N, H]`, or `[rows, H]` expanded, a tuple if `x` is one; `recv_topk_idx` `[N,
+            K]`, the local experts, -1 for those of other ranks, None if expanded;
+            `recv_topk_weights` `[N, K]` or `[rows]`, float32, None if there are none; the
+            `EPHandle`; and an `EventOverlap`.
         """
         return self._dispatch(
             DispatchArguments(
@@ -254,13 +283,20 @@ expanded |
     def _dispatch(
         self, arguments: DispatchArguments
     ) -> tuple[Received, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
-        request, error = checked(lambda: dispatch_request(self._fabric, arguments, self._limits))
+        if torch.compiler.is_compiling():
+            return (*compiled.dispatch(self, arguments), EventOverlap())
+        arguments = replace(arguments, handle=compiled.resolved(arguments.handle))
+        first = arguments.x[0] if isinstance(arguments.x, tuple) and arguments.x else arguments.x
+        with reading_after(arguments.previous_event, first):
+            request, error = checked(
+                lambda: dispatch_request(self._fabric, arguments, self._limits)
+            )
         if request is not None:
             arguments = request.arguments
         is_static = self.can_avoid_host_waits and arguments.do_cpu_sync is False
         needs_counts = arguments.handle is None and not is_static
         hop = None if request is None else request.route.hop
-        recv_counts = self._agree(
+        agreed = self._agree(
             "ElasticBuffer.dispatch",
             {} if request is None else request.settings,
             error,
@@ -272,10 +308,10 @@ expanded |
         if hop is not None:
             self._num_dispatches += 1
             if not hop.is_static:
-                hop.recv_counts = self._fabric.counts_on_first_hop(recv_counts)
+                hop.recv_counts = self._fabric.counts_on_first_hop(agreed.counts)
+        request = replace(request, windows=agreed.windows)
         serial, device = self._num_dispatches, request.payloads[0].device
-        after_caller = hop is not None and hop.is_static  # the device may still compute the hop
-        with self._on_comm_stream(device, arguments.previous_event, after_caller) as finish:
+        with self._on_comm_stream(device, arguments.previous_event) as finish:
             before_epilogue = _wait_of(arguments.previous_event_before_epilogue)
 
             def run() -> exchange.Dispatched:
@@ -312,26 +348,31 @@ expanded |
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Send results back to the tokens' ranks and add them up. Collective.
+        """Sends results back to the ranks of their tokens and sums them. Collective.
 
-        | argument | shape | dtype | meaning |
-        |---|---|---|---|
-        | `x` | `[N, H]`, or `[rows, H]` | bfloat16, float16, float32 | in the handle's layout |
-        | `handle` | | `EPHandle` | of the dispatch |
-        | `topk_weights` | `[N, K]`, or `[rows]` | float32, or None | sent back, not applied |
-        | `bias` | `[T, H]`, or two of them | as `x` | what the sum begins with |
-        | returns `combined_x` | `[T, H]` | as `x` | sums; zero for a token without experts |
-        | returns `combined_topk_weights` | `[T, K]` | float32 | of each slot, from its expert's \
-rank |
-        | returns `event` | | `EventOverlap` | |
-
-        Every sum is made in float32, from +0.0, in the order of the slots (of a rank or node: its
-        largest slot), and rounded to the dtype of `x`: on each rank (expanded layout), on each node
-        (hybrid mode), and at the source, there after the biases. With
-        `allow_multiple_reduction=False` only the last of these sums is made. The result depends on
-        neither the engine nor timing.
+        Every sum is computed in float32, from +0.0, in the order of the slots (of a rank or node:
+        its largest slot), and rounded to the dtype of `x`: on each rank (expanded layout), on each
+        node (hybrid mode), and at the source, there after the biases. With
+        `allow_multiple_reduction=False` only the last of these sums is computed. The result depends
+        on neither the engine nor timing.
 
         Differentiable with respect to `x`, `topk_weights` and `bias`; the gradient is `dispatch`.
+
+        Args:
+            x: `[N, H]` or `[rows, H]`, bfloat16, float16 or float32, in the layout of the handle.
+            handle: The handle of the dispatch.
+            topk_weights: `[N, K]` or `[rows]`, float32, or None: sent back, but not applied.
+            bias: `[T, H]`, dtype of `x`, or two of them: the sum begins with it.
+            num_sms: Recorded; has no effect on these engines.
+            num_qps: Recorded; has no effect on these engines.
+            previous_event: As in `dispatch`.
+            previous_event_before_epilogue: As in `dispatch`.
+            async_with_compute_stream: As in `dispatch`.
+            allocate_on_comm_stream: As in `dispatch`.
+
+        Returns:
+            `combined_x` `[T, H]`, zero for a token without experts; `combined_topk_weights` `[T,
+            K]`, float32, each from the rank of its expert, or None; and an `EventOverlap`.
         """
         return self._combine(
             CombineArguments(
@@ -344,11 +385,15 @@ rank |
         )  # fmt: skip
 
     def _combine(self, arguments: CombineArguments) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        if torch.compiler.is_compiling():
+            return (*compiled.combine(self, arguments), EventOverlap())
+        arguments = replace(arguments, handle=compiled.resolved(arguments.handle))
         request, error = checked(lambda: combine_request(self._fabric, arguments, self._limits))
         settings = {} if request is None else request.settings
-        self._agree("ElasticBuffer.combine", settings, error, needs_counts=False)
+        agreed = self._agree("ElasticBuffer.combine", settings, error, needs_counts=False)
         if request is None:
             raise unreachable()
+        request = replace(request, windows=agreed.windows)
         with self._on_comm_stream(request.x.device, arguments.previous_event) as finish:
             before_epilogue = _wait_of(arguments.previous_event_before_epilogue)
 

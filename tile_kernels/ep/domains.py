@@ -43,16 +43,25 @@ def topology_of(
 
 
 def get_physical_domain_size(group: object) -> Domain:
-    """`(nodes, ranks of each)`, a node being a host. Collective.
+    """Returns `(nodes, ranks per node)`, where a node is a host. Collective.
 
-    >>> from tile_kernels.ep import LocalGroup
-    >>> get_physical_domain_size(LocalGroup())
-    (1, 1)
+    Args:
+        group: A process group or a `LocalGroup`.
+
+    Example:
+        >>> from tile_kernels.ep import LocalGroup
+        >>> get_physical_domain_size(LocalGroup())
+        (1, 1)
     """
     return _physical(make_engine(group))
 
 
 def get_logical_domain_size(group: object, allow_hybrid_mode: bool = True) -> Domain:
-    """`(nodes, ranks of each)` as tokens travel: all ranks are one node without hybrid mode."""
+    """Returns `(nodes, ranks per node)` as tokens are sent.
+
+    Args:
+        group: A process group or a `LocalGroup`.
+        allow_hybrid_mode: If False, all ranks count as one node.
+    """
     engine = make_engine(group)
     return _physical(engine) if allow_hybrid_mode else (1, engine.size)

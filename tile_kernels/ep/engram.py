@@ -73,7 +73,7 @@ class EngramStore:
         """The rows `[T, Q * H]` at global `indices` `[T, Q]`, and their scales `[T, Q * P]`."""
         call = "ElasticBuffer.engram_fetch"
         lookup, error = checked(lambda: self._lookup(indices))
-        recv_counts = agree(self._engine, call, {}, error, lookup.counts if lookup else None)
+        recv_counts = agree(self._engine, call, {}, error, lookup.counts if lookup else None).counts
         if lookup is None or self._rows is None:
             raise unreachable()
         order = lookup.owners.argsort(stable=True)
@@ -116,9 +116,12 @@ class EngramMethods(BufferBase):
     _engram: EngramStore
 
     def engram_write(self, storage: Tensor, sf: Tensor | None = None) -> None:
-        """Give this rank's rows of the table: `[n, H]`, `n` the same everywhere. Collective.
+        """Stores this rank's rows of the table. Collective.
 
-        `sf` `[R * n, P]`, of 4-byte elements and the same on all ranks, belongs to float8 rows.
+        Args:
+            storage: `[n, H]`, with the same `n` on all ranks.
+            sf: `[R * n, P]`, of 4-byte elements and equal on all ranks: the scales of float8 rows;
+                or None.
         """
         self._check_alive("ElasticBuffer.engram_write")
         with named("ElasticBuffer.engram_write"):
@@ -128,9 +131,15 @@ class EngramMethods(BufferBase):
     def engram_fetch(
         self, indices: Tensor, num_qps: int = 0, use_tma_aligned_col_major_sf: bool = False
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """Fetch the rows at global `indices` `[T, Q]` int32. Collective on these engines.
+        """Fetches rows of the table. Collective on these engines.
 
-        Returns a function that returns `[T, Q * H]` and scale factors `[T, Q * P]`, or None.
+        Args:
+            indices: `[T, Q]`, int32: global rows.
+            num_qps: Recorded; has no effect on these engines.
+            use_tma_aligned_col_major_sf: Whether the scale factors are column-major.
+
+        Returns:
+            A function that returns `[T, Q * H]` and scale factors `[T, Q * P]`, or None.
         """
         self._check_alive("ElasticBuffer.engram_fetch")
         checks.integer("num_qps", num_qps, 0)

@@ -25,9 +25,10 @@ def comm_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class EventHandle:
-    """A point in the work of the current stream, taken when the object is made.
+    """A point in the work of the current stream, recorded when the object is created.
 
-    `tensors` are kept alive as long as the event.
+    Args:
+        tensors: Tensors that are kept alive as long as the event.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
@@ -44,14 +45,21 @@ class EventHandle:
 
 
 class EventOverlap:
-    """What a call returns to be waited for.
+    """The end of an asynchronous call, for which a stream can wait.
 
-    >>> done = EventOverlap(EventHandle())
-    >>> done.register_hook_after_wait(lambda: print("arrived"))
-    >>> with done:
-    ...     print("meanwhile")
-    meanwhile
-    arrived
+    Args:
+        event: The event; None if there is nothing to wait for.
+        extra_tensors: Tensors that are kept alive until the wait.
+        settle: A function that waits on the host after the stream, and raises errors of other
+            ranks.
+
+    Example:
+        >>> done = EventOverlap(EventHandle())
+        >>> done.register_hook_after_wait(lambda: print("arrived"))
+        >>> with done:
+        ...     print("meanwhile")
+        meanwhile
+        arrived
     """
 
     def __init__(
@@ -68,7 +76,11 @@ class EventOverlap:
         self._release = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Let the current stream wait, then run the hook; `release_handle` drops the event."""
+        """Makes the current stream wait for the event, then runs the hook.
+
+        Args:
+            release_handle: Whether the event is released afterwards.
+        """
         if self.event is None:
             raise RuntimeError(
                 "EventOverlap.current_stream_wait: there is no event to wait for (it was released, "
@@ -86,7 +98,11 @@ class EventOverlap:
             self.extra_tensors = None
 
     def register_hook_after_wait(self, hook: Callable[[], object]) -> None:
-        """Run `hook` once, after the next wait. There can be one."""
+        """Registers a function that runs once, after the next wait. There can be one.
+
+        Args:
+            hook: The function.
+        """
         if self._hook is not None:
             raise RuntimeError("EventOverlap.register_hook_after_wait: there is a hook already")
         self._hook = hook
@@ -105,6 +121,20 @@ class EventOverlap:
             self.current_stream_wait(release)
 
 
+@contextmanager
+def reading_after(event: object, x: object) -> Iterator[None]:
+    """What the host reads inside waits for `event`, not for what the current stream does since.
+
+    Without an event, or where `x` is not on a GPU, nothing is different.
+    """
+    if not isinstance(event, EventHandle) or not isinstance(x, Tensor) or not x.is_cuda:
+        yield
+        return
+    with torch.cuda.device(x.device), torch.cuda.stream(comm_stream(x.device)):
+        event.current_stream_wait()
+        yield
+
+
 Finish = Callable[[Iterable["Tensor | None"], bool], EventOverlap]
 
 
@@ -112,14 +142,13 @@ Finish = Callable[[Iterable["Tensor | None"], bool], EventOverlap]
 def on_comm_stream(
     device: torch.device,
     previous_event: EventHandle | None,
-    after_caller: bool = False,
     settle: Callable[[], None] | None = None,
     keep_tensors: bool = False,
 ) -> Iterator[Finish]:
     """Work inside runs on the communication stream of a CUDA device.
 
-    It begins after `previous_event`, or, without one or with `after_caller`, after what the current
-    stream has been given so far. The yielded function `finish(tensors, is_async)` ends it: an
+    It begins after `previous_event`, or, without one, after what the current stream has been given
+    so far. The yielded function `finish(tensors, is_async)` ends it: an
     asynchronous call gets an event, otherwise the current stream waits. `settle` waits on the host,
     after the stream, and raises the errors of ranks that do not answer. With `keep_tensors` an
     asynchronous event keeps the tensors alive; otherwise they are recorded on both streams.
@@ -128,7 +157,7 @@ def on_comm_stream(
         yield lambda _, is_async: EventOverlap(EventHandle() if is_async else None)
         return
     caller, own = torch.cuda.current_stream(device), comm_stream(device)
-    if previous_event is None or after_caller:
+    if previous_event is None:
         own.wait_stream(caller)
     with torch.cuda.device(device), torch.cuda.stream(own):
         if previous_event is not None:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from tile_kernels import moe
+from tile_kernels.ep import direct
 from tile_kernels.ep.handle import EPHandle, Routing
-from tile_kernels.ep.plan import Plan
+from tile_kernels.ep.model import max_expanded_rows
+from tile_kernels.ep.plan import Plan, count_ids
 from tile_kernels.ep.requests import CombineRequest, DispatchRequest
 from tile_kernels.ep.rows import as_bytes, field_of, pack, scatter_rows, unpack, zeros
 from tile_kernels.ep.transport import (
@@ -45,6 +47,9 @@ def dispatch(
     before_epilogue: Callable[[], None] = no_wait,
 ) -> Dispatched:
     """Send the tokens and lay out what arrives."""
+    found = _direct(fabric, request, serial, before_epilogue)
+    if found is not None:
+        return found
     route, arguments = request.route, request.arguments
     parts = list(request.payloads)
     if arguments.topk_weights is not None:
@@ -70,9 +75,60 @@ def dispatch(
     return _layout(arrived, weights, handle, arguments.use_tma_aligned_col_major_sf)
 
 
+def _direct(
+    fabric: Fabric, request: DispatchRequest, serial: int, before_epilogue: Callable[[], None]
+) -> Dispatched | None:
+    """The dispatch through windows, if there are some with enough room."""
+    route, arguments = request.route, request.arguments
+    handle, hop, weights = route.handle, route.hop, arguments.topk_weights
+    if fabric.window is None or not request.windows:
+        return None
+    if handle is not None:
+        hop, traffic = handle.routing.plan.hops[0], handle.routing.plan.traffic
+    elif hop is not None and not hop.is_static:
+        traffic = direct.exchange_traffic(fabric, hop, route.choices)
+    else:
+        return None
+    if traffic is None or hop is None:
+        return None
+    alignment, expand = route.expert_alignment, route.expand
+    layout = None if handle is None else handle.routing.plan.layout
+    if layout is None:
+        layout = direct.layout_of(hop, route.topk_idx, traffic, fabric.rank, expand, alignment)
+    if handle is None:
+        first = fabric.rank * route.num_max_tokens_per_rank
+        words: Tensor | None = direct.routing_words(route.topk_idx, weights, first)
+    else:
+        words = None if weights is None else weights.contiguous().view(torch.int32)
+    num_words = 0 if words is None else words.shape[1]
+    windows = request.windows
+    transfer = direct.dispatch_transfer(fabric, layout, request.payloads, num_words, windows)
+    if transfer is None:
+        return None
+    payloads, words = direct.send_rows(transfer, layout, request.payloads, words)
+    before_epilogue()
+    if handle is None:
+        plan = direct.plan_of(hop, route.topk_idx, words, traffic, fabric.rank)
+        plan.layout = layout
+        handle = _handle(fabric, request, plan, serial)
+    if weights is not None:
+        arrived = words[:, -weights.shape[1] :]  # a copy does not keep the region
+        weights = arrived.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    if expand:
+        for rows in payloads:
+            direct.zero_padding(rows, traffic, fabric.rank, alignment)
+    payloads = direct.settled(payloads, transfer)
+    return _layout(payloads, weights, handle, arguments.use_tma_aligned_col_major_sf, in_place=True)
+
+
 def _layout(
-    arrived: list[Tensor], weights: Tensor | None, handle: EPHandle, column_major_sf: bool
+    arrived: list[Tensor],
+    weights: Tensor | None,
+    handle: EPHandle,
+    column_major_sf: bool,
+    in_place: bool = False,
 ) -> Dispatched:
+    """Results in the layout of the handle, in which `in_place` rows are already."""
     routing = handle.routing
     topk_idx: Tensor | None = None
     if routing.topk_to_pos is None or routing.pos_to_expert is None:
@@ -83,7 +139,10 @@ def _layout(
         topk_idx = _padded(routing.recv_topk_idx, size, -1).to(handle.topk_idx.dtype, copy=True)
     else:
         size = handle.num_expanded_tokens
-        payloads = [scatter_rows(each, routing.topk_to_pos, size) for each in arrived]
+        if in_place:
+            payloads = [_padded(each, size) for each in arrived]
+        else:
+            payloads = [scatter_rows(each, routing.topk_to_pos, size) for each in arrived]
         if weights is not None:
             row_weights = weights.new_zeros(size + 1)  # the last for slots without a row
             positions = torch.where(routing.topk_to_pos >= 0, routing.topk_to_pos, size)
@@ -121,7 +180,7 @@ def _handle(fabric: Fabric, request: DispatchRequest, plan: Plan, serial: int) -
     num_topk = plan.topk_idx.shape[1]
     local = plan.topk_idx - rank * num_local
     local.masked_fill_((plan.topk_idx < 0) | (local < 0) | (local >= num_local), -1)
-    counts = _counts(local, num_local)
+    counts = count_ids(local, num_local)
     stats = request.arguments.cumulative_local_expert_recv_stats
     if stats is not None:
         stats += counts
@@ -130,19 +189,20 @@ def _handle(fabric: Fabric, request: DispatchRequest, plan: Plan, serial: int) -
         num_recv, num_expanded = plan.num_arrived, 0
     else:
         num_recv = topology.num_ranks * max_tokens
-        max_slots = num_recv * min(num_topk, num_local)
-        num_expanded = align(max_slots + (alignment - 1) * num_local, alignment)
+        num_expanded = max_expanded_rows(num_recv, num_topk, num_local, alignment)
     if num_max_rows is not None and route.expand:
         num_expanded = num_max_rows
     elif num_max_rows is not None:
         num_recv = num_max_rows
         num_dropped += (plan.sources[num_recv:] >= 0).sum()
         local[num_recv:] = -1
-        counts = _counts(local, num_local)
+        counts = count_ids(local, num_local)
     aligned = (counts + alignment - 1) // alignment * alignment
     ends = aligned.cumsum(0)
+    aligned_list: list[int] = []
     if route.cpu_sync:
-        num_expanded = int(ends[-1])
+        aligned_list = _aligned_counts(plan, rank, num_local, alignment) or aligned.tolist()
+        num_expanded = sum(aligned_list)
     topk_to_pos = pos_to_expert = None
     if route.expand:
         if num_expanded == 0:
@@ -172,7 +232,7 @@ def _handle(fabric: Fabric, request: DispatchRequest, plan: Plan, serial: int) -
         topk_idx=kept.clone() if copy else kept,
         num_recv_tokens=num_recv,
         num_expanded_tokens=num_expanded,
-        num_recv_tokens_per_expert_list=aligned.tolist() if route.cpu_sync else [],
+        num_recv_tokens_per_expert_list=aligned_list,
         psum_num_recv_tokens_per_scaleup_rank=plan.block_counts.cumsum(0).int(),
         psum_num_recv_tokens_per_expert=ends.int(),
         num_unaligned_recv_tokens_per_expert=counts.int(),
@@ -182,11 +242,13 @@ def _handle(fabric: Fabric, request: DispatchRequest, plan: Plan, serial: int) -
     )
 
 
-def _counts(local: Tensor, num_local: int) -> Tensor:
-    """How often each local expert is chosen."""
-    counts = local.new_zeros(num_local + 1)  # the last for slots without an expert
-    slots = torch.where(local >= 0, local, num_local).flatten()
-    return counts.scatter_add_(0, slots, torch.ones_like(slots))[:num_local]
+def _aligned_counts(plan: Plan, rank: int, num_local: int, alignment: int) -> list[int]:
+    """The counts of the local experts where the host knows them, else none."""
+    if plan.traffic is None:
+        return []
+    first = rank * num_local
+    chosen = [plan.traffic.chosen(expert) for expert in range(first, first + num_local)]
+    return [align(count, alignment) for count in chosen]
 
 
 def _metadata(plan: Plan, local: Tensor, topk_to_pos: Tensor | None, max_tokens: int) -> Tensor:
@@ -221,16 +283,21 @@ def combine(
     handle, x, weights = request.handle, request.x.contiguous(), request.topk_weights
     routing = handle.routing
     plan, topk_to_pos = routing.plan, routing.topk_to_pos
-    if topk_to_pos is None:
-        values = _padded(x, plan.num_arrived)
-        weights = None if weights is None else _padded(weights, plan.num_arrived)
-    elif request.reduce_first:
-        values = staged_sum(x, topk_to_pos)
-        if weights is not None:
-            row_weights = torch.cat([weights, weights.new_zeros(1)])
-            weights = row_weights[topk_to_pos.long()]  # -1, no row: the last, which is zero
-    else:
+    if topk_to_pos is not None and not request.reduce_first:
         return combine_unreduced(fabric, plan, x, None, topk_to_pos, request.bias, before_epilogue)
-    if request.reduce_first:
-        return combine_staged(fabric, plan, values, weights, request.bias, before_epilogue)
-    return combine_unreduced(fabric, plan, values, weights, None, request.bias, before_epilogue)
+    if topk_to_pos is None:
+        x = _padded(x, plan.num_arrived)
+        weights = None if weights is None else _padded(weights, plan.num_arrived)
+    elif weights is not None:
+        row_weights = torch.cat([weights, weights.new_zeros(1)])
+        weights = row_weights[topk_to_pos.long()]  # -1, no row: the last, which is zero
+    if not request.reduce_first:
+        return combine_unreduced(fabric, plan, x, weights, None, request.bias, before_epilogue)
+    num_weights = 0 if weights is None else weights.shape[1]
+    transfer = direct.combine_transfer(fabric, plan, x, num_weights, request.windows)
+    if transfer is not None:
+        values, back = direct.return_rows(fabric, plan, transfer, x, weights, topk_to_pos)
+        before_epilogue()
+        return staged_sum(values, plan.hops[0].items, request.bias), back
+    values = x if topk_to_pos is None else staged_sum(x, topk_to_pos)
+    return combine_staged(fabric, plan, values, weights, request.bias, before_epilogue)

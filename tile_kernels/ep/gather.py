@@ -204,7 +204,12 @@ class GatherMethods(BufferBase):
     def agrs_set_config(
         self, num_max_session_bytes: int, num_max_all_gathers_per_session: int
     ) -> None:
-        """Prepare for sessions of at most so many bytes and all-gathers. Collective."""
+        """Prepares for sessions of all-gathers. Collective.
+
+        Args:
+            num_max_session_bytes: The largest number of bytes of a session.
+            num_max_all_gathers_per_session: The largest number of all-gathers of a session.
+        """
         max_gathers = num_max_all_gathers_per_session
         self._configure(
             "ElasticBuffer.agrs_set_config",
@@ -232,7 +237,11 @@ class GatherMethods(BufferBase):
 
     @contextmanager
     def agrs_new_session(self, enabled: bool = True) -> Iterator[None]:
-        """A session for the length of a `with`; nothing unless `enabled`."""
+        """Begins a session that lasts as long as the `with` block.
+
+        Args:
+            enabled: If False, nothing happens.
+        """
         if not enabled:
             yield
             return
@@ -250,11 +259,16 @@ class GatherMethods(BufferBase):
         dtype: torch.dtype,
         device: torch.device | str | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Where this rank's part of the next all-gather lies: fill it, then gather it.
+        """Returns the memory of this rank's part of the next all-gather: fill it, then gather it.
 
-        One shape gives a tensor, a sequence of shapes a tuple. The memory is on `device`, by
-        default the device of the group: the current GPU for NCCL and symmetric memory, else the
-        CPU.
+        Args:
+            shapes: A shape, or a sequence of shapes.
+            dtype: The dtype of the tensors.
+            device: The device of the memory. By default that of the group: the current GPU for NCCL
+                and symmetric memory, else the CPU.
+
+        Returns:
+            A tensor, or for a sequence of shapes a tuple of tensors.
         """
         wanted, several = shapes_of(shapes)
         sessions = self._agrs("agrs_get_inplace_tensor")
@@ -263,17 +277,32 @@ class GatherMethods(BufferBase):
         return tuple(views) if several else views[0]
 
     def all_gather(self, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
-        """`([R, *shape], wait)`, or for a sequence `(*outs, wait)`; `wait()` before using them.
+        """Gathers the tensors of all ranks. Collective.
 
-        On a CUDA device the transfer runs beside the current stream, which `wait()` lets wait.
-        Results lie in the memory of the session. A sequence counts as one all-gather.
+        On a CUDA device the transfer runs beside the current stream, and `wait()` makes the current
+        stream wait for it. Results are in the memory of the session. A sequence counts as one
+        all-gather.
+
+        Args:
+            t: A tensor, or a sequence of tensors.
+
+        Returns:
+            `([R, *shape], wait)`, or for a sequence `(*outs, wait)`. Call `wait()` before using the
+            results.
         """
         return self._gathered("all_gather", t)
 
     def reduce_scatter(self, t: Tensor | Sequence[Tensor]) -> tuple[Any, ...]:
-        """For `t` `[R, *shape]`: `([*shape], wait)`, this rank's part of the sum over ranks.
+        """Sums tensors over ranks, and returns this rank's part. Collective.
 
-        In float32, in the order of the ranks, rounded once.
+        Sums are computed in float32, in the order of the ranks, and rounded once.
+
+        Args:
+            t: `[R, *shape]`, or a sequence of such tensors.
+
+        Returns:
+            `([*shape], wait)`, or for a sequence `(*outs, wait)`. Call `wait()` before using the
+            results.
         """
         return self._gathered("reduce_scatter", t)
 
@@ -288,14 +317,18 @@ class GatherMethods(BufferBase):
         return (*outs, event.current_stream_wait)
 
     def sum_over_ranks(self, t: Tensor) -> Tensor:
-        """The sum of an integer tensor over all active ranks, for statistics. Collective.
+        """Returns the sum of an integer tensor over all active ranks, for statistics. Collective.
 
-        >>> from tile_kernels.ep import ElasticBuffer, run_ranks
-        >>> def load(group):
-        ...     buffer = ElasticBuffer(group, num_bytes=2 << 20)
-        ...     return buffer.sum_over_ranks(torch.tensor([1, group.rank])).tolist()
-        >>> run_ranks(3, load)[0]
-        [3, 3]
+        Args:
+            t: A tensor of integers, of the same shape on all ranks.
+
+        Example:
+            >>> from tile_kernels.ep import ElasticBuffer, run_ranks
+            >>> def load(group):
+            ...     buffer = ElasticBuffer(group, num_bytes=2 << 20)
+            ...     return buffer.sum_over_ranks(torch.tensor([1, group.rank])).tolist()
+            >>> run_ranks(3, load)[0]
+            [3, 3]
         """
         call = "ElasticBuffer.sum_over_ranks"
         _, error = checked(lambda: _check_counts(t))

@@ -31,31 +31,37 @@ class Routing:
 
 @dataclass(eq=False)
 class EPHandle:
-    """The routing of a dispatch. `N` rows arrived, `L` experts are local, `R` ranks.
+    """The routing of a dispatch: `N` rows arrived, `L` experts are local, and there are `R` ranks.
 
-    | field | shape | meaning |
-    |---|---|---|
-    | `do_expand`, `num_experts`, `expert_alignment`, `num_max_tokens_per_rank`, `num_sms` | | \
-as dispatched |
-    | `topk_idx` | `[T, K]` int64 or int32 | the choices; a copy unless `do_handle_copy=False` |
-    | `num_recv_tokens` | int | rows of the compact layout: `N`, or `R * max` without CPU sync |
-    | `num_expanded_tokens` | int | rows of the expanded layout, padding included |
-    | `num_recv_tokens_per_expert_list` | list of `L` | aligned counts; `[]` without CPU sync |
-    | `psum_num_recv_tokens_per_scaleup_rank` | `[R]`, hybrid `[U]`, int32 | running sum of the \
-rows from each peer; the last is `N` |
-    | `psum_num_recv_tokens_per_expert` | `[L]` int32 | compact: running sum of aligned counts; \
-expanded: one past the last token of each expert |
-    | `num_unaligned_recv_tokens_per_expert` | `[L]` int32 | tokens of each expert |
-    | `num_dropped` | `[1]` int32 | without CPU sync and with `num_max_rows`: tokens (expanded: \
-choices) that found no row; else 0 |
-    | `recv_src_metadata` | `[N, K + 2]` int32 | source rank times max plus token; peer (hybrid: \
-place in its block) times `K` plus largest local slot; expanded row of each slot, -1: none |
-    | `dst_buffer_slot_idx` | `[T, K]` int32 | direct mode: at the largest slot of each \
-destination, this rank times max plus the index of the token among those sent there; -1 elsewhere |
-    | `token_metadata_at_forward`, `channel_linked_list` | | None: what DeepEP needs to replay \
-hybrid mode is in the plan of the handle |
+    Attributes can be assigned, but `combine` and a dispatch with the handle use an internal plan.
 
-    Fields can be assigned. What `combine` and a dispatch with the handle use is the plan.
+    Attributes:
+        do_expand: As in the dispatch.
+        num_experts: As in the dispatch.
+        expert_alignment: As in the dispatch.
+        num_max_tokens_per_rank: As in the dispatch.
+        num_sms: As in the dispatch.
+        topk_idx: `[T, K]`, int64 or int32: the selected experts; a copy unless
+            `do_handle_copy=False`.
+        num_recv_tokens: Rows of the compact layout: `N`, or `R * max` without CPU sync.
+        num_expanded_tokens: Rows of the expanded layout, including padding.
+        num_recv_tokens_per_expert_list: List of `L` aligned counts; empty without CPU sync.
+        psum_num_recv_tokens_per_scaleup_rank: `[R]`, in hybrid mode `[U]`, int32: running sum of
+            the rows from each peer; the last is `N`.
+        psum_num_recv_tokens_per_expert: `[L]`, int32: in the compact layout, the running sum of
+            aligned counts; in the expanded layout, one past the last token of each expert.
+        num_unaligned_recv_tokens_per_expert: `[L]`, int32: tokens of each expert.
+        num_dropped: `[1]`, int32: without CPU sync and with `num_max_rows`, the tokens (in the
+            expanded layout: selections) for which there was no row; else 0.
+        recv_src_metadata: `[N, K + 2]`, int32: source rank times max plus token; peer (in hybrid
+            mode its index in the block) times `K` plus largest local slot; expanded row of each
+            slot, -1 for none.
+        dst_buffer_slot_idx: `[T, K]`, int32: in direct mode, at the largest slot of each
+            destination, this rank times max plus the index of the token among those sent there; -1
+            elsewhere.
+        routing: The internal plan.
+        token_metadata_at_forward: None. What DeepEP needs to replay hybrid mode is in the plan.
+        channel_linked_list: None.
     """
 
     do_expand: bool
@@ -104,7 +110,11 @@ hybrid mode is in the plan of the handle |
         """Replay state of DeepEP's hybrid kernels, which the engines here do not have."""
 
     def deterministic_sort(self, *_: Tensor | None) -> None:
-        """Sorts received rows by source, in place. They always arrive sorted: nothing is left."""
+        """Sorts received rows by source, in place. They always arrive sorted, so this does nothing.
+
+        Args:
+            _: Not used.
+        """
 
     def raise_if_dropped(self) -> None:
         """Raise if a row found no place, saying how many; waits for the device."""

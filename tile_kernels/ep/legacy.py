@@ -36,8 +36,16 @@ _FULL_CHUNKS = 256
 class Config:
     """Chunk sizes of DeepEP's kernels. They are kept for size hints and have no other effect.
 
-    >>> Config(20).get_nvl_buffer_size_hint(hidden_bytes=14336, num_ranks=8) % 128
-    0
+    Args:
+        num_sms: The number of SMs.
+        num_max_nvl_chunked_send_tokens: Tokens that are sent at once over NVLink.
+        num_max_nvl_chunked_recv_tokens: Tokens for which there is room over NVLink.
+        num_max_rdma_chunked_send_tokens: Tokens that are sent at once over RDMA.
+        num_max_rdma_chunked_recv_tokens: Tokens for which there is room over RDMA.
+
+    Example:
+        >>> Config(20).get_nvl_buffer_size_hint(hidden_bytes=14336, num_ranks=8) % 128
+        0
     """
 
     num_sms: int = 20
@@ -47,11 +55,21 @@ class Config:
     num_max_rdma_chunked_recv_tokens: int = _FULL_CHUNKS
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes that receive so many tokens from each rank of a node on each pair of SMs."""
+        """Returns the bytes that receive these tokens from each rank of a node on each pair of SMs.
+
+        Args:
+            hidden_bytes: Bytes of a token.
+            num_ranks: The number of ranks.
+        """
         return self._hint(hidden_bytes, num_ranks, self.num_max_nvl_chunked_recv_tokens)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """The same between nodes; 0 if all ranks are on one node."""
+        """Returns the same between nodes; 0 if all ranks are on one node.
+
+        Args:
+            hidden_bytes: Bytes of a token.
+            num_ranks: The number of ranks.
+        """
         if num_ranks <= RANKS_PER_NODE:
             return 0
         return 2 * self._hint(hidden_bytes, num_ranks, self.num_max_rdma_chunked_recv_tokens)
@@ -146,7 +164,11 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set the number of SMs that configurations have by default; it must be even."""
+        """Sets the number of SMs that configurations have by default.
+
+        Args:
+            new_num_sms: An even number.
+        """
         with named("Buffer.set_num_sms"):
             checks.integer("new_num_sms", new_num_sms, 2)
             if new_num_sms % 2:
@@ -160,20 +182,36 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The configuration for so many ranks. It has no effect on the engines here."""
+        """Returns the configuration for a number of ranks. It has no effect on the engines here.
+
+        Args:
+            num_ranks: The number of ranks.
+        """
         checks.integer("num_ranks", num_ranks, 1)
         return Config(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """As `get_dispatch_config`."""
+        """Returns the configuration for a number of ranks. It has no effect on the engines here.
+
+        Args:
+            num_ranks: The number of ranks.
+        """
         return Buffer.get_dispatch_config(num_ranks)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of received tokens and of their results in low-latency mode, in whole pages."""
+        """Returns the bytes of received tokens and of their results in low-latency mode, in whole
+        pages.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: The largest number of tokens of a rank.
+            hidden: Channels of a token.
+            num_ranks: The number of ranks.
+            num_experts: The number of experts.
+        """
         del num_ranks
         token = align(2 * hidden, model.SECTION) + model.SECTION
         return align(2 * num_experts * num_max_dispatch_tokens_per_rank * token, model.PAGE)
@@ -467,7 +505,14 @@ class Buffer:
         return result, event, _no_hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
-        """Memory for the argument of `low_latency_combine`: `[L, max * R, H]` bfloat16."""
+        """Returns memory for the argument of `low_latency_combine`.
+
+        Args:
+            handle: The handle of the dispatch.
+
+        Returns:
+            `[L, max * R, H]`, bfloat16.
+        """
         self._made("Buffer.get_next_low_latency_combine_buffer")
         num_local = handle.routing.num_experts // self.group_size
         size = (num_local, handle.capacity, self._hidden)
@@ -476,11 +521,22 @@ class Buffer:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Nothing: no call leaves anything behind in the memory of another one."""
+        """Does nothing, because no call leaves data in the memory of another one.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: Not used.
+            hidden: Not used.
+            num_experts: Not used.
+        """
         del num_max_dispatch_tokens_per_rank, hidden, num_experts
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Mask a rank, or take it back: experts of masked ranks receive no tokens from this one."""
+        """Masks a rank or unmasks it; the experts of masked ranks receive no tokens from this rank.
+
+        Args:
+            rank_to_mask: The rank.
+            mask: Whether it is masked.
+        """
         with named("Buffer.low_latency_update_mask_buffer"):
             if not self.enable_shrink:
                 raise ValueError("the buffer must be made with enable_shrink=True")
@@ -488,7 +544,11 @@ class Buffer:
         self._masked[rank_to_mask] = bool(mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Write 1 for each masked rank and 0 for the others to `mask_status` `[R]` int32."""
+        """Writes which ranks are masked.
+
+        Args:
+            mask_status: `[R]`, int32: receives 1 for each masked rank, and 0 for the others.
+        """
         mask_status.copy_(self._masked)
 
     def low_latency_clean_mask_buffer(self) -> None:

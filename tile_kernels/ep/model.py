@@ -111,6 +111,12 @@ def combine_slots(
     return received * tokens + copies * nodes * (tokens + SPARE_SLOTS)
 
 
+def max_expanded_rows(num_rows: int, num_topk: int, num_local_experts: int, alignment: int) -> int:
+    """The largest number of rows of the expanded layout for so many received rows."""
+    most_slots = num_rows * min(num_topk, num_local_experts)
+    return align(most_slots + (alignment - 1) * num_local_experts, alignment)
+
+
 def limits_exceeded(num_scaleout_ranks: int, num_scaleup_ranks: int, num_experts: int) -> list[str]:
     """The limits of DeepEP's kernels that a configuration exceeds, one sentence each.
 

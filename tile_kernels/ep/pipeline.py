@@ -96,7 +96,12 @@ class PipelineMethods(BufferBase):
     _pipeline: Pipeline | None = None
 
     def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> None:
-        """Prepare for sends between ring neighbours. Collective."""
+        """Prepares for sends between ring neighbours. Collective.
+
+        Args:
+            num_max_tensor_bytes: The largest tensor in bytes.
+            num_max_inflight_tensors: The largest number of tensors in flight.
+        """
         self._configure(
             "ElasticBuffer.pp_set_config",
             lambda: check_config(num_max_tensor_bytes, num_max_inflight_tensors),
@@ -111,16 +116,27 @@ class PipelineMethods(BufferBase):
         self._pipeline = Pipeline(world, num_max_tensor_bytes, num_max_inflight_tensors)
 
     def pp_send(self, t: Tensor, dst_rank_idx: int, num_sms: int = 0) -> None:
-        """Send a contiguous tensor, a multiple of 32 bytes, to the next or the previous rank.
+        """Sends a tensor to the next or the previous rank.
 
-        Returns before it is received, unless too many are under way.
+        It returns before the tensor is received, unless too many tensors are in flight.
+
+        Args:
+            t: A contiguous tensor of a multiple of 32 bytes.
+            dst_rank_idx: The rank that receives it.
+            num_sms: Recorded; has no effect on these engines.
         """
         pipeline = self._configured_pipeline("pp_send", num_sms)
         with named(f"ElasticBuffer.pp_send: rank {self.rank_idx}"):
             pipeline.send(t, dst_rank_idx)
 
     def pp_recv(self, t: Tensor, src_rank_idx: int, num_sms: int = 0) -> None:
-        """Fill `t` with the next tensor from the next or the previous rank; they come in order."""
+        """Receives the next tensor from the next or the previous rank; tensors arrive in order.
+
+        Args:
+            t: The tensor that is filled.
+            src_rank_idx: The rank that sends it.
+            num_sms: Recorded; has no effect on these engines.
+        """
         pipeline = self._configured_pipeline("pp_recv", num_sms)
         with named(f"ElasticBuffer.pp_recv: rank {self.rank_idx}"):
             pipeline.receive(t, src_rank_idx)

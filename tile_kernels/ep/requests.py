@@ -27,7 +27,7 @@ from tile_kernels.ep.model import (
     dispatch_row_bytes,
     dispatch_slots,
 )
-from tile_kernels.ep.plan import Hop
+from tile_kernels.ep.plan import Hop, count_ids, counted_hop, plan_static_hop
 from tile_kernels.ep.rows import Field, field_of
 from tile_kernels.ep.transport import Fabric
 from tile_kernels.moe.mapping.plan import MAX_EXPERTS
@@ -45,7 +45,7 @@ class Route:
     """Where the tokens of a dispatch go, and the layout in which they arrive.
 
     It is that of `handle`, or a new one, of which `hop` is the first. `topk_idx` is int64,
-    whatever was given.
+    whatever was given. `choices` counts how often each expert is chosen, for engines with a window.
     """
 
     topk_idx: Tensor
@@ -57,6 +57,7 @@ class Route:
     num_sms: int
     handle: EPHandle | None = None
     hop: Hop | None = None
+    choices: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class DispatchRequest:
     payloads: list[Tensor]
     route: Route
     settings: Settings
+    windows: Sequence[tuple[int, int]] = ()  # what the ranks announced of their windows
 
     @property
     def needs_grad(self) -> bool:
@@ -85,6 +87,7 @@ class CombineRequest:
     reduce_first: bool
     needs_grad: bool
     settings: Settings
+    windows: Sequence[tuple[int, int]] = ()
 
 
 def _grad_names(named: Sequence[tuple[str, Tensor | None]]) -> str:
@@ -125,17 +128,37 @@ def _payloads(x: Any) -> list[Tensor]:
     return list(x)
 
 
-def _check_choices(topk_idx: Tensor, num_experts: int) -> None:
-    """Ids in `-1..num_experts-1`, none twice in a row."""
-    checks.in_range("topk_idx", topk_idx, -1, num_experts - 1)
+def _bad_choices(topk_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids sorted in each row; those out of `-1..num_experts-1`; those that come twice in a row."""
     ordered = topk_idx.sort(dim=1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    if twice.any():
+    outside = (ordered < -1) | (ordered >= num_experts)
+    return ordered, outside, (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+
+
+def _counted_hop(
+    fabric: Fabric, topk_idx: Tensor, given: Tensor, num_experts: int
+) -> tuple[Hop, list[int]]:
+    """The first hop, and with a window how often each expert is chosen.
+
+    The values of `given` are checked. The host waits for the device once, for all numbers.
+    """
+    groups, num_peers = fabric.peers_on_first_hop(topk_idx, num_experts)
+    hop, counts = counted_hop(groups, num_peers)
+    ordered, outside, twice = _bad_choices(given, num_experts)
+    parts = [outside.sum()[None], twice.sum()[None], counts]
+    if fabric.window is not None:
+        parts.append(count_ids(topk_idx, num_experts))
+    num_outside, num_twice, *numbers = torch.cat(parts).tolist()
+    if num_outside:
+        checks.in_range("topk_idx", given, -1, num_experts - 1)
+    if num_twice:
         token, slot = twice.nonzero()[0].tolist()
         raise ValueError(
             f"topk_idx must name an expert once for each token, but token {token} names expert "
             f"{ordered[token, slot].item()} more often"
         )
+    hop.send_counts = numbers[:num_peers]
+    return hop, numbers[num_peers:]
 
 
 @dataclass(frozen=True)
@@ -299,10 +322,12 @@ def _new_route(
             f"x must have at most num_max_tokens_per_rank = {max_tokens} tokens, got {num_tokens}"
         )
     is_static = may_be_static and not cpu_sync
-    if not is_static:
-        _check_choices(topk_idx, num_experts)
-    topk_idx = fabric.without_inactive(topk_idx, num_experts)
-    hop = fabric.first_hop(topk_idx, num_experts, max_tokens if is_static else None)
+    given, topk_idx = topk_idx, fabric.without_inactive(topk_idx, num_experts)
+    choices: list[int] = []
+    if is_static:
+        hop = plan_static_hop(*fabric.peers_on_first_hop(topk_idx, num_experts), max_tokens)
+    else:
+        hop, choices = _counted_hop(fabric, topk_idx, given, num_experts)
     return Route(
         topk_idx,
         num_experts,
@@ -312,6 +337,7 @@ def _new_route(
         cpu_sync,
         arguments.num_sms,
         hop=hop,
+        choices=choices,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels import moe
+from tile_kernels.runtime import backends
 
 # Rows are padded to a multiple of these: copies move 16 bytes at a time, and a GPU scatters long
 # rows a fifth faster if they are aligned to 256 bytes.
@@ -114,6 +115,26 @@ def unpack(rows: Tensor, fields: Sequence[Field], start: int = 0) -> list[Tensor
 # ---- scattered rows, by the kernels of `tile_kernels.moe` ---------------------------------------
 
 
+def on_host(x: Tensor) -> bool:
+    """Whether PyTorch's own functions on the CPU process a tensor, and no kernel."""
+    return x.device.type == "cpu" and backends.choose(x.device) == "torch"
+
+
+def _gathered(rows: Tensor, positions: Tensor, num_rows: int) -> Tensor:
+    """`scatter_rows` on the host, where it is faster to copy the row that belongs to a position."""
+    sources = positions.new_full((num_rows,), -1, dtype=torch.int64)
+    named = (positions >= 0) & (positions < num_rows)
+    row, slot = named.nonzero(as_tuple=True)
+    sources[positions[row, slot].long()] = row
+    source_bytes = as_bytes(rows)
+    words = source_bytes.view(_words(source_bytes.shape[1], int(source_bytes.storage_offset())))
+    empty = (sources < 0).nonzero().flatten()
+    out = words.index_select(0, sources.clamp_(min=0))
+    if empty.numel():
+        out.index_fill_(0, empty, 0)
+    return out.view(rows.dtype)
+
+
 def scatter_rows(rows: Tensor, positions: Tensor, num_rows: int) -> Tensor:
     """`out[positions[r, k]] = rows[r]`, zeros elsewhere; `[num_rows, ...]`.
 
@@ -122,6 +143,8 @@ def scatter_rows(rows: Tensor, positions: Tensor, num_rows: int) -> Tensor:
     field = field_of(rows)
     if rows.numel() == 0 or num_rows == 0:
         return zeros(num_rows, field, rows.device)
+    if on_host(rows):
+        return _gathered(rows, positions, num_rows)
     fused = positions.new_empty(num_rows)
     return moe.expand_to_fused(as_bytes(rows), positions, fused).view(field.dtype)
 

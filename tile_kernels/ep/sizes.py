@@ -55,7 +55,17 @@ class SizeHints(BufferBase):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes that a buffer for this shape needs on each rank. Collective."""
+        """Returns the bytes that a buffer for this shape needs on each rank. Collective.
+
+        Args:
+            group: As in `ElasticBuffer`.
+            num_max_tokens_per_rank: As in `ElasticBuffer`.
+            hidden: As in `ElasticBuffer`.
+            num_topk: As in `ElasticBuffer`.
+            use_fp8_dispatch: As in `ElasticBuffer`.
+            allow_hybrid_mode: As in `ElasticBuffer`.
+            allow_multiple_reduction: As in `ElasticBuffer`.
+        """
         topology, physical = topology_of(make_engine(group), allow_hybrid_mode, None)
         return buffer_bytes(
             topology, physical, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch,
@@ -69,24 +79,47 @@ class SizeHints(BufferBase):
         num_max_tokens_per_rank: int,
         dtype: torch.dtype = torch.bfloat16,
     ) -> tuple[int, int]:
-        """Bytes on the GPU for fetched rows, and in host memory for the entries."""
+        """Returns the bytes on the GPU for fetched rows, and in host memory for the entries.
+
+        Args:
+            num_entries: Rows of the table on this rank.
+            hidden: Channels of a row.
+            num_max_tokens_per_rank: The largest number of rows of a fetch.
+            dtype: The dtype of the rows.
+        """
         return model.engram_bytes(num_entries, hidden, num_max_tokens_per_rank, dtype)
 
     @staticmethod
     def get_pp_buffer_size_hint(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
-        """Bytes for tensors in flight to and from both neighbours."""
+        """Returns the bytes for tensors in flight to and from both neighbours.
+
+        Args:
+            num_max_tensor_bytes: The largest tensor in bytes.
+            num_max_inflight_tensors: The largest number of tensors in flight.
+        """
         return model.pp_bytes(num_max_tensor_bytes, num_max_inflight_tensors)
 
     @staticmethod
     def get_agrs_num_max_session_bytes(
         group: Any, shapes: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype
     ) -> int:
-        """Bytes of a session that gathers a tensor of each shape, or of one shape."""
+        """Returns the bytes of a session that gathers a tensor of each shape.
+
+        Args:
+            group: As in `ElasticBuffer`.
+            shapes: A shape, or a sequence of shapes.
+            dtype: The dtype of the tensors.
+        """
         return model.all_gather_session_bytes(make_engine(group).size, shapes_of(shapes)[0], dtype)
 
     @staticmethod
     def get_agrs_buffer_size_hint(group: Any, num_max_session_bytes: int) -> int:
-        """Bytes of a buffer for such sessions."""
+        """Returns the bytes of a buffer for such sessions.
+
+        Args:
+            group: As in `ElasticBuffer`.
+            num_max_session_bytes: The bytes of a session.
+        """
         make_engine(group)
         return align(num_max_session_bytes, model.PAGE)
 
@@ -100,12 +133,21 @@ class SizeHints(BufferBase):
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """How many SMs would keep the links busy: see `model.num_sms`.
+        """Returns how many SMs would keep the links busy: see `model.num_sms`.
 
-        Bandwidths are not detected. Without any, the result is 20, the number that DeepEP's
-        legacy buffer uses, or all SMs of a smaller device. If one is given, all that matter for
-        the topology must be given. On a machine without a GPU the SMs are those of the default
-        device (`config.get_device_num_sms`).
+        Bandwidths are not detected. Without any, the result is 20, the number that DeepEP's legacy
+        buffer uses, or all SMs of a smaller device. If one is given, all that matter for the
+        topology must be given. On a machine without a GPU the SMs are those of the default device
+        (`config.get_device_num_sms`).
+
+        Args:
+            num_experts: The number of experts.
+            num_topk: Experts per token.
+            num_scaleout_topk: Must be 0.
+            rdma_gbs: The bandwidth of RDMA in GB/s.
+            nvlink_gbs: The bandwidth of NVLink in GB/s.
+            sm_read_gbs: The bandwidth at which an SM reads, in GB/s.
+            sm_write_gbs: The bandwidth at which an SM writes, in GB/s.
         """
         if num_scaleout_topk != 0:
             raise ValueError(
@@ -130,5 +172,9 @@ class SizeHints(BufferBase):
             )
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """How many of the allocated queue pairs a transfer on `num_sms` SMs would use."""
+        """Returns how many of the allocated queue pairs a transfer would use.
+
+        Args:
+            num_sms: The number of SMs of the transfer.
+        """
         return model.num_qps(num_sms, self.num_allocated_qps, self.allow_hybrid_mode)

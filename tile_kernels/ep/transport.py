@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tile_kernels import moe
 from tile_kernels.ep.engines import Engine
+from tile_kernels.ep.engines.window import Window
 from tile_kernels.ep.plan import (
     Hop,
     Plan,
@@ -19,8 +20,19 @@ from tile_kernels.ep.plan import (
     plan_hop,
     plan_static_hop,
 )
-from tile_kernels.ep.rows import Field, field_of, pack, reordered, restored, scatter_rows, unpack
+from tile_kernels.ep.rows import (
+    Field,
+    field_of,
+    on_host,
+    pack,
+    reordered,
+    restored,
+    scatter_rows,
+    unpack,
+)
 from tile_kernels.ep.topology import Topology
+
+_ROWS_AT_ONCE = 128  # of a sum on the host
 
 _DISPATCH, _COMBINE = "ElasticBuffer.dispatch (rows)", "ElasticBuffer.combine (rows)"  # phases
 
@@ -46,16 +58,16 @@ class Fabric:
         rail = world.split(topology.rail(rank))
         return cls(topology, rank, world, [rail, node])
 
-    def first_hop(self, topk_idx: Tensor, num_experts: int, capacity: int | None = None) -> Hop:
-        """To the ranks, or to the nodes, of the chosen experts `[T, K]`.
-
-        With a `capacity`, the maximum number of tokens of any rank, the hop is static.
-        """
+    def peers_on_first_hop(self, topk_idx: Tensor, num_experts: int) -> tuple[Tensor, int]:
+        """The rank, or the node, of each of the chosen experts `[T, K]`; and how many there are."""
         num_peers = self.hops[0].size
-        groups = peers_of(topk_idx, num_experts // num_peers, 0, num_peers)
-        if capacity is None:
-            return plan_hop(groups, num_peers)
-        return plan_static_hop(groups, num_peers, capacity)
+        return peers_of(topk_idx, num_experts // num_peers, 0, num_peers), num_peers
+
+    @property
+    def window(self) -> Window | None:
+        """The windows that rows are written to directly, if the ranks have some."""
+        all_active = len(self.world.active) == self.world.size
+        return self.world.window if all_active and not self.topology.is_hybrid else None
 
     def without_inactive(self, topk_idx: Tensor, num_experts: int) -> Tensor:
         """The same choices; -1 for experts of ranks that do not take part."""
@@ -168,6 +180,8 @@ def staged_sum(values: Tensor, items: Tensor, first: Sequence[Tensor] = ()) -> T
 
     In float32, from +0.0; rounded once to the dtype of `values` `[n, H]`.
     """
+    if on_host(values):
+        return _sum_on_host(values, items, first)
     if first:
         rows = torch.arange(items.shape[0], dtype=torch.int32, device=items.device)[:, None]
         num_first = len(first) * items.shape[0]
@@ -177,6 +191,30 @@ def staged_sum(values: Tensor, items: Tensor, first: Sequence[Tensor] = ()) -> T
     if values.numel() == 0:
         return values.new_zeros((items.shape[0], values.shape[1]))
     return moe.reduce_fused(values, None, items)
+
+
+def _sum_on_host(values: Tensor, items: Tensor, first: Sequence[Tensor]) -> Tensor:
+    """`staged_sum` on the host, some rows at a time so that their sums stay in the cache."""
+    num_rows, hidden = items.shape[0], values.shape[1]
+    out = values.new_empty((num_rows, hidden))
+    if hidden == 0:
+        return out
+    total = torch.empty((_ROWS_AT_ONCE, hidden), dtype=torch.float32)
+    for start in range(0, num_rows, _ROWS_AT_ONCE):
+        some = items[start : start + _ROWS_AT_ONCE]
+        sums = total[: len(some)].zero_()
+        for each in first:
+            sums += each[start : start + len(some)].float()
+        for slot in some.unbind(1):
+            rows = ((slot >= 0) & (slot < values.shape[0])).nonzero().flatten()
+            if len(rows) == len(some):
+                sums += values.index_select(0, slot).float()
+            elif len(rows):
+                sums.index_add_(0, rows, values.index_select(0, slot[rows]).float())
+        rounded = out[start : start + len(some)].copy_(sums)
+        if values.dtype != torch.bfloat16:  # one NaN, as kernels have it
+            rounded.masked_fill_(sums.isnan(), torch.nan)
+    return out
 
 
 def owned_weights(weights: Tensor, owners: Tensor) -> Tensor:

@@ -37,10 +37,15 @@ def get_mk_alignment_for_contiguous_layout() -> int:
 
 
 def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """`x` elements rounded up to a multiple of 16 bytes.
+    """Returns `x` elements rounded up to a multiple of 16 bytes.
 
-    >>> get_tma_aligned_size(5, 4), get_tma_aligned_size(17, 1)
-    (8, 32)
+    Args:
+        x: The number of elements.
+        element_size: The bytes of an element.
+
+    Example:
+        >>> get_tma_aligned_size(5, 4), get_tma_aligned_size(17, 1)
+        (8, 32)
     """
     with checks.named("get_tma_aligned_size"):
         checks.integer("x", x, 0)

@@ -162,7 +162,8 @@ def check_row_stride(name: str, x: Tensor) -> None:
     if x.shape[0] > 1 and x.numel():
         if stride * x.element_size() % _TMA_BYTES:
             raise ValueError(
-                f"{name} must have rows on {_TMA_BYTES} bytes, got strides {x.stride()}"
+                f"{name} must have rows that start at multiples of {_TMA_BYTES} bytes, got strides "
+                f"{x.stride()}"
             )
         if stride < x.shape[1]:
             raise ValueError(f"{name} must have rows that do not overlap, got strides {x.stride()}")

@@ -96,7 +96,7 @@ def build_product(*static: Any) -> Any:
     alternate, ahead = p.alternate, p.ahead
     scales_by_copier = p.copied_scales and promoted and not sfb_by_row
     # Scales of the rows of `b` are read before a product starts, so that no load of a stage is
-    # under way when it is released. A tile of 128 x 256 has no registers for that: it reads them
+    # in flight when it is released. A tile of 128 x 256 has no registers for that: it reads them
     # after the product, and releases a stage when the products of the next one have started. They
     # overwrite `part`, so that the promotion before has its scales.
     deferred = sfb_by_row and (p.rows, p.columns) == (BLOCK, 2 * WIDTH)

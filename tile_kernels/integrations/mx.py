@@ -1,27 +1,50 @@
-"""Quantized tensors as torchao and PyTorch's scaled products take them: OCP's MX formats.
+"""Quantized tensors as torchao and PyTorch's scaled products take them: OCP's MX formats, NVFP4.
+
+    data, scales = mx.to_mx(x, "e4m3")                # torch.float8_e8m0fnu, [rows, groups]
+    data, scales, global_sf = mx.to_nvfp4(x)          # torch.float4_e2m1fn_x2, float8_e4m3fn
+    blocked = mx.to_blocked(scales)                   # as SwizzleType.SWIZZLE_32_4_4 wants them
+    y = torch._scaled_mm(**mx.scaled_mm_arguments(a, b))
 
 `quant.per_token_cast(x, "e4m3", 32, round_sf=True)` is MXFP8 and the same with `"e2m1"` MXFP4; with
-packed scales (`use_packed_ue8m0`) too. What differs is how scales are stored:
-
-    data, sf = tile_kernels.quant.per_token_cast(x, "e4m3", 32, round_sf=True)
-    data, scales = mx.mx_operand(data, sf)           # torch.float8_e8m0fnu, [rows, groups]
-    blocked = mx.to_blocked(scales)                  # as SwizzleType.SWIZZLE_32_4_4 wants them
+packed scales (`use_packed_ue8m0`) too. What differs is how scales are stored: see `mx_operand`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from tile_kernels import quant
+from tile_kernels.quant import formats
+from tile_kernels.quant.types import QuantTensor
 from tile_kernels.runtime import checks
-from tile_kernels.utils import ceil_div
+from tile_kernels.utils import align, ceil_div
 
-__all__ = ["from_blocked", "mx_operand", "mx_scales", "to_blocked"]
+__all__ = [
+    "from_blocked",
+    "from_mx",
+    "from_nvfp4",
+    "mx_operand",
+    "mx_scales",
+    "scaled_grouped_mm_arguments",
+    "scaled_mm_arguments",
+    "to_blocked",
+    "to_mx",
+    "to_nvfp4",
+]
 
 _WORD = 4  # exponents in an int32
+_MX_GROUP, _NVFP4_GROUP, _BLOCK = 32, 16, 128  # channels of a scale
+_MOST_E2M1, _MOST_E4M3 = 6.0, 448.0
+_LEAST_SCALE = 2.0**-126  # of MX, as a normal number of float32
 # A tile of the blocked layout: 128 rows of 4 scales in 512 bytes.
 TILE_ROWS, TILE_COLUMNS = 128, 4
+_PACKED = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 _DATA = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
+_VALUES = (torch.bfloat16, torch.float32)
+_OUT = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def mx_scales(sf: Tensor, num_groups: int | None = None) -> Tensor:
@@ -50,8 +73,7 @@ def mx_scales(sf: Tensor, num_groups: int | None = None) -> Tensor:
             groups = most if num_groups is None else checks.integer("num_groups", num_groups, 0)
             if ceil_div(groups, _WORD) != sf.shape[1]:
                 raise ValueError(f"num_groups must be in {max(0, most - 3)}..{most}, got {groups}")
-            rows = torch.empty(sf.shape, dtype=torch.int32, device=sf.device).copy_(sf)
-            exponents = rows.view(torch.uint8)[:, :groups].contiguous()
+            exponents = formats.words_to_bytes(sf)[:, :groups].contiguous()
             return exponents.view(torch.float8_e8m0fnu)
         if num_groups is not None and num_groups != sf.shape[1]:
             raise ValueError(f"num_groups must be {sf.shape[1]}, got {num_groups}")
@@ -87,38 +109,55 @@ def mx_operand(data: Tensor, sf: Tensor) -> tuple[Tensor, Tensor]:
     return (data.view(torch.float4_e2m1fn_x2) if packed else data), scales
 
 
-def to_blocked(scales: Tensor) -> Tensor:
+def to_blocked(scales: Tensor, offsets: Tensor | None = None) -> Tensor:
     """Scales in the order in which tensor cores of Blackwell read them, as cuBLAS takes them.
 
-    Rows and columns are padded with zero bytes to tiles of 128 x 4, which follow each other row by
-    row; in a tile the scale of `(row, column)` is byte `row % 32 * 16 + row // 32 * 4 + column`.
+    Without `offsets` this is `quant.blocked_scales`: rows and columns are padded with zero bytes to
+    tiles of 128 x 4, which follow each other row by row. With `offsets` the rows of each group are
+    padded by themselves, as grouped products take them. The result then has room for any sizes of
+    groups, so that the host does not wait: the last rows may be zero.
 
     Args:
-        scales: `[rows, columns]`, any dtype of one byte. For grouped products call it for the rows
-            of each group.
+        scales: `[rows, columns]`, any dtype of one byte.
+        offsets: `[groups]`, int32: one past the last row of each group, ascending; or None.
 
     Returns:
-        `[512 * ceil(rows / 128) * ceil(columns / 4)]`, the same dtype.
+        `[512 * ceil(rows / 128) * ceil(columns / 4)]`, the same dtype. With `offsets`
+        `[align(rows + 127 * groups, 128), align(columns, 4)]`, in the same order.
 
     Raises:
-        TypeError: If an element is not one byte.
+        TypeError: If an element is not one byte, or `offsets` is not int32.
         ValueError: If the shape is not that of rows.
 
     Example:
         >>> to_blocked(torch.ones(2, 2, dtype=torch.uint8)).nonzero().flatten().tolist()
         [0, 1, 16, 17]
+        >>> ends = torch.tensor([1, 2]).int()
+        >>> to_blocked(torch.ones(2, 1, dtype=torch.uint8), ends).flatten().nonzero().tolist()
+        [[0], [512]]
     """
-    if scales.element_size() != 1:
-        raise TypeError(f"to_blocked: scales must have one byte each, got {scales.dtype}")
-    if scales.dim() != 2:
-        raise ValueError(f"to_blocked: scales must be [rows, columns], got {list(scales.shape)}")
-    rows, columns = (ceil_div(n, t) for n, t in zip(scales.shape, (TILE_ROWS, TILE_COLUMNS)))
-    padded = torch.zeros(
-        rows * TILE_ROWS, columns * TILE_COLUMNS, dtype=torch.uint8, device=scales.device
-    )
-    padded[: scales.shape[0], : scales.shape[1]] = scales.view(torch.uint8)
-    tiles = padded.view(rows, 4, 32, columns, TILE_COLUMNS).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(-1).view(scales.dtype)
+    with checks.named("to_blocked"):
+        checks.tensor("scales", scales, ("rows", "columns"))
+        if scales.element_size() != 1:
+            raise TypeError(f"scales must have one byte each, got {scales.dtype}")
+        if offsets is not None:
+            checks.tensor("offsets", offsets, ("groups",), torch.int32)
+    if offsets is None:
+        return quant.blocked_scales(scales)
+    rows, columns = scales.shape
+    ends = offsets.long().clamp(0, rows)
+    starts = torch.nn.functional.pad(ends, (1, 0))[:-1]
+    sizes = (ends - starts + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    shift = sizes.cumsum(0) - sizes - starts  # from a row to its place, by group
+    number = torch.arange(rows, device=scales.device)
+    group = torch.searchsorted(ends, number, right=True)
+    bound = align(rows + (TILE_ROWS - 1) * len(offsets), TILE_ROWS)
+    place = number + torch.nn.functional.pad(shift, (0, 1))[group]
+    place = torch.where(group < len(offsets), place, bound)  # behind the last group
+    padded = scales.new_zeros(bound + 1, columns, dtype=torch.uint8)
+    padded[place] = scales.view(torch.uint8)
+    whole = quant.blocked_scales(padded[:bound]).view(bound, align(columns, TILE_COLUMNS))
+    return whole.view(scales.dtype)
 
 
 def from_blocked(blocked: Tensor, rows: int, columns: int) -> Tensor:
@@ -142,3 +181,291 @@ def from_blocked(blocked: Tensor, rows: int, columns: int) -> Tensor:
     tiles = blocked.view(torch.uint8).view(row_tiles, column_tiles, 32, 4, TILE_COLUMNS)
     whole = tiles.permute(0, 3, 2, 1, 4).reshape(row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS)
     return whole[:rows, :columns].contiguous().view(blocked.dtype)
+
+
+# ---- casts --------------------------------------------------------------------------------------
+
+
+def to_mx(x: Tensor, fmt: str = "e4m3") -> tuple[Tensor, Tensor]:
+    """Quantizes rows in groups of 32 channels with powers of two: MXFP8 or MXFP4.
+
+    A scale is the least power of two, from `2**-126` on, with which the largest value of its group
+    does not exceed the format's. Where that is not the limit, the bits are those of torchao's
+    `to_mx` with `ScaleCalculationMode.RCEIL`.
+
+    Args:
+        x: `[rows, channels]`, bfloat16 or float32; a multiple of 32 channels.
+        fmt: `"e4m3"` or `"e2m1"`.
+
+    Returns:
+        `(data, scales)`: `[rows, channels]` float8_e4m3fn, or `[rows, channels / 2]`
+        float4_e2m1fn_x2; `[rows, channels / 32]` float8_e8m0fnu.
+
+    Raises:
+        TypeError: If the dtype is another one.
+        ValueError: If the shape or the format is another one.
+
+    Example:
+        >>> data, scales = to_mx(torch.full((1, 32), 3.0))
+        >>> data[0, 0].item(), scales.float().item()
+        (384.0, 0.0078125)
+    """
+    with checks.named("to_mx"):
+        checks.one_of("fmt", fmt, ("e4m3", "e2m1"))
+        _check_rows(x, _MX_GROUP)
+    most = _MOST_E4M3 if fmt == "e4m3" else _MOST_E2M1
+    pair = quant.per_token_cast(x, fmt, _MX_GROUP, round_sf=True, amax_min=most * _LEAST_SCALE)
+    return mx_operand(*pair)
+
+
+def _check_rows(x: Tensor, group: int) -> None:
+    checks.tensor("x", x, ("rows", "channels"), _VALUES)
+    if x.shape[1] % group:
+        raise ValueError(f"x must have a multiple of {group} channels, got {x.shape[1]}")
+
+
+def _codes(data: Tensor) -> Tensor:
+    """Packed e2m1 as the operators take it."""
+    return data.view(torch.int8) if data.dtype in _PACKED else data
+
+
+def from_mx(data: Tensor, scales: Tensor, fmt: str = "bf16") -> Tensor:
+    """The values of MXFP8 or MXFP4: `quant.per_token_cast_back`.
+
+    Args:
+        data: `[rows, channels]` float8_e4m3fn, or packed `[rows, channels / 2]`, as of `to_mx`.
+        scales: `[rows, channels / 32]`, float8_e8m0fnu.
+        fmt: `"bf16"` or `"fp32"`.
+
+    Returns:
+        `[rows, channels]`, bfloat16 or float32.
+
+    Raises:
+        TypeError: If a dtype is another one.
+        ValueError: If a shape or the format is another one.
+
+    Example:
+        >>> from_mx(*to_mx(torch.full((1, 32), 3.0), "e2m1"))[0, 0].item()
+        3.0
+    """
+    with checks.named("from_mx"):
+        checks.one_of("fmt", fmt, tuple(_OUT))
+        checks.tensor("data", data, ("rows", "bytes"), (torch.float8_e4m3fn, *_PACKED))
+        checks.tensor("scales", scales, ("rows", "groups"), torch.float8_e8m0fnu)
+    return quant.per_token_cast_back((_codes(data), scales.float()), fmt, _MX_GROUP)
+
+
+def to_nvfp4(x: Tensor, global_sf: Tensor | float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantizes rows to e2m1 in groups of 16 channels, with scales in e4m3 and one of all: NVFP4.
+
+    A value is `code * scale * global_sf`.
+
+    Args:
+        x: `[rows, channels]`, bfloat16 or float32; a multiple of 16 channels.
+        global_sf: The scale of all: a float32 with one element, or a number. None: the largest
+            magnitude over 6 * 448, so that no scale exceeds 448; 1 if `x` is all zero.
+
+    Returns:
+        `(data, scales, global_sf)`: `[rows, channels / 2]` float4_e2m1fn_x2; `[rows, channels /
+        16]` float8_e4m3fn; float32 with one element.
+
+    Raises:
+        TypeError: If a dtype is another one.
+        ValueError: If a shape is another one.
+
+    Example:
+        >>> data, scales, global_sf = to_nvfp4(torch.full((1, 16), 2688.0))
+        >>> data.dtype, scales.float().item(), global_sf.item()
+        (torch.float4_e2m1fn_x2, 448.0, 1.0)
+    """
+    with checks.named("to_nvfp4"):
+        _check_rows(x, _NVFP4_GROUP)
+    if global_sf is None:
+        most = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        global_sf = torch.where(most > 0, most / (_MOST_E2M1 * _MOST_E4M3), 1.0)
+    elif not isinstance(global_sf, Tensor):
+        value = checks.finite("global_sf", global_sf)
+        global_sf = torch.full((), value, dtype=torch.float32, device=x.device)
+    data, scales = quant.per_token_cast(
+        x, "e2m1", _NVFP4_GROUP, use_e4m3_sf=True, global_sf=global_sf
+    )
+    return data.view(torch.float4_e2m1fn_x2), scales, global_sf
+
+
+def from_nvfp4(
+    data: Tensor, scales: Tensor, global_sf: Tensor | float = 1.0, fmt: str = "bf16"
+) -> Tensor:
+    """The values of NVFP4: `quant.per_token_cast_back`.
+
+    Args:
+        data: `[rows, channels / 2]`, float4_e2m1fn_x2, int8 or uint8.
+        scales: `[rows, channels / 16]`, float8_e4m3fn.
+        global_sf: The scale of all.
+        fmt: `"bf16"` or `"fp32"`.
+
+    Returns:
+        `[rows, channels]`, bfloat16 or float32.
+
+    Raises:
+        TypeError: If a dtype is another one.
+        ValueError: If a shape or the format is another one.
+
+    Example:
+        >>> from_nvfp4(*to_nvfp4(torch.full((1, 16), 3.0)))[0, 0].item()
+        3.0
+    """
+    with checks.named("from_nvfp4"):
+        checks.one_of("fmt", fmt, tuple(_OUT))
+        checks.tensor("data", data, ("rows", "bytes"), _PACKED)
+        checks.tensor("scales", scales, ("rows", "groups"), torch.float8_e4m3fn)
+    return quant.per_token_cast_back((_codes(data), scales), fmt, _NVFP4_GROUP, global_sf=global_sf)
+
+
+# ---- products -----------------------------------------------------------------------------------
+
+
+def _kind(name: str, data: Tensor, sf: Tensor) -> str:
+    """How an operand is scaled; raises for what the products do not take."""
+    rows, columns = data.shape
+    channels = columns * (2 if data.dtype in _PACKED else 1)
+    given = tuple(sf.shape)
+    kinds: dict[str, tuple[torch.dtype, tuple[int, int]]] = {
+        "row": (torch.float32, (rows, 1)),
+        "1x128": (torch.float32, (rows, ceil_div(channels, _BLOCK))),
+        "128x128": (torch.float32, (ceil_div(rows, _BLOCK), ceil_div(channels, _BLOCK))),
+        "mx": (torch.float8_e8m0fnu, (rows, ceil_div(channels, _MX_GROUP))),
+        "nvfp4": (torch.float8_e4m3fn, (rows, ceil_div(channels, _NVFP4_GROUP))),
+    }
+    for kind, (dtype, shape) in kinds.items():
+        if sf.dtype == dtype and given == shape:
+            return kind
+    wanted = ", ".join(f"{list(shape)} {dtype}" for dtype, shape in kinds.values())
+    raise ValueError(f"the scales of {name} must be one of {wanted}, got {list(given)} {sf.dtype}")
+
+
+def _operand(name: str, pair: QuantTensor) -> tuple[Tensor, Tensor, str]:
+    if not (isinstance(pair, tuple) and len(pair) == 2):
+        raise TypeError(f"{name} must be a tuple of data and scales, got {type(pair).__name__}")
+    data, sf = pair
+    checks.tensor(f"{name}'s data", data, ("rows", "K"), (torch.float8_e4m3fn, *_PACKED))
+    checks.tensor(f"{name}'s scales", sf, ("rows", "groups"))
+    if data.dtype in _PACKED:
+        data = data.view(torch.float4_e2m1fn_x2)
+    return data.contiguous(), sf, _kind(name, data, sf)
+
+
+def _by_columns(sf: Tensor, length: int) -> Tensor:
+    """`[rows, groups]` with strides `(1, length)`; rows beyond the last ones are not read."""
+    rows, groups = sf.shape
+    if sf.stride() == (1, length):
+        return sf
+    out = sf.new_zeros(groups, length).t()
+    out[:rows].copy_(sf)
+    return out[:rows]
+
+
+def scaled_mm_arguments(
+    a: QuantTensor, b: QuantTensor, out_dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """The arguments of `torch._scaled_mm` for the product `a @ b.T` of quantized matrices.
+
+    | scales of | `a` | `b` |
+    |---|---|---|
+    | rows: `per_token_cast(x, "e4m3", K)` | `[M, 1]` float32 | `[N, 1]` float32 |
+    | groups of 128: `per_token_cast(x, "e4m3", 128)` | `[M, K / 128]` float32 | `[N, K / 128]` |
+    | blocks: `per_block_cast(x, "e4m3", (128, 128))` | | `[N / 128, K / 128]` float32 |
+    | MX: `to_mx` | `[M, K / 32]` float8_e8m0fnu | `[N, K / 32]` |
+    | NVFP4: `to_nvfp4` | `[M, K / 16]` float8_e4m3fn | `[N, K / 16]` |
+
+    Scales are laid out as the product reads them. That of NVFP4 knows no scale of all: multiply its
+    result by both. A CPU has the product with scales of rows only, a Hopper also those in groups
+    and blocks of 128, a Blackwell those of MX and NVFP4.
+
+    Args:
+        a: `(data, scales)`: `[M, K]` float8_e4m3fn, or packed e2m1, and one of the above.
+        b: `(data, scales)`: `[N, K]`, and one of the above.
+        out_dtype: Of the result.
+
+    Returns:
+        A dictionary: `torch._scaled_mm(**arguments)` is the product, `[M, N]`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If shapes or kinds of scales do not fit.
+
+    Example:
+        >>> a, b = (quant.per_token_cast(torch.ones(16, 32), "e4m3", 32) for _ in range(2))
+        >>> torch._scaled_mm(**scaled_mm_arguments(a, b))[0, 0].item()
+        32.0
+    """
+    with checks.named("scaled_mm_arguments"):
+        a_data, a_sf, a_kind = _operand("a", a)
+        b_data, b_sf, b_kind = _operand("b", b)
+        if a_data.shape[1] != b_data.shape[1] or a_data.dtype != b_data.dtype:
+            raise ValueError(
+                f"b must have rows of {a_data.shape[1]} {a_data.dtype} like a, got "
+                f"{b_data.shape[1]} {b_data.dtype}"
+            )
+        if a_kind != b_kind and (a_kind, b_kind) != ("1x128", "128x128"):
+            raise ValueError(f"b must have scales of the kind {a_kind} like a, got {b_kind}")
+    if a_kind in ("mx", "nvfp4"):
+        scales = to_blocked(a_sf), to_blocked(b_sf)
+    elif a_kind == "row":
+        scales = a_sf.contiguous(), b_sf.contiguous().view(1, -1)
+    else:
+        of_b = b_sf
+        if b_kind == "128x128":  # columns of it are the rows of the product's operand
+            of_b = _by_columns(b_sf.t(), align(b_sf.shape[1], 4))
+        else:
+            of_b = _by_columns(b_sf, b_sf.shape[0]).t()
+        scales = _by_columns(a_sf, a_sf.shape[0]), of_b
+    return {
+        "input": a_data, "mat2": b_data.t(), "scale_a": scales[0], "scale_b": scales[1],
+        "out_dtype": out_dtype,
+    }  # fmt: skip
+
+
+def scaled_grouped_mm_arguments(
+    a: QuantTensor, b: QuantTensor, offsets: Tensor, out_dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """The arguments of `torch._scaled_grouped_mm`: rows of `a` by group times `b[group].T`.
+
+    Args:
+        a: `(data, scales)`: `[M, K]` float8_e4m3fn, and `[M, 1]` float32 (for a Hopper) or `[M, K /
+            32]` float8_e8m0fnu (for a Blackwell).
+        b: `(data, scales)`: `[E, N, K]`, and `[E, N, 1]` or `[E, N, K / 32]`, of the same kind.
+        offsets: `[E]`, int32: one past the last row of each group.
+        out_dtype: Of the result: bfloat16.
+
+    Returns:
+        A dictionary: `torch._scaled_grouped_mm(**arguments)` is the product, `[M, N]`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If shapes or kinds of scales do not fit.
+    """
+    with checks.named("scaled_grouped_mm_arguments"):
+        a_data, a_sf, a_kind = _operand("a", a)
+        if not (isinstance(b, tuple) and len(b) == 2):
+            raise TypeError(f"b must be a tuple of data and scales, got {type(b).__name__}")
+        b_data, b_sf = b
+        groups = ("E", "N", "K")
+        checks.tensor(
+            "b's data", b_data, groups, torch.float8_e4m3fn, shape=(None, None, a_data.shape[1])
+        )
+        checks.tensor("b's scales", b_sf, groups, shape=(*b_data.shape[:2], None))
+        checks.tensor("offsets", offsets, ("E",), torch.int32, shape=(b_data.shape[0],))
+        b_kind = _kind("b", b_data.flatten(0, 1), b_sf.flatten(0, 1))
+        if a_data.dtype != torch.float8_e4m3fn or a_kind != b_kind or a_kind not in ("row", "mx"):
+            raise ValueError(
+                f"a and b must be e4m3 with scales of rows or MX both, got {a_kind} and {b_kind}"
+            )
+    if a_kind == "row":
+        scales = a_sf.reshape(-1).contiguous(), b_sf.squeeze(-1).contiguous()
+    else:
+        each = torch.stack([to_blocked(one) for one in b_sf])
+        scales = to_blocked(a_sf, offsets), each
+    return {
+        "input": a_data, "mat2": b_data.contiguous().transpose(-2, -1), "scale_a": scales[0],
+        "scale_b": scales[1], "offs": offsets, "out_dtype": out_dtype,
+    }  # fmt: skip

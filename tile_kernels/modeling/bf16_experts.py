@@ -162,25 +162,26 @@ class Rows(NamedTuple):
             return rows
         return moe.reduce_fused(rows, weights, self.token_topk_to_pos)
 
-    def activate(self, h: Tensor, weights: Tensor) -> Tensor:
+    def activate(self, h: Tensor, weights: Tensor, clamp_value: float | None) -> Tensor:
         """SwiGLU of rows times their weights; zeros for padding."""
         dtype = h.dtype
         h = _plain(h)
         z = quant.swiglu_forward(
-            h, _FMT[h.dtype], self.last, weights, alignment=ROWS,
+            h, _FMT[h.dtype], self.last, weights, clamp_value=clamp_value, alignment=ROWS,
             pos_to_token_topk=self.pos_to_token_topk,
         )  # fmt: skip
         return z if z.dtype is dtype else z.to(dtype)
 
     def activate_backward(
-        self, h: Tensor, grad: Tensor, weights: Tensor, recompute: bool
+        self, h: Tensor, grad: Tensor, weights: Tensor, clamp_value: float | None, recompute: bool
     ) -> tuple[Tensor, ...]:
         """The gradients of `h` and of the weights, and the activation if it is asked for."""
         dtype = h.dtype
         h, grad = _plain(h), _plain(grad)
         found = quant.swiglu_backward(
-            h, grad, _FMT[h.dtype], self.last, weights, do_recompute=recompute, alignment=ROWS,
-            pos_to_token_topk=self.pos_to_token_topk, token_topk_to_pos=self.token_topk_to_pos,
+            h, grad, _FMT[h.dtype], self.last, weights, clamp_value=clamp_value,
+            do_recompute=recompute, alignment=ROWS, pos_to_token_topk=self.pos_to_token_topk,
+            token_topk_to_pos=self.token_topk_to_pos,
         )  # fmt: skip
         if h.dtype is dtype:
             return found
@@ -235,11 +236,13 @@ def bf16_experts(
     w_in: Tensor,
     w_out: Tensor,
     engine: str = "auto",
+    clamp_value: float | None = None,
 ) -> Tensor:
     """Applies the chosen experts to each token, with gradients, in the dtype of the weights.
 
-    An expert is `w_out @ (silu(gate) * value)` with `gate, value = w_in @ x`. The weighted results
-    of a token are added in the order of its choices.
+    An expert is `w_out @ (silu(gate) * value)` with `gate, value = w_in @ x`; with a clamp value
+    `c` first `gate = min(gate, c)` and `value = min(max(value, -c), c)`. The weighted results of a
+    token are added in the order of its choices.
 
     If a weight has the attribute `main_grad` (float32, of its shape), its gradient is added to that
     and the weight itself gets none, as frameworks that accumulate over micro-batches expect.
@@ -253,6 +256,7 @@ def bf16_experts(
         engine: `"grouped_mm"`: one launch of PyTorch's for each product, bfloat16 on Hopper and
             later; `"m_grouped"`: this package's for the products of the forward pass, on Hopper;
             `"loop"`: one product per expert; `"auto"`: the fastest of those that are available.
+        clamp_value: The clamp value, at least 0, or None.
 
     Returns:
         `[num_tokens, hidden]`, dtype of `x`.
@@ -266,11 +270,11 @@ def bf16_experts(
     with without_autocast(x):
         if train:
             y: Tensor = _Experts.apply(
-                x, weights, topk_idx, None, w_in, w_out, on_device, None, alignment
+                x, weights, topk_idx, None, w_in, w_out, on_device, None, alignment, clamp_value
             )
             return y
         rows, groups = map_rows(topk_idx, len(w_in), on_device, alignment)
-        return _forward(x, weights, rows, groups, w_in, w_out)[0]
+        return _forward(x, weights, rows, groups, w_in, w_out, clamp_value)[0]
 
 
 def bf16_experts_of_rows(
@@ -294,15 +298,23 @@ def bf16_experts_of_rows(
     with without_autocast(x):
         if needs_gradients(x, weights, w_in, w_out):
             y: Tensor = _Experts.apply(
-                x, weights, None, last, w_in, w_out, given is None, given, ROWS
+                x, weights, None, last, w_in, w_out, given is None, given, ROWS, None
             )
             return y
-        return _forward(x, weights, *received_rows(last, given), w_in, w_out)[0]
+        return _forward(x, weights, *received_rows(last, given), w_in, w_out, None)[0]
 
 
 def uses_autocast(x: Tensor) -> bool:
     """Whether autocast changes dtypes of products with `x`."""
     return not x.is_meta and torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
+
+
+def in_autocast_dtype(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Tokens and weights in the dtype of products: autocast's where it is enabled for `x`."""
+    if not uses_autocast(x):
+        return x, *weights
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return tuple(each.to(dtype) for each in (x, *weights))
 
 
 _NO_CHANGE: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -314,11 +326,12 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def _forward(
-    x: Tensor, weights: Tensor, rows: Rows, groups: Groups, w_in: Tensor, w_out: Tensor
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weights: Tensor, rows: Rows, groups: Groups, w_in: Tensor, w_out: Tensor,
+    clamp_value: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result, and for the backward pass the first product."""
     h = groups.multiply_nt(rows.expand(x), w_in)
-    o = groups.multiply_nt(rows.activate(h, weights), w_out)
+    o = groups.multiply_nt(rows.activate(h, weights, clamp_value), w_out)
     return rows.reduce(o), h
 
 
@@ -327,7 +340,7 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, topk_idx: Tensor | None, last: Tensor | None,
         w_in: Tensor, w_out: Tensor, on_device: bool, counts: list[int] | None,
-        alignment: int,
+        alignment: int, clamp_value: float | None,
     ) -> Tensor:  # fmt: skip
         if topk_idx is not None:
             rows, groups = map_rows(topk_idx, len(w_in), on_device, alignment)
@@ -335,9 +348,9 @@ class _Experts(torch.autograd.Function):
             rows, groups = received_rows(last, counts)
         else:
             raise ValueError("topk_idx or last must be given")
-        y, h = _forward(x, weights, rows, groups, w_in, w_out)
+        y, h = _forward(x, weights, rows, groups, w_in, w_out, clamp_value)
         ctx.save_for_backward(x, weights, h, w_in, w_out, groups.ends, *rows)
-        ctx.counts = groups.counts
+        ctx.counts, ctx.clamp_value = groups.counts, clamp_value
         # Not among the saved tensors: recomputed ones would lack the attribute.
         ctx.main_grads = [getattr(w, "main_grad", None) for w in (w_in, w_out)]
         return y
@@ -356,7 +369,9 @@ class _Experts(torch.autograd.Function):
             grad_y = grad_y.contiguous() if grad_y.numel() else grad_y.new_empty(grad_y.shape)
             grad_rows = rows.expand(grad_y)
             grad_z = groups.multiply(grad_rows, w_out)
-            grad_h, grad_weights, *z = rows.activate_backward(h, grad_z, weights, needs_out)
+            grad_h, grad_weights, *z = rows.activate_backward(
+                h, grad_z, weights, ctx.clamp_value, needs_out
+            )
             del h, grad_z  # freed here, which bounds the memory at the largest products below
             if needs_out:
                 grad_out = _added(main_out, groups.multiply_transposed(grad_rows, z[0]))
@@ -367,7 +382,7 @@ class _Experts(torch.autograd.Function):
                 grad_x = rows.reduce(groups.multiply(grad_h, w_in))
         return (
             grad_x, grad_weights if needs_weights else None, None, None, grad_in, grad_out, None,
-            None, None,
+            None, None, None,
         )  # fmt: skip
 
 

@@ -39,7 +39,12 @@ MAX_MASKED_TOKENS = BLOCK
 
 
 class ExpertWeights(NamedTuple):
-    """Quantized weights of experts, `[E, out, in]`, and transposed for input gradients."""
+    """Quantized weights of experts.
+
+    Attributes:
+        forward: `[E, out, in]`: for the forward products.
+        transposed: `[E, in, out]`: for the gradients of inputs.
+    """
 
     forward: QuantTensor
     transposed: QuantTensor
@@ -115,11 +120,15 @@ class WeightCache:
             return kept
 
     def freeze(self, weight: Tensor) -> None:
-        """Lets CUDA graphs captured from now on read the copy instead of quantizing in a replay.
+        """Lets CUDA graphs that are captured later read the copy instead of quantizing in every
+        replay.
 
-        After a change of the weights, the next call outside of a capture, or `freeze` again, writes
-        the new codes to the same memory, where the graphs read them. A replay cannot notice a
-        change by itself. A capture with a copy that is not current raises.
+        When the weight changes, the next call outside a capture, or `freeze` again, writes the new
+        codes to the same memory, where the graphs read them. A replay alone does not detect a
+        change. A capture with an outdated copy raises an error.
+
+        Args:
+            weight: The parameter whose copy is kept.
 
         Raises:
             ValueError: If `weight` is an inference tensor, whose changes PyTorch does not count.
@@ -150,7 +159,16 @@ def _is_capturing(x: Tensor) -> bool:
 
 
 class Rows(NamedTuple):
-    """Where the rows of experts come from: results of `moe.get_fused_mapping`."""
+    """The origin of the rows of experts: results of `moe.get_fused_mapping`.
+
+    Attributes:
+        pos_to_expert: `[num_rows]`, int32: the expert of each row, -1 for padding.
+        pos_to_token: `[num_rows]`, int32: the token of each row, -1 for padding.
+        pos_to_token_topk: `[num_rows]`, int32: index of token and selection of each row, -1 for
+            padding.
+        token_topk_to_pos: `[num_tokens, num_topk]`, int32: the row of each selection.
+        num_rows_per_expert: `[num_experts]`, int32: the rows of each expert.
+    """
 
     pos_to_expert: Tensor
     pos_to_token: Tensor
@@ -160,9 +178,16 @@ class Rows(NamedTuple):
 
 
 def map_rows(topk_idx: Tensor, num_experts: int) -> Rows:
-    """Lays rows out for the products: groups of 128, as many as can be needed.
+    """Assigns rows to the selections of tokens: groups of 128 rows, as many as can be needed.
 
-    The host does not synchronize.
+    The host does not wait for the GPU.
+
+    Args:
+        topk_idx: `[num_tokens, num_topk]`, int64 or int32: the experts of each token.
+        num_experts: The number of experts.
+
+    Returns:
+        The `Rows`.
     """
     num_rows = max_expanded_tokens(topk_idx.numel(), num_experts, BLOCK)
     expert, token, slot, position, _, _, counts, _ = moe.get_fused_mapping(
@@ -212,7 +237,11 @@ def fp8_experts(
 
 
 def needs_gradients(*tensors: Tensor) -> bool:
-    """Whether autograd records an operation on these tensors."""
+    """Returns whether autograd records an operation on these tensors.
+
+    Args:
+        tensors: The inputs of the operation.
+    """
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
@@ -321,7 +350,14 @@ def _weight_gradient(
 class MaskedRows(NamedTuple):
     """Rows of experts in the masked layout: each expert has as many rows as there are tokens.
 
-    Its own are the first `num_rows_per_expert`; those behind are -1 in the two tables by row.
+    Only the first `num_rows_per_expert` rows of an expert are used; the later ones are -1 in the
+    two tables by row.
+
+    Attributes:
+        pos_to_expert: `[num_rows]`, int32: the expert of each row, -1 for unused rows.
+        pos_to_token_topk: `[num_rows]`, int32: index of token and selection, -1 for unused rows.
+        token_topk_to_pos: `[num_tokens, num_topk]`, int32: the row of each selection.
+        num_rows_per_expert: `[num_experts]`, int32: the used rows of each expert.
     """
 
     pos_to_expert: Tensor

@@ -114,9 +114,10 @@ def send(
             with columns in a row.
         alignment: The rows of an expert start at its multiples.
         may_wait: Whether the caller needs the numbers of rows on the host. Else the host does not
-            wait where the buffer can do without.
+            wait where the buffer can do without. Compiled functions get as many rows as could
+            arrive, a number that the compiler knows.
     """
-    sync = may_wait or not ep.can_avoid_host_waits
+    sync = may_wait or not (ep.can_avoid_host_waits or torch.compiler.is_compiling())
     rows, _, row_weights, handle, _ = ep.dispatch(
         x, topk_idx, weights, num_experts=num_experts, expert_alignment=alignment, do_expand=True,
         do_cpu_sync=sync, use_tma_aligned_col_major_sf=isinstance(x, tuple),

@@ -47,7 +47,22 @@ ALLOWED = {
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """A `MoELayer`; `round_activations` is its `fp8`, `hash_vocab` adds `moe.hash_gate`."""
+    """The sizes of a `MoELayer`.
+
+    Attributes:
+        intermediate: Channels inside an expert.
+        experts: The number of experts.
+        topk: Experts per token.
+        groups: Groups of experts; 0: none.
+        topk_groups: Groups from which experts are selected; 0: none.
+        shared_experts: Experts that every token uses.
+        scoring: `"sigmoid"`, `"sqrtsoftplus"` or `"softmax"`.
+        balancing: `"bias"`, `"loss"` or `"none"`.
+        precision: `"bf16"` or `"fp8"`.
+        round_activations: The argument `fp8` of `MoELayer`.
+        hash_vocab: The number of token ids with fixed experts (`moe.hash_gate`); 0: none.
+        dtype: The dtype of the weights.
+    """
 
     intermediate: int
     experts: int
@@ -65,7 +80,14 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Streams:
-    """Hyper-connections and the head that leaves them."""
+    """The sizes of hyper-connections and of the head at their end.
+
+    Attributes:
+        streams: The number of streams.
+        norm_weight: Whether the norm before the projection has a weight.
+        sinkhorn_repeat: The number of Sinkhorn iterations.
+        dtype: The dtype of the parameters.
+    """
 
     streams: int = 4
     norm_weight: bool = False
@@ -75,7 +97,17 @@ class Streams:
 
 @dataclasses.dataclass(frozen=True)
 class Engram:
-    """Layers of n-gram memory."""
+    """The sizes of Engram layers.
+
+    Attributes:
+        vocab: The size of the vocabulary.
+        table_rows: The least number of rows of a table.
+        tables: Tables for each order of n-grams.
+        ngram: N-grams have 2 to `ngram` tokens.
+        embed_dim: The width of a table.
+        layers: The number of Engram layers.
+        dtype: The dtype of the parameters.
+    """
 
     vocab: int
     table_rows: int
@@ -88,7 +120,15 @@ class Engram:
 
 @dataclasses.dataclass(frozen=True)
 class Compressor:
-    """A `KVCompressor`; with `rope_dim`, entries are also cast for an FP8 cache."""
+    """The sizes of a `KVCompressor`.
+
+    Attributes:
+        channels: Channels of an entry.
+        window: Tokens of a window.
+        overlap: Whether windows overlap.
+        rope_dim: Rotated channels; if not 0, entries are also cast for an FP8 cache.
+        dtype: The dtype of the projection.
+    """
 
     channels: int
     window: int
@@ -99,7 +139,16 @@ class Compressor:
 
 @dataclasses.dataclass(frozen=True)
 class Indexer:
-    """The indexer of compressed keys, of which there is one for each `window` tokens."""
+    """The sizes of an indexer of compressed keys.
+
+    Attributes:
+        heads: The number of heads.
+        dim: Channels of a head.
+        topk: The number of keys that are selected.
+        window: Tokens per key.
+        format: `"e4m3"`, `"e2m1"` or `"bfloat16"`.
+        max_context: The longest context in tokens.
+    """
 
     heads: int
     dim: int
@@ -111,9 +160,23 @@ class Indexer:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """A `CompressedSparseAttention`, or with `topk=0` a `HeavilyCompressedAttention`.
+    """The sizes of a `CompressedSparseAttention`, with `topk=0` a `HeavilyCompressedAttention`.
 
-    `max_context` is the longest that decoding has room for, with `max_sequences` of them at once.
+    Attributes:
+        heads: The number of heads.
+        ratio: Tokens per entry.
+        topk: Entries that the indexer selects; 0: no indexer.
+        q_rank: The rank of the projection of queries.
+        out_groups: Groups of heads in the output projection.
+        out_rank: The rank of the output projection.
+        window: Tokens that are attended to directly.
+        index_heads: Heads of the indexer.
+        index_dim: Channels of a head of the indexer.
+        index_format: The format of the indexer.
+        cache: `"fp8"` or `"bf16"`.
+        max_context: The longest context for which decoding has room, in tokens.
+        max_sequences: The number of sequences that are decoded together.
+        dtype: The dtype of the weights.
     """
 
     heads: int
@@ -134,7 +197,19 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The sizes of a model. Parts that it does not have are None or empty."""
+    """The sizes of a model; parts that it does not have are None or empty.
+
+    Attributes:
+        hidden: Channels of a token.
+        experts: The expert layers.
+        streams: The hyper-connections.
+        engram: The Engram layers.
+        compressors: The compressors of keys and values.
+        indexer: The indexer.
+        attention: The attention layers.
+        max_tokens: The largest number of tokens of a call.
+        training: Whether backward passes are included.
+    """
 
     hidden: int
     experts: Experts | None = None
@@ -227,7 +302,7 @@ def load_model(source: Model | str | Path | Mapping[str, Any]) -> Model:
         near = difflib.get_close_matches(str(source), PRESETS, 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
-            f"model must be a preset out of {', '.join(PRESETS)}, or a .json or .toml file, got "
+            f"model must be one of the presets {', '.join(PRESETS)}, or a .json or .toml file, got "
             f"{str(source)!r}{hint}"
         )
     try:
@@ -249,7 +324,7 @@ def _described(kind: Any, values: Any, where: str) -> Any:
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, 1, cutoff=0.0)
             raise ValueError(
-                f"{where}: {key!r} is not known; the nearest key is {near[0]!r} of "
+                f"{where}: {key!r} is not a key; the nearest key is {near[0]!r} of "
                 f"{', '.join(hints)}"
             )
     for field in dataclasses.fields(kind):
@@ -283,7 +358,13 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 class Computation(NamedTuple):
-    """A part of a model: `run(count)` on meta tensors, for counts up to `max_count`."""
+    """A part of a model.
+
+    Attributes:
+        name: The name of the part.
+        run: A function that runs the part on meta tensors for a number of tokens.
+        max_count: The largest number of tokens.
+    """
 
     name: str
     run: Callable[[int], Any]
@@ -291,10 +372,15 @@ class Computation(NamedTuple):
 
 
 def computations(model: Model) -> Iterator[Computation]:
-    """What the layers of a model compute for any number of tokens, forward, and in training back.
+    """Yields what the layers of a model compute for any number of tokens.
+
+    This is the forward pass, and for training also the backward pass.
+
+    Args:
+        model: The sizes of the model.
 
     Raises:
-        ValueError: If the sizes are not such as a layer takes.
+        ValueError: If a layer does not support the sizes.
     """
     if model.max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {model.max_tokens}")

@@ -18,9 +18,9 @@ from tile_kernels.modeling.bf16_experts import (
     Groups,
     bf16_experts,
     bf16_experts_of_rows,
+    in_autocast_dtype,
     map_rows,
     received_rows,
-    uses_autocast,
     uses_grouped_mm,
 )
 from tile_kernels.modeling.fp8_experts import (
@@ -54,21 +54,24 @@ _EXPERT_WEIGHTS = ("w_in", "w_out", "shared_in", "shared_out")
 def grouped_linear(
     rows: Tensor, weight: Tensor, counts: list[int], ends: Tensor, engine: str = "auto"
 ) -> Tensor:
-    """Rows of experts, each by the weight of its expert.
+    """Multiplies the rows of each expert by the weight of the expert.
 
-    | argument | shape |
-    |---|---|
-    | `rows` | `[N, in_features]`, expert after expert |
-    | `weight` | `[num_experts, out_features, in_features]` |
-    | `counts`, `ends` | rows of each expert on the host, and where they end, int32 on the device |
-    | returns | `[N, out_features]` |
+    Args:
+        rows: `[N, in_features]`, sorted by expert.
+        weight: `[num_experts, out_features, in_features]`.
+        counts: The number of rows of each expert, on the host.
+        ends: `[num_experts]`, int32: where the rows of each expert end, on the device.
+        engine: `"grouped_mm"` (one launch of PyTorch's grouped product, bfloat16 on Hopper and
+            later), `"loop"` (one product per expert, on any device), or `"auto"` (the first where
+            it is available).
 
-    `engine` is `grouped_mm` (one launch of PyTorch's, bfloat16 on Hopper and later), `loop` (one
-    product per expert, anywhere) or `auto`: the first where it is available.
+    Returns:
+        `[N, out_features]`.
 
-    >>> rows, weight = torch.ones(3, 2), torch.tensor([[[1.0, 1.0]], [[2.0, 0.0]]])
-    >>> grouped_linear(rows, weight, [1, 2], torch.tensor([1, 3]).int()).tolist()
-    [[2.0], [2.0], [2.0]]
+    Example:
+        >>> rows, weight = torch.ones(3, 2), torch.tensor([[[1.0, 1.0]], [[2.0, 0.0]]])
+        >>> grouped_linear(rows, weight, [1, 2], torch.tensor([1, 3]).int()).tolist()
+        [[2.0], [2.0], [2.0]]
     """
     groups = Groups(ends, None if uses_grouped_mm(rows, engine) else counts)
     return groups.multiply(rows, weight.transpose(1, 2))
@@ -87,47 +90,53 @@ def _as_one_expert(weight: Tensor) -> Tensor:
 
 
 class MoELayer(nn.Module):
-    """A feed-forward layer of experts, of which each token takes `num_topk`.
+    """A feed-forward layer of experts, of which each token uses `num_topk`.
 
-    | argument | meaning |
-    |---|---|
-    | `hidden`, `intermediate` | channels of a token, and inside an expert |
-    | `num_experts`, `num_topk` | experts, and how many a token takes |
-    | `scoring_func` | `sigmoid`, `sqrtsoftplus` or `softmax` of the router's logits |
-    | `num_groups`, `num_topk_groups` | only experts of the best groups; 0, 0: no groups |
-    | `routed_scaling_factor` | multiplies the normalised weights |
-    | `num_shared_experts` | experts that every token takes, beside the others |
-    | `balancing` | `bias`: see `update_bias`; `loss`: see `balance_loss`; `none` |
-    | `precision` | `bf16`: products in the dtype of the weights; `fp8`: all products in e4m3 |
-    | `fp8` | activations inside the experts are rounded to e4m3 (`modeling.quant.swiglu_cast`) |
-    | `engine` | of the products: `auto`, `loop`, `grouped_mm` or `m_grouped`; see `bf16_experts` |
-    | `ep` | an `ep.ElasticBuffer`: the experts are spread over its ranks |
-
-    An expert is `w_out . (silu(gate) * value)` with `gate, value = w_in . x`. Tokens are sorted by
-    expert (`moe.get_fused_mapping`) without a limit per expert, so none is dropped. Gradients reach
-    the input, the experts and, through the weights, the router.
+    An expert computes `w_out . (silu(gate) * value)` with `gate, value = w_in . x`. Tokens are
+    sorted by expert (`moe.get_fused_mapping`) without a limit per expert, so that none is dropped.
+    Gradients reach the input, the experts and, through the weights, the router. After a call,
+    `load` contains how often each expert was selected in it.
 
     With `precision="fp8"` forward, input gradients and weight gradients are FP8 products
-    (`modeling.fp8_experts`), for the shared experts as well. The weights stay in their dtype; their
+    (`modeling.fp8_experts`), also for the shared experts. The weights keep their dtype; their
     quantized copies are kept until the weights change. `hidden` and `intermediate` must be
-    multiples of 128; a GPU must be a Hopper one. `fp8=True` only rounds activations. Up to 128
+    multiples of 128, and a GPU must be a Hopper one. `fp8=True` only rounds activations. Up to 128
     tokens without gradients (decoding) use the masked layout, with the same bits.
 
-    The host does not wait for the GPU with `precision="fp8"`, and with `bf16` where PyTorch has a
+    The host does not wait for the GPU with `precision="fp8"`, and with `"bf16"` where PyTorch has a
     grouped product (bfloat16 on Hopper and later); then forward and backward can be captured in a
     CUDA graph. Other devices and `engine="loop"` need the number of rows on the host.
 
-    After a call `load` counts how often each expert was chosen in it.
+    With `ep`, each rank has its own tokens and `num_experts / num_ranks` of the experts: `w_in` and
+    `w_out` are those of this rank, and everything else is the same on all ranks. All ranks must
+    call the layer together and run backward together. The gradients of the router and of shared
+    experts are those of the tokens of this rank; add them up over ranks as in data parallelism.
 
-    With `ep` each rank has its own tokens and `num_experts / num_ranks` of the experts: `w_in` and
-    `w_out` are those of this rank, everything else is the same on all of them. All ranks must call
-    the layer together, and run backward together; gradients of the router and of shared experts
-    are those of this rank's tokens, to be added up over ranks as data parallelism does.
+    Args:
+        hidden: Channels of a token.
+        intermediate: Channels inside an expert.
+        num_experts: The number of experts, up to 8192.
+        num_topk: Experts per token, up to 32.
+        scoring_func: `"sigmoid"`, `"sqrtsoftplus"` or `"softmax"` of the logits of the router.
+        num_groups: Groups of experts; 0: no groups.
+        num_topk_groups: Groups from which experts are selected; 0: no groups.
+        routed_scaling_factor: Factor of the normalized weights.
+        num_shared_experts: Experts that every token uses in addition.
+        balancing: `"bias"` (see `update_bias`), `"loss"` (see `balance_loss`) or `"none"`.
+        precision: `"bf16"`: products in the dtype of the weights; `"fp8"`: all products in e4m3.
+        fp8: Whether activations inside the experts are rounded to e4m3
+            (`modeling.quant.swiglu_cast`).
+        engine: Implementation of the products: `"auto"`, `"loop"`, `"grouped_mm"` or `"m_grouped"`;
+            see `bf16_experts`.
+        ep: An `ep.ElasticBuffer` over whose ranks the experts are distributed, or None.
+        device: The device of the parameters.
+        dtype: The dtype of the parameters.
 
-    >>> layer = MoELayer(16, 32, num_experts=4, num_topk=2)
-    >>> y = layer(torch.randn(2, 3, 16))
-    >>> y.shape, int(layer.load.sum())
-    (torch.Size([2, 3, 16]), 12)
+    Example:
+        >>> layer = MoELayer(16, 32, num_experts=4, num_topk=2)
+        >>> y = layer(torch.randn(2, 3, 16))
+        >>> y.shape, int(layer.load.sum())
+        (torch.Size([2, 3, 16]), 12)
     """
 
     load: Tensor
@@ -270,9 +279,14 @@ class MoELayer(nn.Module):
         )
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token of `x`, `[num_tokens, hidden]`, and their weights.
+        """Selects the experts of each token.
 
-        int64 and float32 `[num_tokens, num_topk]`.
+        Args:
+            x: `[num_tokens, hidden]`.
+
+        Returns:
+            The experts, int64 `[num_tokens, num_topk]`, and their weights, float32 of the same
+            shape.
         """
         settings = (
             self.num_topk, self.num_topk_groups, self.num_groups, self.routed_scaling_factor,
@@ -288,7 +302,14 @@ class MoELayer(nn.Module):
         return topk_idx, weights
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., hidden]` to the same."""
+        """Applies the layer.
+
+        Args:
+            x: `[..., hidden]`.
+
+        Returns:
+            `[..., hidden]`, with the dtype of `x`.
+        """
         checks.tensor_for("MoELayer: x", x, self.w_in)
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ValueError(
@@ -308,7 +329,7 @@ class MoELayer(nn.Module):
             results = self._rounded_experts(rows.expand(tokens), groups)
             y = rows.reduce(results, weights)
         else:
-            x_in, w_in, w_out = self._in_autocast_dtype(tokens)
+            x_in, w_in, w_out = in_autocast_dtype(tokens, self.w_in, self.w_out)
             y = bf16_experts(x_in, weights, topk_idx, w_in, w_out, self.engine)
         if self.shared_in is not None and self.shared_out is not None:
             y = y + self._shared(tokens, self.shared_in, self.shared_out)
@@ -339,18 +360,9 @@ class MoELayer(nn.Module):
         choice = tokens.new_zeros(len(tokens), 1, dtype=torch.int64)
         return self._fp8_experts(tokens, weights, choice, "shared_in", "shared_out")
 
-    def _in_autocast_dtype(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and weights in the dtype of products: autocast's where it is enabled."""
-        given = tokens, self.w_in, self.w_out
-        if not uses_autocast(tokens):
-            return given
-        dtype = torch.get_autocast_dtype(tokens.device.type)
-        x, w_in, w_out = (each.to(dtype) for each in given)
-        return x, w_in, w_out
-
     def _rounded_experts(self, rows: Tensor, groups: Groups) -> Tensor:
         """The experts with activations in e4m3 and everything else in the dtype of the weights."""
-        rows, w_in, w_out = self._in_autocast_dtype(rows)
+        rows, w_in, w_out = in_autocast_dtype(rows, self.w_in, self.w_out)
         h = groups.multiply(rows, w_in.transpose(1, 2))
         return groups.multiply(self._activated(h), w_out.transpose(1, 2))
 
@@ -376,7 +388,7 @@ class MoELayer(nn.Module):
             results = self._rounded_experts(rows, groups)
             weighted = (results.float() * row_weights[:, None]).to(results.dtype)
             return ep.combine(weighted, handle)[0]
-        x_in, w_in, w_out = self._in_autocast_dtype(rows)
+        x_in, w_in, w_out = in_autocast_dtype(rows, self.w_in, self.w_out)
         results = bf16_experts_of_rows(x_in, row_weights, last, counts, w_in, w_out, self.engine)
         return ep.combine(results, handle)[0]
 
@@ -418,11 +430,14 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, step: float = 1e-3) -> None:
-        """Make experts that were chosen less than the average in the last call likelier, by `step`.
+        """Increases the bias of experts that were selected less than the average in the last call.
 
-        With `balancing="bias"`: to be called after each training step. The bias decides who is
-        chosen, not the weights, so it has no gradient. With `ep` the load is that of all ranks,
+        Call it after each training step with `balancing="bias"`. The bias affects which experts are
+        selected, not their weights, so it has no gradient. With `ep` the load is that of all ranks,
         which must all call this.
+
+        Args:
+            step: By how much the bias increases, or decreases for experts above the average.
         """
         if self.balancing != "bias":
             raise ValueError(

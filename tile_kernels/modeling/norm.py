@@ -137,7 +137,15 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The norm of `x`, or of `x + residual` with that sum."""
+        """Applies the norm.
+
+        Args:
+            x: `[..., hidden]`.
+            residual: A tensor of the shape of `x` that is added first, or None.
+
+        Returns:
+            The norm of `x`, or with a residual the norm of `x + residual` and that sum.
+        """
         return rms_norm(x, self.weight, self.eps, residual)
 
     def reset_parameters(self) -> None:

@@ -58,26 +58,34 @@ def swiglu_cast(
     round_sf: bool = False,
     swiglu_clamp_value: float | None = None,
 ) -> tuple[Tensor, QuantTensor]:
-    """SwiGLU with an e4m3 result, for training: differentiable in `x` and `topk_weights`.
+    """Computes SwiGLU with an e4m3 result, for training.
 
-    | argument | shape | dtype |
-    |---|---|---|
-    | `x` | `[num_rows, 2 * hidden]`: gates, then values | bfloat16 |
-    | `topk_weights` | `[num_tokens, num_topk]` | float32, or None |
-    | `pos_to_token_topk`, `token_topk_to_pos` | of `moe.get_fused_mapping`; with weights | int32 |
-    | `num_per_channels` | channels that share a scale; divides `hidden` | 32 or 128 |
-    | returns `y` | `[num_rows, hidden]`: the rounded activations | bfloat16 |
-    | returns `(data, scales)` | the same, quantised, for an e4m3 matrix product | |
+    The result is `silu(gate) * value * weight`, rounded to e4m3 with scales of groups of channels.
+    It is differentiable in `x` and `topk_weights`; gradients ignore the rounding. For the backward
+    pass `x` is saved in e4m3, a quarter of what autograd would save for the formula, so that
+    gradients have the precision of e4m3 too.
 
-    `silu(gate) * value * weight`, rounded to e4m3 with scales of groups of channels. Gradients pass
-    straight through that rounding. For the backward pass `x` is kept in e4m3, a quarter of what
-    autograd would keep of the formula, so that gradients have the precision of e4m3 too.
+    Args:
+        x: `[num_rows, 2 * hidden]`, bfloat16: gates, then values.
+        topk_weights: `[num_tokens, num_topk]`, float32, or None.
+        pos_to_token_topk: `[num_rows]`, int32, of `moe.get_fused_mapping`; required with weights.
+        token_topk_to_pos: `[num_tokens, num_topk]`, int32, of `moe.get_fused_mapping`; required
+            with weights.
+        num_per_channels: Channels per scale, 32 or 128; it divides `hidden`.
+        round_sf: Whether scales are rounded up to powers of two.
+        swiglu_clamp_value: The clamp of gates and values, as in
+            `quant.swiglu_forward_and_per_token_cast`, or None.
 
-    >>> x = torch.randn(4, 256).bfloat16().requires_grad_()
-    >>> y, (data, scales) = swiglu_cast(x)
-    >>> y.float().sum().backward()
-    >>> y.shape, data.dtype, x.grad.shape
-    (torch.Size([4, 128]), torch.float8_e4m3fn, torch.Size([4, 256]))
+    Returns:
+        `y` `[num_rows, hidden]`, bfloat16, the rounded activations; and `(data, scales)`, the same
+        in e4m3 for a matrix product.
+
+    Example:
+        >>> x = torch.randn(4, 256).bfloat16().requires_grad_()
+        >>> y, (data, scales) = swiglu_cast(x)
+        >>> y.float().sum().backward()
+        >>> y.shape, data.dtype, x.grad.shape
+        (torch.Size([4, 128]), torch.float8_e4m3fn, torch.Size([4, 256]))
     """
     if num_per_channels not in _GROUPS:
         raise ValueError(f"swiglu_cast: num_per_channels must be 32 or 128, got {num_per_channels}")

@@ -44,7 +44,7 @@ def check_groups(num_experts: int, num_topk: int, num_topk_groups: int, num_grou
         )
     if num_topk > num_experts // num_groups * num_topk_groups:
         kept = f"{num_topk_groups} groups of {num_experts // num_groups} experts"
-        raise ValueError(f"num_topk must be at most what {kept} have, got {num_topk}")
+        raise ValueError(f"num_topk must be at most the experts of {kept}, got {num_topk}")
 
 
 def check_mask(mask: Tensor | None, num_tokens: int) -> None:

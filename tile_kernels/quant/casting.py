@@ -55,7 +55,7 @@ def dequantize(
     """
     data, sf = x
     if data.dtype not in _FORMAT_OF_DTYPE:
-        raise TypeError(f"quantised data must be one of {[*_FORMAT_OF_DTYPE]}, got {data.dtype}")
+        raise TypeError(f"quantized data must be one of {[*_FORMAT_OF_DTYPE]}, got {data.dtype}")
     values = _FORMAT_OF_DTYPE[data.dtype].decode(data)
     factors = scales.read_sf(sf)
     if global_sf is not None:
@@ -71,10 +71,10 @@ def to_float32(x: torch.Tensor | QuantTensor, x_block_size: tuple[int, int] | No
     """
     if isinstance(x, tuple):
         if x_block_size is None:
-            raise ValueError("x_block_size must say the scale blocks of a quantised x, got None")
+            raise ValueError("x_block_size must be given for a quantized x, got None")
         return dequantize(x, x_block_size)
     if x_block_size is not None:
-        raise ValueError(f"x_block_size is for a quantised x only, got {x_block_size}")
+        raise ValueError(f"x_block_size is for a quantized x only, got {x_block_size}")
     if x.dtype not in _OUT_DTYPES.values():
         raise TypeError(f"x must be bfloat16 or float32, got {x.dtype}")
     return x.float()
@@ -249,24 +249,32 @@ def cast(
     use_packed_ue8m0: bool = False,
     use_e4m3_sf: bool = False,
 ) -> QuantTensor | torch.Tensor:
-    """To e4m3 or e2m1 with a scale factor for each block, of any block and tensor size.
+    """Casts to e4m3 or e2m1 with one scale factor per block, for any block and tensor size.
 
-    | argument | shape | dtype |
-    |---|---|---|
-    | `x` | `[T, H]` | bfloat16, float32 |
-    | or `x`, with `x_block_size` | `([T, H], sf)`, `([T, H / 2], sf)` | e4m3, int8 of e2m1 |
-    | `sf`, optional | `[ceil(T / rows), ceil(H / channels)]` | float32 |
-    | returns data | `[T, H]` for e4m3, `[T, H / 2]` for e2m1 | float8_e4m3fn, int8 |
-    | returns scale factors | see `tile_kernels.quant.scales` | float32, int32 |
+    A NaN affects only its own element. An infinity counts as the largest finite float32 for the
+    scale and saturates.
 
-    A quantised `x` is first converted to float32. `round_sf` makes the scale factors powers of two,
-    `use_e4m3_sf` e4m3.
-    With `sf` these are used and only the data is returned. A NaN affects only its own element; an
-    infinity counts as the largest finite float32 for the scale and saturates.
+    Args:
+        x: `[T, H]`, bfloat16 or float32; or, with `x_block_size`, a pair of codes (`[T, H]` e4m3,
+            or `[T, H / 2]` int8 of e2m1) and scales, which is first converted to float32.
+        fmt: `"e4m3"` or `"e2m1"`.
+        block_size: Rows and channels of a block.
+        sf: `[ceil(T / rows), ceil(H / channels)]`, float32: scales to use; or None.
+        x_block_size: The block size of a quantized `x`.
+        round_sf: Whether scales are rounded up to powers of two.
+        use_tma_aligned_col_major_sf: Whether scales are column-major, as in
+            `tile_kernels.quant.scales`.
+        use_packed_ue8m0: Whether scales are packed exponents, as in `tile_kernels.quant.scales`.
+        use_e4m3_sf: Whether scales are e4m3.
 
-    >>> data, sf = cast(torch.tensor([[1.0, -2.0, 3.0, 4.0]]), "e2m1", (1, 4), round_sf=True)
-    >>> bytes(data.view(torch.uint8)[0].tolist()).hex(), sf.tolist()
-    ('c265', [[1.0]])
+    Returns:
+        The data, `[T, H]` float8_e4m3fn or `[T, H / 2]` int8, and the scales; with `sf` only the
+        data.
+
+    Example:
+        >>> data, sf = cast(torch.tensor([[1.0, -2.0, 3.0, 4.0]]), "e2m1", (1, 4), round_sf=True)
+        >>> bytes(data.view(torch.uint8)[0].tolist()).hex(), sf.tolist()
+        ('c265', [[1.0]])
     """
     target = _CAST_FORMATS[fmt]
     values = to_float32(x, x_block_size)
@@ -279,13 +287,20 @@ def cast(
 
 
 def cast_back(x: QuantTensor, fmt: str, block_size: tuple[int, int] = (32, 32)) -> torch.Tensor:
-    """From e4m3 or e2m1 data and scale factors to `[T, H]`, bfloat16 ("bf16") or float32 ("fp32").
+    """Casts from e4m3 or e2m1 with scale factors: `code * sf` in float32, rounded once.
 
-    `code * sf` in float32, rounded once, then to bfloat16 if asked.
+    Args:
+        x: The data and the scales of `cast`.
+        fmt: `"bf16"` or `"fp32"`.
+        block_size: Rows and channels of a block.
 
-    >>> x = cast(torch.tensor([[1.0, -2.0, 3.0, 4.0]]), "e2m1", (1, 4), round_sf=True)
-    >>> cast_back(x, "fp32", (1, 4))
-    tensor([[ 1., -2.,  3.,  4.]])
+    Returns:
+        `[T, H]`, bfloat16 or float32.
+
+    Example:
+        >>> x = cast(torch.tensor([[1.0, -2.0, 3.0, 4.0]]), "e2m1", (1, 4), round_sf=True)
+        >>> cast_back(x, "fp32", (1, 4))
+        tensor([[ 1., -2.,  3.,  4.]])
     """
     if x[0].dtype not in (formats.E4M3.dtype, formats.E2M1.dtype):
         raise TypeError(f"data must be float8_e4m3fn, or int8 of e2m1, got {x[0].dtype}")

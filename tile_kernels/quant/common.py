@@ -10,10 +10,18 @@ __all__ = ["unpack_from_e2m1fn_x2"]
 
 
 def unpack_from_e2m1fn_x2(x: torch.Tensor, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Packed e2m1, int8 or uint8 `[..., W]`, to `[..., 2 * W]` of a floating-point dtype.
+    """Unpacks values of e2m1 to a floating-point dtype.
 
-    >>> unpack_from_e2m1fn_x2(torch.tensor([0x21, 0x0F], dtype=torch.int8)).tolist()
-    [0.5, 1.0, -6.0, 0.0]
+    Args:
+        x: `[..., W]`, int8 or uint8: two values per byte, the first in the low half.
+        out_dtype: The dtype of the result.
+
+    Returns:
+        `[..., 2 * W]`, `out_dtype`.
+
+    Example:
+        >>> unpack_from_e2m1fn_x2(torch.tensor([0x21, 0x0F], dtype=torch.int8)).tolist()
+        [0.5, 1.0, -6.0, 0.0]
     """
     if x.dtype not in (torch.int8, torch.uint8):
         raise TypeError(f"x must be int8 or uint8, got {x.dtype}")

@@ -173,7 +173,7 @@ def pack_e5m6(codes: torch.Tensor) -> torch.Tensor:
     """
     if codes.shape[-1] % 8 != 0:
         raise ValueError(
-            f"e5m6 packs values in eights: the width must be a multiple of 8, got {codes.shape}"
+            f"e5m6 packs 8 values in 12 bytes: the width must be a multiple of 8, got {codes.shape}"
         )
     h0, h1, h2, h3, h4, h5, h6, h7 = codes.long().unflatten(-1, (-1, 8)).unbind(-1)
     words = (

@@ -74,20 +74,24 @@ def _check_kinds(a: ScaleOptions) -> None:
 
 
 def check_flags(a: ScaleOptions, rounded: bool = False, packed_rows: bool = False) -> None:
-    """Packed exponents are powers of two, in columns.
+    """Raises if the flags ask for packed exponents of scales that are not powers of two.
 
-    `rounded`: scales are powers of two even without `round_sf`. `packed_rows`: the operator also
-    returns packed exponents row by row.
+    Packed exponents are column-major, or also row-major in operators with `packed_rows`.
+    `rounded`: scales are powers of two even without `round_sf`.
     """
     _check_kinds(a)
     if not a.use_packed_ue8m0:
         return
     if packed_rows and not (a.round_sf or rounded):
-        raise ValueError("use_packed_ue8m0 needs round_sf: packed scales are exponents")
+        raise ValueError(
+            "use_packed_ue8m0 needs round_sf=True, because packed scales are exponents (in rows; "
+            "in columns with use_tma_aligned_col_major_sf), got round_sf=False"
+        )
     if not packed_rows and not ((a.round_sf or rounded) and a.use_tma_aligned_col_major_sf):
         raise ValueError(
-            "use_packed_ue8m0 needs round_sf and use_tma_aligned_col_major_sf: packed scales are "
-            "exponents, in columns"
+            "use_packed_ue8m0 needs round_sf=True and use_tma_aligned_col_major_sf=True, because "
+            "packed scales are exponents, which this operator returns in columns only, got "
+            f"{a.round_sf} and {a.use_tma_aligned_col_major_sf}"
         )
 
 
@@ -126,7 +130,7 @@ def check_e4m3(a: Any) -> None:
     """Scales in e4m3 are neither rounded nor packed; only they have a factor `global_sf`."""
     checks.boolean("use_e4m3_sf", a.use_e4m3_sf)
     if a.use_e4m3_sf and (a.round_sf or getattr(a, "use_packed_ue8m0", False)):
-        raise ValueError("use_e4m3_sf goes with neither round_sf nor use_packed_ue8m0")
+        raise ValueError("use_e4m3_sf cannot be combined with round_sf or use_packed_ue8m0")
     if a.global_sf is not None:
         if not a.use_e4m3_sf:
             raise ValueError("global_sf needs use_e4m3_sf")

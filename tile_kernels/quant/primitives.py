@@ -45,7 +45,7 @@ def local_arrays(dtype: Any, *sizes: int) -> tuple[Any, ...]:
 
 
 def e2m1_prelude(way: str) -> str | None:
-    """What a kernel of this way begins with."""
+    """What a kernel with this conversion begins with."""
     return E2M1_PRELUDE if way == INSTRUCTION else None
 
 
@@ -448,7 +448,7 @@ def encode_e5m6(values, factor, words, place):
 
     From 2**-14 on, the six bits of mantissa are rounded by adding a number whose last bit is the
     sixth of the value's, and taking it away; that leaves the upper 12 bits of a float16. Smaller
-    values, and what has no finite float16, take the long way.
+    values, and what has no finite float16, take the slow path.
     """
     paired = T.alloc_local((8,), T.float32)
     halves = T.alloc_local((8,), T.float16)
@@ -547,7 +547,8 @@ def encode_and_store(
     """A macro: `count` values times `inverse[i // per]`, encoded, to their place in a row of `out`.
 
     The values are those from `base` on; they are changed. `per` of them share a factor, `vector` go
-    with one store. e4m3 and e2m1; `way` is that to e2m1, with factors in its `unit_of_factors`.
+    with one store. e4m3 and e2m1; `way` is the conversion to e2m1, with factors in its
+    `unit_of_factors`.
     """
     dtype, _ = storage(fmt)
     elements = units(fmt, vector)

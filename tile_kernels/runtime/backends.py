@@ -59,16 +59,22 @@ overrides = _Overrides()
 
 @contextlib.contextmanager
 def backend(name: str, **options: Any) -> Iterator[None]:
-    """Serve every operator called inside by the named backend.
+    """Runs all operators inside the `with` block on the named backend.
 
-    `name` is `auto`, `tilelang`, `torch` or `emulate`; the last takes options: `arch`, `mode`,
-    `order`, `seed`, `split_shared`, `contract`, `keep`, as in
-    `tile_kernels.runtime.emulation.Options`.
+    Args:
+        name: `"auto"` (kernels for CUDA tensors, references for CPU tensors), `"tilelang"`,
+            `"torch"` (the references) or `"emulate"` (kernels on CPU tensors).
+        options: For `"emulate"`: `arch`, `mode`, `order`, `seed`, `split_shared`, `contract` and
+            `keep`, as in `tile_kernels.runtime.emulation.Options`.
 
-    >>> import tile_kernels
-    >>> with tile_kernels.backend("torch"):
-    ...     tile_kernels.transpose.transpose(torch.tensor([[1, 2], [3, 4]])).tolist()
-    [[1, 3], [2, 4]]
+    Raises:
+        ValueError: If the name or an option is unknown.
+
+    Example:
+        >>> import tile_kernels
+        >>> with tile_kernels.backend("torch"):
+        ...     tile_kernels.transpose.transpose(torch.tensor([[1, 2], [3, 4]])).tolist()
+        [[1, 3], [2, 4]]
     """
     checks.one_of("backend: name", name, CHOICES)
     if options and name != "emulate":
@@ -85,17 +91,21 @@ def backend(name: str, **options: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def checked(enabled: bool = True) -> Iterator[None]:
-    """Look at the values of index tensors before every call inside, and raise on wrong ones.
+    """Inspects the values of index tensors before every call, and raises if they are out of range.
 
-    Without it an index out of range does what the operator's documentation says (it is skipped),
-    since looking costs a wait for the GPU. `TILE_KERNELS_CHECKED=1` switches it on for a process.
-    Calls that a CUDA graph records cannot be checked.
+    Without it, an index out of range has the result that the operator documents (it is ignored),
+    because the inspection makes the host wait for the GPU. `TILE_KERNELS_CHECKED=1` enables it for
+    a whole process. Calls that are captured in a CUDA graph cannot be checked.
 
-    >>> import tile_kernels
-    >>> with tile_kernels.checked():
-    ...     tile_kernels.moe.group_count(torch.tensor([[0, 7]]), 4)
-    Traceback (most recent call last):
-    ValueError: group_count: group_idx must hold -1..3, but element [0, 1] is 7
+    Args:
+        enabled: Whether calls inside the `with` block are checked.
+
+    Example:
+        >>> import tile_kernels
+        >>> with tile_kernels.checked():
+        ...     tile_kernels.moe.group_count(torch.tensor([[0, 7]]), 4)
+        Traceback (most recent call last):
+        ValueError: group_count: group_idx must hold -1..3, but element [0, 1] is 7
     """
     token = _checked.set(enabled)
     overrides.add(1)

@@ -129,7 +129,7 @@ class Bundle:
             self._archive = zipfile.ZipFile(path)
             self.manifest = json.loads(self._archive.read(MANIFEST))
         except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-            raise BundleError(f"{path} is no bundle of kernels: {error}") from None
+            raise BundleError(f"{path} is not a bundle of kernels: {error}") from None
         self._lock = threading.Lock()
         found = [self.manifest.get(name) for name in ("format", "version", "sources")]
         expected = [FORMAT, version(), source_digest()]

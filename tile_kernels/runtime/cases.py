@@ -18,7 +18,7 @@ def assert_equal_results(result: Any, expected: Any) -> None:
     from tile_kernels.testing.numeric import assert_equal
 
     if type(result) is not type(expected):
-        raise AssertionError(f"{type(result).__name__} came, expected {type(expected).__name__}")
+        raise AssertionError(f"expected {type(expected).__name__}, got {type(result).__name__}")
     if isinstance(expected, torch.Tensor):
         assert_equal(result, expected)
     elif isinstance(expected, (tuple, list)):

@@ -21,6 +21,10 @@ _INT64_MAX = 2**63 - 1
 _FLOAT_MAX = int(sys.float_info.max)
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+# Asked once: PyTorch 2.11 cannot trace `is_autocast_available`.
+_AUTOCAST_DEVICES = tuple(
+    kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)
+)
 _NUMPY_IN_GRAPH = "an operator takes a NumPy scalar; a Python int or float needs no graph break"
 
 
@@ -251,7 +255,7 @@ def tensor_for(name: str, value: Any, weight: torch.Tensor) -> None:
     if value.dtype == weight.dtype:
         return
     kind = value.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    autocast = kind in _AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
     if not (autocast and value.is_floating_point()):
         raise TypeError(
             f"{name} must be {_dtypes((weight.dtype,))} like the weights, or be given under "
@@ -290,7 +294,9 @@ def distinct(name: str, value: torch.Tensor) -> None:
     named, counts = value[value >= 0].unique(return_counts=True)
     if (counts > 1).any():
         found = named[counts > 1][0].item()
-        raise ValueError(f"{name} must name a position once, but {found} comes more often")
+        raise ValueError(
+            f"{name} must contain each position at most once, but {found} occurs more than once"
+        )
 
 
 def _dtypes(dtypes: tuple[torch.dtype, ...]) -> str:

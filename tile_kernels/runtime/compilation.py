@@ -33,9 +33,13 @@ _state = _State()
 
 
 class CompilationForbiddenError(RuntimeError):
-    """A call needs a kernel that the process has not got, and `forbid_compilation` is in force.
+    """A call needs a kernel that is not loaded, and `forbid_compilation` is active.
 
-    `kernel`, `static` and `arch` say which one; an operator puts itself and its arguments in front.
+    Args:
+        kernel: The name of the kernel.
+        static: Its static arguments.
+        arch: The architecture for which it would be compiled.
+        call: The operator and its arguments.
     """
 
     def __init__(self, kernel: str, static: tuple[Any, ...], arch: str, call: str = "") -> None:
@@ -49,7 +53,11 @@ class CompilationForbiddenError(RuntimeError):
         )
 
     def during(self, call: str) -> CompilationForbiddenError:
-        """The same error with the operator and its arguments."""
+        """Returns the same error with the operator and its arguments.
+
+        Args:
+            call: The operator and its arguments.
+        """
         return CompilationForbiddenError(self.kernel, self.static, self.arch, call)
 
 

@@ -100,7 +100,7 @@ class _Signature:
     """The arguments of a prim_func, and the symbols that they determine."""
 
     def __init__(self, lowered: Lowered) -> None:
-        if lowered.workspaces or lowered.tables:
+        if lowered.workspaces:
             raise ValueError(f"{lowered.name}: memory of the host code is not supported")
         self.name, self.params = lowered.name, lowered.params
         self.positions = {param.name: i for i, param in enumerate(lowered.params)}

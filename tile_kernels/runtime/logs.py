@@ -39,7 +39,11 @@ settings = _Settings()
 
 
 def set_log_level(level: int) -> None:
-    """Set how much is said: 0 nothing, 1 calls, 2 with shapes, 3 and inputs saved to files."""
+    """Sets how much is logged about calls.
+
+    Args:
+        level: 0: nothing; 1: the calls; 2: also their shapes; 3: also, inputs are saved to files.
+    """
     if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= 3:
         raise ValueError(f"set_log_level: level must be 0, 1, 2 or 3, got {level!r}")
     settings.level = level

@@ -4,7 +4,7 @@ The computation runs on meta tensors at some token counts, with its launches rec
 counts at which the same kernels are launched, the numbers in the problems of the launches (rows,
 columns, parts) follow the token count on a line, and the plans, which are plain Python, are
 evaluated at every count. A run in the middle confirms the line; where it does not, or where other
-kernels are launched, both halves are searched in the same way.
+kernels are launched, both halves are searched likewise.
 
 What depends on remainders of a number, such as a vector width, must be computed by the plan: a
 problem has the number itself.

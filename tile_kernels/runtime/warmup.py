@@ -2,7 +2,7 @@
 
 A call is described, not made: its operator runs on meta tensors with its launches recorded, which
 gives exactly the kernels that the real call would ask for. A model is described by its sizes; its
-layers run in the same way, and give the kernels for every number of tokens (`token_counts`).
+layers run like this too, and give the kernels for every number of tokens (`token_counts`).
 
 Kernels go to the disk cache (`tile_kernels.runtime.bundles`), also on a machine without a GPU, and
 stay in the process, so that later calls find them.

@@ -1,6 +1,6 @@
 """Measuring operators: device time against the machine's copy bandwidth, host time, the reference.
 
-`tile-kernels bench` is the way to call it; `docs/benchmarks.md` says how to read the numbers.
+`tile-kernels bench` calls it; `docs/benchmarks.md` says how to read the numbers.
 """
 
 from __future__ import annotations

@@ -26,6 +26,9 @@ from tile_kernels.quant.swiglu.reference import (
     swiglu_rows_backward as swiglu_backward,
     swiglu_rows_forward as swiglu_forward,
 )
+from tile_kernels.quant.weight_scales import (
+    batched_transpose_weight_sf as batched_transpose_weight_sf,
+)
 from tile_kernels.transform.rotary.reference import rotary_embedding
 
 

@@ -228,6 +228,7 @@ def multicast_copy():
             B_shared = T.alloc_shared((K, N), "float16")
             C_local = T.alloc_fragment((64, N), "float32")
             T.copy(A[b * 64, 0], A_shared)
+            T.cluster_sync()  # the other block has made its barrier
             T.copy_cluster(B, B_shared, cluster_mask=3)
             T.clear(C_local)
             T.gemm(A_shared, B_shared, C_local)

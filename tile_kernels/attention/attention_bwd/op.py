@@ -207,7 +207,7 @@ def sparse_attention_bwd(
     sink: Tensor | None = None,
     topk_length: Tensor | None = None,
 ) -> Gradients:
-    """The gradients of `sparse_attention`, given that of its result.
+    """Computes the gradients of `sparse_attention` from that of its result.
 
     With `L = log(exp(lse) + exp(sink))`, `s` the logits of a query's rows, `k` those rows and `v`
     their first 512 channels,
@@ -431,7 +431,7 @@ def hca_attention_bwd(
     window: int = 128,
     sink: Tensor | None = None,
 ) -> HcaGradients:
-    """The gradients of `hca_attention`, given that of its result.
+    """Computes the gradients of `hca_attention` from that of its result.
 
     They are those of `sparse_attention_bwd` for lists of the rows that each token sees, which are
     made here: `T * (window + E)` int32, and three times that to sort them. This is what autograd

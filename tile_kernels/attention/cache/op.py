@@ -98,7 +98,7 @@ KV_CACHE_APPEND = Operator(
     Append,
     reference=reference.kv_cache_append,
     cost=append_cost,
-    dynamic={"cache": 2, "slots": 0, "codes": 1, "sf": 1, "rotated": 1},
+    dynamic={"cache": 3, "slots": 0, "codes": 1, "sf": 1, "rotated": 1},
     mutates=("cache",),
     differentiable=False,
 )
@@ -180,7 +180,7 @@ KV_CACHE_GATHER = Operator(
     Gather,
     reference=reference.kv_cache_gather,
     cost=gather_cost,
-    dynamic={"cache": 2, "slots": 0},
+    dynamic={"cache": 3, "slots": 0},
     differentiable=False,
 )
 
@@ -274,7 +274,7 @@ CACHE_INDICES = Operator(
 def cache_indices(
     logical: Tensor, block_table: Tensor, page_size: int, *, out: Tensor | None = None
 ) -> Tensor:
-    """Slots of a paged cache for positions in sequences: the indices that attention takes.
+    """Converts positions in sequences to slots of a paged cache, as attention takes them.
 
     `slots = block_table[request, i // page_size] * page_size + i % page_size` for `i = logical`;
     -1 stays -1. So do positions past the table, and pages that are negative in it, give -1.

@@ -216,7 +216,7 @@ def kv_compress(
     num_windows: int | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """One entry for each window of tokens: a softmax over them, channel by channel.
+    """Compresses each window of tokens to one entry: a softmax over them, channel by channel.
 
     A sequence of `n` tokens has `n // window` windows; what is left over emits nothing. Window `i`
     takes its own tokens from series a and, with series b and unless it is the sequence's first,
@@ -278,7 +278,7 @@ def kv_compress_packed(
     num_windows: int | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`kv_compress` of two series in one tensor, as one projection computes them.
+    """Computes `kv_compress` of two series in one tensor, as one projection computes them.
 
     The low half of the channels is series b, which the next window takes; the high half is series
     a, which its own window takes. The result is differentiable with respect to the three tensors,
@@ -489,7 +489,7 @@ def kv_compress_bwd(
     *,
     cu_seqlens: Tensor | None = None,
 ) -> Gradients:
-    """The gradients of `kv_compress`; weights are computed again, not kept.
+    """Computes the gradients of `kv_compress`; the softmax weights are recomputed, not saved.
 
     With `p` the weight of a token in its window and `g` the gradient of the entry, in float32,
 
@@ -539,7 +539,7 @@ def kv_compress_packed_bwd(
     *,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `kv_compress_packed`, packed as its arguments are.
+    """Computes the gradients of `kv_compress_packed`, packed like its arguments.
 
     The formulas and the guarantees are those of `kv_compress_bwd`.
 

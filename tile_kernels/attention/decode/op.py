@@ -11,7 +11,6 @@ from tile_kernels import config
 from tile_kernels.attention.cache_layout import check_cache, flat_pages, layout_of, num_slots
 from tile_kernels.attention.decode import reference
 from tile_kernels.attention.decode.plan import (
-    FIXED_KEYS,
     HEADS,
     PAIR,
     DecodePlan,
@@ -75,7 +74,7 @@ class PlanArguments(NamedTuple):
                 "extra_", self.q, self.extra_indices, self.extra_topk_length, "extra_topk_length"
             )
         elif self.extra_topk_length is not None:
-            raise ValueError("extra_topk_length must come with extra_indices, got it alone")
+            raise ValueError("extra_topk_length needs extra_indices, got None")
         checks.integer("num_sms", self.num_sms, 1, checks.MOST_SIZE)
 
     def outputs(self) -> tuple[Out, Out]:
@@ -177,7 +176,7 @@ def decode_plan(
 
 
 class Arguments(NamedTuple):
-    """`items` and `splits` are the plan; `split_keys` the keys of a split without one."""
+    """`items` and `splits` are the plan; `split_keys` the keys of a split without one, 0: fixed."""
 
     q: Tensor
     cache: Tensor
@@ -206,7 +205,7 @@ class Arguments(NamedTuple):
             checks.tensor("sink", self.sink, ("h",), torch.float32, shape=(heads,), contiguous=True)
         _check_lists("", self.q, self.indices, self.topk_length, "topk_length")
         self._check_extra()
-        checks.integer("splits", self.split_keys, PAIR, checks.MOST_SIZE)
+        checks.integer("splits", self.split_keys, 0, checks.MOST_SIZE)
         if self.split_keys % PAIR:
             raise ValueError(f"splits must be a multiple of {PAIR} keys, got {self.split_keys}")
         if self.items is not None:
@@ -223,7 +222,7 @@ class Arguments(NamedTuple):
             raise ValueError(f"{missing} must be given with the other one, got None")
         if self.extra_cache is None or self.extra_indices is None:
             if self.extra_topk_length is not None:
-                raise ValueError("extra_topk_length must come with extra_indices, got it alone")
+                raise ValueError("extra_topk_length needs extra_indices, got None")
             return
         _check_lists(
             "extra_", self.q, self.extra_indices, self.extra_topk_length, "extra_topk_length"
@@ -386,7 +385,7 @@ SPARSE_ATTENTION_DECODE = Operator(
     reference=reference.attended,
     cost=cost,
     dynamic={
-        "q": 2, "cache": 2, "indices": 1, "topk_length": 0, "extra_cache": 2, "extra_indices": 1,
+        "q": 2, "cache": 3, "indices": 1, "topk_length": 0, "extra_cache": 3, "extra_indices": 1,
         "extra_topk_length": 0, "items": 1, "splits": 1,
     },
     instead="tile_kernels.attention.sparse_attention of rows in bfloat16",
@@ -409,7 +408,7 @@ def sparse_attention_decode(
     plan: DecodePlan | None = None,
     splits: str | int = "fixed",
 ) -> tuple[Tensor, Tensor]:
-    """Attention of decoded tokens over chosen rows of paged caches.
+    """Computes attention of decoded tokens over selected rows of paged caches.
 
     For each head of each query, over the rows that its indices name in both caches together,
 
@@ -424,9 +423,10 @@ def sparse_attention_decode(
     2**-126 are flushed to zero. There is no gradient.
 
     Where splits of a request's keys are computed by several blocks, a second kernel adds their
-    parts in order. `"fixed"` splits have a constant number of keys, so that the bits of a result
-    depend neither on other requests nor on the device. `"balanced"` ones fill the device: the best
-    for few requests with many keys and for lengths that differ much.
+    parts in order. `"fixed"` splits depend on the number of indices alone: up to 2048 keys are in
+    one piece, more in splits of 640. So the bits of a result depend neither on other requests nor
+    on the device. `"balanced"` splits fill the device: the best for few requests and for lengths
+    that differ much.
 
     The kernel needs an sm_90a GPU.
 
@@ -480,8 +480,12 @@ def sparse_attention_decode(
 
 
 def _split(plan: Any, splits: Any) -> tuple[Any, Any, Any]:
-    """The tensors of a plan, and the keys of a split without one."""
+    """The tensors of a plan, and the keys of a split without one, 0 for the default."""
     items, parts, keys = None, None, splits
+    if splits == 0 and not isinstance(splits, str):
+        raise ValueError(
+            "sparse_attention_decode: splits must be fixed, balanced or a number of keys, got 0"
+        )
     if plan is not None:
         if not (isinstance(plan, tuple) and len(plan) == 2):
             kind = type(plan).__name__
@@ -495,7 +499,7 @@ def _split(plan: Any, splits: Any) -> tuple[Any, Any, Any]:
                 f"sparse_attention_decode: splits must be fixed, balanced or a number of keys, "
                 f"got {splits!r}"
             )
-        keys = FIXED_KEYS
+        keys = 0
     return items, parts, keys
 
 

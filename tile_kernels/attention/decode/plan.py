@@ -13,10 +13,12 @@ TILE = 64  # keys
 PAIR = 2 * TILE  # keys that the consumers take at once
 HEADS = 64  # of a block
 
-# Keys of a split, at most, where it does not depend on the batch. H200, 128 heads, 128 + 1024 keys:
-# 32 requests 57.2 us with 640, 68.6 with 1152, 94.7 with 384; 8 requests 27.3 with 256, 34.4 with
-# 384; 128 requests of 2 queries 293.5 with 1152 (no splits), 453.6 with 640. A compromise.
-FIXED_KEYS = 640
+# Splits that do not depend on the batch: lists of up to so many keys are in one piece, longer ones
+# in splits of at most FIXED_KEYS. H200, 128 heads, 128 + 1024 keys, in one piece and in splits of
+# 640: 128 requests of 2 queries 287.4 and 449.7 us, 32 requests 67.4 and 56.2, 8 requests 67.4 and
+# 46.3, 1 request 63.3 and 43.7. 64 requests of 2 queries, 2048 keys in "v3.2": 345.4 and 571.4. 4
+# requests with 128 + 8192 keys in splits of 1152 75.7 us, 640 53.4, 512 65.4, 256 83.3.
+WHOLE_KEYS, FIXED_KEYS = 2048, 640
 
 PLAN_THREADS = 256
 CANDIDATES = 32  # lengths of splits that `decode_plan` compares
@@ -37,7 +39,12 @@ def num_pairs(length: int, extra_length: int) -> int:
 
 
 def fixed_split(pairs: int, keys: int) -> tuple[int, int]:
-    """The number of splits, and the pairs of a split, for splits of at most `keys`."""
+    """The number of splits, and the pairs of a split, for splits of at most `keys`.
+
+    `keys` is 0 for the default, which depends on the length of the list alone.
+    """
+    if not keys:
+        keys = WHOLE_KEYS if pairs <= WHOLE_KEYS // PAIR else FIXED_KEYS
     count = max(-(-pairs // max(keys // PAIR, 1)), 1)
     return count, max(-(-pairs // count), 1)
 

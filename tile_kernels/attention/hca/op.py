@@ -103,7 +103,7 @@ def hca_attention(
     sink: Tensor | None = None,
     return_stats: bool = False,
 ) -> Tensor | Results:
-    """Attention of each query over the last tokens and over all entries that it may see.
+    """Computes attention of each query over the last tokens and over all visible entries.
 
     The token at position `t` of a sequence attends to the rows of the tokens `t - window + 1..t` of
     its sequence and to the entries `0..(t + 1) // ratio - 1` of its sequence, in one softmax. The

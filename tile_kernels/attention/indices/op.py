@@ -106,7 +106,7 @@ def attention_indices(
     num_tokens: int | None = None,
     entry_offset: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The rows that each query attends to: its window of tokens, then the entries selected for it.
+    """Lists the rows that each query attends to: its window of tokens, then its selected entries.
 
     They are row numbers of one tensor that has the rows of all tokens, and compressed entries from
     row `entry_offset` on, for `sparse_attention`. The window of the token at position `t` of a

@@ -70,7 +70,7 @@ INDEXER_KL = Operator(
 
 @INDEXER_KL.public()
 def indexer_kl(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """How far the indexer's softmax over chosen entries is from a target, for each query.
+    """Computes the divergence of the indexer's softmax over selected entries from a target.
 
         loss[t] = sum over j of p[t, j] * (log p[t, j] - log softmax(logits[t])[j])
         grad_logits[t, j] = softmax(logits[t])[j] - p[t, j]

@@ -175,7 +175,9 @@ INDEXER_LOGITS = Cases(
             Sample(f"{e}.70x300.4x64", arguments(70, 300, 4, 64, E2M1, "causal", e))
             for e in ("near", "far", "special")  # keys are expanded before
         ),
-        Sample("bfloat16 out.5x130.4x32", arguments(5, 130, out_dtype=torch.bfloat16)),
+        Sample(
+            "bfloat16 out.5x130.4x32", arguments(5, 130, ranges="causal", out_dtype=torch.bfloat16)
+        ),
         *each_format("shifted.3x40.4x32", 3, 40, 4, 32, shift=True),
     ],
     large=[

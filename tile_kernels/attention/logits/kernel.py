@@ -13,6 +13,7 @@ from tilelang import language as T
 
 from tile_kernels.attention.indexer_plan import E2M1, MARKED, MARKING, with_tile
 from tile_kernels.attention.list_primitives import NO_TYPED_SYNC
+from tile_kernels.attention.logits.pipelined import pipelined_scores
 from tile_kernels.attention.logits.plan import MAX_SCALE_BLOCKS, Plan
 from tile_kernels.attention.score_primitives import (
     Held,
@@ -31,13 +32,18 @@ BITS = {"float32": 32, "bfloat16": 16}
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
     tile, out_dtype, _ = with_tile(Plan, static)
-    return (8, 32, 128) if tile.source == E2M1 else (32, 128), BITS[out_dtype]
+    loads = [8] if tile.source == E2M1 else []
+    if tile.pipelined and tile.heads == tile.padded:  # a thread has two weights
+        loads.append(64)
+    return tuple(sorted([*loads, 32, 128])), BITS[out_dtype]
 
 
 @kernel(access_bits=access_bits, pass_configs={**NO_TYPED_SYNC, **EXPLICIT_GUARDS})
 def score_tiles(*static: Any) -> Any:
     """A block has some queries and a share of the keys, `share_keys`, a multiple of 128."""
     tile, out_dtype, role = with_tile(Plan, static)
+    if tile.pipelined:
+        return pipelined_scores(tile, out_dtype, role)
     keys, queries = tile.keys, tile.queries
     types, steps = score_types(tile), score_macros(tile)
     tokens, num_keys = types.tokens, types.num_keys
@@ -156,7 +162,7 @@ def gradient_scale(source: str, heads: int, depth: int) -> Any:
 
     A share is at most `|grad| |k_sf| sum of |weights| max of |q|`, each the largest there is. Each
     block has those of some tokens, the last one those of all. `sum_bits` are what a share may have.
-    The integers become zero on the way.
+    The integers are reset to zero.
     """
     tokens, num_keys, chosen = T.dynamic("tokens num_keys chosen")
     num_tickets = T.dynamic("num_tickets")

@@ -14,14 +14,13 @@ from tile_kernels.attention.logits import reference
 from tile_kernels.attention.logits.plan import (
     MAX_SCALE_BLOCKS,
     padded_heads,
-    plan,
     plan_counted,
     plan_gradients,
     plan_scale,
 )
 from tile_kernels.runtime import checks, tickets
 from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec, dtype_name
+from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
 
@@ -30,7 +29,6 @@ MAX_GRADIENT_ROW = 128 * 128  # heads times channels, whose gradient is in a blo
 _SUM_BITS = 61  # of the integers that shares of a key's gradient are added as
 
 _MODULE = "tile_kernels.attention.logits.kernel"
-_SCORES = Kernel(_MODULE, "score_tiles", plan)
 _SCALE = Kernel(_MODULE, "gradient_scale", plan_scale)
 _GRADIENTS = Kernel(_MODULE, "selected_gradients", plan_gradients)
 _COUNTED = Kernel(_MODULE, "counted_gradient", plan_counted)
@@ -58,8 +56,8 @@ class Arguments(NamedTuple):
         return Out("out", (self.q.shape[0], self.k.shape[0]), self.out_dtype)
 
     def launches(self, out: Spec, *scratch: Spec) -> list[Launch]:
-        results = (out, Size(_share), Size(_queries_per_block))
-        return indexer.score(_SCORES, (dtype_name(out),), self[:7], scratch, results)
+        sizes = (Size(_share), Size(_queries_per_block), Size(_are_many))
+        return indexer.score_all(self[:7], scratch, out, *sizes)
 
 
 def _share(a: Arguments) -> int:
@@ -68,6 +66,10 @@ def _share(a: Arguments) -> int:
 
 def _num_shares(a: Arguments) -> int:
     return -(-a.k.shape[0] // _share(a))
+
+
+def _are_many(a: Arguments) -> bool:
+    return indexer.are_many(a.q.shape[0])
 
 
 def _queries_per_block(a: Arguments) -> int:
@@ -143,7 +145,7 @@ def indexer_logits(
     *,
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """How much each key matters to each query: the logits of the lightning indexer.
+    """Computes the logits of the lightning indexer: how much each key matters to each query.
 
         logits[t, s] = k_sf[s] * sum over h of weights[t, h] * relu(q[t, h] . k[s])
 
@@ -291,7 +293,7 @@ INDEXER_LOGITS_BWD = Operator(
 def indexer_logits_bwd(
     q: Tensor, k: Operand, weights: Tensor, indices: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `indexer_logits`, given that of the logits at selected keys.
+    """Computes the gradients of `indexer_logits` from those of the logits at selected keys.
 
     With `d = grad * k_sf` at key `s` of query `t`, and `c = q[t, h] . k[s]`,
 

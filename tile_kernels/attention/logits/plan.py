@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tile_kernels.attention.indexer_plan import MARKED, Tile, flat, tile_plan
+from tile_kernels.attention.indexer_plan import MARKED, Tile, flat, pipelined_tile, tile_plan
 from tile_kernels.runtime.device import Device
 
 MAX_QUERIES = 16  # of a block
@@ -19,10 +19,19 @@ class Plan(NamedTuple):
 
 
 def plan(
-    source: str, of_keys: str, heads: int, depth: int, out_dtype: str, role: str, device: Device
+    source: str,
+    of_keys: str,
+    heads: int,
+    depth: int,
+    out_dtype: str,
+    many: bool,
+    role: str,
+    device: Device,
 ) -> tuple[Any, ...]:
-    """The fields of a `Plan`, those of its tile one by one."""
-    tile, _ = tile_plan(source, of_keys, role == MARKED, heads, depth, MAX_QUERIES, device)
+    """The fields of a `Plan`, those of its tile one by one. `many`: of queries, see `pipelined`."""
+    tile = pipelined_tile(source, of_keys, heads, depth, device) if many else None
+    if tile is None:
+        tile, _ = tile_plan(source, of_keys, role == MARKED, heads, depth, MAX_QUERIES, device)
     return flat(*Plan(tile, out_dtype, role))
 
 

@@ -190,7 +190,7 @@ def kv_compress_norm_rope_cast(
     cu_seqlens: Tensor | None = None,
     num_windows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`kv_compress` for inference: entries normalised, rotated, and cast to e4m3.
+    """Computes `kv_compress` for inference: entries are normalized, rotated, and cast to e4m3.
 
     For each entry `e`, in float32 and rounded once at the end,
 

@@ -18,6 +18,7 @@ from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
 
 MAX_SHORT = 1 << 16  # keys of a block that lists have by 16 bits
+MAX_LOGITS_BYTES = 1 << 28  # that are written to memory for few queries
 
 _BEST_KEYS = Kernel("tile_kernels.attention.select.kernel", "best_keys", plan)
 
@@ -46,6 +47,10 @@ class Arguments(NamedTuple):
         num_queries, num_keys = self.q.shape[0], self.k.shape[0]
         if num_keys == 0:
             return [Host(Tensor.fill_, (out, -1))]
+        bounds = (_bound(self.start, self.weights, 0), _bound(self.end, self.weights, num_keys))
+        operands = (*self[:5], *bounds)
+        if _has_logits(self):
+            return self._by_logits(operands, out, scratch)
         share, shares = _shares(self)
         merged = shares > 1
         if merged:
@@ -53,11 +58,9 @@ class Arguments(NamedTuple):
         else:  # nothing is written to scores then
             buffers, names = list(scratch), out.view(num_queries, 1, self.topk)
             scores = names.view(torch.uint32)
-        bounds = (_bound(self.start, self.weights, 0), _bound(self.end, self.weights, num_keys))
         block_queries = indexer.queries_per_block(num_queries, shares, self.q.device)
         problem = (self.topk, share <= MAX_SHORT)
         results = (names, scores, share, block_queries)
-        operands = (*self[:5], *bounds)
         found: list[Launch | Host] = [
             *indexer.score(_BEST_KEYS, problem, operands, buffers, results)
         ]
@@ -66,17 +69,52 @@ class Arguments(NamedTuple):
             found.append(indexer.merge(scores.view(*rows), names.view(*rows), out))
         return found
 
+    def _by_logits(
+        self, operands: tuple[Any, ...], out: Spec, scratch: tuple[Spec, ...]
+    ) -> list[Launch | Host]:
+        """Few queries: all their logits, and then the best of them."""
+        share, shares = _shares_of_logits(self)
+        count = len(indexer.score_scratch(self.q, self.k, shares))
+        buffers, logits, lists = scratch[:count], scratch[count], scratch[count + 1 :]
+        block_queries = indexer.queries_per_block(self.q.shape[0], shares, self.q.device)
+        many = indexer.are_many(self.q.shape[0])
+        return [
+            *indexer.score_all(operands, buffers, logits, share, block_queries, many),
+            *indexer.best_of_parts(logits, *operands[-2:], out, lists),
+        ]
+
 
 def _shares(a: Arguments) -> tuple[int, int]:
     return indexer.shares_to_select(a.q.shape[0], a.k.shape[0], a.q.device)
 
 
+def _has_logits(a: Arguments) -> bool:
+    """Whether logits are written to memory: those of few queries, whose keys blocks share."""
+    _, shares = _shares(a)
+    return shares > 1 and 4 * a.q.shape[0] * a.k.shape[0] <= MAX_LOGITS_BYTES
+
+
+def _shares_of_logits(a: Arguments) -> tuple[int, int]:
+    """Keys of a block, and how many blocks share the keys, as in `indexer_logits`."""
+    share = indexer.share_of_keys(a.q.shape[0], a.k.shape[0], a.q.device)
+    return share, -(-a.k.shape[0] // share)
+
+
 def scratch(a: Arguments) -> tuple[Out, ...]:
-    """What scores need, then the lists of blocks that share the keys of a query: keys, scores."""
+    """What scores need; then logits and lists of their best, or lists of the best that blocks leave
+    which share the keys of a query."""
+    num_queries, num_keys = a.q.shape[0], a.k.shape[0]
+    if _has_logits(a):
+        _, shares = _shares_of_logits(a)
+        return (
+            *indexer.score_scratch(a.q, a.k, shares),
+            Out("logits", (num_queries, num_keys), torch.float32),
+            *indexer.parts_scratch(num_queries, num_keys, a.topk),
+        )
     _, shares = _shares(a)
     lists: tuple[Out, ...] = ()
     if shares > 1:
-        shape = (a.q.shape[0], shares, a.topk)
+        shape = (num_queries, shares, a.topk)
         lists = (Out("names", shape, torch.int32), Out("scores", shape, torch.uint32))
     return indexer.score_scratch(a.q, a.k, shares) + lists
 
@@ -122,11 +160,12 @@ def indexer_select(
     end: Tensor | None = None,
     topk: int | None = None,
 ) -> Tensor:
-    """The keys that matter most to each query: `indexer_topk` of `indexer_logits`, without those.
+    """Selects the keys that matter most to each query, without storing the logits.
 
     The selection is exact for the float32 logits; of equal ones the smaller index is taken, and NaN
     counts as -inf. The logits exist a tile at a time, in the shared memory of a multiprocessor:
-    nothing of the size `[T, S]` is allocated. Blocks share the keys of few queries, and their
+    nothing of the size `[T, S]` is allocated, except for queries too few to fill the GPU. Their
+    logits are written to memory, up to 256 MiB of them; beyond, blocks share the keys, and their
     lists, some megabytes at most, are merged. The result is deterministic.
 
     Args:

@@ -70,7 +70,7 @@ def plan(
         shared_bytes=4 * BINS,
     )  # fmt: skip
     entries = grown(least(tile.keys), tile, left)
-    for stages in STAGES[1:]:  # long lists are worth more than many keys under way
+    for stages in STAGES[1:]:  # long lists are worth more than many keys in flight
         fewer = tile._replace(stages=stages)
         if stages < tile.stages and entries * tile.threads < 2 * (topk + tile.keys):
             left += tile.bytes() - fewer.bytes()

@@ -101,7 +101,7 @@ def sparse_attention(
     topk_length: Tensor | None = None,
     return_stats: bool = False,
 ) -> Tensor | Results:
-    """Attention of each query over the rows that its indices choose; a row is key and value.
+    """Computes attention of each query over the rows at its indices; a row is key and value.
 
     All heads of a query share one list of rows:
 

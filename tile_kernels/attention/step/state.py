@@ -42,7 +42,16 @@ class KVCompressorState(tuple[Tensor, Tensor]):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> KVCompressorState:
-        """A state of sequences without tokens; with `overlap` for two series."""
+        """Returns a state for sequences that have no tokens yet.
+
+        Args:
+            num_sequences: The number of sequences.
+            window: Tokens of a window.
+            channels: Channels of an entry.
+            overlap: Whether there are two series, as in compressed sparse attention.
+            dtype: bfloat16 or float32.
+            device: The device of the tensors.
+        """
         for name, value in (
             ("num_sequences", num_sequences), ("window", window), ("channels", channels)
         ):  # fmt: skip
@@ -74,7 +83,11 @@ class KVCompressorState(tuple[Tensor, Tensor]):
         return self.kept.shape[1] // (2 if self.overlap else 1)
 
     def reset(self, slots: Tensor | None = None) -> None:
-        """Forgets the tokens of the sequences at `slots`, or of all; slots outside are ignored."""
+        """Removes the tokens of some sequences, or of all.
+
+        Args:
+            slots: Indices of sequences; those outside the state are ignored. None: all sequences.
+        """
         if slots is None:
             self.lengths.zero_()
             return
@@ -98,11 +111,19 @@ class KVCompressorState(tuple[Tensor, Tensor]):
         cu_seqlens: Tensor | None = None,
         slots: Tensor | None = None,
     ) -> None:
-        """Starts sequences with the tokens that `kv_compress` took, to decode from there on.
+        """Starts sequences with the tokens that `kv_compress` compressed, to decode from there on.
 
-        Sequence `i` of `cu_seqlens` (default: one, of all tokens) replaces that of `slots[i]`
-        (default: `i`). Each slot comes once; sequences with slots outside of the state are ignored.
         The host does not wait for the GPU, except in the checked mode, which reads the slots.
+
+        Args:
+            kv_a: `[num_tokens, channels]`: the values of `kv_compress`.
+            z_a: `[num_tokens, channels]`: its scores.
+            kv_b: `[num_tokens, channels]`: the values of the second series, if there is one.
+            z_b: `[num_tokens, channels]`: its scores.
+            cu_seqlens: `[num_sequences + 1]`, int32: the bounds of the sequences; None: one
+                sequence.
+            slots: `[num_sequences]`: the sequences of the state that are replaced, each at most
+                once; those outside the state are ignored. None: sequence `i` replaces that at `i`.
         """
         given = [x for x in (kv_a, z_a, kv_b, z_b) if x is not None]
         if len(given) != self.kept.shape[2]:
@@ -174,4 +195,6 @@ def check_slots(slots: Tensor, low: int, num_sequences: int) -> None:
     named, counts = slots[slots >= 0].unique(return_counts=True)
     if (counts > 1).any():
         twice = named[counts > 1][0].item()
-        raise ValueError(f"slots must name a sequence once, but {twice} comes more often")
+        raise ValueError(
+            f"slots must contain each sequence at most once, but {twice} occurs more than once"
+        )

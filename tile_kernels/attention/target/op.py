@@ -80,7 +80,7 @@ def attention_target(
     *,
     normalize: bool = True,
 ) -> Tensor:
-    """How much attention each chosen entry gets, of all heads together: what the indexer learns.
+    """Computes the share of attention of each selected entry: the training target of the indexer.
 
         P[t, j] = sum over h of exp(sm_scale * q[t, h] . kv[indices[t, j]] - lse_full[t, h])
         p[t, j] = P[t, j] / sum over j of P[t, j]

@@ -18,13 +18,24 @@ from tile_kernels.attention.list_primitives import (
     LOWEST,
     NO_TYPED_SYNC,
     bit,
+    entries_to_keep,
     keep_best,
     key_of_bits,
     least_of_best,
     number_of,
+    prefix_over_block,
     sort_entries,
 )
-from tile_kernels.attention.topk.plan import OWN, THREADS, TILE, UNIT, UNITS, Plan
+from tile_kernels.attention.topk.plan import (
+    OWN,
+    PART,
+    THREADS,
+    TILE,
+    UNIT,
+    UNITS,
+    PartPlan,
+    Plan,
+)
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS, WARP
 from tile_kernels.runtime.launch import kernel
 
@@ -243,3 +254,100 @@ def best_of_rows(
                     out[row, position] = chosen
 
     return best_entries
+
+
+# ---- few long rows -------------------------------------------------------------------------------
+
+
+def part_access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
+    made = PartPlan(*static)
+    return tuple(sorted({32, BITS[made.dtype] * made.vector})), 32
+
+
+@kernel(access_bits=part_access_bits, pass_configs={**NO_TYPED_SYNC, **EXPLICIT_GUARDS})
+def best_of_parts(topk: int, dtype: str, vector: int) -> Any:
+    """The best entries of each part of a row, in the order of the row, 0 and -1 after the last one.
+
+    A block has a part of `PART` entries in registers. Each launch leaves shorter rows, of keys and
+    names; in the last one there is one part, and keys are not written.
+    """
+    rows, columns, parts = T.dynamic("rows columns parts")
+    named = dtype == KEYS
+    own_entries = PART // THREADS
+    prefix = prefix_over_block(THREADS)
+    find = least_of_best(own_entries, THREADS)
+    choose = entries_to_keep(own_entries, THREADS)
+
+    @T.macro
+    def load(logits, row, first, begin, stop, own):
+        """Keys of the thread's entries, 0 for what is not in the row."""
+        values = T.alloc_local((vector,), dtype)
+        for c in T.unroll(own_entries // vector):
+            place = first + c * vector
+            if place < stop:
+                for e in T.vectorized(vector):
+                    values[e] = logits[row, place + e]
+            for e in T.unroll(vector):
+                own[c * vector + e] = T.uint32(0)
+                if place + e >= begin and place + e < stop:
+                    if named:
+                        own[c * vector + e] = values[e]
+                    else:
+                        bits = T.reinterpret(T.cast(values[e], T.float32), T.uint32)
+                        own[c * vector + e] = key_of_bits(bits)
+
+    @T.prim_func
+    def best_entries_of_parts(
+        logits: T.Tensor[(rows, columns), dtype],
+        start: T.Tensor[(rows,), T.int32],
+        end: T.Tensor[(rows,), T.int32],
+        names: T.Tensor[(rows, columns), T.int32],
+        out: T.Tensor[(rows, parts, topk), T.int32],
+        out_keys: T.Tensor[(rows, parts, topk), T.uint32],
+    ):
+        with T.Kernel(rows, parts, threads=THREADS) as (row, part):
+            T.assume(columns % vector == 0)
+            tx = T.get_thread_binding()
+            bins = T.alloc_shared((BINS,), T.int32)
+            found = T.alloc_shared((FOUND,), T.int32)
+            sums = T.alloc_shared((WARPS,), T.int32)
+            own = T.alloc_local((own_entries,), T.uint32)
+            stays = T.alloc_local((-(-own_entries // 32),), T.uint32)
+            before = T.alloc_local((2,), T.int32)
+            kept = T.alloc_local((1,), T.int32)
+            begin = T.alloc_var(T.int32, init=0)
+            stop = T.alloc_var(T.int32, init=columns)
+            present = T.alloc_var(T.int32, init=0)
+            bound = T.alloc_var(T.uint32, init=T.uint32(1))  # below every key
+            first = part * PART + tx * own_entries
+            if not named:
+                begin = start[row]
+                stop = T.min(end[row], columns)
+            for c in T.unroll(BINS // THREADS):
+                bins[c * THREADS + tx] = 0
+            load(logits, row, first, begin, stop, own)
+            for j in T.unroll(own_entries):
+                if own[j] > T.uint32(0):
+                    present = present + 1
+            prefix(present, sums, before)
+            T.sync_threads()
+            if before[1] > topk:  # the same for all threads
+                bound = find(own, topk, 0, T.uint32(1), bins, found, sums)
+            choose(own, bound, topk, sums, stays, before, kept)
+            place = T.alloc_var(T.int32, init=before[0])
+            for j in T.unroll(own_entries):
+                if (stays[j // 32] & bit(j)) != T.uint32(0):
+                    if named:
+                        out[row, part, place] = names[row, first + j]
+                    else:
+                        out[row, part, place] = first + j
+                    if parts > 1:
+                        out_keys[row, part, place] = own[j]
+                    place = place + 1
+            for c in T.serial(-(-topk // THREADS)):
+                if c * THREADS + tx >= kept[0] and c * THREADS + tx < topk:
+                    out[row, part, c * THREADS + tx] = -1
+                    if parts > 1:
+                        out_keys[row, part, c * THREADS + tx] = T.uint32(0)
+
+    return best_entries_of_parts

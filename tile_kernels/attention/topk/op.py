@@ -28,7 +28,9 @@ class Arguments(NamedTuple):
         checks.tensor("logits", self.logits, ("T", "S"), DTYPES, unit_inner_stride=True)
         rows, columns = self.logits.shape
         if rows > 1 and 0 < self.logits.stride(0) < columns:
-            raise ValueError(f"logits must have rows apart, got stride {self.logits.stride(0)}")
+            raise ValueError(
+                f"logits must have rows that do not overlap, got row stride {self.logits.stride(0)}"
+            )
         checks.integer("k", self.k, 1, MAX_TOPK)
         for name, bound in (("end", self.end), ("start", self.start)):
             if bound is not None:
@@ -89,7 +91,7 @@ def indexer_topk(
     start: Tensor | None = None,
     sorted: bool = False,  # noqa: A002
 ) -> Tensor:
-    """The `k` largest logits of each query among its keys, exactly.
+    """Selects exactly the `k` largest logits of each query among its keys.
 
     Of equal logits the smaller index is taken; the two zeros are equal, and NaN counts as -inf. An
     entry that is -inf is one like any other, after all larger ones. Ranges are cut to `0..S`. The

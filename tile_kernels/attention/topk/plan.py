@@ -13,6 +13,7 @@ UNIT = 4  # logits one after the other that a thread has
 UNITS = 2  # of a thread in a tile
 OWN = UNIT * UNITS
 TILE = THREADS * OWN
+PART = 32 * THREADS  # entries of a row that a block has in registers, where blocks share a row
 SPARE_LIST = 1024  # entries of a list beside the best and a tile: with fewer it fills up more often
 
 
@@ -49,3 +50,16 @@ def plan(
     vector = min(4, math.gcd(alignment, stride * size, columns * size) // size)
     capacity = THREADS * list_entries(topk + TILE + SPARE_LIST, THREADS)
     return Plan(topk, dtype, vector, with_start, by_value, capacity)
+
+
+class PartPlan(NamedTuple):
+    """`vector`: logits or keys that are read at once."""
+
+    topk: int
+    dtype: str
+    vector: int
+
+
+def plan_parts(topk: int, dtype: str, aligned: bool, device: Device) -> PartPlan:
+    """The same on every device. `aligned`: every fourth entry of a row is at 16 bytes."""
+    return PartPlan(topk, dtype, 4 if aligned else 1)

@@ -153,6 +153,16 @@ struct Local {
   void begin();
   void end();
 };
+// The same array. clang does not report accesses of what it knows to be on the stack.
+template <class T> EMU_RT EMU_INLINE T &observed(T &a) {
+#ifdef __clang__
+  T *p = &a;
+  asm volatile("" : "+r"(p));
+  return *p;
+#else
+  return a;
+#endif
+}
 void defined(const void *p, size_t bytes);           // code that is not instrumented has written a thread's array
 uint32_t smem_addr(const void *p);
 char *smem_ptr(uint32_t a);

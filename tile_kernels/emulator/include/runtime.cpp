@@ -349,6 +349,13 @@ static Block *cluster_block(int rank) {
   for (Block *b : resident) if (b->cluster == cur->blk->cluster && b->rank == rank) return b;
   fail("out of bounds", "out of bounds: block %d of a cluster of %d", rank, cluster_size);
 }
+// A block that has acquired nothing from others does not know whether they have started, in whatever order they run here.
+static Block *started_block(int rank, const char *what) {
+  Block *b = cluster_block(rank);
+  if (L->check && b != cur->blk && !cur->blk->acquired)
+    fail("race", "race: %s block %d of the cluster, which may not have started: a cluster barrier must come first", what, rank);
+  return b;
+}
 char *map_shared(const void *p, int rank) { return cluster_block(rank)->arena + smem_addr(p); }
 static void complete_cluster(uint32_t cluster) {
   ClusterBar &e = cluster_bars[cluster];
@@ -838,23 +845,26 @@ void emu::require_aligned(const void *p, size_t n, Access kind) {
 EMU_HOOK(1) EMU_HOOK(2) EMU_HOOK(4) EMU_HOOK(8) EMU_HOOK(16)
 EMU_API void __tsan_read_range(void *p, size_t n) { hook(p, n, emu::READ, __builtin_return_address(0)); }
 EMU_API void __tsan_write_range(void *p, size_t n) { hook(p, n, emu::WRITE, __builtin_return_address(0)); }
-// clang replaces these three, and reports the table of virtual functions, which kernels do not have.
-EMU_API void *__tsan_memcpy(void *d, const void *s, size_t n) {
-  void *pc = __builtin_return_address(0);
-  hook(const_cast<void *>(s), n, emu::READ, pc, false);
-  hook(d, n, emu::WRITE, pc, false);
-  return memcpy(d, s, n);
+// clang copies structures and arrays by these three functions; before version 15 by the C library's, which build.py has
+// the linker replace with `__wrap_...`. The alignment of the type is not among the arguments: 16 bytes are a vector.
+static inline void hook_copy(void *d, const void *s, size_t n, void *pc) {
+  hook(const_cast<void *>(s), n, emu::READ, pc, n == 16);
+  hook(d, n, emu::WRITE, pc, n == 16);
 }
-EMU_API void *__tsan_memmove(void *d, const void *s, size_t n) {
-  void *pc = __builtin_return_address(0);
-  hook(const_cast<void *>(s), n, emu::READ, pc, false);
-  hook(d, n, emu::WRITE, pc, false);
-  return memmove(d, s, n);
-}
-EMU_API void *__tsan_memset(void *d, int v, size_t n) {
-  hook(d, n, emu::WRITE, __builtin_return_address(0), false);
-  return memset(d, v, n);
-}
+#define EMU_COPY_HOOKS(PREFIX)                                                 \
+  EMU_API void *PREFIX##memcpy(void *d, const void *s, size_t n) {             \
+    hook_copy(d, s, n, __builtin_return_address(0));                           \
+    return memcpy(d, s, n);                                                    \
+  }                                                                            \
+  EMU_API void *PREFIX##memmove(void *d, const void *s, size_t n) {            \
+    hook_copy(d, s, n, __builtin_return_address(0));                           \
+    return memmove(d, s, n);                                                   \
+  }                                                                            \
+  EMU_API void *PREFIX##memset(void *d, int v, size_t n) {                     \
+    hook(d, n, emu::WRITE, __builtin_return_address(0), n == 16);              \
+    return memset(d, v, n);                                                    \
+  }
+EMU_COPY_HOOKS(__tsan_) EMU_COPY_HOOKS(__wrap_)
 EMU_API void __tsan_init() {}
 EMU_API void __tsan_func_entry(void *) {}
 EMU_API void __tsan_func_exit() {}

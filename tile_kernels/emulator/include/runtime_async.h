@@ -92,7 +92,7 @@ static void mbar_arrive_at(Block *b, void *bar, uint32_t expect_tx, bool arrive)
 }
 void mbar_arrive(void *bar, uint32_t expect_tx, bool arrive) { mbar_arrive_at(cur->blk, bar, expect_tx, arrive); }
 void mbar_arrive_remote(void *bar, int rank, uint32_t expect_tx) {
-  Block *b = cluster_block(rank);
+  Block *b = started_block(rank, "an arrival at a barrier of");
   mbar_arrive_at(b, b->arena + smem_addr(bar), expect_tx, true);
 }
 // Arrives once the thread's earlier cp.async copies are complete; without noinc the phase also expects one arrival more.
@@ -211,7 +211,7 @@ static void start_flights(Flight x, void *bar, unsigned multicast) {
   uint32_t to = smem_addr(x.dst), at = smem_addr(bar);
   for (int rank = 0; rank < cluster_size; ++rank) {
     if (multicast && !(multicast >> rank & 1)) continue;
-    Block *b = multicast ? cluster_block(rank) : own;
+    Block *b = multicast ? started_block(rank, "a multicast copy to") : own;
     x.dst = b->arena + to;
     x.mbar = mbar_index(b, b->arena + at);
     start_flight(x, b);

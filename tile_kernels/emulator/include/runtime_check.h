@@ -356,7 +356,7 @@ void defined(const void *p, size_t bytes) {
 // An access to the shared memory of another block of the cluster, which must have started and must not have ended.
 static void check_peer(Block *o, char *p, size_t n, Access kind, Fiber *f) {
   static const char *const text = "race: %zu-byte %s shared memory of block %d of the cluster, which %s: a cluster barrier must come %s";
-  if (o->regions.empty() && o->live) fail("race", text, n, kVerb[kind], o->rank, "may not have started", "first");
+  if ((o->regions.empty() && o->live) || !f->blk->acquired) fail("race", text, n, kVerb[kind], o->rank, "may not have started", "first");
   if (!o->live) fail("race", text, n, kVerb[kind], o->rank, "has ended", "before its end");
   Region *r = find_shared(o, p, n);
   if (!r) fail("out of bounds", "out of bounds: %zu-byte %s shared memory of block %d of the cluster", n, kVerb[kind], o->rank);

@@ -56,6 +56,18 @@ struct half_t {
 }  // namespace cutlass
 using cutlass::bfloat16_t;
 using cutlass::half_t;
+// Constants of generated code. The primary template would give 0 for all of them.
+#define EMU_LIMITS(T, INFINITE, MOST, LEAST, NOT_A_NUMBER)       \
+  template <> struct std::numeric_limits<T> {                    \
+    static constexpr bool is_specialized = true;                 \
+    static constexpr bool has_infinity = true;                   \
+    static T infinity() { return T::bitcast(INFINITE); }         \
+    static T max() { return T::bitcast(MOST); }                  \
+    static T lowest() { return T::bitcast(LEAST); }              \
+    static T quiet_NaN() { return T::bitcast(NOT_A_NUMBER); }    \
+  };
+EMU_LIMITS(cutlass::bfloat16_t, 0x7f80, 0x7f7f, 0xff7f, 0x7fff)
+EMU_LIMITS(cutlass::half_t, 0x7c00, 0x7bff, 0xfbff, 0x7fff)
 
 namespace tl {
 template <emu::fp8_kind K> struct fp8 {

@@ -147,7 +147,7 @@ def engram_convolution_fwd(
     eps: float,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A causal convolution of the norm of each row, channel by channel, through a SiLU.
+    """Computes a causal convolution of the norm of each row, channel by channel, with a SiLU.
 
     In float32, for each token `t` and stream,
 
@@ -272,7 +272,7 @@ def engram_convolution_bwd(
     dilation: int,
     add_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of `engram_convolution_fwd`; those of the weights as sums over parts.
+    """Computes the gradients of `engram_convolution_fwd`; those of the weights as partial sums.
 
     Args:
         grad_out: `[num_tokens, hc, hidden]`, bfloat16, contiguous.

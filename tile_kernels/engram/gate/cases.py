@@ -209,12 +209,16 @@ def _packed(
 
 
 @builder
-def _packed_backward(device: torch.device, *shape: int, **options: Any) -> Arguments:
+def _packed_backward(
+    device: torch.device, *shape: int, alone: bool = False, **options: Any
+) -> Arguments:
+    """`alone`: the output was the gated value without the stream."""
     arguments = _packed(*shape, **options)(device)
     _, *saved = reference.engram_gate_packed_fwd(**arguments)
     del arguments["eps"]
     grad_out = normal(*shape, device=device, dtype=BF16)
-    return {"grad_out": grad_out, **arguments, **dict(zip(_SAVED, saved))}
+    arguments = {"grad_out": grad_out, **arguments, **dict(zip(_SAVED, saved))}
+    return {**arguments, "add_residual": False} if alone else arguments
 
 
 def _worked_packed() -> Arguments:
@@ -279,10 +283,14 @@ ENGRAM_GATE_PACKED_BWD = Cases(
         Sample("1x1x8", _packed_backward(1, 1, 8)),
         Sample("image.9x4x72", _packed_backward(9, 4, 72, image=True)),
         Sample("misaligned.6x3x80", _packed_backward(6, 3, 80, skip=1)),
+        Sample("alone.5x4x64", _packed_backward(5, 4, 64, alone=True)),
         Sample("in groups.3x6x8448", _packed_backward(3, 6, 8448, image=True)),
     ],
     large=[Sample("4001x4x7168", _packed_backward(4001, 4, 7168, image=True))],
-    benchmarks=[Benchmark("4096x4x7168", _packed_backward(4096, 4, 7168, image=True))],
+    benchmarks=[
+        Benchmark("4096x4x7168", _packed_backward(4096, 4, 7168, image=True)),
+        Benchmark("alone.4096x4x7168", _packed_backward(4096, 4, 7168, alone=True)),
+    ],
     vectors=[
         Vector(
             "the second is an image token",

@@ -214,7 +214,7 @@ def engram_gate_fwd(
     image_token_mask: Tensor | None = None,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The value of each token, gated, added to its residual streams; and what a gradient needs.
+    """Adds the gated value of each token to its residual streams.
 
     In float32, for each token and stream,
 
@@ -369,7 +369,7 @@ def engram_gate_bwd(
     *,
     image_token_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of the gate; that of the fused weight as partial sums over tokens.
+    """Computes the gradients of the gate; that of the fused weight as partial sums over tokens.
 
     With `G = sum(grad_out * v)` the gradient of `dot` is
 
@@ -518,7 +518,7 @@ def engram_gate_packed_fwd(
     image_token_mask: Tensor | None = None,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """`engram_gate_fwd` with the keys of all streams and the value in one tensor.
+    """Computes `engram_gate_fwd` with the keys of all streams and the value in one tensor.
 
     The result is differentiable with respect to `hidden_states`, `kv` and `weight_fused`.
 
@@ -570,10 +570,12 @@ class PackedBackwardArguments(NamedTuple):
     rstd_k: Tensor
     clamp_value: float
     image_token_mask: Tensor | None = None
+    add_residual: bool = True
 
     def apart(self) -> BackwardArguments:
         """The arguments with keys and value as two."""
-        return BackwardArguments(*self[:2], *_parts(self.kv), *self[3:9], True, self[9])  # type: ignore[arg-type]
+        rest = (*self[3:9], self.add_residual, self.image_token_mask)
+        return BackwardArguments(*self[:2], *_parts(self.kv), *rest)  # type: ignore[arg-type]
 
     def check(self) -> None:
         _check_kv(self.hidden_states, self.kv)
@@ -616,8 +618,10 @@ def engram_gate_packed_bwd(
     rstd_k: Tensor,
     clamp_value: float,
     image_token_mask: Tensor | None = None,
+    *,
+    add_residual: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`engram_gate_bwd` with the keys of all streams and the value in one tensor.
+    """Computes `engram_gate_bwd` with the keys of all streams and the value in one tensor.
 
     Args:
         grad_out: As in `engram_gate_bwd`.
@@ -630,6 +634,7 @@ def engram_gate_packed_bwd(
         rstd_k: As in `engram_gate_bwd`.
         clamp_value: As in `engram_gate_fwd`.
         image_token_mask: As in `engram_gate_bwd`.
+        add_residual: As in `engram_gate_bwd`.
 
     Returns:
         `(grad_hidden_states, grad_kv, grad_w_partial)`: `[num_tokens, hc, hidden]` and
@@ -648,7 +653,7 @@ def engram_gate_packed_bwd(
     """
     return ENGRAM_GATE_PACKED_BWD(
         grad_out, hidden_states, kv, weight_fused, dot, gate_score, rstd_x, rstd_k, clamp_value,
-        image_token_mask,
+        image_token_mask, add_residual,
     )  # fmt: skip
 
 

@@ -29,19 +29,28 @@ def engram_gate_ref(
     eps: float,
     save_for_backward: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gate from its definition, differentiable by autograd. `clamp_value` stands before `eps`.
+    """Computes the gate from its definition, differentiable by autograd.
 
-    | argument | shape | dtype |
-    |---|---|---|
-    | `hidden_states`, `k` | `[*, hc, H]` | bfloat16, or any float |
-    | `v` | `[*, H]` | as `hidden_states` |
-    | `weight_hidden`, `weight_embed` | `[hc, H]` | any float |
-    | returns `output` | `[*, hc, H]` | that of `hidden_states` |
-    | with `save_for_backward` also `dot`, `gate_score`, `rstd_x`, `rstd_k` | `[*, hc]` | float32 |
+    Note the order: `clamp_value`, `eps`.
 
-    >>> x, v = torch.zeros(1, 1, 4), torch.ones(1, 4)
-    >>> engram_gate_ref(x, x, v, torch.ones(1, 4), torch.ones(1, 4), 1e-6, 1e-20)
-    tensor([[[0.5000, 0.5000, 0.5000, 0.5000]]])
+    Args:
+        hidden_states: `[*, hc, H]`, bfloat16 or any floating-point dtype.
+        k: `[*, hc, H]`, dtype of `hidden_states`.
+        v: `[*, H]`, dtype of `hidden_states`.
+        weight_hidden: `[hc, H]`, any floating-point dtype.
+        weight_embed: `[hc, H]`, any floating-point dtype.
+        clamp_value: The least absolute value under the square root.
+        eps: The epsilon of the norms.
+        save_for_backward: Whether intermediate results are returned as well.
+
+    Returns:
+        `[*, hc, H]`; with `save_for_backward` also `dot`, `gate_score`, `rstd_x` and `rstd_k`,
+        float32 `[*, hc]`.
+
+    Example:
+        >>> x, v = torch.zeros(1, 1, 4), torch.ones(1, 4)
+        >>> engram_gate_ref(x, x, v, torch.ones(1, 4), torch.ones(1, 4), 1e-6, 1e-20)
+        tensor([[[0.5000, 0.5000, 0.5000, 0.5000]]])
     """
     x, key = widened(hidden_states), widened(k)
     dot = ((x * widened(weight_hidden)) * (key * widened(weight_embed))).sum(-1)
@@ -141,15 +150,6 @@ def engram_gate_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the gate; that of the fused weight in `num_parts` sums.
 
-    | argument | shape | dtype |
-    |---|---|---|
-    | `grad_out` | `[T, hc, H]` | bfloat16 |
-    | `hidden_states`, `k`, `v`, `weight_fused` | those of `engram_gate_fwd` | |
-    | `dot`, `gate_score`, `rstd_x`, `rstd_k` | `[T, hc]`, of `engram_gate_fwd` | float32 |
-    | returns `grad_hidden_states`, `grad_k` | `[T, hc, H]` | bfloat16 |
-    | returns `grad_v` | `[T, H]` | bfloat16 |
-    | returns `grad_w_partial` | `[num_parts, hc, H]` | float32 |
-
     With `G = sum_d grad_out_d v_d`, the gradient of `dot` is
 
         D = G gate (1 - gate) / 2 sqrt(rstd_x rstd_k / (sqrt(H) |dot|))
@@ -163,10 +163,19 @@ def engram_gate_bwd(
     `p * T // num_parts` on, up to the next such number. Without the residual `grad_x` has no
     `grad_out`. Image tokens have no other gradient than that of the residual.
 
-    >>> one = torch.ones(1, 1)
-    >>> x = one[None]
-    >>> engram_gate_bwd(x, x, x, one, one, one, 0.75 * one, one, one, 0.0, num_parts=2)
-    (tensor([[[1.]]]), tensor([[[0.]]]), tensor([[0.7500]]), tensor([[[0.0000]], [[0.0938]]]))
+    Args:
+        num_parts: The number of partial sums of the gradient of the fused weight; the operator
+            chooses it.
+
+    Returns:
+        `grad_hidden_states`, `grad_k` `[T, hc, H]` and `grad_v` `[T, H]`, bfloat16; and
+        `grad_w_partial` `[num_parts, hc, H]`, float32.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> x = one[None]
+        >>> engram_gate_bwd(x, x, x, one, one, one, 0.75 * one, one, one, 0.0, num_parts=2)
+        (tensor([[[1.]]]), tensor([[[0.]]]), tensor([[0.7500]]), tensor([[[0.0000]], [[0.0938]]]))
     """
     x, key, value, grad = (widened(tensor) for tensor in (hidden_states, k, v, grad_out))
     num_tokens, num_streams, hidden = x.shape
@@ -215,17 +224,22 @@ def engram_gate_packed_bwd(
     clamp_value: float,
     num_parts: int,
     image_token_mask: Tensor | None = None,
+    add_residual: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`engram_gate_bwd` with keys and value, and their gradients, in one tensor.
 
-    >>> one = torch.ones(1, 1)
-    >>> x, kv, gate = one[None], torch.ones(1, 2, 1), 0.75 * one
-    >>> engram_gate_packed_bwd(x, x, kv, one, one, gate, one, one, 0.0, num_parts=1)[1].tolist()
-    [[[0.0], [0.75]]]
+    Args:
+        num_parts: As in `engram_gate_bwd`.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> x, kv, gate = one[None], torch.ones(1, 2, 1), 0.75 * one
+        >>> engram_gate_packed_bwd(x, x, kv, one, one, gate, one, one, 0.0, num_parts=1)[1].tolist()
+        [[[0.0], [0.75]]]
     """
     grad_x, grad_k, grad_v, partial = engram_gate_bwd(
         grad_out, hidden_states, kv[:, :-1], kv[:, -1], weight_fused, dot, gate_score, rstd_x,
-        rstd_k, clamp_value, num_parts, True, image_token_mask,
+        rstd_k, clamp_value, num_parts, add_residual, image_token_mask,
     )  # fmt: skip
     return grad_x, torch.cat((grad_k, grad_v[:, None]), 1), partial
 

@@ -82,7 +82,7 @@ def grad_w_reduce(
     grad_weight_hidden: Tensor,
     grad_weight_embed: Tensor,
 ) -> None:
-    """Adds the gradients of the two norms' weights to what their buffers hold.
+    """Adds the gradients of the weights of both norms to their buffers.
 
     With `S` the sum of the parts, `grad_weight_hidden += S * weight_embed` and
     `grad_weight_embed += S * weight_hidden`. The order of the sum is fixed, so the result is

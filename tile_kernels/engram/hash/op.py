@@ -112,7 +112,7 @@ def engram_hash(
     offsets: Tensor,
     image_token_mask: Tensor | None = None,
 ) -> Tensor:
-    """The row that each n-gram has in each table of each layer.
+    """Computes the row of each n-gram in each table of each layer.
 
     In 64 bits that wrap, with `p_i = id_i * multiplier_i`, the hash of the last `i + 1` tokens is
     `h_i = p_0 ^ ... ^ p_i`. Column `(i - 1) * num_tables + j` is

@@ -11,12 +11,18 @@ from torch import Tensor
 
 
 def make_offsets(vocab_sizes: Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Where each table starts among the rows of its layer: `[L, N - 1, E]` sizes to `[L, C]`.
+    """Computes the first row of each table among the rows of its layer.
 
-    Sums wrap in `dtype`; int64 is for layers of 2^31 rows and more.
+    Args:
+        vocab_sizes: `[L, N - 1, E]`: the sizes of the tables.
+        dtype: int32, in which sums wrap around, or int64 for layers of 2^31 rows and more.
 
-    >>> make_offsets(torch.tensor([[[3, 4], [5, 6]], [[7, 8], [9, 10]]])).tolist()
-    [[0, 3, 7, 12], [0, 7, 15, 24]]
+    Returns:
+        `[L, C]`.
+
+    Example:
+        >>> make_offsets(torch.tensor([[[3, 4], [5, 6]], [[7, 8], [9, 10]]])).tolist()
+        [[0, 3, 7, 12], [0, 7, 15, 24]]
     """
     flat = vocab_sizes.flatten(1).to(dtype)
     return flat.cumsum(1, dtype=dtype) - flat
@@ -29,7 +35,7 @@ def engram_hash(
     offsets: Tensor,
     image_token_mask: Tensor | None = None,
 ) -> Tensor:
-    """The row that each n-gram has in each table of each layer.
+    """Computes the row of each n-gram in each table of each layer.
 
     | argument | shape | dtype |
     |---|---|---|
@@ -68,5 +74,12 @@ def engram_hash(
 def engram_hash_ref(
     ngram_token_ids: Tensor, multipliers: Tensor, vocab_sizes: Tensor, offsets: Tensor
 ) -> Tensor:
-    """`engram_hash` under the name that TileKernels gave its reference."""
+    """Computes `engram_hash`, under the name that TileKernels gave its reference.
+
+    Args:
+        ngram_token_ids: As in `engram_hash`.
+        multipliers: As in `engram_hash`.
+        vocab_sizes: As in `engram_hash`.
+        offsets: As in `engram_hash`.
+    """
     return engram_hash(ngram_token_ids, multipliers, vocab_sizes, offsets)

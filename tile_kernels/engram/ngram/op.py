@@ -99,7 +99,7 @@ def ngram_windows(
     cu_seqlens: Tensor | None = None,
     token_map: Tensor | None = None,
 ) -> Tensor:
-    """For each token the token itself and those before it in its document.
+    """Returns each token together with those before it in its document.
 
     Column 0 is the token, column `i` the one `i` positions before it. From the first column on that
     would lie before the document, or that is `pad_id`, all columns are `pad_id`; so a `pad_id`

@@ -13,7 +13,7 @@ def ngram_windows(
     cu_seqlens: Tensor | None = None,
     token_map: Tensor | None = None,
 ) -> Tensor:
-    """For each token the token itself and those before it in its document.
+    """Returns each token together with those before it in its document.
 
     | argument | shape | dtype |
     |---|---|---|

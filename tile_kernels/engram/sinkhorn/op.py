@@ -246,7 +246,7 @@ REDUCE = Operator(
 
 @REDUCE.public()
 def engram_sinkhorn_step_reduce(col_sumsq_partial: Tensor, col_sumsq: Tensor) -> None:
-    """Adds up the parts of `engram_sinkhorn_step`, in their order.
+    """Adds the partial sums of `engram_sinkhorn_step`, in their order.
 
     Args:
         col_sumsq_partial: `[parts, columns]`, float32, contiguous.

@@ -35,15 +35,22 @@ def _scaled(matrix: Tensor, row_scale: Tensor, col_scale: Tensor) -> Tensor:
 def engram_sinkhorn_step(
     matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float, num_parts: int = 512
 ) -> tuple[Tensor, Tensor]:
-    """Scales rows to norm 1: changes `row_scale`, returns norms and sums of squares of columns.
+    """Scales rows to norm 1, and sums the squares of columns.
 
-    A row of zeros keeps its scale. Part `p` of the sums has the rows from `p * V // num_parts` on,
-    up to the next such number.
+    A row of zeros keeps its scale. Part `p` of the sums consists of the rows from `p * V //
+    num_parts` to the next such number.
 
-    >>> matrix, scale = torch.tensor([[3.0, -4.0], [0.0, 0.0]]), torch.ones(2)
-    >>> norms, partial = engram_sinkhorn_step(matrix, scale, torch.ones(2), 0.0)
-    >>> norms, scale, partial.sum(0)
-    (tensor([5., 0.]), tensor([0.2000, 1.0000]), tensor([0.3600, 0.6400]))
+    Args:
+        num_parts: The number of partial sums; the operator chooses it.
+
+    Returns:
+        The norms of rows and the partial sums; `row_scale` is updated in place.
+
+    Example:
+        >>> matrix, scale = torch.tensor([[3.0, -4.0], [0.0, 0.0]]), torch.ones(2)
+        >>> norms, partial = engram_sinkhorn_step(matrix, scale, torch.ones(2), 0.0)
+        >>> norms, scale, partial.sum(0)
+        (tensor([5., 0.]), tensor([0.2000, 1.0000]), tensor([0.3600, 0.6400]))
     """
     norms = torch.linalg.vector_norm(_scaled(matrix, row_scale, col_scale), dim=1)
     row_scale.copy_(torch.where(norms == 0, row_scale, row_scale * (1 / (norms + eps))))

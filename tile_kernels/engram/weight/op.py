@@ -59,7 +59,7 @@ FUSED_WEIGHT = Operator(
 
 @FUSED_WEIGHT.public()
 def fused_weight(weight_hidden: Tensor, weight_embed: Tensor) -> Tensor:
-    """The product of the weights of the two norms that the gate compares.
+    """Multiplies the weights of the two norms of the gate.
 
     The product of bfloat16 weights is exact. It is differentiable; `grad_w_reduce` applies its rule
     to partial sums.

@@ -5,10 +5,13 @@ from __future__ import annotations
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tile_kernels.ep.engines.window import Window
 
 _HOST_BYTES = 256
 Counts = Sequence[int]  # rows for or from each peer
@@ -33,6 +36,9 @@ class Engine(ABC):
     """
 
     timeout: float = 300.0
+    window: Window | None = None  # memory that the ranks write directly
+    # Whether a thread of the engine finds out about lost ranks, so that the host need not wait.
+    is_watched: bool = False
     name: str
     index: int
     size: int

@@ -69,9 +69,13 @@ class _World:
 
 
 class LocalGroup:
-    """One rank's membership of a group of ranks that are threads of this process.
+    """One rank's membership in a group of ranks that are threads of this process.
 
-    `LocalGroup()` is a group of one. `run_ranks` makes larger ones.
+    `LocalGroup()` is a group of one rank. `run_ranks` creates larger groups.
+
+    Args:
+        rank: The index of the rank.
+        world: What the ranks share; only `run_ranks` passes it.
     """
 
     def __init__(self, rank: int = 0, world: _World | None = None) -> None:
@@ -165,14 +169,22 @@ class LocalEngine(Engine):
 
 
 def run_ranks(num_ranks: int, body: Callable[[LocalGroup], Result]) -> list[Result]:
-    """Run `body(group)` once for each rank, each in a thread, and return what they returned.
+    """Runs a function once for each rank, each in a thread, and returns the results.
 
-    If one raises, the others stop waiting for it and its error is raised here. Gradients are worked
-    out in the rank's own thread: PyTorch's one thread for each GPU would wait in the backward pass
-    of one rank for another's, which comes after it.
+    If one of them raises, the others stop waiting for it and its error is raised here. Gradients
+    are computed in the thread of the rank, because the backward pass of one rank would block
+    PyTorch's single thread per GPU while it waits for another rank.
 
-    >>> run_ranks(3, lambda group: group.rank * 10)
-    [0, 10, 20]
+    Args:
+        num_ranks: The number of ranks.
+        body: The function, which receives the `LocalGroup` of its rank.
+
+    Returns:
+        The results, in the order of the ranks.
+
+    Example:
+        >>> run_ranks(3, lambda group: group.rank * 10)
+        [0, 10, 20]
     """
     world = _World(num_ranks)
     results: list[Any] = [None] * num_ranks

@@ -1,9 +1,12 @@
 """Processes of one node on GPUs, over PyTorch's symmetric memory.
 
-The protocol of `ring` without a kernel: chunks are copied into the peers' memory, flags are written
-and waited for by the CUDA stream itself (`cuStreamWriteValue32`, `cuStreamWaitValue32`). Nothing
-spins on an SM, so ranks may even share a GPU, and nothing waits on the host. Rows in host
-memory (descriptors, counts) and single messages go through the process group.
+Kernels write rows into the peers' windows (`window`). What has no room there, and what is sent in
+hybrid mode, takes the protocol of `ring` without a kernel: chunks are copied into the peers'
+memory. In both, flags are written and waited for by the CUDA stream itself (`cuStreamWriteValue32`,
+`cuStreamWaitValue32`). Nothing spins on an SM, so ranks may even share a GPU, and nothing waits on
+the host: a thread watches for transfers that do not end, names the missing rank, and lets the
+stream continue. Rows in host memory (descriptors, counts) and single messages go through the
+process group.
 
 Only the communication stream waits, the only one of its priority: streams can share a hardware
 queue, and a stream that waits blocks the work behind it in that queue.
@@ -13,8 +16,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import os
+import sys
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,12 +33,18 @@ from torch import Tensor
 from tile_kernels.ep.engines.base import Counts
 from tile_kernels.ep.engines.collective import CollectiveEngine
 from tile_kernels.ep.engines.ring import BUSY, FULL, SLOTS, RingEngine, Rings, Slab, slab_bytes
+from tile_kernels.ep.engines.window import ALIGNMENT, Region, Window
+from tile_kernels.utils import align
 
 MIN_CHUNK = 1 << 12
 _OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _POLL_SECONDS = 100e-6
 _DEVICE_BYTES = 64
+_RING_SHARE = 4  # the ring has this part of the bytes of a window
+READY, DONE = 2 * SLOTS, 2 * SLOTS + 1  # flags of windows, after those of the ring
+_WATCH_SECONDS = 0.05
+_log = logging.getLogger(__name__)
 
 
 class _Driver:
@@ -75,45 +88,161 @@ def unavailable_reason() -> str | None:
 
 @dataclass
 class _Work:
-    """What an engine and its parts share."""
+    """What an engine and its parts share.
+
+    `in_flight` are transfers, with their phases and the time after which they are late.
+    """
 
     driver: _Driver
     side: torch.cuda.Stream  # for writes that must not wait behind an exchange
     memory: Any  # kept alive
-    timeout: float  # seconds that the host waits for the device
+    timeout: float  # seconds that a transfer may take
     last: torch.cuda.Event | None = None
-    in_flight: deque[tuple[torch.cuda.Event, str]] = field(default_factory=deque)
+    in_flight: deque[tuple[torch.cuda.Event, str, float]] = field(default_factory=deque)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, stream: torch.cuda.Stream) -> None:
+        """One transfer at a time, on any stream."""
+        if self.last is not None:
+            stream.wait_event(self.last)
+
+    def end(self, stream: torch.cuda.Stream, phase: str) -> None:
+        """Adds a transfer to those in flight."""
+        self.last = torch.cuda.Event()
+        self.last.record(stream)
+        with self.lock:
+            self.in_flight.append((self.last, phase, time.monotonic() + self.timeout))
+            self.drop_finished(keep=1)
+
+    def drop_finished(self, keep: int = 0) -> None:
+        """Forgets transfers that are over."""
+        while len(self.in_flight) > keep and self.in_flight[0][0].query():
+            self.in_flight.popleft()
+
+
+class SymmWindow(Window):
+    """The part of each rank's symmetric memory after its slab."""
+
+    def __init__(
+        self, addresses: Sequence[int], num_bytes: int, rings: Rings, work: _Work, others: list[int]
+    ) -> None:
+        super().__init__(addresses, rings.index, num_bytes)
+        self._work, self._others = work, others
+        flags = [slab.flags for slab in rings.slabs]
+        self._begins = [(each.data_ptr(), each.stride(0) * each.element_size()) for each in flags]
+        self._flag_bytes = flags[0].element_size()
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU whose memory is shared."""
+        memory: Tensor = self._work.memory[0]
+        return memory.device
+
+    def memory(self, region: Region, start: int, num_bytes: int) -> Tensor:
+        """Bytes of a region as a tensor that keeps it alive."""
+        address = self.addresses[self.index] + region.start + start
+        return torch.as_tensor(_Bytes(region, address, num_bytes), device=self.device)
+
+    def mark(self) -> Any:
+        """An event on the current stream, after which a part that became free is unused."""
+        if sys.is_finalizing() or torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def begin(self, phase: str) -> None:
+        """The stream waits for the peers to be ready, and tells them that this rank is."""
+        del phase  # the watching thread names it
+        stream, flags = self._stream(), self._flags
+        self._work.begin(stream)
+        for event in self.take_marks():
+            stream.wait_event(event)
+        for peer in self._others:
+            self._write(stream, flags(peer, self.index, READY), 1)
+        for peer in self._others:
+            self._wait(stream, flags(self.index, peer, READY), 1)
+            self._write(stream, flags(self.index, peer, READY), 0)
+
+    def end(self, phase: str) -> None:
+        """The stream tells the peers that this rank has written, and waits for them."""
+        stream, flags = self._stream(), self._flags
+        for peer in self._others:
+            self._write(stream, flags(peer, self.index, DONE), 1)
+        for peer in self._others:
+            self._wait(stream, flags(self.index, peer, DONE), 1)
+            self._write(stream, flags(self.index, peer, DONE), 0)
+        self._work.end(stream, phase)
+
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def _flags(self, owner: int, peer: int, kind: int) -> int:
+        begin, row_bytes = self._begins[owner]
+        return begin + peer * row_bytes + kind * self._flag_bytes
+
+    def _write(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
+        self._work.driver.write(stream.cuda_stream, address, value)
+
+    def _wait(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
+        self._work.driver.wait(stream.cuda_stream, address, value)
+
+
+class _Bytes:
+    """Device memory for `torch.as_tensor`, which keeps this object, and so the region."""
+
+    def __init__(self, region: Region, address: int, num_bytes: int) -> None:
+        self.region = region
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
 
 
 class SymmEngine(RingEngine):
     """One-sided exchange through symmetric memory."""
 
     name = "symm"
+    is_watched = True
     _work: _Work
 
     @classmethod
     def over(cls, control: CollectiveEngine, num_bytes: int, timeout: float) -> SymmEngine:
-        """Allocate and exchange memory for rings of `num_bytes` on each rank. Collective.
+        """Allocate and exchange memory for windows of `num_bytes` on each rank. Collective.
 
-        Each rank uses its current CUDA device. `settle` waits for it for `timeout` seconds.
+        Each rank uses its current CUDA device. A transfer may take `timeout` seconds.
         """
         import torch.distributed._symmetric_memory as symmetric
 
         device = torch.device("cuda", torch.cuda.current_device())
         _check_devices(control, device)
-        chunk = max(MIN_CHUNK, num_bytes // (control.size * SLOTS) // 256 * 256)
-        size = slab_bytes(control.size, chunk)
+        chunk = max(MIN_CHUNK, num_bytes // _RING_SHARE // (control.size * SLOTS) // 256 * 256)
+        slab_size = align(slab_bytes(control.size, chunk), ALIGNMENT)
+        window_size = align(num_bytes, ALIGNMENT)
+        size = slab_size + window_size
         memory = symmetric.empty((size,), dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(memory, control.group)
         memory.zero_()
         torch.cuda.synchronize(device)
         control.barrier("clearing symmetric memory")
+        parts = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(control.size)]
         slabs = [
-            Slab(handle.get_buffer(rank, (size,), torch.uint8), control.size, chunk)
-            for rank in range(control.size)
+            Slab(part[: slab_bytes(control.size, chunk)], control.size, chunk) for part in parts
         ]
-        engine = cls(control, Rings(slabs, control.index, chunk), range(control.size))
-        engine._work = _Work(_Driver(), torch.cuda.Stream(device), (memory, handle), timeout)
+        rings = Rings(slabs, control.index, chunk)
+        engine = cls(control, rings, range(control.size))
+        work = _Work(_Driver(), torch.cuda.Stream(device), (memory, handle), timeout)
+        engine._work = work
+        addresses = [part.data_ptr() + slab_size for part in parts]
+        others = [(control.index + step) % control.size for step in range(1, control.size)]
+        engine.window = SymmWindow(addresses, window_size, rings, work, others)
+        watch = threading.Thread(
+            target=_watch, args=(weakref.ref(engine),), name="tile_kernels.ep", daemon=True
+        )
+        watch.start()
         return engine
 
     @property
@@ -141,14 +270,9 @@ class SymmEngine(RingEngine):
         if torch.cuda.is_current_stream_capturing():  # the graph orders exchanges; no `settle`
             return self._through_rings(rows, send_counts, recv_counts, phase)
         work, stream = self._work, torch.cuda.current_stream(rows.device)
-        if work.last is not None:  # the rings serve one exchange at a time, on any stream
-            stream.wait_event(work.last)
+        work.begin(stream)
         received = self._through_rings(rows, send_counts, recv_counts, phase)
-        work.last = torch.cuda.Event()
-        work.last.record(stream)
-        work.in_flight.append((work.last, phase))
-        while work.in_flight[0][0].query() and len(work.in_flight) > 1:
-            work.in_flight.popleft()
+        work.end(stream, phase)
         return received
 
     def _wait(self, word: Tensor, value: int, peer: int, phase: str) -> None:
@@ -162,18 +286,24 @@ class SymmEngine(RingEngine):
 
     def settle(self) -> None:
         """Wait on the host until the exchanges so far are done."""
-        end = time.monotonic() + self._work.timeout
-        while self._work.in_flight:
-            done, phase = self._work.in_flight[0]
-            if done.query():
-                self._work.in_flight.popleft()
-            elif time.monotonic() > end:
-                problem = self._control.lost(phase, f"no data after {self._work.timeout:g} s")
+        while self._is_busy():
+            time.sleep(_POLL_SECONDS)
+        if self._rings.broken is not None:
+            raise RuntimeError(self._rings.broken)
+
+    def _is_busy(self) -> bool:
+        """Whether a transfer is in flight. If it is late, the buffer breaks down."""
+        work = self._work
+        with work.lock:
+            work.drop_finished()
+            if work.in_flight and time.monotonic() > work.in_flight[0][2]:
+                problem = self._control.lost(
+                    work.in_flight[0][1], f"no data after {work.timeout:g} s"
+                )
                 self._rings.broken = str(problem)
+                _log.error("%s", problem)
                 self._release()
-                raise problem
-            else:
-                time.sleep(_POLL_SECONDS)
+            return bool(work.in_flight)
 
     def _release(self) -> None:
         """Let the streams of this rank continue; the data that they copy is invalid."""
@@ -184,9 +314,21 @@ class SymmEngine(RingEngine):
                 for slot in range(SLOTS):
                     self._work.driver.write(stream, own[peer, FULL + slot].data_ptr(), 1)
                     self._work.driver.write(stream, own[peer, BUSY + slot].data_ptr(), 0)
+                for kind in (READY, DONE):
+                    self._work.driver.write(stream, own[peer, kind].data_ptr(), 1)
             time.sleep(_POLL_SECONDS)
-            while self._work.in_flight and self._work.in_flight[0][0].query():
-                self._work.in_flight.popleft()
+            self._work.drop_finished()
+
+
+def _watch(engine: weakref.ref[SymmEngine]) -> None:
+    """Looks for late transfers as long as there is the engine."""
+    while True:
+        time.sleep(_WATCH_SECONDS)
+        watched = engine()
+        if watched is None or watched._rings.broken is not None:
+            return
+        watched._is_busy()
+        del watched
 
 
 def _check_devices(control: CollectiveEngine, device: torch.device) -> None:

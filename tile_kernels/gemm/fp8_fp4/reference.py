@@ -16,7 +16,16 @@ from tile_kernels.quant import formats
 
 
 def expanded_fp4_weights(data: Tensor, shifts: Tensor, scales: Tensor) -> Operand:
-    """The same values in e4m3, `[..., N, K]`, with scales of 128 x 128 blocks."""
+    """Expands weights to e4m3, without rounding.
+
+    Args:
+        data: As in `Fp4Weights`.
+        shifts: As in `Fp4Weights`.
+        scales: As in `Fp4Weights`.
+
+    Returns:
+        `[..., N, K]`, e4m3, and scales of blocks of 128 x 128.
+    """
     positions = torch.arange(0, 16, 4, device=data.device)
     codes = (shifts.int().mT[..., None] >> positions & 15).flatten(-2)  # [..., N, K / 32]
     factors = (codes + LEAST_SHIFT).float().exp2()

@@ -151,10 +151,20 @@ def _swapped(a: Any, b: Any, transpose_a: bool, transpose_b: bool) -> tuple[Oper
 
 
 def fp8_gemm_nn(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **more: Any) -> Tensor:
-    """`d = c + a @ b`: `fp8_gemm_nt` with `b` `[K, N]`, whose scales are `[K / 128, ...]`.
+    """Computes `d = c + a @ b`.
 
-    Hopper multiplies e4m3 along contiguous channels only: `b` is transposed by one launch, unless
-    it is a transposed view of `[N, K]`.
+    The tensor cores of Hopper multiply e4m3 along contiguous channels only. `b` is therefore
+    transposed by one launch, unless it is a transposed view of a contiguous `[N, K]`.
+
+    Args:
+        a: `(data, scales)` with `data` `[M, K]`, as in `fp8_gemm_nt`.
+        b: `(data, scales)` with `data` `[K, N]` and `scales` `[K / 128, ...]`.
+        d: `[M, N]`, bfloat16 or float32: receives the result.
+        c: An addend of the shape, dtype and strides of `d`, or None.
+        more: The other arguments of `fp8_gemm_nt`.
+
+    Returns:
+        `d`.
     """
     with checks.named("fp8_gemm_nn"):
         a, b = _swapped(a, b, False, True)
@@ -162,9 +172,19 @@ def fp8_gemm_nn(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **mo
 
 
 def fp8_gemm_tn(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **more: Any) -> Tensor:
-    """`d = c + a.T @ b`: `fp8_gemm_nt` with `a` `[K, M]` and `b` `[K, N]`, both transposed.
+    """Computes `d = c + a.T @ b`.
 
-    Scales are `[K / 128, ...]`. See `fp8_gemm_nn` for the cost of a transposition.
+    Both operands are transposed; see `fp8_gemm_nn` for the cost.
+
+    Args:
+        a: `(data, scales)` with `data` `[K, M]` and `scales` `[K / 128, ...]`.
+        b: `(data, scales)` with `data` `[K, N]` and `scales` `[K / 128, ...]`.
+        d: `[M, N]`, bfloat16 or float32: receives the result.
+        c: An addend of the shape, dtype and strides of `d`, or None.
+        more: The other arguments of `fp8_gemm_nt`.
+
+    Returns:
+        `d`.
     """
     with checks.named("fp8_gemm_tn"):
         a, b = _swapped(a, b, True, True)
@@ -172,9 +192,19 @@ def fp8_gemm_tn(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **mo
 
 
 def fp8_gemm_tt(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **more: Any) -> Tensor:
-    """`d = c + a.T @ b.T`: `fp8_gemm_nt` with `a` `[K, M]`, whose scales are `[K / 128, M]`.
+    """Computes `d = c + a.T @ b.T`.
 
-    See `fp8_gemm_nn` for the cost of the transposition.
+    `a` is transposed; see `fp8_gemm_nn` for the cost.
+
+    Args:
+        a: `(data, scales)` with `data` `[K, M]` and `scales` `[K / 128, M]`.
+        b: `(data, scales)` with `data` `[N, K]`, as in `fp8_gemm_nt`.
+        d: `[M, N]`, bfloat16 or float32: receives the result.
+        c: An addend of the shape, dtype and strides of `d`, or None.
+        more: The other arguments of `fp8_gemm_nt`.
+
+    Returns:
+        `d`.
     """
     with checks.named("fp8_gemm_tt"):
         a, b = _swapped(a, b, True, False)

@@ -242,12 +242,25 @@ def k_grouped_fp8_gemm_tn_contiguous(
     *,
     compiled_dims: str | None = None,
 ) -> Tensor:
-    """`k_grouped_fp8_gemm_nt_contiguous` of operands that lie by rows: `[R, M]` and `[R, N]`.
+    """Computes `k_grouped_fp8_gemm_nt_contiguous` of operands that are stored by rows.
 
-    Hopper multiplies e4m3 along contiguous channels only, so both are transposed first, by
-    `transpose.transpose`, one launch each; `quant.per_channel_cast_and_transpose` avoids that.
-    Scales are `[R / 128, M]` and `[R / 128, N]`, as `quant.per_channel_cast(x, "e4m3", 128)`
-    returns them.
+    The tensor cores of Hopper multiply e4m3 along contiguous channels only. Both operands are
+    therefore transposed first by `transpose.transpose`, one launch each.
+    `quant.per_channel_cast_and_transpose` avoids that.
+
+    Args:
+        a: `(data, scales)`: `[R, M]` e4m3 and `[R / 128, M]`, as `quant.per_channel_cast(x, "e4m3",
+            128)` returns them.
+        b: `(data, scales)`: `[R, N]` e4m3 and `[R / 128, N]`.
+        d: `[num_groups, M, N]`: receives the result.
+        ks: The rows of each group on the host, or None.
+        grouped_layout: The rows of each group on the device, int32 `[num_groups]`.
+        c: An addend of the shape, dtype and strides of `d`, or None.
+        recipe: As in `k_grouped_fp8_gemm_nt_contiguous`.
+        compiled_dims: As in `k_grouped_fp8_gemm_nt_contiguous`.
+
+    Returns:
+        `d`.
 
     Example:
         >>> x = torch.ones(256, 8).to(torch.float8_e4m3fn), torch.ones(2, 8)

@@ -56,7 +56,7 @@ def check_rows(a: Tensor) -> None:
     if a.shape[0] % BLOCK:
         raise ValueError(
             f"a must have a multiple of {BLOCK} rows, got {a.shape[0]}; "
-            f"tile_kernels.moe.get_fused_mapping(..., alignment={BLOCK}) pads groups so"
+            f"tile_kernels.moe.get_fused_mapping(..., alignment={BLOCK}) pads groups to that"
         )
 
 

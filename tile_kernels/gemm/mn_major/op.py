@@ -51,7 +51,7 @@ GET_MN_MAJOR_TMA_ALIGNED_TENSOR = Operator(
 
 @GET_MN_MAJOR_TMA_ALIGNED_TENSOR.public()
 def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
-    """Lays scales out as the products read them, without a copy if they are so already.
+    """Converts scales to the layout of the products, without a copy if they already have it.
 
     The products do this themselves with row-major scales, once per call. Scales that are used
     several times are better prepared, or made so by

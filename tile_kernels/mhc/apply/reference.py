@@ -10,11 +10,19 @@ from tile_kernels.runtime.arithmetic import widened
 
 
 def mhc_pre_apply_mix_ref(x: Tensor, mix: Tensor) -> Tensor:
-    """The sum of the streams `[..., m, h]`, weighted by `[..., m, 1]`: bfloat16 `[..., h]`.
+    """Computes the weighted sum of the streams.
 
-    >>> x, mix = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.25], [0.5]])
-    >>> mhc_pre_apply_mix_ref(x, mix).tolist()
-    [1.75, 2.5]
+    Args:
+        x: `[..., m, h]`.
+        mix: `[..., m, 1]`.
+
+    Returns:
+        `[..., h]`, bfloat16.
+
+    Example:
+        >>> x, mix = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.25], [0.5]])
+        >>> mhc_pre_apply_mix_ref(x, mix).tolist()
+        [1.75, 2.5]
     """
     return (x * mix).sum(-2).bfloat16()
 

@@ -9,11 +9,19 @@ from tile_kernels.runtime.arithmetic import widened
 
 
 def expand_to_mhc_ref(hidden: Tensor, mhc_mult: int) -> Tensor:
-    """`[..., h]` to contiguous `[..., m, h]`: every stream a copy.
+    """Repeats a tensor for every stream.
 
-    >>> import torch
-    >>> expand_to_mhc_ref(torch.tensor([1, 2]), 2).tolist()
-    [[1, 2], [1, 2]]
+    Args:
+        hidden: `[..., h]`.
+        mhc_mult: The number of streams `m`.
+
+    Returns:
+        `[..., m, h]`, contiguous.
+
+    Example:
+        >>> import torch
+        >>> expand_to_mhc_ref(torch.tensor([1, 2]), 2).tolist()
+        [[1, 2], [1, 2]]
     """
     return hidden.unsqueeze(-2).repeat(*(1,) * (hidden.dim() - 1), mhc_mult, 1)
 

@@ -18,12 +18,24 @@ def mhc_pre_split_mixes_ref(
     mhc_post_mult_value: float,
     mhc_pre_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`[..., m * (m + 2)]` mixes to `pre`, `post` `[..., m, 1]` and the logits `[..., m, m]`.
+    """Splits mixes into `pre`, `post` and the logits of `comb`.
 
-    >>> one = torch.ones(3)
-    >>> pre, post, comb = mhc_pre_split_mixes_ref(torch.zeros(1, 1, 3), one, one, 1, 2.0, 0.0)
-    >>> pre.item(), post.item(), comb.item()
-    (0.7310585975646973, 1.4621171951293945, 1.0)
+    Args:
+        input_mixes: `[..., m * (m + 2)]`.
+        mhc_scale: `[3]`.
+        mhc_base: `[m * (m + 2)]`.
+        mhc_mult: The number of streams `m`.
+        mhc_post_mult_value: The factor of the sigmoid of `post`.
+        mhc_pre_eps: A number that is added to `pre`.
+
+    Returns:
+        `pre` and `post` `[..., m, 1]`, and logits `[..., m, m]`.
+
+    Example:
+        >>> one = torch.ones(3)
+        >>> pre, post, comb = mhc_pre_split_mixes_ref(torch.zeros(1, 1, 3), one, one, 1, 2.0, 0.0)
+        >>> pre.item(), post.item(), comb.item()
+        (0.7310585975646973, 1.4621171951293945, 1.0)
     """
     sizes = (mhc_mult, mhc_mult, mhc_mult * mhc_mult)
     scale = mhc_scale.repeat_interleave(torch.tensor(sizes, device=mhc_scale.device))
@@ -34,11 +46,21 @@ def mhc_pre_split_mixes_ref(
 def mhc_head_compute_mix_ref(
     input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_pre_eps: float
 ) -> Tensor:
-    """`sigmoid(input_mix * scale + base) + eps` for `[..., m]`, scale `[1]` and base `[m]`.
+    """Computes `sigmoid(input_mix * mhc_scale + mhc_base) + mhc_pre_eps`.
 
-    >>> one = torch.ones(1)
-    >>> mhc_head_compute_mix_ref(torch.tensor([0.0, 1.0]), 2 * one, torch.tensor([0.0, -2.0]), 0.01)
-    tensor([0.5100, 0.5100])
+    Args:
+        input_mix: `[..., m]`.
+        mhc_scale: `[1]`.
+        mhc_base: `[m]`.
+        mhc_pre_eps: A number that is added.
+
+    Returns:
+        `[..., m]`.
+
+    Example:
+        >>> scale, base = torch.tensor([2.0]), torch.tensor([0.0, -2.0])
+        >>> mhc_head_compute_mix_ref(torch.tensor([0.0, 1.0]), scale, base, 0.01)
+        tensor([0.5100, 0.5100])
     """
     return torch.sigmoid(input_mix * mhc_scale + mhc_base) + mhc_pre_eps
 

@@ -6,7 +6,7 @@ divided by their root mean square:
     mul = X . f^T          s = sum of X^2          mixes = mul * r,  r = 1 / sqrt(s / K + eps)
 
 `f` is the weight rounded to TF32 (10 bits after the leading one, to nearest, ties away from zero),
-and so is the gradient of `mul` on its way back. Sums are in float32, or float64 for float64.
+and so is the gradient of `mul` in the backward pass. Sums are in float32, or float64 for float64.
 """
 
 from __future__ import annotations
@@ -45,14 +45,24 @@ def tf32(x: Tensor) -> Tensor:
 def mhc_pre_norm_fn_ref(
     residual: Tensor, mhc_fn: Tensor, mhc_norm_weight: Tensor | None, mhc_norm_eps: float
 ) -> Tensor:
-    """The mixes `[..., J]` of a residual `[..., m, h]`: a projection of its RMS norm.
+    """Projects the RMS norm of a residual.
 
-    `mhc_fn` is float32 `[J, m * h]`, `mhc_norm_weight` `[m * h]` or None. The norm is applied after
-    the product, which is a matrix product of PyTorch's, with TF32 if that is on.
+    The norm is applied after the product, which is a matrix product of PyTorch, with TF32 if that
+    is enabled.
 
-    >>> rows = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.5]])
-    >>> mhc_pre_norm_fn_ref(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), rows, None, 1e-6)
-    tensor([0.3651, 1.8257])
+    Args:
+        residual: `[..., m, h]`.
+        mhc_fn: `[J, m * h]`, float32.
+        mhc_norm_weight: `[m * h]`, or None.
+        mhc_norm_eps: The epsilon of the norm.
+
+    Returns:
+        The mixes, `[..., J]`.
+
+    Example:
+        >>> rows = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.5, 0.5]])
+        >>> mhc_pre_norm_fn_ref(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), rows, None, 1e-6)
+        tensor([0.3651, 1.8257])
     """
     if mhc_fn.dtype != torch.float32:
         raise TypeError(f"mhc_fn must be float32, got {mhc_fn.dtype}")

@@ -12,12 +12,22 @@ from tile_kernels.runtime.arithmetic import widened
 def mhc_post_ref(
     x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor
 ) -> Tensor:
-    """The next residual, bfloat16 `[..., m, h]`, from the sublayer's output `x` `[..., h]`.
+    """Computes the next residual from the output of a sublayer.
 
-    >>> x, residual = torch.tensor([10.0, 20.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> comb = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
-    >>> mhc_post_ref(x, residual, torch.tensor([[1.0], [0.5]]), comb).tolist()
-    [[12.25, 23.5], [6.75, 12.5]]
+    Args:
+        x: `[..., h]`: the output of the sublayer.
+        residual: `[..., m, h]`.
+        post_layer_mix: `[..., m, 1]`.
+        comb_res_mix: `[..., m, m]`.
+
+    Returns:
+        `[..., m, h]`, bfloat16.
+
+    Example:
+        >>> x, residual = torch.tensor([10.0, 20.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> comb = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
+        >>> mhc_post_ref(x, residual, torch.tensor([[1.0], [0.5]]), comb).tolist()
+        [[12.25, 23.5], [6.75, 12.5]]
     """
     mixed = torch.einsum("...mn,...mc->...nc", comb_res_mix, residual.float())
     return (x.float().unsqueeze(-2) * post_layer_mix + mixed).bfloat16()

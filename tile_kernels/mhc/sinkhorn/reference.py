@@ -7,14 +7,23 @@ from torch import Tensor
 
 
 def sinkhorn_normalize_ref(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor:
-    """`[..., M, M]` logits to nearly doubly stochastic matrices.
+    """Makes matrices nearly doubly stochastic.
 
-    `softmax` of rows plus `eps`, columns over their sums, then `repeat - 1` times rows and columns;
-    `eps` is added to every sum.
+    This computes `softmax` of rows plus `eps`, divides columns by their sums, and then normalizes
+    rows and columns `repeat - 1` times; `eps` is added to every sum.
 
-    >>> sinkhorn_normalize_ref(torch.zeros(2, 2), 1)
-    tensor([[0.5000, 0.5000],
-            [0.5000, 0.5000]])
+    Args:
+        x: `[..., M, M]`: logits.
+        repeat: The number of iterations.
+        eps: The epsilon of the iterations.
+
+    Returns:
+        `[..., M, M]`.
+
+    Example:
+        >>> sinkhorn_normalize_ref(torch.zeros(2, 2), 1)
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
     """
     y = x.softmax(-1) + eps
     y = y / (y.sum(-2, keepdim=True) + eps)

@@ -130,11 +130,20 @@ class WindowAttention(nn.Module):
     # ---- the parts of a layer -------------------------------------------------------------------
 
     def angles(self, positions: Tensor) -> Angles:
-        """The angles by which rows at `positions [n]` are rotated."""
+        """Returns the angles by which rows are rotated.
+
+        Args:
+            positions: `[n]`: the positions of tokens.
+        """
         return angles_at(positions, self.frequency_bits.view(torch.float32))
 
     def project(self, x: Tensor, positions: Tensor) -> Projected:
-        """Queries and rows of tokens `x [T, hidden]` at `positions [T]`."""
+        """Computes the queries and rows of tokens.
+
+        Args:
+            x: `[T, hidden]`.
+            positions: `[T]`: the positions of the tokens.
+        """
         angles = self.angles(positions)
         compressed = rms_norm(self.wq_a(x), self.q_norm.weight, self.norm_eps)
         q = self.wq_b(compressed).unflatten(-1, (self.heads, self.head_dim))
@@ -143,10 +152,17 @@ class WindowAttention(nn.Module):
         return Projected(x, compressed, q, self.round_rows(row, angles), angles)
 
     def round_rows(self, rows: Tensor, angles: Angles) -> Tensor:
-        """Normed rows `[n, 512]`, rotated and rounded as a cache keeps them: bfloat16.
+        """Rotates normed rows and rounds them as a cache stores them.
 
-        Channels that are not rotated go through e4m3 with a power of two for 64 of them; the
-        gradient passes straight through.
+        Channels that are not rotated are rounded to e4m3 with one power-of-two scale per 64 of
+        them. The gradient ignores the rounding.
+
+        Args:
+            rows: `[n, 512]`: normed rows.
+            angles: The angles of their positions.
+
+        Returns:
+            `[n, 512]`, bfloat16.
         """
         rotated = rotate_tail(rows.float(), angles)
         plain, tail = rotated.split((self.head_dim - self.rope_dim, self.rope_dim), dim=-1)
@@ -154,11 +170,23 @@ class WindowAttention(nn.Module):
         return torch.cat((rounded, tail), -1).bfloat16()
 
     def entry_angles(self, index: Tensor) -> Angles:
-        """The angles of entries, by their index in the sequence: those of their first token."""
+        """Returns the angles of entries, which are those of their first token.
+
+        Args:
+            index: `[n]`: the indices of entries in their sequences.
+        """
         return self.angles(index * self.ratio)
 
     def output(self, out: Tensor, angles: Angles) -> Tensor:
-        """Attended rows `[T, heads, 512]` to `[T, hidden]`: rotated back, projected by groups."""
+        """Rotates the results of attention back, and projects them by groups of heads.
+
+        Args:
+            out: `[T, heads, 512]`: the results of attention.
+            angles: The angles of the positions of the queries.
+
+        Returns:
+            `[T, hidden]`.
+        """
         out = rotate_tail(out, angles, inverse=True)
         out = out.unflatten(1, (self.out_groups, -1)).flatten(2)
         weight = self.wo_a.weight.unflatten(0, (self.out_groups, self.out_rank))
@@ -403,7 +431,7 @@ class WindowAttention(nn.Module):
             sequences = Sequences.in_rows(x, cu_seqlens, self.hidden)
             if state is None:
                 if slots is not None:
-                    raise ValueError("slots are indices in a state, got slots without state")
+                    raise ValueError("slots need a state, got None")
                 return sequences
             self._check_state(state)
             if slots is not None:

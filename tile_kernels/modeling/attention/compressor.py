@@ -24,29 +24,30 @@ def series(kv: Tensor, gate: Tensor, channels: int) -> list[Tensor]:
 
 
 class KVCompressor(nn.Module):
-    """Hidden states to compressed keys and values: one entry for each window of tokens.
+    """Compresses hidden states to keys and values: one entry for each window of tokens.
 
-    | argument | meaning |
-    |---|---|
-    | `hidden` | channels of a token |
-    | `channels` | channels of an entry |
-    | `window` | tokens of a window |
-    | `overlap` | a window also takes the one before it, through a series of its own (CSA) |
-    | `norm_eps` | of the norm of entries; None: no norm |
-    | `device`, `dtype` | of the projection; biases and norm are float32 |
+    One matrix product projects a token to values and scores, and `attention.kv_compress` compresses
+    windows of tokens, with a trained bias for each position in a window. Entries are normalized in
+    float32 and have the dtype of the projection.
 
-    A token is projected to values and scores, by one matrix product, and windows of tokens are
-    compressed by `attention.kv_compress`, with a trained bias for each position in a window.
-    Entries are normalised in float32 and have the dtype of the projection.
+    For training, call `layer(x)`. For inference, create `state = layer.state(num_sequences)`, then
+    call `layer(x, state=state)` for the prompts and `layer.step(x, state)` for each token after
+    them. The entries are those of the whole sequence, with the same bits where the matrix product
+    gives a token the same bits in both calls. Under `torch.autocast` the state keeps its own dtype.
 
-    In training, `layer(x)`. In inference, `state = layer.state(num_sequences)`, then
-    `layer(x, state=state)` for the prompts and `layer.step(x, state)` for each token after them:
-    the entries are those of the whole sequence. Where the matrix product gives a token the same
-    bits in both, so do the entries. Under `torch.autocast` the state keeps its own dtype.
+    Args:
+        hidden: Channels of a token.
+        channels: Channels of an entry.
+        window: Tokens of a window.
+        overlap: Whether a window also takes the previous one, through a second series (CSA).
+        norm_eps: The epsilon of the norm of entries; None: no norm.
+        device: The device of the parameters.
+        dtype: The dtype of the projection; biases and norm are float32.
 
-    >>> layer = KVCompressor(hidden=16, channels=8, window=4)
-    >>> layer(torch.randn(2, 9, 16)).shape
-    torch.Size([2, 2, 8])
+    Example:
+        >>> layer = KVCompressor(hidden=16, channels=8, window=4)
+        >>> layer(torch.randn(2, 9, 16)).shape
+        torch.Size([2, 2, 8])
     """
 
     def __init__(
@@ -94,7 +95,11 @@ class KVCompressor(nn.Module):
         return f"{self.hidden} -> {self.channels}, {kind}windows of {self.window}"
 
     def state(self, num_sequences: int) -> KVCompressorState:
-        """What decoding remembers of sequences, none of which has tokens yet."""
+        """Returns a state for decoding sequences that have no tokens yet.
+
+        Args:
+            num_sequences: The number of sequences.
+        """
         weight = self.projection.weight
         return KVCompressorState.empty(
             num_sequences, self.window, self.channels, overlap=self.overlap, dtype=weight.dtype,
@@ -110,18 +115,20 @@ class KVCompressor(nn.Module):
         state: KVCompressorState | None = None,
         slots: Tensor | None = None,
     ) -> Tensor:
-        """The entries of sequences.
+        """Computes the entries of sequences.
 
-        | argument | shape | dtype |
-        |---|---|---|
-        | `x` | `[B, S, hidden]`, or `[num_tokens, hidden]` for sequences one after the other | |
-        | `cu_seqlens`, `num_windows` | for the latter, as in `attention.kv_compress` | int32 |
-        | `state` | a state to start with these sequences, to decode from there on | |
-        | `slots` | `[num_sequences]`: where in the state; None: in order | integers |
-        | returns | `[B, S // window, channels]`, or `[num_windows, channels]` | |
+        Args:
+            x: `[B, S, hidden]`, or `[num_tokens, hidden]` for sequences that follow each other.
+            cu_seqlens: int32: the bounds of the latter, as in `attention.kv_compress`.
+            num_windows: The number of their windows, as in `attention.kv_compress`.
+            state: A state that starts with these sequences, to decode from there on; or None.
+            slots: `[num_sequences]`: the sequences of the state; None: in order.
+
+        Returns:
+            `[B, S // window, channels]`, or `[num_windows, channels]`.
         """
         if slots is not None and state is None:
-            raise ValueError("KVCompressor: slots are places in a state, got slots without state")
+            raise ValueError("KVCompressor: slots need a state, got None")
         if state is not None:
             self._check_state(state)
         kv, gate, cu_seqlens, num_windows, lead = self._projected(x, cu_seqlens, num_windows)
@@ -142,10 +149,15 @@ class KVCompressor(nn.Module):
     def step(
         self, x: Tensor, state: KVCompressorState, slots: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One token more for each sequence: entries, and which tokens completed one.
+        """Adds one token to each sequence. There is no gradient.
 
-        `x` is `[num_tokens, hidden]`; state, slots and results are as those of
-        `attention.kv_compress_step`. Without a gradient.
+        Args:
+            x: `[num_tokens, hidden]`.
+            state: The state of the sequences, which is updated.
+            slots: The sequence of each token, as in `attention.kv_compress_step`.
+
+        Returns:
+            Entries, and which tokens completed one, as `attention.kv_compress_step`.
         """
         checks.tensor_for("KVCompressor: x", x, self.projection.weight)
         if x.dim() != 2 or x.shape[1] != self.hidden:
@@ -171,9 +183,18 @@ class KVCompressor(nn.Module):
         cu_seqlens: Tensor | None = None,
         num_windows: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Entries for an FP8 cache: `codes`, `sf` and `rotated`.
+        """Computes entries for an FP8 cache.
 
-        See `attention.kv_compress_norm_rope_cast`; the leading dimensions are those of `forward`.
+        Args:
+            x: As in `forward`.
+            cos: As in `attention.kv_compress_norm_rope_cast`.
+            sin: As in `attention.kv_compress_norm_rope_cast`.
+            cu_seqlens: As in `forward`.
+            num_windows: As in `forward`.
+
+        Returns:
+            `codes`, `sf` and `rotated` of `attention.kv_compress_norm_rope_cast`, with the leading
+            dimensions of `forward`.
         """
         if self.norm_weight is None or self.norm_eps is None:
             raise ValueError("KVCompressor: compress_and_cast needs a norm, but norm_eps is None")

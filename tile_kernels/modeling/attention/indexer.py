@@ -98,7 +98,15 @@ class LightningIndexer(nn.Module):
         return self._spread(rotate_tail(q, angles)), weights
 
     def keys(self, entries: Tensor, angles: Angles) -> Tensor:
-        """Keys before rounding, float32 `[n, dim]`, of the compressor's normed entries."""
+        """Computes keys before rounding.
+
+        Args:
+            entries: `[n, dim]`: normed entries of the compressor.
+            angles: The angles of the entries.
+
+        Returns:
+            `[n, dim]`, float32.
+        """
         return self._spread(rotate_tail(entries, angles))
 
     def _spread(self, x: Tensor) -> Tensor:
@@ -107,7 +115,14 @@ class LightningIndexer(nn.Module):
             return F.linear(x.float(), self.hadamard.float()) * self.dim**-0.5
 
     def parts(self, x: Tensor) -> Parts:
-        """`x [..., dim]` in the format: data, and scales where it has them. Without a gradient."""
+        """Converts values to the format of the indexer. There is no gradient.
+
+        Args:
+            x: `[..., dim]`.
+
+        Returns:
+            The data, and the scales where the format has them.
+        """
         rows = x.detach().flatten(0, -2)
         if self.fmt == "bf16":
             return (x.detach().bfloat16(),)
@@ -120,10 +135,13 @@ class LightningIndexer(nn.Module):
         return codes.view(*shape, self.dim // 2), exponents.view(*shape, self.dim // GROUP)
 
     def rounded(self, x: Tensor) -> Tensor:
-        """`x` rounded to the format, as bfloat16; the gradient passes straight through.
+        """Rounds values to the format of the indexer, as bfloat16; gradients ignore the rounding.
 
-        Values of e2m1 are exact in bfloat16. Those of e4m3 are rounded a second time, as their
+        Values of e2m1 are exact in bfloat16. Those of e4m3 are rounded a second time, because their
         scales are no powers of two.
+
+        Args:
+            x: `[..., dim]`.
         """
         if self.fmt != "bf16":
             rows = x.flatten(0, -2)

@@ -52,11 +52,23 @@ class Rope:
 
     @classmethod
     def plain(cls, base: float = 10000.0) -> Rope:
-        """RoPE without YaRN."""
+        """Returns RoPE without YaRN.
+
+        Args:
+            base: The base of the frequencies.
+        """
         return cls(base=base, factor=1.0)
 
     def frequencies(self, channels: int, device: torch.device | str | None = None) -> Tensor:
-        """Radians per token of each pair: float32 `[channels / 2]`."""
+        """Returns the radians per token of each pair of channels.
+
+        Args:
+            channels: The number of rotated channels.
+            device: The device of the result.
+
+        Returns:
+            `[channels / 2]`, float32.
+        """
         pairs = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
         frequencies = 1.0 / self.base**pairs
         if self.factor == 1.0:

@@ -52,7 +52,7 @@ class Sequences(NamedTuple):
             )
         checks.tensor("cu_seqlens", cu_seqlens, ("B + 1",), torch.int32, contiguous=True)
         if cu_seqlens.shape[0] < 2:
-            raise ValueError(f"cu_seqlens must have 2 elements at least, got {cu_seqlens.shape[0]}")
+            raise ValueError(f"cu_seqlens must have at least 2 elements, got {cu_seqlens.shape[0]}")
         return cls(cu_seqlens, x.shape[0], None)
 
     @property

@@ -130,7 +130,9 @@ class CompressedSparseAttention(WindowAttention):
             return super().forward(x, cu_seqlens=cu_seqlens, state=state, slots=slots)
         with checks.named("CompressedSparseAttention"):
             if state is not None:
-                raise ValueError("indexer_loss is for training, got a state for decoding with it")
+                raise ValueError(
+                    "indexer_loss must be False with a state, because it is for training"
+                )
         sequences = self._sequences(x, cu_seqlens, None, slots)
         out, projected, loss = self._attended_with_loss(x.flatten(0, -2), sequences)
         return self.output(out, projected.angles).view(x.shape), loss

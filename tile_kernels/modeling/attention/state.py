@@ -70,7 +70,11 @@ class AttentionState(NamedTuple):
                 yield from each
 
     def reset(self, slots: Tensor | None = None) -> None:
-        """Forgets the tokens of the sequences at `slots`, or of all; slots outside are ignored."""
+        """Removes the tokens of some sequences, or of all.
+
+        Args:
+            slots: Indices of sequences; those outside the state are ignored. None: all sequences.
+        """
         KVCompressorState((self.window, self.lengths)).reset(slots)
         for each in (self.compressor, self.indexer):
             if each is not None:
@@ -79,19 +83,34 @@ class AttentionState(NamedTuple):
     # ---- writing --------------------------------------------------------------------------------
 
     def write_window(self, rows: Tensor, places: Places) -> None:
-        """Puts `rows [n, 512]`, bfloat16, into the rings, at the positions of tokens."""
+        """Writes rows to the ring buffers of the windows.
+
+        Args:
+            rows: `[n, 512]`, bfloat16.
+            places: The sequence and the position of the token of each row.
+        """
         size = self.window.shape[1]
         slots = places.sequence * size + places.position % size
         attention.kv_cache_append(self.window, _slots(slots, places.exists), rows)
 
     def write_entries(self, rows: Tensor, places: Places) -> None:
-        """Puts entries `[n, 512]`, bfloat16, at their places; those past the end are dropped."""
+        """Writes entries to the cache; those past its end are dropped.
+
+        Args:
+            rows: `[n, 512]`, bfloat16.
+            places: The sequence of each entry and its index there.
+        """
         if self.entries is not None:
             slots = _slots(self._entry(places), self._kept(places))
             attention.kv_cache_append(self.entries, slots, rows)
 
     def write_keys(self, parts: tuple[Tensor, ...], places: Places) -> None:
-        """Puts keys of the indexer at the places of their entries."""
+        """Writes keys of the indexer to the cache; those past its end are dropped.
+
+        Args:
+            parts: `[n, ...]`: the data, and the scales where the format has them.
+            places: The sequence of the entry of each key and its index there.
+        """
         row = torch.where(self._kept(places), self._entry(places), self._num_rows)
         for kept, part in zip(self.keys, parts):
             # PyTorch does not index all dtypes of 8 bits.

@@ -13,17 +13,25 @@ from tile_kernels.runtime import checks
 
 
 class CausalConvolution(nn.Module):
-    """`silu(convolution(norm(y)))`: RMSNorm of each stream, then taps into the past.
+    """Computes `silu(convolution(norm(y)))`: RMSNorm of each stream, then a causal convolution.
 
-    `y` and the result are `[B, S, hc, H]`, or `[S, hc, H]` for one text. Token `t` sees the tokens
-    `t - j * dilation` for `j < kernel_size` of its row, and with `cu_seqlens` only those of its
-    document. The taps start at zero, so that a new layer adds nothing.
+    Token `t` reads the tokens `t - j * dilation` for `j < kernel_size` of its row, and with
+    `cu_seqlens` only those of its document. The taps start at zero, so that a new layer adds
+    nothing. For bfloat16 `y` one operator computes everything (`engram.engram_convolution_fwd`),
+    including the addition to the residual; other dtypes and sizes use PyTorch's operations.
 
-    For bfloat16 `y` one operator does everything (`engram.engram_convolution_fwd`), with the
-    addition to the residual; other dtypes and sizes use PyTorch's operations.
+    Args:
+        num_streams: The number of streams `hc`.
+        hidden_size: The channels `H` of a stream.
+        kernel_size: The number of taps.
+        dilation: The distance of neighbouring taps in tokens.
+        eps: The epsilon of the norm.
+        device: The device of the parameters.
+        dtype: The dtype of the parameters.
 
-    >>> CausalConvolution(num_streams=2, hidden_size=8)(torch.ones(5, 2, 8)).abs().max().item()
-    0.0
+    Example:
+        >>> CausalConvolution(num_streams=2, hidden_size=8)(torch.ones(5, 2, 8)).abs().max().item()
+        0.0
     """
 
     def __init__(
@@ -59,9 +67,17 @@ class CausalConvolution(nn.Module):
     def forward(
         self, y: Tensor, cu_seqlens: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """In float32, rounded to the dtype of `y` at the end.
+        """Applies the convolution, in float32, rounded to the dtype of `y` at the end.
 
-        With a `residual` of the shape of `y`, `residual + (y + convolution)` in its dtype.
+        Args:
+            y: `[B, S, hc, H]`, or `[S, hc, H]` for one text.
+            cu_seqlens: `[num_documents + 1]`: the starts of documents in the flattened tokens, or
+                None.
+            residual: A tensor of the shape of `y`, or None.
+
+        Returns:
+            The result of the convolution; with a residual, `residual + (y + convolution)` in the
+            dtype of the residual.
         """
         if self._has_kernel(y):
             return self._fused(y, cu_seqlens, residual)

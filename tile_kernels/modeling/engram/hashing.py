@@ -38,15 +38,21 @@ def normalized_text(text: str) -> str:
 
 
 def compression_map(tokens: Sequence[str]) -> Tensor:
-    """An id for each token, the same for tokens that say the same: int32 `[len(tokens)]`.
+    """Computes an id for each token, equal for tokens whose normalized texts are equal.
 
-    `tokens[i]` is the text of token `i`. Texts that `normalized_text` makes equal share an id. Ids
-    count up from 0 in the order in which texts appear first, so that their number is the size of
-    the compressed vocabulary. Give two tokens of equal text that must stay apart (bytes that are
-    not text, special tokens) texts of their own.
+    Ids count up from 0 in the order in which texts first appear, so that their number is the size
+    of the compressed vocabulary. Pass different texts for two tokens of equal text that must have
+    different ids (bytes that are not text, special tokens).
 
-    >>> compression_map(["the", " The", "cat", "THE", " "]).tolist()
-    [0, 0, 1, 0, 2]
+    Args:
+        tokens: The text of each token. Texts that `normalized_text` makes equal share an id.
+
+    Returns:
+        `[len(tokens)]`, int32.
+
+    Example:
+        >>> compression_map(["the", " The", "cat", "THE", " "]).tolist()
+        [0, 0, 1, 0, 2]
     """
     ids: dict[str, int] = {}
     canonical = [ids.setdefault(normalized_text(token), len(ids)) for token in tokens]
@@ -56,14 +62,23 @@ def compression_map(tokens: Sequence[str]) -> Tensor:
 def prime_table_sizes(
     num_layers: int, max_ngram_size: int, num_tables: int, table_rows: int | Sequence[int]
 ) -> Tensor:
-    """Sizes of all tables: different primes, the next ones from `table_rows` on.
+    """Computes the sizes of all tables: distinct primes from `table_rows` on.
 
-    Returns int32 `[num_layers, max_ngram_size - 1, num_tables]`. `table_rows` is one number for all
-    orders of n-grams, or one for each order from 2 on. Two n-grams that collide in one table hardly
-    ever do in another, since the sizes have no common divisor.
+    Two n-grams that collide in one table hardly ever collide in another, because the sizes have no
+    common divisor.
 
-    >>> prime_table_sizes(2, 3, 2, [10, 100]).tolist()
-    [[[11, 13], [101, 103]], [[17, 19], [107, 109]]]
+    Args:
+        num_layers: The number of layers.
+        max_ngram_size: N-grams have 2 to `max_ngram_size` tokens.
+        num_tables: The number of tables for each order of n-grams.
+        table_rows: The least size: one number, or one for each order from 2 on.
+
+    Returns:
+        `[num_layers, max_ngram_size - 1, num_tables]`, int32.
+
+    Example:
+        >>> prime_table_sizes(2, 3, 2, [10, 100]).tolist()
+        [[[11, 13], [101, 103]], [[17, 19], [107, 109]]]
     """
     orders = max_ngram_size - 1
     with checks.named("prime_table_sizes"):
@@ -103,15 +118,24 @@ def _primes_from(start: int, taken: set[int]) -> Iterator[int]:
 
 
 def odd_multipliers(num_layers: int, max_ngram_size: int, vocab_size: int, seed: int) -> Tensor:
-    """Random odd multipliers of the hash, `[num_layers, max_ngram_size]` int64.
+    """Draws random odd multipliers of the hash.
 
-    Each is `2 r + 1` with `r` uniform in `[0, (2^63 - 1) // vocab_size // 2)`, so below
-    `2^63 / vocab_size`, and its product with any id below `vocab_size` fits in 63 bits. They depend
-    on the seed and the layer, not on how many layers there are.
+    Each is `2 r + 1` with `r` uniform in `[0, (2^63 - 1) // vocab_size // 2)`. It is therefore
+    below `2^63 / vocab_size`, and its product with any id below `vocab_size` fits in 63 bits.
 
-    >>> multipliers = odd_multipliers(2, 3, vocab_size=1000, seed=0)
-    >>> bool((multipliers % 2 == 1).all() and (multipliers < 2**63 // 1000).all())
-    True
+    Args:
+        num_layers: The number of layers; the multipliers of a layer do not depend on it.
+        max_ngram_size: The multipliers of a layer, one per token of an n-gram.
+        vocab_size: Ids are below this number.
+        seed: The seed.
+
+    Returns:
+        `[num_layers, max_ngram_size]`, int64.
+
+    Example:
+        >>> multipliers = odd_multipliers(2, 3, vocab_size=1000, seed=0)
+        >>> bool((multipliers % 2 == 1).all() and (multipliers < 2**63 // 1000).all())
+        True
     """
     if vocab_size < 1:
         raise ValueError(f"odd_multipliers: vocab_size must be at least 1, got {vocab_size}")
@@ -143,26 +167,29 @@ class _Constants(NamedTuple):
 
 
 class EngramHasher(nn.Module):
-    """Rows of the tables for token ids, of all Engram layers of a model at once.
-
-    | argument | meaning |
-    |---|---|
-    | `num_layers` | Engram layers of the model |
-    | `vocab_size` | token ids are below it; ignored where there is a map |
-    | `table_rows` | least rows of a table, one number or one for each order of n-grams |
-    | `max_ngram_size`, `num_tables` | n-grams of 2 to that many tokens, tables for each order |
-    | `pad_id` | token before the start of a document; ends a document inside of one |
-    | `token_map` | `[V]` of `compression_map`, applied to ids and to `pad_id` |
-    | `seed` | of the multipliers |
+    """Computes the rows of the tables for token ids, for all Engram layers of a model at once.
 
     `multipliers` `[L, N]`, `vocab_sizes` `[L, N - 1, E]`, `offsets` `[L, C]` and `token_map` are
     buffers. They and the mapped `pad_id` are the state. Offsets are int64 if a layer has more than
     2^31 rows. Ids in host memory are hashed there, with copies that are kept if the buffers are on
-    a GPU; so change these buffers with `load_state_dict` only.
+    a GPU; change these buffers with `load_state_dict` only.
 
-    >>> hasher = EngramHasher(num_layers=2, vocab_size=50, table_rows=100, num_tables=4)
-    >>> hasher(torch.tensor([[3, 1, 4], [1, 5, 9]])).shape
-    torch.Size([2, 2, 3, 8])
+    Args:
+        num_layers: The number of Engram layers of the model.
+        vocab_size: The size of the vocabulary; ignored if there is a `token_map`.
+        table_rows: The least number of rows of a table: one number, or one for each order of
+            n-grams.
+        max_ngram_size: N-grams have 2 to `max_ngram_size` tokens.
+        num_tables: The number of tables for each order.
+        pad_id: The token before the start of a document. Inside a document it ends n-grams.
+        token_map: `[V]` of `compression_map`, which is applied to ids and to `pad_id`; or None.
+        seed: The seed of the multipliers.
+        device: The device of the buffers.
+
+    Example:
+        >>> hasher = EngramHasher(num_layers=2, vocab_size=50, table_rows=100, num_tables=4)
+        >>> hasher(torch.tensor([[3, 1, 4], [1, 5, 9]])).shape
+        torch.Size([2, 2, 3, 8])
     """
 
     multipliers: Tensor
@@ -252,7 +279,11 @@ class EngramHasher(nn.Module):
         return self.offsets.shape[1]
 
     def layer(self, layer: int) -> EngramHasher:
-        """A hasher for one of the layers, with buffers of its own."""
+        """Returns a hasher for one of the layers, with separate buffers.
+
+        Args:
+            layer: The index of the layer.
+        """
         layer = checks.integer("EngramHasher: layer", layer, 0, self.num_layers - 1)
         one = EngramHasher.__new__(EngramHasher)
         nn.Module.__init__(one)
@@ -262,11 +293,14 @@ class EngramHasher(nn.Module):
         return one
 
     def forward(self, token_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Token ids `[S]` or `[B, S]` to rows `[L, *token_ids.shape, C]`.
+        """Hashes the n-grams of token ids.
 
-        `cu_seqlens` divides the tokens into documents, as in `tile_kernels.engram.ngram_windows`.
-        Rows are on the device of the ids, whatever that of the buffers. Ids in host memory never
-        wait for a GPU.
+        Args:
+            token_ids: `[S]` or `[B, S]`, int32 or int64. Ids in host memory never wait for a GPU.
+            cu_seqlens: The starts of documents, as in `tile_kernels.engram.ngram_windows`, or None.
+
+        Returns:
+            The rows, `[L, *token_ids.shape, C]`, on the device of the ids.
         """
         if not isinstance(token_ids, Tensor):
             kind = type(token_ids).__name__
@@ -306,7 +340,11 @@ class EngramHasher(nn.Module):
         return torch.tensor(self.pad_id, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Takes the pad token of a state."""
+        """Restores the pad token from a state.
+
+        Args:
+            state: The extra state of a `state_dict`.
+        """
         self.pad_id = int(state)
 
     def extra_repr(self) -> str:

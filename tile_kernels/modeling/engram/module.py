@@ -16,32 +16,36 @@ from tile_kernels.runtime import checks
 
 
 class EngramModule(nn.Module):
-    """An Engram layer: n-grams look up a memory, which a gate adds to the residual streams.
-
-    | argument | meaning |
-    |---|---|
-    | `hasher` | the model's `EngramHasher`; the layer keeps its own part of it |
-    | `layer` | which of the hasher's layers this is |
-    | `hidden_size`, `num_streams` | `H` and `hc` |
-    | `embed_dim` | width of one table; a token looks up `C * embed_dim` numbers |
-    | `kernel_size` | taps of the convolution, `max_ngram_size` tokens apart |
-    | `clamp_value`, `eps` | of the gate; `eps` also of the convolution's norm |
-    | `sparse`, `host_resident` | of the table, see `EngramTable` |
-    | `dtype` | of the parameters |
+    """An Engram layer: it looks up n-grams in a memory, and adds them to the residual streams.
 
     With `e` the embeddings of a token, `k` and `v` its projections, and for each stream `x`
 
         y = gate(x, k) v        out = x + y + silu(convolution(norm(y)))
 
     Streams, keys and values enter the gate in bfloat16, and `y` is bfloat16, whatever the dtype of
-    streams and parameters; the weights of the norms keep theirs. The sum is computed in the dtype
-    of `hidden_states`.
+    streams and parameters; the weights of the norms keep their dtype. The sum is computed in the
+    dtype of `hidden_states`.
 
-    >>> hasher = EngramHasher(num_layers=2, vocab_size=50, table_rows=100, num_tables=2)
-    >>> layer = EngramModule(hasher, layer=1, hidden_size=16, num_streams=4, embed_dim=8)
-    >>> token_ids = torch.tensor([[3, 1, 4], [1, 5, 9]])
-    >>> layer(torch.randn(2, 3, 4, 16), token_ids).shape
-    torch.Size([2, 3, 4, 16])
+    Args:
+        hasher: The `EngramHasher` of the model. The layer keeps its own part of it.
+        layer: The index of the layer in the hasher.
+        hidden_size: The channels `H` of a stream.
+        num_streams: The number of streams `hc`.
+        embed_dim: The width of a table; a token looks up `C * embed_dim` numbers.
+        kernel_size: The taps of the convolution, which are `max_ngram_size` tokens apart.
+        clamp_value: The clamp of the gate.
+        eps: The epsilon of the gate and of the norm of the convolution.
+        sparse: Whether the gradient of the table is sparse, see `EngramTable`.
+        host_resident: Whether the table stays in host memory, see `EngramTable`.
+        device: The device of the parameters.
+        dtype: The dtype of the parameters.
+
+    Example:
+        >>> hasher = EngramHasher(num_layers=2, vocab_size=50, table_rows=100, num_tables=2)
+        >>> layer = EngramModule(hasher, layer=1, hidden_size=16, num_streams=4, embed_dim=8)
+        >>> token_ids = torch.tensor([[3, 1, 4], [1, 5, 9]])
+        >>> layer(torch.randn(2, 3, 4, 16), token_ids).shape
+        torch.Size([2, 3, 4, 16])
     """
 
     def __init__(
@@ -107,13 +111,17 @@ class EngramModule(nn.Module):
         indices: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> None:
-        """Start to bring the rows of a table in host memory to the device.
+        """Starts to copy the rows of a table in host memory to the device.
 
-        Takes what `forward` will be given. The next `forward` uses these rows if it gets the very
-        same tensors and neither they nor the table were written in between, and reads the table
-        anew if not. Call `discard_prefetched` after writes that PyTorch does not count, such as
-        those through `.data`. With ids and `cu_seqlens` in host memory the host need not wait for
-        the device.
+        The next `forward` uses these rows if it receives the same tensor objects, and neither they
+        nor the table were written in between; otherwise it reads the table again. Call
+        `discard_prefetched` after writes that PyTorch does not record, such as those through
+        `.data`. With ids and `cu_seqlens` in host memory, the host need not wait for the device.
+
+        Args:
+            token_ids: As in `forward`.
+            indices: As in `forward`.
+            cu_seqlens: As in `forward`.
         """
         if not self.table.host_resident:
             return
@@ -132,19 +140,22 @@ class EngramModule(nn.Module):
         indices: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """The residual streams with the memory added.
+        """Adds the memory to the residual streams.
 
-        | argument | shape | dtype |
-        |---|---|---|
-        | `hidden_states` | `[B, S, hc, H]`, or `[S, hc, H]` for one text | bfloat16, float32 |
-        | `token_ids` | `[B, S]` or `[S]` | int32, int64 |
-        | `indices`, instead | `[B, S, C]` or `[S, C]`: this layer's part of the hasher's result | |
-        | `cu_seqlens`, optional | `[D + 1]`: starts in the flattened tokens | int32, int64 |
-        | returns | that of `hidden_states` | that of `hidden_states` |
+        Rows are separate texts. With `cu_seqlens` neither n-grams nor the convolution cross the
+        start of a document; pass it with `indices` too. A pad token inside a row ends n-grams only.
 
-        Rows are separate texts. With `cu_seqlens` neither n-grams nor the convolution look across
-        the start of a document; give it with `indices` too. A pad token inside a row ends n-grams
-        only. With a table in host memory `token_ids` may be there as well.
+        Args:
+            hidden_states: `[B, S, hc, H]`, or `[S, hc, H]` for one text; bfloat16 or float32.
+            token_ids: `[B, S]` or `[S]`, int32 or int64. With a table in host memory they may be
+                there as well.
+            indices: Instead of `token_ids`: `[B, S, C]` or `[S, C]`, the part of this layer of the
+                hasher's result.
+            cu_seqlens: `[D + 1]`, int32 or int64: the starts of documents in the flattened tokens,
+                or None.
+
+        Returns:
+            A tensor with the shape and dtype of `hidden_states`.
         """
         self._check(hidden_states, token_ids, indices, cu_seqlens)
         device, embeddings = hidden_states.device, None
@@ -152,9 +163,9 @@ class EngramModule(nn.Module):
             embeddings = self.table.prefetched((token_ids, indices, cu_seqlens), device)
         if embeddings is None:
             embeddings = self.table(self._rows(token_ids, indices, cu_seqlens), device)
-        k, v = self.project(embeddings)
+        kv = self._projected(embeddings)
         y = engram_gate(
-            hidden_states.bfloat16(), k.bfloat16(), v.bfloat16(), *self._norm_weights(),
+            hidden_states.bfloat16(), kv.bfloat16(), None, *self._norm_weights(),
             self.clamp_value, self.eps, add_residual=False,
         )  # fmt: skip
         if cu_seqlens is not None and cu_seqlens.device != device:
@@ -162,11 +173,22 @@ class EngramModule(nn.Module):
             cu_seqlens = cu_seqlens.clone().to(device, non_blocking=device.type == "cuda")
         return self.convolution(y, cu_seqlens, hidden_states)
 
-    def project(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Embeddings `[*, C * d]` to keys `[*, hc, H]` and the value `[*, H]`, slices of one."""
+    def _projected(self, embeddings: Tensor) -> Tensor:
+        """Embeddings `[*, C * d]` to keys and value `[*, hc + 1, H]`."""
         both = F.linear(embeddings, self.projection.weight)
-        k, v = both.split((self.num_streams * self.hidden_size, self.hidden_size), dim=-1)
-        return k.unflatten(-1, (self.num_streams, self.hidden_size)), v
+        return both.unflatten(-1, (self.num_streams + 1, self.hidden_size))
+
+    def project(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """Projects embeddings to the keys of all streams and a value.
+
+        Args:
+            embeddings: `[*, C * d]`.
+
+        Returns:
+            Keys `[*, hc, H]` and values `[*, H]`, slices of one tensor.
+        """
+        both = self._projected(embeddings)
+        return both[..., :-1, :], both[..., -1, :]
 
     def _norm_weights(self) -> tuple[Tensor, Tensor]:
         """The parameters themselves where the gate takes them, otherwise in float32."""

@@ -86,7 +86,14 @@ class SinkhornMomentum(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have a gradient; returns what `closure` returns."""
+        """Updates all parameters that have a gradient, once.
+
+        Args:
+            closure: A function that computes the loss and gradients first, or None.
+
+        Returns:
+            The result of `closure`.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -18,7 +18,7 @@ Source = tuple[Tensor | None, ...]
 
 @dataclass
 class _Fetched:
-    """Rows on their way to the device."""
+    """Rows that are being copied to the device."""
 
     source: Source  # what they were asked for with, and the table
     versions: list[int | Tensor | None]  # what tells whether these were written since
@@ -28,22 +28,25 @@ class _Fetched:
 
 
 class EngramTable(nn.Module):
-    """All tables of one layer, one behind the other: rows `[*, C]` to embeddings `[*, C * d]`.
+    """All tables of one layer, stored one after the other.
 
-    | argument | meaning |
-    |---|---|
-    | `num_rows`, `embed_dim` | the shape of `weight` |
-    | `sparse` | the gradient is a sparse tensor of the rows that were looked up |
-    | `host_resident` | `weight` stays in the host's memory |
+    A table in host memory does not move with the module (its dtype does). The host gathers rows
+    into pinned memory and copies them to the device on a separate stream; `prefetch` starts that
+    early. Its gradient is computed on the host, which waits for the device. Use `sparse=True` for a
+    table that is much larger than the rows that a step looks up.
 
-    A table in host memory does not move with the module (its dtype does). Rows are gathered by the
-    host into pinned memory and copied to the device on a stream of their own; `prefetch` starts
-    that early. Its gradient is computed on the host, which waits for the device. Use `sparse=True`
-    for a table that is much larger than what a step looks up.
+    Args:
+        num_rows: The rows of `weight`.
+        embed_dim: The columns of `weight`.
+        sparse: Whether the gradient is a sparse tensor of the rows that were looked up.
+        host_resident: Whether `weight` stays in host memory.
+        device: The device of the parameter.
+        dtype: The dtype of the parameter.
 
-    >>> table = EngramTable(num_rows=100, embed_dim=4, dtype=torch.float32)
-    >>> table(torch.tensor([[1, 50], [7, 99]])).shape
-    torch.Size([2, 8])
+    Example:
+        >>> table = EngramTable(num_rows=100, embed_dim=4, dtype=torch.float32)
+        >>> table(torch.tensor([[1, 50], [7, 99]])).shape
+        torch.Size([2, 8])
     """
 
     def __init__(
@@ -76,12 +79,17 @@ class EngramTable(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def prefetch(self, indices: Tensor, device: torch.device, source: Source | None = None) -> None:
-        """Start to bring the rows of `indices` `[*, C]` to `device`.
+        """Starts to copy the rows of `indices` to `device`.
 
         The next `forward` with these indices uses them; or, if the indices come from tensors
-        `source`, `prefetched` of those. Indices on a GPU make the host wait for them. Does nothing
-        for a table on the device, nor for one that was made in inference mode, where PyTorch does
-        not count writes.
+        `source`, the next `prefetched` with those. Indices on a GPU make the host wait for them.
+        This does nothing for a table on the device, and for a table that was created in inference
+        mode, where PyTorch does not record writes.
+
+        Args:
+            indices: `[*, C]`: the rows.
+            device: The device to which they are copied.
+            source: The tensors from which the indices were computed, or None.
         """
         self.discard_prefetched()
         if self.host_resident and not self.weight.is_inference():
@@ -96,10 +104,17 @@ class EngramTable(nn.Module):
         self._fetched = None
 
     def prefetched(self, source: Source, device: torch.device) -> Tensor | None:
-        """The embeddings that `prefetch` has started for `source`, once; None if they do not fit.
+        """Returns the embeddings that `prefetch` has started for `source`, once.
 
-        They fit if the tensors are the same ones, and neither they nor the table were written in
-        between. See `discard_prefetched` for writes that do not show.
+        They are valid if the tensors are the same objects, and neither they nor the table were
+        written in between. See `discard_prefetched` for writes that are not recorded.
+
+        Args:
+            source: The tensors that `prefetch` was given.
+            device: The device of the embeddings.
+
+        Returns:
+            The embeddings, or None if there are none that are valid.
         """
         fetched = self._fetched
         self.discard_prefetched()
@@ -115,10 +130,16 @@ class EngramTable(nn.Module):
     def forward(
         self, indices: Tensor, device: torch.device | None = None, *, masked: bool = False
     ) -> Tensor:
-        """Embeddings on `device`, by default that of `indices`.
+        """Looks up embeddings.
 
-        With `masked`, negative indices (`engram_hash` with an `image_token_mask`) give zeros, and
-        their embeddings have no gradient.
+        Args:
+            indices: `[*, C]`: the rows.
+            device: The device of the result; by default that of `indices`.
+            masked: Whether negative indices are allowed (`engram_hash` with an `image_token_mask`);
+                they give zeros, which have no gradient.
+
+        Returns:
+            `[*, C * embed_dim]`.
         """
         if masked:
             rows = self.forward(indices.clamp(min=0), device)

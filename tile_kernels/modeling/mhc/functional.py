@@ -16,11 +16,13 @@ from tile_kernels.modeling.mhc.post import Computed, MHCPost
 
 
 class CarriedResidual(NamedTuple):
-    """A residual that `mhc_post` shall take from `mhc_pre`, so that both share one gradient.
+    """A residual that `mhc_post` takes from `mhc_pre`, so that both share one gradient.
 
-    `residual` is the residual again, as a result of `mhc_pre`: what flows back to it passes through
-    `mhc_pre`, which adds its own part. `computed` tells whether it is the tensor that `mhc_post`
-    computed for this purpose, which can be added to in place, or one that others may hold.
+    Attributes:
+        residual: The residual again, as a result of `mhc_pre`. A gradient that flows to it passes
+            through `mhc_pre`, which adds its own part.
+        computed: Whether that gradient is the tensor that `mhc_post` allocated for this purpose, to
+            which can be added in place, or a tensor to which others may refer.
     """
 
     residual: Tensor
@@ -155,12 +157,18 @@ def _check_streams(name: str, residual: Tensor, mhc_mult: int) -> None:
 
 
 def expand_from_embedding(x: Tensor, mhc_mult: int = 4) -> Tensor:
-    """The first residual: every stream a copy of the embedding.
+    """Returns the first residual, in which every stream is a copy of the embedding.
 
-    `x` is bfloat16 `[..., h]`, contiguous; the result is `[..., mhc_mult, h]`.
+    Args:
+        x: `[..., h]`, bfloat16, contiguous.
+        mhc_mult: The number of streams `m`.
 
-    >>> expand_from_embedding(torch.ones(2, 3, 16).bfloat16()).shape
-    torch.Size([2, 3, 4, 16])
+    Returns:
+        `[..., m, h]`, bfloat16.
+
+    Example:
+        >>> expand_from_embedding(torch.ones(2, 3, 16).bfloat16()).shape
+        torch.Size([2, 3, 4, 16])
     """
     return mhc.expand_to_mhc(x, mhc_mult)
 
@@ -181,38 +189,45 @@ def mhc_pre(
     n_splits: int = 16,  # noqa: ARG001
     fuse_grad_acc: bool = False,
 ) -> tuple[Tensor, Mixes]:
-    """The input of a sublayer, and the mixes with which `mhc_post` writes its output back.
+    """Computes the input of a sublayer, and the mixes with which `mhc_post` writes its output back.
 
-    | argument | shape | dtype |
-    |---|---|---|
-    | `residual` | `[..., m, h]`, contiguous; `m` = `mhc_mult` in `1..8`, `h` a multiple of 8 | \
-bfloat16 |
-    | `fn` | `[m * (m + 2), m * h]` | float32 |
-    | `scale` | `[3]`: of pre, post and comb | float32 |
-    | `base` | `[m * (m + 2)]` | float32 |
-    | `norm_weight` | `[m * h]`, or None | float32 |
-    | `n_splits` | without effect: the device decides | int |
-    | returns `layer_input` | `[..., h]` | bfloat16 |
-    | returns `post_mix`, `comb_mix` | `[..., m, 1]` and `[..., m, m]` | float32 |
+    The mixes are a projection of the RMS norm of all streams, scaled and shifted. `pre` and `post`
+    are sigmoids of them, and `comb` is made nearly doubly stochastic. `layer_input` is the sum of
+    the streams, weighted by `pre`. Without gradients one fused operator computes everything, with
+    the same bits. Parameters may have `main_grad`: a float32 buffer to which the gradient is added
+    instead of `.grad`.
 
-    The mixes are a projection of the RMS norm of all streams, scaled and shifted; `pre` and `post`
-    are sigmoids of theirs, `comb` is made nearly doubly stochastic. `layer_input` is the sum of the
-    streams, weighted by `pre`.
-
-    Without gradients one fused operator does everything, with the same bits. Parameters may have
-    `main_grad`: a float32 buffer that takes the gradient instead of `.grad`.
-
-    With `fuse_grad_acc` the mixes are three: the last one is for `mhc_post` to share its gradient
-    of the residual, which saves a gradient and an addition. Results are right whoever else reads
+    With `fuse_grad_acc` there are three mixes. The third is for `mhc_post`, to share its gradient
+    of the residual, which saves a gradient and an addition. Results are correct whoever else reads
     the residual. It is None where there is nothing to share.
 
-    >>> residual = torch.randn(5, 2, 16).bfloat16().requires_grad_()
-    >>> fn, scale, base = torch.randn(8, 32), torch.ones(3), torch.zeros(8)
-    >>> layer_input, mixes = mhc_pre(residual, fn, scale, base, mhc_mult=2)
-    >>> out = mhc_post(layer_input.tanh(), residual, *mixes)
-    >>> out.sum().backward()
-    >>> layer_input.shape, out.shape, residual.grad.shape
-    (torch.Size([5, 16]), torch.Size([5, 2, 16]), torch.Size([5, 2, 16]))
+    Args:
+        residual: `[..., m, h]`, bfloat16, contiguous; `h` is a multiple of 8.
+        fn: `[m * (m + 2), m * h]`, float32.
+        scale: `[3]`, float32: the factors of pre, post and comb.
+        base: `[m * (m + 2)]`, float32.
+        norm_weight: `[m * h]`, float32, or None.
+        norm_eps: The epsilon of the norm before the projection.
+        mhc_mult: The number of streams `m`, in `1..8`.
+        post_mult_value: The factor of the sigmoid of `post`.
+        pre_eps: A number that is added to `pre`.
+        sinkhorn_eps: The epsilon of the Sinkhorn iteration.
+        sinkhorn_repeat: The number of its iterations.
+        n_splits: Has no effect: the sizes and the device decide.
+        fuse_grad_acc: Whether `mhc_post` shares its gradient of the residual.
+
+    Returns:
+        `layer_input` `[..., h]`, bfloat16; and the mixes: `post_mix` `[..., m, 1]` and `comb_mix`
+        `[..., m, m]`, float32, with `fuse_grad_acc` then a `CarriedResidual` or None.
+
+    Example:
+        >>> residual = torch.randn(5, 2, 16).bfloat16().requires_grad_()
+        >>> fn, scale, base = torch.randn(8, 32), torch.ones(3), torch.zeros(8)
+        >>> layer_input, mixes = mhc_pre(residual, fn, scale, base, mhc_mult=2)
+        >>> out = mhc_post(layer_input.tanh(), residual, *mixes)
+        >>> out.sum().backward()
+        >>> layer_input.shape, out.shape, residual.grad.shape
+        (torch.Size([5, 16]), torch.Size([5, 2, 16]), torch.Size([5, 2, 16]))
     """
     _check_streams("mhc_pre", residual, mhc_mult)
     settings = Settings(norm_eps, post_mult_value, pre_eps, sinkhorn_eps, sinkhorn_repeat)
@@ -229,28 +244,31 @@ def mhc_post(
     comb_res_mix: Tensor,
     carried: CarriedResidual | None = None,
 ) -> Tensor:
-    """The next residual: the streams mixed, and the output of a sublayer added to each.
+    """Computes the next residual: it mixes the streams, and adds the output of a sublayer to each.
 
-    | argument | shape | dtype |
-    |---|---|---|
-    | `x` | `[..., h]`: the sublayer's output, contiguous | bfloat16 |
-    | `residual` | `[..., m, h]`: the one that `mhc_pre` was given | bfloat16 |
-    | `post_layer_mix`, `comb_res_mix` | `[..., m, 1]`, `[..., m, m]`: of `mhc_pre` | float32 |
-    | `carried` | the third of `mhc_pre` with `fuse_grad_acc`, or None | |
-    | returns | `[..., m, h]` | bfloat16 |
+    The result is `out[j] = post[j] * x + sum_i comb[i, j] * residual[i]`.
 
-    `out[j] = post[j] * x + sum_i comb[i, j] * residual[i]`.
+    Args:
+        x: `[..., h]`, bfloat16, contiguous: the output of the sublayer.
+        residual: `[..., m, h]`, bfloat16: the residual that `mhc_pre` was given.
+        post_layer_mix: `[..., m, 1]`, float32: the first of the mixes of `mhc_pre`.
+        comb_res_mix: `[..., m, m]`, float32: the second of them.
+        carried: The third of them with `fuse_grad_acc`, or None.
 
-    >>> x, residual = torch.tensor([10.0, 20.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> post, comb = torch.tensor([[1.0], [0.5]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]])
-    >>> mhc_post(x.bfloat16(), residual.bfloat16(), post, comb).tolist()
-    [[12.25, 23.5], [6.75, 12.5]]
+    Returns:
+        `[..., m, h]`, bfloat16.
+
+    Example:
+        >>> x, residual = torch.tensor([10.0, 20.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> post, comb = torch.tensor([[1.0], [0.5]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]])
+        >>> mhc_post(x.bfloat16(), residual.bfloat16(), post, comb).tolist()
+        [[12.25, 23.5], [6.75, 12.5]]
     """
     if carried is None:
         return mhc.mhc_post(x, residual, post_layer_mix, comb_res_mix)
     same, computed = carried
     if same.data_ptr() != residual.data_ptr() or same.shape != residual.shape:
-        raise ValueError("mhc_post: carried must come from the mhc_pre of this very residual")
+        raise ValueError("mhc_post: carried must come from the mhc_pre call of the same residual")
     result: Tensor = MHCPost.apply(x, same, post_layer_mix, comb_res_mix, None, computed)
     return result
 
@@ -267,22 +285,29 @@ def mhc_head(
     pre_eps: float = 1e-6,
     n_splits: int = 16,  # noqa: ARG001
 ) -> Tensor:
-    """What leaves the streams: their sum, weighted by mixes of its own.
-
-    | argument | shape | dtype |
-    |---|---|---|
-    | `residual`, `norm_weight`, `n_splits` | as those of `mhc_pre` | |
-    | `fn` | `[m, m * h]`; of more rows the first `m` count | float32 |
-    | `scale` | `[1]` or `[]` | float32 |
-    | `base` | `[m]` | float32 |
-    | returns | `[..., h]` | bfloat16 |
+    """Combines the streams into one, weighted by mixes of its own.
 
     Parameters may have `main_grad`, as those of `mhc_pre`.
 
-    >>> residual = torch.ones(5, 2, 16).bfloat16()
-    >>> out = mhc_head(residual, torch.zeros(2, 32), torch.ones(1), torch.zeros(2), mhc_mult=2)
-    >>> out.shape, out[0, 0].item()
-    (torch.Size([5, 16]), 1.0)
+    Args:
+        residual: `[..., m, h]`, bfloat16, contiguous.
+        fn: `[m, m * h]`, float32; of more rows the first `m` are used.
+        scale: `[1]` or `[]`, float32.
+        base: `[m]`, float32.
+        norm_weight: `[m * h]`, float32, or None.
+        norm_eps: The epsilon of the norm before the projection.
+        mhc_mult: The number of streams `m`.
+        pre_eps: A number that is added to the mixes.
+        n_splits: Has no effect: the sizes and the device decide.
+
+    Returns:
+        `[..., h]`, bfloat16.
+
+    Example:
+        >>> residual = torch.ones(5, 2, 16).bfloat16()
+        >>> out = mhc_head(residual, torch.zeros(2, 32), torch.ones(1), torch.zeros(2), mhc_mult=2)
+        >>> out.shape, out[0, 0].item()
+        (torch.Size([5, 16]), 1.0)
     """
     _check_streams("mhc_head", residual, mhc_mult)
     fn = merged(("fn", "norm_weight"), fn, norm_weight)[:mhc_mult]

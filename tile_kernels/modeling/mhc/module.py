@@ -91,30 +91,35 @@ class _Streams(nn.Module):
 
 
 class HyperConnection(_Streams):
-    """A block between residual streams, in the place of `x + block(x)`.
+    """Applies a block to residual streams, in the place of `x + block(x)`.
 
-    | argument | meaning |
-    |---|---|
-    | `block` | a module or function, bfloat16 `[..., h]` to `[..., h]` |
-    | `hidden_size`, `mhc_mult` | `h`, a multiple of 8, and the streams `m`, 1 to 8 |
-    | `norm_weight` | whether the norm before the projection has a weight |
-    | `post_mult_value` | the most that a stream gets of the block's output |
-    | `sinkhorn_repeat` | how often rows and columns are normalised |
-    | `norm_eps`, `pre_eps`, `sinkhorn_eps` | as in `mhc_pre` |
-    | `block_dtype` | what the block is given, if not bfloat16; its output is rounded to that |
-    | `dtype` | of the parameters; they are used in float32 |
-
-    With `pre`, `post` and `comb` the mixes of a token (see `mhc_pre`),
+    With `pre`, `post` and `comb` the mixes of a token (see `mhc_pre`), it computes
 
         x = sum_i pre[i] residual[i]      out[j] = post[j] block(x) + sum_i comb[i, j] residual[i]
 
-    A new one reads the mean of the streams and adds the output to each, nearly: for streams that
-    are all `x` the result is about `x + block(x)`, in every stream. How much that depends on the
-    token is small at first, and random, so that the streams become different.
+    A new layer approximately reads the mean of the streams and adds the output to each: for streams
+    that are all equal to `x`, the result is about `x + block(x)` in every stream. How much this
+    depends on the token is small at first, and random, so that the streams become different.
 
-    >>> layer = HyperConnection(nn.Identity(), hidden_size=16, mhc_mult=2)
-    >>> layer(torch.ones(3, 2, 16).bfloat16()).shape
-    torch.Size([3, 2, 16])
+    Args:
+        block: A module or function, bfloat16 `[..., h]` to `[..., h]`.
+        hidden_size: The channels `h`, a multiple of 8.
+        mhc_mult: The number of streams `m`, 1 to 8.
+        norm_weight: Whether the norm before the projection has a weight.
+        post_mult_value: The largest factor with which the output of the block is added to a stream.
+        sinkhorn_repeat: How often rows and columns are normalized.
+        norm_eps: As in `mhc_pre`.
+        pre_eps: As in `mhc_pre`.
+        sinkhorn_eps: As in `mhc_pre`.
+        block_dtype: The dtype of the input of the block; None: bfloat16. The output of the block is
+            rounded to bfloat16.
+        device: The device of the parameters.
+        dtype: The dtype of the parameters, which are used in float32.
+
+    Example:
+        >>> layer = HyperConnection(nn.Identity(), hidden_size=16, mhc_mult=2)
+        >>> layer(torch.ones(3, 2, 16).bfloat16()).shape
+        torch.Size([3, 2, 16])
     """
 
     def __init__(
@@ -159,7 +164,12 @@ class HyperConnection(_Streams):
         self.base[2 * m :] = stays * torch.eye(m, device=self.base.device).flatten()
 
     def read(self, residual: Tensor, with_pre: bool = False) -> Read:
-        """What comes before the block; `residual` is bfloat16 `[..., m, h]`, contiguous."""
+        """Computes the input of the block and the mixes.
+
+        Args:
+            residual: `[..., m, h]`, bfloat16, contiguous.
+            with_pre: Whether the weights with which the streams are read are returned as well.
+        """
         self._check_residual(residual)
         return read(
             residual, self.fn, self.scale, self.base, self.norm_weight, self.settings, carry=True,
@@ -167,7 +177,13 @@ class HyperConnection(_Streams):
         )  # fmt: skip
 
     def run_block(self, layer_input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The block's output in bfloat16, packed, for `mhc_post`."""
+        """Runs the block, and returns its output as `mhc_post` takes it: bfloat16, contiguous.
+
+        Args:
+            layer_input: `[..., h]`, bfloat16: the input of the block.
+            args: Further arguments of the block.
+            kwargs: Further keyword arguments of the block.
+        """
         given = layer_input if self.block_dtype is None else layer_input.to(self.block_dtype)
         output = self.block(given, *args, **kwargs)
         if not isinstance(output, Tensor) or output.shape != layer_input.shape:
@@ -181,7 +197,16 @@ class HyperConnection(_Streams):
         return output.contiguous()
 
     def forward(self, residual: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The next residual, like `residual`: bfloat16 `[..., m, h]`; the block gets the rest."""
+        """Applies the layer.
+
+        Args:
+            residual: `[..., m, h]`, bfloat16, contiguous.
+            args: Further arguments of the block.
+            kwargs: Further keyword arguments of the block.
+
+        Returns:
+            The next residual, `[..., m, h]`, bfloat16.
+        """
         got = self.read(residual)
         output = self.run_block(got.layer_input, *args, **kwargs)
         return mhc_post(output, residual, got.post, got.comb, got.carried)
@@ -195,12 +220,22 @@ class HyperConnection(_Streams):
 
 
 class HyperHead(_Streams):
-    """Leaves the streams: `[..., m, h]` to `[..., h]`, weighted by mixes of its own.
+    """Combines the streams into one at the end of a model, weighted by mixes of its own.
 
-    Arguments are those of `HyperConnection`. A new one reads the mean of the streams, nearly.
+    A new head approximately computes the mean of the streams.
 
-    >>> HyperHead(hidden_size=16, mhc_mult=2)(torch.ones(3, 2, 16).bfloat16()).shape
-    torch.Size([3, 16])
+    Args:
+        hidden_size: The channels `h`, a multiple of 8.
+        mhc_mult: The number of streams `m`, 1 to 8.
+        norm_weight: Whether the norm before the projection has a weight.
+        norm_eps: As in `mhc_pre`.
+        pre_eps: As in `mhc_pre`.
+        device: The device of the parameters.
+        dtype: The dtype of the parameters, which are used in float32.
+
+    Example:
+        >>> HyperHead(hidden_size=16, mhc_mult=2)(torch.ones(3, 2, 16).bfloat16()).shape
+        torch.Size([3, 16])
     """
 
     def __init__(
@@ -223,7 +258,14 @@ class HyperHead(_Streams):
         self.reset_parameters()
 
     def forward(self, residual: Tensor) -> Tensor:
-        """`residual` is bfloat16 `[..., m, h]`, contiguous; the result `[..., h]`."""
+        """Applies the head.
+
+        Args:
+            residual: `[..., m, h]`, bfloat16, contiguous.
+
+        Returns:
+            `[..., h]`, bfloat16.
+        """
         self._check_residual(residual)
         return mhc_head(
             residual, self.fn, self.scale, self.base, norm_weight=self.norm_weight,

@@ -128,22 +128,26 @@ class _Ledger:
 
 
 class RecomputedStack(nn.Module):
-    """Layers one after the other, whose residuals are rebuilt in the backward pass.
+    """Layers in sequence whose residuals are recomputed in the backward pass.
 
-    `layers` are `HyperConnection`s. Results and gradients are those of the layers by themselves,
-    bit for bit. Kept are the first residual and, of each layer, mixes and the block's output, a
-    fraction `1 / m` of a residual. In the backward pass `mhc_multilayer_recompute` makes the
-    residuals and the inputs of all blocks from these, at once. No block runs again, and what blocks
-    keep for themselves stays, but for their input.
+    Results and gradients are bit for bit those of the layers without the stack. The stack saves the
+    first residual and, for each layer, the mixes and the output of the block, which is a fraction
+    `1 / m` of a residual. In the backward pass `mhc_multilayer_recompute` computes the residuals
+    and the inputs of all blocks from these in one call. No block runs again, and what blocks save
+    for themselves stays saved, except for their input.
 
-    The larger the stack, the less is kept and the more is rebuilt at once. Under `torch.compile`
-    the layers run as they are.
+    The larger the stack, the less is saved and the more is recomputed at once. Under
+    `torch.compile` the layers run without recomputation.
 
-    >>> layers = [HyperConnection(nn.Identity(), 16, mhc_mult=2) for _ in range(3)]
-    >>> residual = torch.ones(3, 2, 16).bfloat16().requires_grad_()
-    >>> RecomputedStack(layers)(residual).sum().backward()
-    >>> residual.grad.shape
-    torch.Size([3, 2, 16])
+    Args:
+        layers: `HyperConnection`s.
+
+    Example:
+        >>> layers = [HyperConnection(nn.Identity(), 16, mhc_mult=2) for _ in range(3)]
+        >>> residual = torch.ones(3, 2, 16).bfloat16().requires_grad_()
+        >>> RecomputedStack(layers)(residual).sum().backward()
+        >>> residual.grad.shape
+        torch.Size([3, 2, 16])
     """
 
     def __init__(self, layers: Iterable[HyperConnection]) -> None:
@@ -157,7 +161,16 @@ class RecomputedStack(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def forward(self, residual: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The last residual; every block gets the other arguments too."""
+        """Applies the layers.
+
+        Args:
+            residual: `[..., m, h]`, bfloat16, contiguous.
+            args: Further arguments of every block.
+            kwargs: Further keyword arguments of every block.
+
+        Returns:
+            The last residual, `[..., m, h]`, bfloat16.
+        """
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             for layer in self.layers:
                 residual = layer(residual, *args, **kwargs)

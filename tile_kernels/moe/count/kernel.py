@@ -60,7 +60,7 @@ def sum_chunks(num_groups: int, vector: int, with_earlier: bool) -> Any:
     """A macro: adds the counts of all chunks to `total`, of those before `chunk` to `earlier`.
 
     Both are shared and zero before; without `with_earlier` the second is None. A thread has some
-    neighbouring groups of some of the chunks, and all of its loads under way at once.
+    neighbouring groups of some of the chunks, and all of its loads in flight at once.
     """
     accesses = num_groups // vector  # of a chunk
     parts = max(1, THREADS // accesses)

@@ -1,7 +1,7 @@
 """Limits and grid of the histograms. Needs no TileLang.
 
 Indices are cut into chunks of consecutive ones. A block counts one chunk in shared memory. The
-mapping (`moe/mapping`) cuts and counts its indices in the same way.
+mapping (`moe/mapping`) cuts and counts its indices likewise.
 """
 
 from __future__ import annotations

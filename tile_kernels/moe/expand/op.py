@@ -234,7 +234,7 @@ def expand_to_fused_with_sf(
     pos_to_expert: Tensor,
     use_tma_aligned_col_major_sf: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Copies quantised tokens and their scales to the fused layout, as `expand_to_fused` does.
+    """Copies quantized tokens and their scales to the fused layout, as `expand_to_fused` does.
 
     Scales are copied as they are, from any strides; where no slot points, data and scales are zero.
     The operator is not differentiable.

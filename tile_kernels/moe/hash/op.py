@@ -165,7 +165,7 @@ def hash_gate(
     tp_rank: int = 0,
     num_tp_ranks: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Takes the experts of each token from a table by its id; weights by the router's logits.
+    """Looks up the experts of each token in a table by its id, and computes their weights.
 
     The experts of token `t` are `table[token_ids[t]]`, in that order; an expert may occur twice.
     Weights are `score / (1e-20 + sum of the chosen scores) * routed_scaling_factor`, summed in slot

@@ -72,7 +72,7 @@ MASK_INDICES_BY_TP = Operator(
 def mask_indices_by_tp(
     indices: Tensor, n: int, num_ep_ranks: int, tp_rank: int, num_tp_ranks: int
 ) -> Tensor:
-    """Numbers experts as one tensor-parallel rank does; those of other ranks become -1.
+    """Converts experts to the local numbers of a tensor-parallel rank; others become -1.
 
     With `q = n // num_ep_ranks` experts per rank, index `v` lies on rank `e = v // q`. If
     `e % num_tp_ranks == tp_rank` it becomes `e // num_tp_ranks * q + v % q`, else -1. Negative

@@ -143,8 +143,8 @@ def get_fused_mapping(
         topk_idx: `[num_tokens, num_topk]`, int64, contiguous: the chosen experts, -1 for none.
         num_experts: The number of experts, in `1..8192`.
         num_expanded_tokens: The number of rows `N`. With 0 there are as many as needed, and the
-            host waits for the GPU to know them. There are up to 2^31 numbers in all: `3 N`, the
-            choices and `3 num_experts`.
+            host waits for the GPU to know them. The results have at most 2^31 - 2^20 numbers
+            together: `3 N`, the choices and `3 num_experts`.
         alignment: Each expert's rows start and end on a multiple of it; up to 65536.
         force_no_sync: With 0 rows, never wait and return no rows.
         overflow: `[1]`, int32, or None: receives how many choices found no row.

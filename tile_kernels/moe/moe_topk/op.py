@@ -87,7 +87,7 @@ class Arguments(NamedTuple):
         checks.one_of("out_dtype", self.out_dtype, checks.INTEGERS)
         self._check_map(num_experts + self.num_shared)
         if self.fix_routing_mask is not None and self.unmapped_topk_idx is None:
-            raise ValueError("fix_routing_mask needs unmapped_topk_idx, which holds the choice")
+            raise ValueError("fix_routing_mask needs unmapped_topk_idx, got None")
         if self.unmapped_topk_idx is not None:
             checks.tensor(
                 "unmapped_topk_idx", self.unmapped_topk_idx, ("num_tokens", "num_topk"),
@@ -526,7 +526,7 @@ def moe_topk_gate_backward(
     *,
     grad_scores: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of `moe_topk_gate_forward` with respect to the logits, from its scores.
+    """Computes the gradient of `moe_topk_gate_forward` for the logits, from its scores.
 
     With scores `u`, those of the chosen experts `u_j`, `D = 1e-20 + sum_j u_j`, their weights `w`
     and the incoming gradient `g`, the gradient of a chosen score is

@@ -74,7 +74,7 @@ class Arguments(NamedTuple):
                 shape=(num_tokens,), contiguous=True,
             )  # fmt: skip
             if self.unmapped_topk_idx is None:
-                raise ValueError("fix_routing_mask needs unmapped_topk_idx, which holds the choice")
+                raise ValueError("fix_routing_mask needs unmapped_topk_idx, got None")
         if self.unmapped_topk_idx is not None:
             checks.tensor(
                 "unmapped_topk_idx", self.unmapped_topk_idx, ("num_tokens", "num_topk"),

@@ -18,7 +18,19 @@ def best_experts(
     num_groups: int,
     scoring_func: str,
 ) -> torch.Tensor:
-    """The selection of `top2_sum_gate`: the best experts of the best groups, best first."""
+    """The selection of `top2_sum_gate`: the best experts of the best groups, best first.
+
+    Args:
+        logits: `[num_tokens, num_experts]`, float32.
+        bias: `[num_experts]`, float32.
+        num_topk: As in `top2_sum_gate`.
+        num_topk_groups: As in `top2_sum_gate`.
+        num_groups: As in `top2_sum_gate`.
+        scoring_func: As in `top2_sum_gate`.
+
+    Returns:
+        `[num_tokens, num_topk]`, int64.
+    """
     num_tokens, num_experts = logits.shape
     softmax = ScoringFunc.from_str(scoring_func) is ScoringFunc.SOFTMAX
     ranks = (logits if softmax else gate_scores(logits, scoring_func)) + bias

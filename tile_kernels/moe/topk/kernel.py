@@ -289,7 +289,7 @@ def topk_group(
     """One warp per token: the two largest keys of each group, then the best groups.
 
     Up to 32 groups, `lanes` neighbouring lanes share a group; beyond, a lane has several
-    neighbouring groups. Either way lanes are in the order of the groups.
+    neighbouring groups. In both cases lanes are in the order of the groups.
     """
     lanes = 1 << (LANES // num_groups).bit_length() - 1 if num_groups <= LANES else 1
     groups_per_lane = -(-num_groups // LANES)

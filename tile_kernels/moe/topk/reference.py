@@ -6,14 +6,20 @@ import torch
 
 
 def stable_topk(scores: torch.Tensor, num_topk: int) -> torch.Tensor:
-    """The indices of the `num_topk` largest scores of each row, ties to the smaller index.
+    """Selects the `num_topk` largest scores of each row; ties go to the smaller index.
 
-    `scores` is `[num_tokens, num_experts]` of any sortable dtype. Returns int64
-    `[num_tokens, min(num_topk, num_experts)]`, contiguous. NaN counts as the largest value;
-    `+0.0` and `-0.0` are equal.
+    NaN counts as the largest value; `+0.0` and `-0.0` are equal.
 
-    >>> stable_topk(torch.tensor([[1.0, float("nan"), 3.0, 3.0]]), 3).tolist()
-    [[1, 2, 3]]
+    Args:
+        scores: `[num_tokens, num_experts]`, any sortable dtype.
+        num_topk: The number of indices.
+
+    Returns:
+        `[num_tokens, min(num_topk, num_experts)]`, int64, contiguous.
+
+    Example:
+        >>> stable_topk(torch.tensor([[1.0, float("nan"), 3.0, 3.0]]), 3).tolist()
+        [[1, 2, 3]]
     """
     num_topk = min(num_topk, scores.shape[1])
     if not scores.is_cpu:  # where looking for ties would wait for the result
@@ -33,14 +39,20 @@ def _sorted_experts(scores: torch.Tensor) -> torch.Tensor:
 def topk_sum_and_topk_group_idx(
     scores: torch.Tensor, num_group_sum_topk: int, num_topk_groups: int
 ) -> torch.Tensor:
-    """The best groups of each token, by the sum of each group's largest scores.
+    """Selects the best groups of each token by the sum of the largest scores of each group.
 
-    `scores` is `[num_tokens, num_groups, experts_per_group]`. Returns int64
-    `[num_tokens, num_topk_groups]`, best first, ties to the smaller group.
+    Args:
+        scores: `[num_tokens, num_groups, experts_per_group]`.
+        num_group_sum_topk: The number of scores of a group that are added.
+        num_topk_groups: The number of groups that are selected.
 
-    >>> groups = torch.tensor([[[1.0, 5.0], [3.0, 3.0], [4.0, 1.0], [0.0, 7.0]]])
-    >>> topk_sum_and_topk_group_idx(groups, 2, 4).tolist()
-    [[3, 0, 1, 2]]
+    Returns:
+        `[num_tokens, num_topk_groups]`, int64, best first, ties to the smaller group.
+
+    Example:
+        >>> groups = torch.tensor([[[1.0, 5.0], [3.0, 3.0], [4.0, 1.0], [0.0, 7.0]]])
+        >>> topk_sum_and_topk_group_idx(groups, 2, 4).tolist()
+        [[3, 0, 1, 2]]
     """
     largest = _with_one_nan(scores).topk(num_group_sum_topk, dim=-1).values
     return stable_topk(largest.sum(dim=-1), num_topk_groups)

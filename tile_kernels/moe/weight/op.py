@@ -187,7 +187,7 @@ def topk_weights_backward(
     scoring_func: str,
     routed_scaling_factor: float,
 ) -> Tensor:
-    """The gradient of `topk_weights` with respect to the logits.
+    """Computes the gradient of `topk_weights` with respect to the logits.
 
     With scores `s` of the chosen experts, their sum `S` and the factor `c`, a weight is `c s / S`;
     so the gradient of a score is `c (g - sum(g s) / S) / S`, times the derivative of the scoring

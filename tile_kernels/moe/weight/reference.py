@@ -8,10 +8,18 @@ from tile_kernels.moe.scoring import ScoringFunc
 
 
 def gate_scores(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
-    """The score of every expert, `[num_tokens, num_experts]`: see `ScoringFunc`.
+    """Computes the score of every expert.
 
-    >>> gate_scores(torch.tensor([[0.0, 0.0]]), "softmax").tolist()
-    [[0.5, 0.5]]
+    Args:
+        logits: `[num_tokens, num_experts]`, float32.
+        scoring_func: The name of a `ScoringFunc`.
+
+    Returns:
+        `[num_tokens, num_experts]`, float32.
+
+    Example:
+        >>> gate_scores(torch.tensor([[0.0, 0.0]]), "softmax").tolist()
+        [[0.5, 0.5]]
     """
     match ScoringFunc.from_str(scoring_func):
         case ScoringFunc.SIGMOID:
@@ -20,7 +28,7 @@ def gate_scores(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
             return torch.sqrt(torch.nn.functional.softplus(logits))
         case ScoringFunc.SOFTMAX:
             return torch.softmax(logits, dim=1)
-    raise ValueError(f"{scoring_func} scores nothing; a gate needs another scoring function")
+    raise ValueError(f"{scoring_func} computes no scores; a gate needs another function")
 
 
 def _chosen_scores(logits: torch.Tensor, idx: torch.Tensor, scoring_func: str) -> torch.Tensor:

@@ -134,7 +134,7 @@ def cast_back(
     *,
     global_sf: Tensor | float | None = None,
 ) -> Tensor:
-    """Quantized data and scales back to bfloat16 or float32.
+    """Converts quantized data and scales back to bfloat16 or float32.
 
     A value is `code * scale` in float32, rounded once, and then rounded to bfloat16 if that is
     wanted. Not differentiable.
@@ -202,7 +202,7 @@ def per_token_cast_back(
     *,
     global_sf: Tensor | float | None = None,
 ) -> Tensor:
-    """`cast_back` of data with a scale for every `num_per_channels` channels of a row.
+    """Computes `cast_back` of data with one scale per `num_per_channels` channels of a row.
 
     Not differentiable. Errors are those of `cast_back`.
 

@@ -60,15 +60,22 @@ def cast_back_e5m6(
     *,
     global_sf: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
-    """From e5m6 data and scale factors to `[T, H]`, bfloat16 ("bf16") or float32 ("fp32").
+    """Casts from e5m6 with scale factors: `code * sf` in float32, rounded once.
 
-    The data is uint8 `[T, 3 * H / 2]`. `code * sf` in float32, rounded once, then to bfloat16 if
-    asked.
+    Args:
+        x: The data, uint8 `[T, 3 * H / 2]`, and the scales.
+        fmt: `"bf16"` or `"fp32"`.
+        x_block_size: Rows and channels of a block.
+        global_sf: A factor of all scales, or None.
 
-    >>> x = torch.tensor([[0.5, -1, 0.25, 2, 0, 1.5, -3, 4]])
-    >>> quantised = casting.quantize(x, formats.E5M6, (1, 8), casting.ScaleFlags(round_sf=True))
-    >>> cast_back_e5m6(quantised, "fp32", (1, 8)).equal(x)
-    True
+    Returns:
+        `[T, H]`, bfloat16 or float32.
+
+    Example:
+        >>> x = torch.tensor([[0.5, -1, 0.25, 2, 0, 1.5, -3, 4]])
+        >>> quantised = casting.quantize(x, formats.E5M6, (1, 8), casting.ScaleFlags(round_sf=True))
+        >>> cast_back_e5m6(quantised, "fp32", (1, 8)).equal(x)
+        True
     """
     if x[0].dtype != formats.E5M6.dtype:
         raise TypeError(f"e5m6 data must be uint8, got {x[0].dtype}")

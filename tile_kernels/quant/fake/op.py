@@ -73,7 +73,7 @@ def fake_cast(
     global_sf: Tensor | float | None = None,
     amax_min: float | None = None,
 ) -> Tensor:
-    """Casts rows to a format and back in one pass; the gradient passes straight through.
+    """Casts rows to a format and back in one pass; the gradient ignores the rounding.
 
     The result is that of `per_token_cast` and `per_token_cast_back`, bit for bit, without the
     quantized tensor in between. Its gradient with respect to `x` is the identity, as

@@ -119,7 +119,7 @@ def per_block_cast_lossless(
     use_packed_ue8m0: bool = False,
     out: QuantTensor | None = None,
 ) -> QuantTensor:
-    """From e2m1 to e4m3 in larger blocks, with the same values.
+    """Converts e2m1 to e4m3 in larger blocks without changing any value.
 
     Scales of `x` are powers of two; of others only the exponent counts. With their biased exponents
     `e_in`, that of an output block is `e_out = max(max(e_in) - 6, 1)`, and an element becomes

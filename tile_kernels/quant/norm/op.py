@@ -316,7 +316,7 @@ def norm_forward(
     residual_out: Tensor | None = None,
     with_rstd: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """RMS norm of rows, after adding a residual.
+    """Computes the RMS norm of rows, optionally after adding a residual.
 
     With `a = x`, or `a = x + residual` rounded to the dtype of `x`,
 
@@ -567,7 +567,7 @@ def norm_forward_and_per_token_cast(
     *,
     amax_min: float | None = None,
 ) -> tuple[QuantTensor, Tensor | None, Tensor | None, Tensor]:
-    """`norm_forward` whose result is cast to a format, in one pass over the data.
+    """Computes `norm_forward` and casts its result to a format, in one pass over the data.
 
     The data and scales are those of `per_token_cast(norm_forward(x, ...)[0], fmt, ...)`, bit for
     bit. With `with_out_bf16` the norm itself comes in bfloat16 too, and carries the gradient: the
@@ -761,7 +761,7 @@ def norm_backward(
     out_scale: float = 1.0,
     weight_grad: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of `norm_forward`.
+    """Computes the gradients of `norm_forward`.
 
     With `h = x * rstd`, `d = out_grad * out_scale`, `e = d * weight`, in float32,
 

@@ -171,7 +171,7 @@ def per_block_cast_with_sf_only(
     *,
     amax_min: float | None = None,
 ) -> Tensor:
-    """The scales of `per_block_cast` without the data.
+    """Computes the scales of `per_block_cast` without the data.
 
     Only the scales are allocated. Not differentiable. Errors are those of `per_block_cast`.
 
@@ -235,7 +235,7 @@ def per_block_cast_with_precomputed_sf(
     use_packed_ue8m0: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The data of `per_block_cast` by given scales: `encode(x * (1 / sf))`, saturating.
+    """Computes the data of `per_block_cast` from given scales: `encode(x * (1 / sf))`, saturating.
 
     Not differentiable. Errors are those of `per_block_cast`.
 

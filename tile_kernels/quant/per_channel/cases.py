@@ -35,7 +35,7 @@ def _plain(
     return plain(rows, width, dtype, fmt="e4m3", num_per_tokens=group, round_sf=round_sf, **how)
 
 
-# Around the edges of a tile: 128 rows; 128 channels, in eights.
+# Around the edges of a tile: 128 rows; 128 channels, multiples of 8.
 _SIZES = [
     (128, 128, 128), (129, 136, 128), (127, 120, 32), (31, 8, 32), (33, 200, 32), (160, 5, 128),
     (256, 130, 32), (100, 129, 128), (144, 264, 32), (2, 1, 32),

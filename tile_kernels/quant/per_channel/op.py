@@ -114,7 +114,10 @@ PER_CHANNEL_CAST = layout.cast_operator(
 def _check_packed(use_packed_ue8m0: bool, round_sf: bool) -> None:
     checks.boolean("use_packed_ue8m0", use_packed_ue8m0)
     if use_packed_ue8m0 and not checks.boolean("round_sf", round_sf):
-        raise ValueError("use_packed_ue8m0 needs round_sf: packed scales are exponents")
+        raise ValueError(
+            "use_packed_ue8m0 needs round_sf=True, because packed scales are exponents, got "
+            "round_sf=False"
+        )
 
 
 def _packed(pair: QuantTensor, out: Any) -> QuantTensor:
@@ -213,7 +216,7 @@ def per_channel_cast_and_transpose(
     *,
     amax_min: float | None = None,
 ) -> QuantTensor:
-    """`per_channel_cast` with the data transposed, not the scales.
+    """Computes `per_channel_cast` with the data, but not the scales, transposed.
 
     Fastest where `num_tokens` is a multiple of 16 and `hidden` of 8. Not differentiable. Errors are
     those of `per_channel_cast`.
@@ -259,7 +262,7 @@ class FusedArguments(NamedTuple):
             checks.tensor("x", self.x, dims, torch.float8_e4m3fn, unit_inner_stride=True)
             if self.num_per_channels is None:
                 allowed = " or ".join(map(str, GROUPS))
-                raise ValueError(f"num_per_channels must be {allowed} for a quantised x, got None")
+                raise ValueError(f"num_per_channels must be {allowed} for a quantized x, got None")
             layout.check_source_scales(self.x, self.x_sf, (1, self.num_per_channels))
         layout.check_width("e4m3", self.x.shape[1])
         _check_flags(self.fmt, self.num_per_tokens, self.round_sf)
@@ -438,7 +441,7 @@ def per_channel_cast_fused_and_transpose(
     *,
     amax_min: float | None = None,
 ) -> QuantTensor:
-    """`per_channel_cast_fused` with the data transposed, not the scales.
+    """Computes `per_channel_cast_fused` with the data, but not the scales, transposed.
 
     An operand of a weight gradient from tokens in one pass. Fastest where the number of positions
     is a multiple of 16 and `hidden` of 8, or of 16 for a quantized `x`. Not differentiable. Errors
@@ -523,7 +526,7 @@ def swiglu_forward_and_per_channel_cast_and_transpose(
     *,
     amax_min: float | None = None,
 ) -> QuantTensor:
-    """SwiGLU, rounded to bfloat16, then `per_channel_cast_and_transpose`.
+    """Computes SwiGLU, rounded to bfloat16, then `per_channel_cast_and_transpose`.
 
     The activation is `(l / (1 + exp(-l))) * r` in float32, with `l` the gate and `r` the value.
     With a clamp value `c`, first `l = min(l, c)` and `r = min(max(r, -c), c)`. Not differentiable.

@@ -150,14 +150,14 @@ class Arguments(NamedTuple):
         if self.x_sf is None:
             check_plain_cast(self.x, self.fmt, self.num_per_channels)
             if self.x_block_size is not None:
-                raise ValueError("x_block_size is for a quantised x, a tuple of data and scales")
+                raise ValueError("x_block_size is for a quantized x, a tuple of data and scales")
             return
         dims = ("num_tokens", "hidden")
         checks.tensor("x", self.x, dims, (torch.float8_e4m3fn, torch.int8), unit_inner_stride=True)
         if self.fmt == "e5m6":
-            raise ValueError("x must be a plain tensor for e5m6, got quantised data")
+            raise ValueError("x must be a plain tensor for e5m6, got quantized data")
         if self.x_block_size is None:
-            raise ValueError("x_block_size must say the scale blocks of a quantised x, got None")
+            raise ValueError("x_block_size must be given for a quantized x, got None")
         layout.check_source_scales(self.x, self.x_sf, self.x_block_size, e4m3=True)
         _check_rows(layout.values_in(self.x), self.fmt, self.num_per_channels)
 
@@ -399,7 +399,7 @@ def per_token_cast_with_sf_only(
     global_sf: Tensor | float | None = None,
     amax_min: float | None = None,
 ) -> Tensor:
-    """The scales of `per_token_cast` without the data.
+    """Computes the scales of `per_token_cast` without the data.
 
     Only the scales are allocated. Not differentiable. Errors are those of `per_token_cast`.
 
@@ -485,7 +485,7 @@ def per_token_cast_with_precomputed_sf(
     use_e4m3_sf: bool = False,
     global_sf: Tensor | float | None = None,
 ) -> Tensor:
-    """The data of `per_token_cast` by given scales: `encode(x * (1 / sf))`, saturating.
+    """Computes the data of `per_token_cast` from given scales: `encode(x * (1 / sf))`, saturating.
 
     Not differentiable. Errors are those of `per_token_cast`.
 

@@ -41,7 +41,7 @@ def per_token_cast(
     """
     if fmt == formats.E5M6.name:
         if isinstance(x, tuple) or x_block_size is not None:
-            raise ValueError("a quantised x cannot be cast to e5m6")
+            raise ValueError("a quantized x cannot be cast to e5m6")
         return per_token_cast_to_e5m6(
             x, num_per_channels, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0,
             amax_min=amax_min,
@@ -72,7 +72,7 @@ def per_token_cast_with_sf_only(
     """
     flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
     if x_block_size is not None:
-        raise ValueError(f"x_block_size is for a quantised x only, got {x_block_size}")
+        raise ValueError(f"x_block_size is for a quantized x only, got {x_block_size}")
     options = CastOptions(use_e4m3_sf, as_factor(global_sf))
     return scale_factors(x, fmt, (1, num_per_channels), flags, amax_min, options)
 
@@ -114,23 +114,30 @@ def per_token_cast_to_e5m6(
     *,
     amax_min: float | None = None,
 ) -> QuantTensor:
-    """To e5m6 with a scale factor for every `num_per_channels` channels of a row.
+    """Casts to e5m6 with one scale factor per `num_per_channels` channels of a row.
 
-    | argument | shape | dtype |
-    |---|---|---|
-    | `x` | `[T, H]`, `H` a multiple of 8 | bfloat16, float32 |
-    | returns data | `[T, 3 * H / 2]` | uint8 |
-    | returns scale factors | see `tile_kernels.quant.scales` | float32, int32 |
+    NaN becomes `0x7E0` in its own place. Infinity counts as the largest finite float32 for the
+    scale and becomes 65024 of its sign. The largest finite float32 is cast back to infinity,
+    because its scale is rounded up. Scaled magnitudes below `2**-14` are not rounded to nearest:
+    `tile_kernels.quant.formats.e5m6_codes` defines the rounding.
 
-    NaN becomes `0x7E0` in its own place; infinity counts as the largest finite float32 for the
-    scale and becomes 65024 of its sign. The largest finite float32 comes back as infinity, since
-    its scale is rounded up. Scaled magnitudes below `2**-14` are not rounded to nearest:
-    `tile_kernels.quant.formats.e5m6_codes` says how.
+    Args:
+        x: `[T, H]`, bfloat16 or float32; `H` is a multiple of 8.
+        num_per_channels: Channels per scale.
+        use_tma_aligned_col_major_sf: Whether scales are column-major, as in
+            `tile_kernels.quant.scales`.
+        round_sf: Whether scales are rounded up to powers of two.
+        use_packed_ue8m0: Whether scales are packed exponents, as in `tile_kernels.quant.scales`.
+        amax_min: The least amax of a group, or None.
 
-    >>> x = torch.tensor([[0.5, -1, 0.25, 2, 0, 0.001, -3, 4]])
-    >>> data, sf = per_token_cast_to_e5m6(x, 8, round_sf=True)
-    >>> bytes(data[0].tolist()).hex(), sf.item() == 2.0**-13
-    ('68000f6c040040078007f682', True)
+    Returns:
+        The data, uint8 `[T, 3 * H / 2]`, and the scales, float32 or int32.
+
+    Example:
+        >>> x = torch.tensor([[0.5, -1, 0.25, 2, 0, 0.001, -3, 4]])
+        >>> data, sf = per_token_cast_to_e5m6(x, 8, round_sf=True)
+        >>> bytes(data[0].tolist()).hex(), sf.item() == 2.0**-13
+        ('68000f6c040040078007f682', True)
     """
     flags = ScaleFlags(round_sf, use_tma_aligned_col_major_sf, use_packed_ue8m0)
     values = to_float32(x, x_block_size=None)

@@ -45,7 +45,7 @@ class Arguments(NamedTuple):
             layout.check_seed(self.seed)
         if self.stochastic_rounding and self.dtype not in _STOCHASTIC.get(x.dtype, ()):
             raise ValueError(
-                "stochastic_rounding goes from float32 to bfloat16 and to float8_e4m3fn, and from "
+                "stochastic_rounding casts from float32 to bfloat16 and to float8_e4m3fn, and from "
                 f"bfloat16 to float8_e4m3fn, got {dtype_name(x)} and dtype {self.dtype}"
             )
 
@@ -88,7 +88,7 @@ def plain_cast(
     *,
     seed: int | Tensor | None = None,
 ) -> Tensor:
-    """Values to another dtype without scales; `cast` is the same.
+    """Converts values to another dtype without scales; `cast` is the same function.
 
     To the nearest, ties to even; e4m3 saturates at 448, infinities included. With
     `stochastic_rounding` as `per_token_cast` has it: up or down with probabilities whose mean is

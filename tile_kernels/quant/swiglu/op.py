@@ -329,8 +329,9 @@ def swiglu_forward_and_per_token_cast(
     routed_scaling_factor: float | None = None,
     alignment: int = 128,
     fill_padding: bool = True,
+    amax_min: float | None = None,
 ) -> QuantTensor:
-    """SwiGLU of rows, times the weights of their experts, and its float32 result to e4m3.
+    """Computes SwiGLU of rows, times the weights of their experts, and casts it to e4m3.
 
     The activation is `(l / (1 + exp(-l))) * r` in float32, with `l` the gate and `r` the value,
     times the weight if there is an index. It is cast as `per_token_cast` does it; a group's largest
@@ -358,7 +359,8 @@ def swiglu_forward_and_per_token_cast(
         use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0: As in `per_token_cast`.
         swiglu_clamp_value: The clamp value, at least 0, or None.
         clamped_count: `[3]` or `[4]`, int64, added to in place; or None.
-        sf_clamp_min: `2**-119` to `2**127`, by default 1e-4.
+        sf_clamp_min: `2**-119` to `2**127`, by default that of `config.set_amax_clamp_for_quant`:
+            1e-4.
         out: Buffers `(data, scales)` that are filled and returned.
         psum_num_tokens_per_expert: `[num_experts]`, int32, ascending, or None: the rows of expert
             `e` start where those of `e - 1` end, rounded up to the alignment, and end at its
@@ -367,6 +369,7 @@ def swiglu_forward_and_per_token_cast(
         alignment: That of the rows of an expert; used with `psum_num_tokens_per_expert`.
         fill_padding: With False the data of padding rows may be left as it is, for buffers that are
             much larger than what they hold; scales are zero.
+        amax_min: Another name of `sf_clamp_min`, as other casts have it; one of them at most.
 
     Returns:
         `(data, scales)`: `[num_positions, hidden]` float8_e4m3fn, and `[num_positions, groups]`
@@ -386,13 +389,20 @@ def swiglu_forward_and_per_token_cast(
         >>> data.float().tolist(), scales.tolist()
         ([[288.0, -22.0], [0.0, 0.0]], [[0.03125], [0.0]])
     """
+    if amax_min is not None:
+        if sf_clamp_min is not None:
+            raise ValueError(
+                "swiglu_forward_and_per_token_cast: amax_min must be None with sf_clamp_min, got "
+                "both"
+            )
+        sf_clamp_min = amax_min
     counting = clamped_count is not None
     cast = _SWIGLU_FORWARD_AND_COUNT if counting else SWIGLU_FORWARD_AND_PER_TOKEN_CAST
     return cast(
         x, fmt, num_per_channels, pos_to_token_topk, topk_weights, pos_to_expert,
         use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, swiglu_clamp_value, clamped_count,
-        sf_clamp_min, psum_num_tokens_per_expert, routed_scaling_factor, alignment, fill_padding,
-        out=out,
+        layout.least_amax(fmt, False, sf_clamp_min), psum_num_tokens_per_expert,
+        routed_scaling_factor, alignment, fill_padding, out=out,
     )  # fmt: skip
 
 
@@ -415,6 +425,7 @@ class BackwardArguments(NamedTuple):
     routed_scaling_factor: float | None
     alignment: int
     do_recompute: bool
+    amax_min: float
 
     def check(self) -> None:
         layout.check_pair(self.x, self.x_sf)
@@ -443,6 +454,7 @@ class BackwardArguments(NamedTuple):
         _check_ranges(self.psum_num_tokens_per_expert, self.alignment)
         checks.boolean("do_recompute", self.do_recompute)
         layout.check_swiglu_clamp(self.swiglu_clamp_value)
+        layout.check_amax_min(self.amax_min, FMT)
 
     def _check_weight(self, rows: int) -> None:
         if (self.token_topk_to_pos is None) != (self.pos_to_token_topk is None):
@@ -506,7 +518,7 @@ class BackwardArguments(NamedTuple):
             out if self.do_recompute else None, x_grad_fp8, scales, x_grad,
             weight_grad.view(-1) if weighted else None, self.alignment,
             _factor(self.routed_scaling_factor), layout.swiglu_clamp(self.swiglu_clamp_value),
-            formats.E4M3.clamp_min,
+            float(self.amax_min),
         )  # fmt: skip
         return Launch(_BACKWARD, problem, arguments)
 
@@ -551,7 +563,7 @@ def _backward_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
         use_packed_ue8m0=a.use_packed_ue8m0,
         psum_num_tokens_per_expert=a.psum_num_tokens_per_expert,
         routed_scaling_factor=a.routed_scaling_factor, alignment=a.alignment,
-        do_recompute=a.do_recompute,
+        do_recompute=a.do_recompute, amax_min=a.amax_min,
     )  # fmt: skip
     return out, data, sf, x_grad, weight_grad
 
@@ -607,8 +619,9 @@ def swiglu_backward_and_per_token_cast(
     routed_scaling_factor: float | None = None,
     alignment: int = 128,
     do_recompute: bool = True,
+    amax_min: float | None = None,
 ) -> tuple[Tensor, QuantTensor, Tensor, Tensor]:
-    """Weighted SwiGLU of a quantized `x` again, and its gradients; that of `x` also in e4m3.
+    """Recomputes the SwiGLU of a quantized `x`, with its gradients; that of `x` also in e4m3.
 
     With `l` and `r` the halves of a dequantized row, clamped as in
     `swiglu_forward_and_per_token_cast`, `s = 1 / (1 + exp(-l))`, `g` the row of `grad_out` and `w`
@@ -647,6 +660,7 @@ def swiglu_backward_and_per_token_cast(
         psum_num_tokens_per_expert, alignment: As in `swiglu_forward`; without an index only.
         routed_scaling_factor: Multiplies the weights of rows, or None.
         do_recompute: With False, `out` has no rows.
+        amax_min: As in `per_token_cast`.
 
     Returns:
         `(out, (x_grad_fp8, x_grad_sf), x_grad, weight_grad)`: `[num_positions, hidden]` bfloat16;
@@ -677,7 +691,8 @@ def swiglu_backward_and_per_token_cast(
     activation, codes, scales, x_grad, weight_grad = SWIGLU_BACKWARD_AND_PER_TOKEN_CAST(
         data, sf, grad_out, weight, pos_to_token_topk, token_topk_to_pos, num_per_channels,
         round_sf, swiglu_clamp_value, use_tma_aligned_col_major_sf, use_packed_ue8m0,
-        psum_num_tokens_per_expert, routed_scaling_factor, alignment, do_recompute, out=out,
+        psum_num_tokens_per_expert, routed_scaling_factor, alignment, do_recompute,
+        layout.least_amax(FMT, False, amax_min), out=out,
     )  # fmt: skip
     return activation, (codes, scales), x_grad, weight_grad
 
@@ -838,7 +853,7 @@ def swiglu_forward(
     fill_padding: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """SwiGLU of rows, times the weights of their experts, in float32 and rounded once.
+    """Computes SwiGLU of rows, times the weights of their experts, rounded once.
 
     `((l / (1 + exp(-l))) * r) * w` with `l` the gate and `r` the value; with a clamp value `c`
     first `l = min(l, c)` and `r = min(max(r, -c), c)`. The weight `w` is that of the row times
@@ -1013,7 +1028,7 @@ def swiglu_backward(
     pos_to_token_topk: Tensor | None = None,
     token_topk_to_pos: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The gradients of `swiglu_forward` with respect to `x` and the weights.
+    """Computes the gradients of `swiglu_forward` with respect to `x` and the weights.
 
     With `l` and `r` the clamped halves of a row, `s = 1 / (1 + exp(-l))`, `g` its row of
     `act_x_grad` and `w` its weight times the factor, the halves of the gradient are
@@ -1022,13 +1037,19 @@ def swiglu_backward(
     times the factor. All in float32. Rows that do not exist are not read, and their results are 0.
 
     Args:
-        x, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, clamp_value,
-            alignment, pos_to_token_topk: As in `swiglu_forward`; `x` is contiguous.
+        x: As in `swiglu_forward`; contiguous.
         act_x_grad: `[num_positions, hidden]`, dtype of `x`, contiguous.
+        fmt: As in `swiglu_forward`.
+        psum_num_tokens_per_expert: As in `swiglu_forward`.
+        topk_weights: As in `swiglu_forward`.
+        routed_scaling_factor: As in `swiglu_forward`.
+        clamp_value: As in `swiglu_forward`.
         do_recompute: Whether the result of `swiglu_forward` is returned as well.
+        alignment: As in `swiglu_forward`.
+        pos_to_token_topk: As in `swiglu_forward`.
         token_topk_to_pos: `[num_tokens, num_topk]`, int32: the inverse of `pos_to_token_topk`, -1
-            for none; with it only. A weight belongs to a row if each map names the other; the
-            gradient of one without a row is 0.
+            for none; given together with it. A weight belongs to a row if each map names the other;
+            the gradient of a weight without a row is 0.
 
     Returns:
         `(x_grad,)`: `[num_positions, 2 * hidden]`; with weights then `weight_grad`: float32, of

@@ -26,24 +26,26 @@ def swiglu_forward(
     swiglu_clamp_value: float | None = None,
     clamped_count: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """SwiGLU of each row, times the weight of its token and expert if there are weights.
+    """Computes SwiGLU of each row, times the weight of its token and expert if there are weights.
 
-    | argument | shape | dtype |
-    |---|---|---|
-    | `x` | `[E, 2 * H]` | bfloat16, float32 |
-    | `pos_to_token_topk`, optional | `[E]`: `n * K + k`, negative for weight 0 | int32, int64 |
-    | `topk_weights`, with the index | `[N, K]` | float32 |
-    | `clamped_count`, optional | `[3]` | int64 |
-    | returns | `[E, H]` | float32 (float64 for float64 `x`) |
+    Args:
+        x: `[E, 2 * H]`, bfloat16 or float32.
+        pos_to_token_topk: `[E]`, int32 or int64: `n * K + k`, negative for weight 0; or None.
+        topk_weights: `[N, K]`, float32; ignored without an index.
+        swiglu_clamp_value: A clamp `c`: gates `l` are at most `c`, and values `r` are in `[-c, c]`;
+            or None.
+        clamped_count: `[3]`, int64, or None: the numbers of `l > c`, `r > c` and `r < -c` are
+            added.
 
-    With a clamp value `c`, the numbers of `l > c`, `r > c` and `r < -c` are added to
-    `clamped_count` in place. Weights without an index are ignored.
+    Returns:
+        `[E, H]`, float32 (float64 for float64 `x`).
 
-    >>> count = torch.zeros(3, dtype=torch.int64)
-    >>> swiglu_forward(torch.tensor([[1.0, -2.0, 12.0, 3.0]]), None, None, 10.0, count)
-    tensor([[ 7.3106, -0.7152]])
-    >>> count.tolist()
-    [0, 1, 0]
+    Example:
+        >>> count = torch.zeros(3, dtype=torch.int64)
+        >>> swiglu_forward(torch.tensor([[1.0, -2.0, 12.0, 3.0]]), None, None, 10.0, count)
+        tensor([[ 7.3106, -0.7152]])
+        >>> count.tolist()
+        [0, 1, 0]
     """
     left, right = split_halves(widened(x))
     if swiglu_clamp_value is not None:
@@ -67,28 +69,31 @@ def swiglu_backward(
     num_per_channels: int,
     swiglu_clamp_value: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The weighted SwiGLU of a quantised `x` again, and the gradients of `x` and of the weights.
-
-    | argument | shape | dtype |
-    |---|---|---|
-    | `x`, in blocks of `(1, num_per_channels)` | `([E, 2 * H], sf)` | e4m3, float32 or int32 |
-    | `grad_out` | `[E, H]` | bfloat16, float32 |
-    | `weight` | `[N, K]` | float32 |
-    | `pos_to_token_topk` | `[E]`: `n * K + k`, negative for padding | int32, int64 |
-    | `token_topk_to_pos` | `[N, K]`: the inverse, -1 for none | int32, int64 |
-    | returns `out` | `[E, H]` | float32 |
-    | returns `x_grad` | `[E, 2 * H]` | float32 |
-    | returns `weight_grad` | `[N, K]`, zero where no row belongs to the weight | `weight`'s |
+    """Recomputes the weighted SwiGLU of a quantized `x`, with gradients of `x` and the weights.
 
     Leading dimensions of `x` and `grad_out` may be more than one. A padding row is computed like
-    any other with weight 0, so its results are zeros with the signs the formulas give.
-    A row belongs to a weight if each map names the other. `weight_grad` sums its float32 products
-    in float64. `x_grad` is that of `swiglu_gradients`.
+    any other with weight 0, so its results are zeros with the signs that the formulas give. A row
+    belongs to a weight if each map names the other. `weight_grad` sums its float32 products in
+    float64. `x_grad` is that of `swiglu_gradients`.
 
-    >>> x = torch.tensor([[1.0, 3.0]]).to(torch.float8_e4m3fn), torch.ones(1, 1)
-    >>> index, inverse = torch.tensor([0]), torch.tensor([[0]])
-    >>> swiglu_backward(x, torch.ones(1, 1), torch.tensor([[2.0]]), index, inverse, 2)
-    (tensor([[4.3864]]), tensor([[5.5660, 1.4621]]), tensor([[2.1932]]))
+    Args:
+        x: `([E, 2 * H], sf)`, e4m3 and float32 or int32, in blocks of `(1, num_per_channels)`.
+        grad_out: `[E, H]`, bfloat16 or float32.
+        weight: `[N, K]`, float32.
+        pos_to_token_topk: `[E]`, int32 or int64: `n * K + k`, negative for padding.
+        token_topk_to_pos: `[N, K]`, int32 or int64: the inverse, -1 for none.
+        num_per_channels: Channels per scale of `x`.
+        swiglu_clamp_value: The clamp of gates and values, or None.
+
+    Returns:
+        `out` `[E, H]` and `x_grad` `[E, 2 * H]`, float32; `weight_grad` `[N, K]`, dtype of
+        `weight`, zero where no row belongs to the weight.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 3.0]]).to(torch.float8_e4m3fn), torch.ones(1, 1)
+        >>> index, inverse = torch.tensor([0]), torch.tensor([[0]])
+        >>> swiglu_backward(x, torch.ones(1, 1), torch.tensor([[2.0]]), index, inverse, 2)
+        (tensor([[4.3864]]), tensor([[5.5660, 1.4621]]), tensor([[2.1932]]))
     """
     if token_topk_to_pos.shape != weight.shape:
         raise ValueError(
@@ -157,7 +162,7 @@ def split_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     (tensor([[1, 2]]), tensor([[3, 4]]))
     """
     if x.shape[1] % 2 != 0:
-        raise ValueError(f"x must be two halves wide, got {tuple(x.shape)}")
+        raise ValueError(f"x must have an even number of channels, got {tuple(x.shape)}")
     hidden = x.shape[1] // 2
     return x[:, :hidden], x[:, hidden:]
 
@@ -408,14 +413,15 @@ def swiglu_forward_and_per_token_cast(
     routed_scaling_factor: float | None = None,
     alignment: int = 128,
     fill_padding: bool = True,  # noqa: ARG001
+    amax_min: float | None = None,
 ) -> QuantTensor:
     """`swiglu_forward`, and its float32 result to e4m3 in blocks of `(1, num_per_channels)`.
 
     Rows whose `pos_to_expert` is negative, or outside of the ranges of experts, are padding: they
     are not read and not counted, and their data and scale factors are zero (`fill_padding` allows
     other implementations to leave out the zeros of data). `topk_weights` `[E]` are those of the
-    rows; `routed_scaling_factor` multiplies weights. `sf_clamp_min` replaces `1e-4`, the least
-    magnitude that a block's scale factor is made from.
+    rows; `routed_scaling_factor` multiplies weights. `sf_clamp_min`, or `amax_min`, replaces
+    `1e-4`, the least magnitude that a block's scale factor is made from.
 
     >>> x = torch.tensor([[1.0, -2.0, 12.0, 3.0], [1.0, 1.0, 1.0, 1.0]])
     >>> expert = torch.tensor([3, -1])
@@ -443,7 +449,8 @@ def swiglu_forward_and_per_token_cast(
     elif topk_weights is not None and pos_to_token_topk is not None:
         out = out * (weights_of_rows(topk_weights, pos_to_token_topk) * scale)
     out = out.masked_fill(~exists[:, None], 0.0)
-    data, sf = quantize(out, formats.E4M3, (1, num_per_channels), flags, sf_clamp_min)
+    least = sf_clamp_min if amax_min is None else amax_min
+    data, sf = quantize(out, formats.E4M3, (1, num_per_channels), flags, least)
     return data, sf.masked_fill_(~exists[:, None], 0)
 
 
@@ -463,6 +470,7 @@ def swiglu_backward_and_per_token_cast(
     routed_scaling_factor: float | None = None,
     alignment: int = 128,
     do_recompute: bool = True,
+    amax_min: float | None = None,
 ) -> tuple[torch.Tensor, QuantTensor, torch.Tensor, torch.Tensor]:
     """`swiglu_backward`, and its `x_grad` also to e4m3 in blocks of `(1, num_per_channels)`.
 
@@ -486,14 +494,14 @@ def swiglu_backward_and_per_token_cast(
         out, x_grad, weight_grad = swiglu_backward(
             x, grad_out, weight, *maps, num_per_channels, swiglu_clamp_value
         )
-        quantised = quantize(x_grad, formats.E4M3, block, flags)
+        quantised = quantize(x_grad, formats.E4M3, block, flags, amax_min)
     else:
         rows = dequantize((x[0].flatten(0, -2), x[1].flatten(0, -2)), block)
         x_grad, weight_grad, out = swiglu_rows_gradients(
             rows, grad_out.reshape(rows.shape[0], -1), "fp32", psum_num_tokens_per_expert, weight,
             routed_scaling_factor, swiglu_clamp_value, True, alignment,
         )  # fmt: skip
-        data, sf = quantize(x_grad, formats.E4M3, block, flags)
+        data, sf = quantize(x_grad, formats.E4M3, block, flags, amax_min)
         if psum_num_tokens_per_expert is not None:
             exists = rows_in_ranges(psum_num_tokens_per_expert, alignment, rows.shape[0])
             sf.masked_fill_(~exists[:, None], 0)

@@ -48,7 +48,7 @@ def close_stage():
 
 @T.macro
 def await_stages(pending):
-    """Wait until at most the last `pending` groups of this thread are under way."""
+    """Wait until at most the last `pending` groups of this thread are in flight."""
     T.ptx_wait_group(pending)
     T.sync_warp()
 

@@ -257,7 +257,7 @@ def apply_rotary(
     conjugate: bool = False,
     seqlen_offset: int = 0,
 ) -> None:
-    """`rotary_embedding` in place, of the query and the key in one launch.
+    """Applies `rotary_embedding` in place, to query and key in one launch.
 
     Args:
         query: As in `rotary_embedding`; written.

@@ -10,7 +10,7 @@ from tile_kernels.runtime.device import Device
 BITS = {"bfloat16": 16, "float32": 32}
 ACCESS_BITS = 128
 # H200, 8192 tokens, 32 heads of 128 and 8 of the key in place: 44.1 us. With query and key in the
-# same blocks: one unit per thread 46.5, 256 threads 47.8; two units whose loads are under way at
+# same blocks: one unit per thread 46.5, 256 threads 47.8; two units whose loads are in flight at
 # the same time 52.1, four 56.6.
 THREADS = 128
 

@@ -27,15 +27,21 @@ class ExpandToMHCFn(torch.autograd.Function):
 
 
 def expand_to_mhc(hidden: Tensor, mhc_mult: int, out: Tensor | None = None) -> Tensor:
-    """`tile_kernels.mhc.expand_to_mhc`, which may write to `out` in training too.
+    """Computes `tile_kernels.mhc.expand_to_mhc`, which can write to `out` in training too.
 
-    `hidden` is bfloat16 `[..., h]`, the result `[..., m, h]`. `out` is filled, and what is returned
-    is a view of it.
+    Args:
+        hidden: `[..., h]`, bfloat16.
+        mhc_mult: The number of streams `m`.
+        out: A buffer for the result, or None.
 
-    >>> hidden = torch.tensor([0.0, 1.0, 2.0]).bfloat16().requires_grad_()
-    >>> expand_to_mhc(hidden, 2).backward(torch.tensor([[1.0, 2, 3], [4, 5, 6]]).bfloat16())
-    >>> hidden.grad.tolist()
-    [5.0, 7.0, 9.0]
+    Returns:
+        `[..., m, h]`, bfloat16; a view of `out` if it is given.
+
+    Example:
+        >>> hidden = torch.tensor([0.0, 1.0, 2.0]).bfloat16().requires_grad_()
+        >>> expand_to_mhc(hidden, 2).backward(torch.tensor([[1.0, 2, 3], [4, 5, 6]]).bfloat16())
+        >>> hidden.grad.tolist()
+        [5.0, 7.0, 9.0]
     """
     result: Tensor = ExpandToMHCFn.apply(hidden, mhc_mult, out)
     return result

@@ -33,14 +33,23 @@ class MHCHeadComputeMix(torch.autograd.Function):
 def mhc_head_compute_mix(
     input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_pre_eps: float
 ) -> Tensor:
-    """`sigmoid(input_mix * mhc_scale + mhc_base) + mhc_pre_eps`, all float32 `[..., m]`.
+    """Computes `sigmoid(input_mix * mhc_scale + mhc_base) + mhc_pre_eps` in float32.
 
-    `mhc_scale` is `[1]`, `mhc_base` `[m]`. If one of them has a `main_grad`, its gradient is added
-    there.
+    If `mhc_scale` or `mhc_base` has a `main_grad`, its gradient is added there.
 
-    >>> one = torch.ones(1)
-    >>> mhc_head_compute_mix(torch.tensor([0.0, 1.0]), 2 * one, torch.tensor([0.0, -2.0]), 0.01)
-    tensor([0.5100, 0.5100])
+    Args:
+        input_mix: `[..., m]`, float32.
+        mhc_scale: `[1]`, float32.
+        mhc_base: `[m]`, float32.
+        mhc_pre_eps: A number that is added.
+
+    Returns:
+        `[..., m]`, float32.
+
+    Example:
+        >>> one = torch.ones(1)
+        >>> mhc_head_compute_mix(torch.tensor([0.0, 1.0]), 2 * one, torch.tensor([0.0, -2.0]), 0.01)
+        tensor([0.5100, 0.5100])
     """
     result: Tensor = MHCHeadComputeMix.apply(
         input_mix.contiguous(), in_float32("mhc_scale", mhc_scale),

@@ -47,24 +47,28 @@ def mhc_pre_norm_fn(
     fuse_grad_acc: bool = True,
     n_splits: int = 16,  # noqa: ARG001
 ) -> Tensor:
-    """The mixes of each token: its RMS norm, projected.
+    """Computes the mixes of each token: its RMS norm, projected.
 
-    | argument | shape | dtype |
-    |---|---|---|
-    | `residual` | `[..., m, h]`, contiguous; `h` a multiple of 8 | bfloat16 |
-    | `mhc_fn` | `[J, m * h]` | float32 |
-    | `mhc_norm_weight` | `[m * h]`, or None | float32 |
-    | `n_splits` | without effect: the device decides | int |
-    | returns | `[..., J]` | float32 |
-
-    Backward, if `fuse_grad_acc` and the storage of `residual` has an attribute
+    In the backward pass, if `fuse_grad_acc` is set and the storage of `residual` has an attribute
     `grad_from_mhc_post`, the gradient of `residual` is added to that in place, the attribute is
     deleted, and autograd gets None; without the attribute autograd gets the gradient. If `mhc_fn`
-    or the weight has a `main_grad` now, its gradient is added there.
+    or the weight has a `main_grad` in the forward pass, its gradient is added there.
 
-    >>> residual = torch.ones(1, 2, 8).bfloat16()
-    >>> mhc_pre_norm_fn(residual, torch.full((3, 16), 0.25), None, 0.0).tolist()
-    [[4.0, 4.0, 4.0]]
+    Args:
+        residual: `[..., m, h]`, bfloat16, contiguous; `h` is a multiple of 8.
+        mhc_fn: `[J, m * h]`, float32.
+        mhc_norm_weight: `[m * h]`, float32, or None.
+        mhc_norm_eps: The epsilon of the norm.
+        fuse_grad_acc: Whether the attribute `grad_from_mhc_post` is used.
+        n_splits: Has no effect: the sizes and the device decide.
+
+    Returns:
+        `[..., J]`, float32.
+
+    Example:
+        >>> residual = torch.ones(1, 2, 8).bfloat16()
+        >>> mhc_pre_norm_fn(residual, torch.full((3, 16), 0.25), None, 0.0).tolist()
+        [[4.0, 4.0, 4.0]]
     """
     fn = merged(("mhc_fn", "mhc_norm_weight"), mhc_fn, mhc_norm_weight)
     result: Tensor = MHCPreNormFn.apply(residual, fn, mhc_norm_eps, fuse_grad_acc)

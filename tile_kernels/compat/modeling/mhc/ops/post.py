@@ -33,20 +33,29 @@ def mhc_post(
     comb_res_mix: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The next residual, bfloat16 `[..., m, h]`, from the output `x` of a sublayer, `[..., h]`.
+    """Computes the next residual from the output of a sublayer.
 
-    `out[j] = post[j] * x + sum_i comb[i, j] * residual[i]`, with float32 mixes `[..., m, 1]` and
-    `[..., m, m]`. `out` is filled, and what is returned is a view of it.
-
-    Backward, the gradient of `residual` goes to autograd and is also set as the attribute
+    The result is `out[j] = post[j] * x + sum_i comb[i, j] * residual[i]`. In the backward pass, the
+    gradient of `residual` is returned to autograd and is also stored as the attribute
     `grad_from_mhc_post` of the storage of `residual`, where `mhc_pre_apply_mix` and
     `mhc_pre_norm_fn` add theirs.
 
-    >>> import torch
-    >>> x, residual = torch.tensor([10.0, 20.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    >>> post, comb = torch.tensor([[1.0], [0.5]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]])
-    >>> mhc_post(x.bfloat16(), residual.bfloat16(), post, comb).tolist()
-    [[12.25, 23.5], [6.75, 12.5]]
+    Args:
+        x: `[..., h]`, bfloat16: the output of the sublayer.
+        residual: `[..., m, h]`, bfloat16.
+        post_layer_mix: `[..., m, 1]`, float32.
+        comb_res_mix: `[..., m, m]`, float32.
+        out: A buffer for the result, or None.
+
+    Returns:
+        `[..., m, h]`, bfloat16; a view of `out` if it is given.
+
+    Example:
+        >>> import torch
+        >>> x, residual = torch.tensor([10.0, 20.0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> post, comb = torch.tensor([[1.0], [0.5]]), torch.tensor([[0.75, 0.25], [0.5, 0.5]])
+        >>> mhc_post(x.bfloat16(), residual.bfloat16(), post, comb).tolist()
+        [[12.25, 23.5], [6.75, 12.5]]
     """
     result: Tensor = MHCPost.apply(x, residual, post_layer_mix, comb_res_mix, out)
     return result
@@ -60,16 +69,23 @@ def mhc_post_bwd(
     d_o: Tensor,
     fuse_grad_acc: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`tile_kernels.mhc.mhc_post_bwd`: the gradients of the four arguments of `mhc_post`.
+    """Computes the gradients of the four arguments of `mhc_post`: `tile_kernels.mhc.mhc_post_bwd`.
 
-    With `fuse_grad_acc` that of `residual` is also set as the attribute `grad_from_mhc_post` of the
-    storage of `residual`.
+    Args:
+        x: As in `mhc_post`.
+        residual: As in `mhc_post`.
+        post_layer_mix: As in `mhc_post`.
+        comb_res_mix: As in `mhc_post`.
+        d_o: `[..., m, h]`, bfloat16: the gradient of the result.
+        fuse_grad_acc: Whether the gradient of `residual` is also stored as the attribute
+            `grad_from_mhc_post` of the storage of `residual`.
 
-    >>> import torch
-    >>> x, residual = torch.ones(2).bfloat16(), torch.ones(1, 2).bfloat16()
-    >>> grads = mhc_post_bwd(x, residual, torch.ones(1, 1), torch.ones(1, 1), residual)
-    >>> residual.untyped_storage().grad_from_mhc_post.tolist()
-    [[[1.0, 1.0]]]
+    Example:
+        >>> import torch
+        >>> x, residual = torch.ones(2).bfloat16(), torch.ones(1, 2).bfloat16()
+        >>> grads = mhc_post_bwd(x, residual, torch.ones(1, 1), torch.ones(1, 1), residual)
+        >>> residual.untyped_storage().grad_from_mhc_post.tolist()
+        [[[1.0, 1.0]]]
     """
     grads = mhc.mhc_post_bwd(x, residual, post_layer_mix, comb_res_mix, d_o)
     if fuse_grad_acc:

@@ -32,16 +32,23 @@ class MHCPreApplyMix(torch.autograd.Function):
 
 
 def mhc_pre_apply_mix(x: Tensor, mix: Tensor, out: Tensor | None = None) -> Tensor:
-    """The weighted sum of the streams `x` `[..., m, h]`: bfloat16 `[..., h]`.
+    """Computes the weighted sum of the streams.
 
-    `mix` is float32 `[..., m, 1]`. `out` is filled, and what is returned is a view of it.
+    In the backward pass, if the storage of `x` has an attribute `grad_from_mhc_post`, the gradient
+    of `x` is added to that in place and autograd gets None.
 
-    Backward, if the storage of `x` has an attribute `grad_from_mhc_post`, the gradient of `x` is
-    added to that in place and autograd gets None.
+    Args:
+        x: `[..., m, h]`, bfloat16.
+        mix: `[..., m, 1]`, float32.
+        out: A buffer for the result, or None.
 
-    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).bfloat16()
-    >>> mhc_pre_apply_mix(x, torch.tensor([[0.25], [0.5]])).tolist()
-    [1.75, 2.5]
+    Returns:
+        `[..., h]`, bfloat16; a view of `out` if it is given.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).bfloat16()
+        >>> mhc_pre_apply_mix(x, torch.tensor([[0.25], [0.5]])).tolist()
+        [1.75, 2.5]
     """
     result: Tensor = MHCPreApplyMix.apply(x, mix, out)
     return result

@@ -38,16 +38,28 @@ def mhc_pre_split_mixes(
     mhc_post_mult_value: float,
     mhc_pre_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`input_mixes` `[..., m * (m + 2)]` to `pre`, `post` `[..., m, 1]` and logits `[..., m, m]`.
+    """Splits mixes into `pre`, `post` and the logits of `comb`:
+    `tile_kernels.mhc.mhc_pre_split_mixes`.
 
-    As `tile_kernels.mhc.mhc_pre_split_mixes`, all float32. If `mhc_scale` or `mhc_base` has a
-    `main_grad`, its gradient is added there.
+    If `mhc_scale` or `mhc_base` has a `main_grad`, its gradient is added there.
 
-    >>> pre, post, comb = mhc_pre_split_mixes(
-    ...     torch.zeros(1, 8), torch.ones(3), torch.zeros(8), 2, 2.0, 0.0
-    ... )
-    >>> pre.flatten().tolist(), post.flatten().tolist(), comb.shape
-    ([0.5, 0.5], [1.0, 1.0], torch.Size([1, 2, 2]))
+    Args:
+        input_mixes: `[..., m * (m + 2)]`, float32.
+        mhc_scale: `[3]`, float32.
+        mhc_base: `[m * (m + 2)]`, float32.
+        mhc_mult: The number of streams `m`.
+        mhc_post_mult_value: The factor of the sigmoid of `post`.
+        mhc_pre_eps: A number that is added to `pre`.
+
+    Returns:
+        `pre` and `post` `[..., m, 1]`, and logits `[..., m, m]`, float32.
+
+    Example:
+        >>> pre, post, comb = mhc_pre_split_mixes(
+        ...     torch.zeros(1, 8), torch.ones(3), torch.zeros(8), 2, 2.0, 0.0
+        ... )
+        >>> pre.flatten().tolist(), post.flatten().tolist(), comb.shape
+        ([0.5, 0.5], [1.0, 1.0], torch.Size([1, 2, 2]))
     """
     result: tuple[Tensor, Tensor, Tensor] = MHCPreSplitMixes.apply(
         input_mixes.contiguous(), in_float32("mhc_scale", mhc_scale),

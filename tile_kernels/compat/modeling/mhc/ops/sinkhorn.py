@@ -27,11 +27,20 @@ class _SinkhornNormalize(torch.autograd.Function):
 
 
 def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor:
-    """`tile_kernels.mhc.sinkhorn_normalize`: float32 logits `[..., M, M]` to matrices.
+    """Makes matrices nearly doubly stochastic: `tile_kernels.mhc.sinkhorn_normalize`.
 
-    >>> sinkhorn_normalize(torch.tensor([[0.0, 1.0986123], [0.0, 0.0]]), 2)
-    tensor([[0.3636, 0.6316],
-            [0.6364, 0.3684]])
+    Args:
+        x: `[..., M, M]`, float32: logits.
+        repeat: The number of iterations.
+        eps: The epsilon of the iterations.
+
+    Returns:
+        `[..., M, M]`, float32.
+
+    Example:
+        >>> sinkhorn_normalize(torch.tensor([[0.0, 1.0986123], [0.0, 0.0]]), 2)
+        tensor([[0.3636, 0.6316],
+                [0.6364, 0.3684]])
     """
     result: Tensor = _SinkhornNormalize.apply(x, repeat, eps)
     return result

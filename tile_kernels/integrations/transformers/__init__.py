@@ -1,0 +1,16 @@
+"""Operators of this package in models of Hugging Face transformers.
+
+    from tile_kernels.integrations.transformers import apply, revert
+
+    report = apply(model)  # routers, experts, SwiGLU, RMS norms, hyper-connections
+    print(report)          # what was replaced, and what was not and why
+    revert(model)
+
+`register_experts` alone offers the experts under transformers' own mechanism, for every
+mixture-of-experts model: `from_pretrained(..., experts_implementation="tile_kernels")`.
+"""
+
+from tile_kernels.integrations.transformers.adapter import KINDS, Left, Report, apply, revert
+from tile_kernels.integrations.transformers.experts import EXPERTS, register_experts
+
+__all__ = ["EXPERTS", "KINDS", "Left", "Report", "apply", "register_experts", "revert"]

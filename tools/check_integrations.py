@@ -1,0 +1,409 @@
+"""Compares `tile_kernels.integrations` and `tile_kernels.ep` with the packages that they serve.
+
+    python tools/check_integrations.py [--cache FOLDER]
+
+Downloads released packages from PyPI, about 100 MB, and installs none of them: signatures are read
+from their sources, and single files that need nothing else of the package are executed. Writes
+`docs/measured/integrations.json`, of which `docs/tables.py` makes a table. No GPU is needed.
+
+| package | what is compared |
+|---|---|
+| vllm | signatures; mHC and grouped routing of its PyTorch functions |
+| sglang, sgl-deep-gemm | signatures |
+| torchao | MX and NVFP4 casts, the blocked layout of scales |
+| megatron-core, torchtitan | their DeepEP files, unmodified, on 2 processes over gloo |
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import inspect
+import json
+import os
+import re
+import sys
+import tarfile
+import tempfile
+import types
+import urllib.parse
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the tests' processes
+
+from tests.ep.processes import run_processes  # noqa: E402
+from tile_kernels.integrations import deep_gemm, mx, sglang, vllm  # noqa: E402
+
+OUTPUT = ROOT / "docs" / "measured" / "integrations.json"
+INDEX = "https://pypi.org/simple/"
+PACKAGES = {
+    "vllm": ("0.32.0", r"vllm-0\.32\.0\.tar\.gz"),
+    "sglang": ("0.5.23", r"sglang-0\.5\.23-cp311-cp311-[^\"#<>]*x86_64\.whl"),
+    "sgl-deep-gemm": ("0.2.3.post2", r"sgl_deep_gemm-0\.2\.3\.post2-[^\"#<>]*x86_64\.whl"),
+    "torchao": ("0.18.0", r"torchao-0\.18\.0-[^\"#<>]*x86_64\.whl"),
+    "megatron-core": ("0.16.1", r"megatron_core-0\.16\.1\.tar\.gz"),
+    "torchtitan": ("0.3.0", r"torchtitan-0\.3\.0-py3-none-any\.whl"),
+}
+EXPERTS, HIDDEN, TOPK = 8, 256, 3
+
+
+def fetch(name: str, pattern: str, folder: Path) -> Path:
+    """The archive of a package, downloaded unless the folder has it."""
+    page_url = f"{INDEX}{name}/"
+    with urllib.request.urlopen(page_url, timeout=60) as answer:  # noqa: S310 - of the index
+        page = answer.read().decode()
+    found = re.search(rf'href="([^"#]*/({pattern}))', page)
+    if found is None:
+        raise SystemExit(f"{page_url} has no file {pattern}")
+    file = folder / found.group(2)
+    if not file.exists():
+        urllib.request.urlretrieve(urllib.parse.urljoin(page_url, found.group(1)), file)  # noqa: S310
+    return file
+
+
+def sources(archive: Path) -> Iterator[tuple[str, bytes]]:
+    """Names and texts of the Python files of an archive."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            for name in wheel.namelist():
+                if name.endswith(".py"):
+                    yield name, wheel.read(name)
+        return
+    with tarfile.open(archive) as sdist:
+        for member in sdist:
+            content = sdist.extractfile(member) if member.name.endswith(".py") else None
+            if content is not None:
+                yield member.name.split("/", 1)[1], content.read()
+
+
+def source(archive: Path, name: str) -> str:
+    """The text of one file."""
+    return next(text for found, text in sources(archive) if found == name).decode()
+
+
+def load(text: str, name: str) -> types.ModuleType:
+    """A module of a text."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{name}.py"
+        file.write_text(text)
+        spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise RuntimeError(f"{name} cannot be loaded")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return module
+
+
+# ---- signatures ---------------------------------------------------------------------------------
+
+# Where a name is defined, and the name that it has there, if another one.
+_TILELANG = "vllm/model_executor/kernels/mhc/tilelang.py"
+_MOE = "vllm/model_executor/layers/fused_moe"
+_FP8 = "vllm/model_executor/layers/quantization/utils/fp8_utils.py"
+SIGNATURES: dict[str, list[tuple[types.ModuleType, str, str, str]]] = {
+    "vllm": [
+        (vllm, "fused_topk", f"{_MOE}/router/fused_topk_router.py", ""),
+        (vllm, "fused_topk_bias", f"{_MOE}/router/fused_topk_bias_router.py", ""),
+        (vllm, "grouped_topk", f"{_MOE}/router/grouped_topk_router.py", ""),
+        (vllm, "moe_align_block_size", f"{_MOE}/moe_align_block_size.py", ""),
+        (vllm, "moe_permute", f"{_MOE}/moe_permute_unpermute.py", ""),
+        (vllm, "top_k_per_row_prefill", "vllm/_custom_ops.py", ""),
+        (vllm, "top_k_per_row_decode", "vllm/_custom_ops.py", ""),
+        (vllm, "per_token_group_quant_fp8", _FP8, ""),
+        (vllm, "per_token_group_quant_fp8_packed_for_deepgemm", _FP8, ""),
+        (vllm, "mhc_pre", _TILELANG, "mhc_pre_tilelang"),
+        (vllm, "mhc_post", "vllm/_aiter_ops.py", ""),
+        (vllm, "mhc_fused_post_pre", _TILELANG, "mhc_fused_post_pre_tilelang"),
+    ],
+    "sglang": [
+        (sglang, "moe_fused_gate", "kernels/ops/moe/moe_fused_gate.py", ""),
+        (sglang, "hash_topk", "kernels/ops/moe/dsv4.py", ""),
+        (
+            sglang,
+            "moe_align_block_size",
+            "srt/layers/moe/moe_runner/triton_utils/moe_align_block_size.py",
+            "",
+        ),
+        (sglang, "topk_transform_paged", "kernels/ops/attention/dsv4/topk.py", ""),
+        (sglang, "topk_transform_ragged_v2", "kernels/ops/attention/dsv4/topk.py", ""),
+        (
+            sglang,
+            "sglang_per_token_group_quant_fp8",
+            "kernels/ops/quantization/fp8_kernel.py",
+            "",
+        ),
+        (sglang, "mhc_pre", "kernels/ops/layernorm/mhc.py", ""),
+        (sglang, "mhc_post", "kernels/ops/layernorm/mhc.py", ""),
+        (sglang, "mhc_fused_post_pre", "kernels/ops/layernorm/mhc.py", ""),
+        (sglang, "fused_hc_head", "kernels/ops/layernorm/mhc_head.py", ""),
+    ],
+    "sgl-deep-gemm": [
+        (deep_gemm, name, "deep_gemm/__init__.py", "")
+        for name in (
+            "fp8_mqa_logits",
+            "fp8_fp4_mqa_logits",
+            "fp8_paged_mqa_logits",
+            "fp8_fp4_paged_mqa_logits",
+            "get_paged_mqa_logits_metadata",
+            "tf32_hc_prenorm_gemm",
+        )
+    ],
+}
+# By position only: other names of arguments in this fork.
+RENAMED = {("sgl-deep-gemm", "fp8_mqa_logits")}
+
+
+def parameters(text: str, name: str) -> list[str]:
+    """Names of the parameters of the last function of that name; `*name` by keyword only."""
+    found = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    ]
+    arguments = found[-1].args
+    by_keyword = [f"*{each.arg}" for each in arguments.kwonlyargs]
+    return [each.arg for each in arguments.posonlyargs + arguments.args] + by_keyword
+
+
+def check_signatures(package: str, archive: Path) -> str:
+    """Raises unless each function takes the parameters of its counterpart, in its order."""
+    texts = dict(sources(archive))
+    entries = SIGNATURES[package]
+    for module, name, file, other in entries:
+        match = [text for path, text in texts.items() if path.endswith(file)]
+        theirs = parameters(match[0].decode(), other or name)
+        ours = [
+            f"*{each.name}" if each.kind is each.KEYWORD_ONLY else each.name
+            for each in inspect.signature(getattr(module, name)).parameters.values()
+        ]
+        if (package, name) in RENAMED:
+            theirs, ours = ["?"] * len(theirs), ["?"] * len(ours)
+        if ours[: len(theirs)] != theirs:
+            raise SystemExit(f"{package}: {name} has {theirs}, here {ours}")
+    return f"signatures of {len(entries)} functions"
+
+
+# ---- results ------------------------------------------------------------------------------------
+
+
+def require(condition: bool, what: str) -> None:
+    """Raises if something differs."""
+    if not condition:
+        raise SystemExit(f"{what} differs")
+
+
+def check_vllm(archive: Path) -> str:
+    """Hyper-connections and grouped routing against its functions in PyTorch."""
+    theirs = load(source(archive, "vllm/model_executor/kernels/mhc/torch.py"), "vllm_mhc")
+    torch.manual_seed(0)
+    residual, fn = torch.randn(6, 4, 512).bfloat16(), 0.03 * torch.randn(24, 2048)
+    given = (
+        residual,
+        fn,
+        torch.tensor([0.5, 0.6, 0.7]),
+        torch.randn(24),
+        1e-6,
+        1e-6,
+        1e-6,
+        2.0,
+        20,
+    )
+    ours = vllm.mhc_pre(*given)
+    for one, other, limit in zip(ours, theirs.mhc_pre_torch(*given), (1e-3, 1e-3, 0.04)):
+        require(one.dtype == other.dtype and one.shape == other.shape, "vllm: mhc_pre")
+        require(bool((one.float() - other.float()).abs().max() < limit), "vllm: mhc_pre")
+    x = torch.randn(6, 512).bfloat16()
+    after = theirs.mhc_post_torch(x, residual, *ours[:2])
+    require(torch.equal(vllm.mhc_post(x, residual, *ours[:2]), after), "vllm: mhc_post")
+
+    text = source(archive, f"{_MOE}/router/grouped_topk_router.py")
+    (function,) = (
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name == "grouped_topk"
+    )
+    function.decorator_list = []
+    settings = types.SimpleNamespace(
+        VLLM_USE_FUSED_MOE_GROUPED_TOPK=False, VLLM_BATCH_INVARIANT=True
+    )
+    scope: dict[str, Any] = {
+        "torch": torch,
+        "envs": settings,
+        "current_platform": types.SimpleNamespace(is_cuda=lambda: False),
+    }
+    exec(compile(ast.Module([function], []), "grouped_topk", "exec"), scope)  # noqa: S102
+    logits, bias = 2 * torch.randn(2000, 256), torch.rand(256)
+    for scoring, given_bias in (("sigmoid", bias), ("sigmoid", None), ("softmax", None)):
+        for renormalize in (True, False):
+            words = (logits, logits, 8, renormalize, 8, 4, scoring, 2.5, given_bias)
+            weights, ids = sorted_by_id(*scope["grouped_topk"](*words))
+            own_weights, own_ids = sorted_by_id(*vllm.grouped_topk(*words))
+            require(torch.equal(ids, own_ids), f"vllm: experts of grouped_topk, {scoring}")
+            close = torch.allclose(weights, own_weights, rtol=1e-5, atol=1e-6)
+            require(close, f"vllm: weights of grouped_topk, {scoring}")
+    return "results of mHC and grouped routing"
+
+
+def sorted_by_id(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and ids in the order of the ids."""
+    order = ids.argsort(1)
+    return weights.gather(1, order), ids.gather(1, order)
+
+
+def check_torchao(archive: Path, folder: Path) -> str:
+    """Bits of MX and NVFP4."""
+    with zipfile.ZipFile(archive) as wheel:
+        wheel.extractall(folder)  # noqa: S202 - of the index
+    sys.path.insert(0, str(folder))
+    from torchao.prototype.mx_formats import nvfp4_tensor, utils
+    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+
+    torch.manual_seed(0)
+    x = torch.randn(200, 512) * torch.exp2(torch.randint(-60, 60, (200, 1)).float())
+    x[0, :32] = torch.finfo(torch.bfloat16).max
+    for fmt, dtype in (("e4m3", torch.float8_e4m3fn), ("e2m1", torch.float4_e2m1fn_x2)):
+        for values in (x, x.bfloat16()):
+            scales, data = to_mx(values, dtype, 32, ScaleCalculationMode.RCEIL)
+            own_data, own_scales = mx.to_mx(values, fmt)
+            require(same_bits(scales, own_scales), f"torchao: scales of {fmt}")
+            require(same_bits(data, own_data), f"torchao: data of {fmt}")
+            blocked = utils.to_blocked(scales.view(torch.float8_e8m0fnu))
+            require(same_bits(blocked.flatten(), mx.to_blocked(own_scales)), "torchao: to_blocked")
+    y = torch.randn(200, 512)
+    of_all = nvfp4_tensor.per_tensor_amax_to_scale(y.abs().max())
+    scales, data = nvfp4_tensor.nvfp4_quantize(y, 16, of_all)
+    own_data, own_scales, own_of_all = mx.to_nvfp4(y)
+    require(torch.equal(of_all.flatten(), own_of_all.flatten()), "torchao: global scale of NVFP4")
+    require(same_bits(scales, own_scales), "torchao: scales of NVFP4")
+    require(same_bits(data, own_data), "torchao: data of NVFP4")
+    return "bits of MXFP8, MXFP4, NVFP4, blocked scales"
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same bytes."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+# ---- on two processes ---------------------------------------------------------------------------
+
+
+def tokens(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their experts and weights; of each rank another number."""
+    draw = torch.Generator().manual_seed(rank)
+    x = torch.randn(5 + 2 * rank, HIDDEN, generator=draw).bfloat16()
+    ids = torch.rand(len(x), EXPERTS, generator=draw).topk(TOPK).indices
+    return x, ids, torch.rand(len(x), TOPK, generator=draw)
+
+
+def errors(y: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> list[float]:
+    """Of the layer in which expert `e` multiplies by `1 + e`, and of gradients of its sum."""
+    factor = ((1 + ids) * weights.detach()).sum(1, keepdim=True)
+    pairs = [(y.detach(), factor * x.detach().float())]
+    y.float().sum().backward()
+    pairs.append((x.grad, factor.expand(x.shape)))
+    return [float((one.float() - right).norm() / right.norm()) for one, right in pairs]
+
+
+def run_megatron(group: Any, text: str) -> list[float]:
+    """Megatron's dispatch and combine."""
+    from tile_kernels.ep import install_as_deep_ep
+
+    install_as_deep_ep()
+    utils = types.ModuleType("megatron.core.utils")
+    utils.internal_api = lambda function: function  # type: ignore[attr-defined]
+    for name in ("megatron", "megatron.core"):
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules["megatron.core.utils"] = utils
+    module = load(text, "fused_a2a")
+    x, ids, weights = tokens(group.rank())
+    x.requires_grad_()
+    rows, local, probs, _, handle = module.fused_dispatch(x, ids, weights, EXPERTS, group)
+    factors = 1 + local.clamp(min=0) + group.rank() * EXPERTS // 2
+    shares = torch.where(local >= 0, probs * factors, 0.0).sum(1, keepdim=True)
+    y, _ = module.fused_combine((rows.float() * shares).bfloat16(), group, handle)
+    return errors(y, x, ids, weights)
+
+
+def run_torchtitan(group: Any, text: str) -> list[float]:
+    """torchtitan's dispatch and combine, whose operators are registered for CPUs too."""
+    from tile_kernels.ep import install_as_deep_ep
+
+    install_as_deep_ep()
+    module = load(text, "titan_deepep")
+    module._lib.impl("dispatch", module._dispatch_op_impl, "CPU")
+    module._lib.impl("combine", module._combine_op_impl, "CPU")
+    module.get_buffer(group, hidden=HIDDEN, num_max_tokens_per_rank=16, num_topk=TOPK)
+    x, ids, weights = tokens(group.rank())
+    x.requires_grad_()
+    rows, counts, state = module.dispatch_tokens(
+        x, ids, weights, EXPERTS // 2, EXPERTS, num_tokens_per_rank=16
+    )
+    experts = torch.arange(EXPERTS // 2) + group.rank() * EXPERTS // 2
+    factors = 1.0 + torch.repeat_interleave(experts, counts)
+    y = module.combine_tokens((rows.float() * factors[:, None]).bfloat16(), state)
+    module.sync_combine()
+    found = errors(y, x, ids, weights)
+    with torch.no_grad():
+        rows, _, state = module.dispatch_tokens(
+            x, ids, weights, EXPERTS // 2, EXPERTS, num_tokens_per_rank=16, cudagraphable=True
+        )
+        y = module.combine_tokens(rows, state)
+        module.sync_combine()
+        right = x.float() * weights.sum(1, keepdim=True)
+    return [*found, float((y.float() - right).norm() / right.norm())]
+
+
+def check_processes(run: Callable[..., list[float]], archive: Path, name: str) -> str:
+    """Runs a file of a package on two processes."""
+    for found in run_processes(2, run, source(archive, name)):
+        require(max(found) < 5e-3, f"{archive.name}: {name}")
+    return f"`{Path(name).name}` unmodified, 2 processes"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cache", type=Path, help="a folder that keeps the downloads")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.cache or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        archives = {name: fetch(name, pattern, folder) for name, (_, pattern) in PACKAGES.items()}
+        titan = "torchtitan/distributed/deepep/deepep.py"
+        results: dict[str, list[str]] = {
+            "vllm": [check_signatures("vllm", archives["vllm"]), check_vllm(archives["vllm"])],
+            "sglang": [check_signatures("sglang", archives["sglang"])],
+            "sgl-deep-gemm": [check_signatures("sgl-deep-gemm", archives["sgl-deep-gemm"])],
+            "torchao": [check_torchao(archives["torchao"], Path(scratch) / "torchao")],
+            "megatron-core": [
+                check_processes(
+                    run_megatron, archives["megatron-core"],
+                    "megatron/core/transformer/moe/fused_a2a.py",
+                )
+            ],
+            "torchtitan": [check_processes(run_torchtitan, archives["torchtitan"], titan)],
+        }  # fmt: skip
+    found = {
+        "machine": {"torch": torch.__version__, "python": sys.version.split()[0]},
+        "packages": {
+            name: {"version": PACKAGES[name][0], "checked": checked}
+            for name, checked in results.items()
+        },
+    }
+    OUTPUT.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    main()
