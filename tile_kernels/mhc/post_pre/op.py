@@ -148,7 +148,7 @@ def _aligned(x: Spec) -> Spec:
 
 
 def _launches(
-    a: Arguments, results: tuple[Spec, Spec, Spec], layer_input: Any, data: Any, sf: Any,
+    a: Any, results: tuple[Spec, Spec, Spec], layer_input: Any, data: Any, sf: Any,
     scratch: list[Spec],
 ) -> list[Launch]:  # fmt: skip
     if a.residual.numel() == 0:
@@ -173,7 +173,7 @@ def _launches(
         ]  # fmt: skip
     else:
         width, fold = padded(mixes), norm_fn.FOLD
-        first = post_op.launches(a, written)  # type: ignore[arg-type]
+        first = post_op.launches(a, written)
         steps = [
             *([first] if first else []),
             norm_fn.launch_products(a._replace(residual=written), mul, squares),
