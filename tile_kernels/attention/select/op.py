@@ -78,9 +78,10 @@ class Arguments(NamedTuple):
         buffers, logits, lists = scratch[:count], scratch[count], scratch[count + 1 :]
         block_queries = indexer.queries_per_block(self.q.shape[0], shares, self.q.device)
         many = indexer.are_many(self.q.shape[0])
+        start, end = operands[-2:]
         return [
             *indexer.score_all(operands, buffers, logits, share, block_queries, many),
-            *indexer.best_of_parts(logits, *operands[-2:], out, lists),
+            *indexer.best_of_parts(logits, start, end, out, lists),
         ]
 
 
