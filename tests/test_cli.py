@@ -351,7 +351,7 @@ def test_warmup_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     path.write_text(json.dumps(sizes))
     words = ("warmup", "--model", str(path), "--max-tokens", "9", "--arch", "sm_80")
     text = said(capsys, *words, "--list")
-    assert "group_count(4, 108, False)" in text
+    assert "group_count(4, 108, False" in text
     assert "kernels for sm_80 with 108 SMs" in text
     assert len(said(capsys, *words, "--training", "--list")) > len(text)
     path.write_text(json.dumps({**sizes, "expert": {}}))

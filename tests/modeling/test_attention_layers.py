@@ -438,6 +438,6 @@ def test_arguments_are_explained() -> None:
         layer(tokens(2, 4), cu_seqlens=torch.tensor([0, 4], dtype=torch.int32))
     with pytest.raises(TypeError, match="x must be float32 like the weights"):
         layer(tokens(4).bfloat16())
-    with pytest.raises(ValueError, match="slots without state"):
+    with pytest.raises(ValueError, match="slots need a state"):
         layer(tokens(4), slots=torch.zeros(1).int())
     assert "heads=4, window=8, ratio=4, cache='bf16', topk=3" in repr(layer)

@@ -22,11 +22,10 @@ class Plan(NamedTuple):
 
 
 # H200, 4096 queries, TFLOP/s with 128 heads and 1152 of 16384 rows, and with 64 heads and 640: this
-# schedule 537 and 475, with `slack=8` 542 and 500, with `ahead` 516 and 475. Whole half tiles
-# (`chunk=256`) reach 573 and 519, and 599 and 516 without `early`; their results have been compared
-# with the reference in the emulator only, those of this schedule on the GPU too. One block for
-# each result instead of persistent ones: 486 and 426.
-SCHEDULE = Schedule(ahead=False, slack=0, chunk=128, early=True)
+# schedule 598 and 535; with `chunk=128` and `early` 540 and 454, then with `slack=8` 542 and 500
+# and with `ahead` 516 and 475; with `early` alone 573 and 519. One block for each result instead
+# of persistent ones: 486 and 426.
+SCHEDULE = Schedule(ahead=False, slack=0, chunk=256, early=False)
 
 
 def plan(width: int, with_sink: bool, with_length: bool, device: Device) -> Plan:

@@ -159,10 +159,15 @@ _MHC_POST_PRE = StreamCases(
 )  # fmt: skip
 
 
+def _flat(results: Any) -> Any:
+    """Without the pair of codes and scales, which the operator below the public function lacks."""
+    return (*results[:-1], *results[-1]) if isinstance(results[-1], tuple) else results
+
+
 def _codes_close(result: Any, expected: Any) -> None:
     """The layer input is a step of bfloat16 apart, so that codes are a step of e4m3 apart."""
-    *results, (data, sf) = result
-    *wanted, (data_wanted, sf_wanted) = expected
+    *results, data, sf = _flat(result)
+    *wanted, data_wanted, sf_wanted = _flat(expected)
     compare_sums(tuple(results), tuple(wanted))
     assert_equal_results((data.shape, data.dtype), (data_wanted.shape, data_wanted.dtype))
     torch.testing.assert_close(sf, sf_wanted, rtol=2**-7, atol=0)

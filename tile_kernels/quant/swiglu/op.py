@@ -151,6 +151,16 @@ def _scalars(a: PlainArguments | PlainBackwardArguments) -> tuple[int, float, fl
 # ---- forward ------------------------------------------------------------------------------------
 
 
+def _check_least(name: str, value: float) -> None:
+    """`value` can take the place of a smaller amax."""
+    checks.number(name, value)
+    if not SF_CLAMP_RANGE[0] <= value <= SF_CLAMP_RANGE[1]:
+        raise ValueError(
+            f"{name} must be in 2**-119..2**127, so that scales and their inverses are finite, got "
+            f"{value}"
+        )
+
+
 class Arguments(NamedTuple):
     x: Tensor
     fmt: str
@@ -213,12 +223,7 @@ class Arguments(NamedTuple):
         checks.boolean("fill_padding", self.fill_padding)
         layout.check_swiglu_clamp(self.swiglu_clamp_value)
         if self.sf_clamp_min is not None:
-            checks.number("sf_clamp_min", self.sf_clamp_min)
-            if not SF_CLAMP_RANGE[0] <= self.sf_clamp_min <= SF_CLAMP_RANGE[1]:
-                raise ValueError(
-                    f"sf_clamp_min must be in 2**-119..2**127, so that scales and their inverses "
-                    f"are finite, got {self.sf_clamp_min}"
-                )
+            _check_least("sf_clamp_min", self.sf_clamp_min)
         _check_count(self.clamped_count, "swiglu_clamp_value", self.swiglu_clamp_value)
 
     def outputs(self) -> tuple[Out, Out]:
@@ -395,6 +400,7 @@ def swiglu_forward_and_per_token_cast(
                 "swiglu_forward_and_per_token_cast: amax_min must be None with sf_clamp_min, got "
                 "both"
             )
+        SWIGLU_FORWARD_AND_PER_TOKEN_CAST.require(_check_least, "amax_min", amax_min)
         sf_clamp_min = amax_min
     counting = clamped_count is not None
     cast = _SWIGLU_FORWARD_AND_COUNT if counting else SWIGLU_FORWARD_AND_PER_TOKEN_CAST
