@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot
-from tables import RESULTS, compared, rival_results, rivals  # beside this file
+from tables import RESULTS, compared, copied_rivals  # beside this file
 
 from tile_kernels.testing import benchmark
 
@@ -38,22 +38,36 @@ def draw_comparison(path: Path) -> None:
     pyplot.close(figure)
 
 
-RIVAL_COLORS = {"torch.compile": "#b55d4c", "torchao": "#7a5c8f", "liger_kernel": "#6fa36f"}
-OWN_COLOR = "#d9a441"  # of PyTorch's own functions
+RIVAL_COLORS = {
+    "torch.compile": "#b55d4c",
+    "torch.topk": "#d9a441",
+    "torchao": "#7a5c8f",
+    "Liger-Kernel": "#6fa36f",
+    "DeepGEMM": "#2c5f8a",
+    "TileLang example": "#999999",
+}
 
 
-def draw_rivals(run: dict[str, Any], path: Path) -> None:
+def draw_rivals(content: dict[str, Any], path: Path) -> None:
     """How many times longer other libraries take, one bar for each library and case."""
-    bars = rivals()
+    bars = [
+        (case["case"], case["us"], rival, ratio)
+        for case in content["cases"]
+        for rival, ratio in case["rivals"].items()
+    ]
     rows = list(range(len(bars), 0, -1))
     figure, axes = pyplot.subplots(figsize=(9, 1.1 + 0.25 * len(bars)), layout="constrained")
-    for row, bar in zip(rows, bars):
-        ratio = bar.other_us / bar.us
-        color = RIVAL_COLORS.get(bar.name, OWN_COLOR)
-        axes.barh(row, ratio - 1, left=1, height=0.62, color=color)
-        axes.text(max(ratio, 1) * 1.03, row, f"{bar.name} {ratio:.2f}x", va="center", fontsize=7)
+    for row, (_, _, rival, ratio) in zip(rows, bars):
+        axes.barh(row, ratio - 1, left=1, height=0.62, color=RIVAL_COLORS[rival])
+        axes.text(
+            ratio * 1.03 if ratio >= 1 else 1.03,
+            row,
+            f"{rival} {ratio:g}x",
+            va="center",
+            fontsize=7,
+        )
     axes.axvline(1, color="0.3", linewidth=1)
-    axes.set_yticks(rows, [f"{bar.case} ({bar.us:g} us)" for bar in bars], fontsize=7)
+    axes.set_yticks(rows, [f"{name} ({us:g} us)" for name, us, _, _ in bars], fontsize=7)
     axes.set(xscale="log", xlim=(0.7, 80), ylim=(0.3, len(bars) + 0.7))
     axes.set_xlabel(
         "time of the other library / time of tile_kernels; right of 1x: tile_kernels is faster"
@@ -62,9 +76,7 @@ def draw_rivals(run: dict[str, Any], path: Path) -> None:
     axes.minorticks_off()
     axes.grid(True, axis="x", linewidth=0.3, alpha=0.5)
     axes.set_title(
-        f"{run['machine']['device']}, {run['machine']['date']}, all sides in one run",
-        fontsize=8,
-        loc="left",
+        f"{content['device']}, {content['date']}, all sides in one run", fontsize=8, loc="left"
     )
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
@@ -150,8 +162,7 @@ def main() -> None:
     """Write all pictures of measured times and errors."""
     benchmark.plot_families(benchmark.load_all(RESULTS), FOLDER, ["svg"])
     draw_comparison(FOLDER / f"{RESULTS.name}.tilekernels.svg")
-    if (run := rival_results()) is not None:
-        draw_rivals(run, FOLDER / f"{RESULTS.name}.rivals.svg")
+    draw_rivals(copied_rivals(), FOLDER / f"{RESULTS.name}.rivals.svg")
     for name in ("moe.4096.bf16", "moe.4096.fp8", "mhc.7168.kernels"):
         traces = {
             f"{name}, {when}": FOLDER / "traces" / f"{when}.{name}.json.gz"

@@ -184,6 +184,8 @@ def test_product_on_a_cpu() -> None:
 def test_product_on_a_hopper(kinds: tuple[str, str]) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the product with scales in blocks of 128 needs a Hopper")
+    if kinds[1] == "128x128" and torch.__version__ < "2.12":
+        pytest.skip("PyTorch 2.11 refuses scales of blocks: invalid scaling configuration")
     with tile_kernels.backend("tilelang"):
         check_product(kinds, "cuda")
 
