@@ -93,7 +93,10 @@ def test_state_is_made_and_reset() -> None:
 def test_a_slot_that_comes_twice_is_found_in_the_checked_mode() -> None:
     state = attention.KVCompressorState.empty(3, 2, 1, overlap=False, dtype=torch.float32)
     rows = column(1, 2)
-    with tile_kernels.checked(), pytest.raises(ValueError, match="slots must name a sequence once"):
+    with (
+        tile_kernels.checked(),
+        pytest.raises(ValueError, match="slots must contain each sequence at most once"),
+    ):
         attention.kv_compress_step(
             state, rows, rows, column(0, 0), slots=torch.tensor([1, 1]).int()
         )
@@ -106,7 +109,9 @@ def test_slots_to_prefill_are_found_in_the_checked_mode() -> None:
         state.prefill(rows, rows, cu_seqlens=cu_seqlens, slots=torch.tensor([1, 0]))
         with pytest.raises(ValueError, match=r"slots must hold 0\.\.1, but element \[1\] is -1"):
             state.prefill(rows, rows, cu_seqlens=cu_seqlens, slots=torch.tensor([0, -1]))
-        with pytest.raises(ValueError, match="slots must name a sequence once, but 1 comes"):
+        with pytest.raises(
+            ValueError, match="slots must contain each sequence at most once, but 1 "
+        ):
             state.prefill(rows, rows, cu_seqlens=cu_seqlens, slots=torch.tensor([1, 1]))
 
 

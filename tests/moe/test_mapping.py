@@ -16,5 +16,5 @@ def test_checked_mode_finds_dropped_and_doubled_rows() -> None:
         moe.get_fused_mapping(chosen, 2, 4, 1)
         with pytest.raises(ValueError, match=r"get_fused_mapping: num_exp.* 2 choices"):
             moe.get_fused_mapping(chosen, 2, 2, 1)
-        with pytest.raises(ValueError, match=r"expand_to_fused: token_topk_to_pos .* but 1 comes"):
+        with pytest.raises(ValueError, match=r"expand_to_fused: token_topk_to_pos .* but 1 occurs"):
             moe.expand_to_fused(torch.ones(2, 4), twice, torch.zeros(3, dtype=torch.int32))

@@ -431,7 +431,7 @@ def test_backward_with_packed_scales() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     data, sf, grad, weight, index, inverse = example()
-    with pytest.raises(ValueError, match="two halves"):
+    with pytest.raises(ValueError, match="even number of channels"):
         swiglu_forward(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="topk_weights"):
         swiglu_forward(torch.zeros(3, 4), index)
