@@ -32,7 +32,7 @@ def test_learns_in_forty_steps(tmp_path: Path) -> None:
     last = [statistics.fmean(result["losses"][-10:]) for result in (found, expected)]
     assert last[0] == pytest.approx(last[1], rel=0.05)
     page = report.write_report(found, tmp_path / "report.html").read_text()
-    assert "products of experts in FP8" in page
+    assert "all products in FP8" in page
 
 
 def test_final_loss_is_that_of_bf16(device: str) -> None:

@@ -93,7 +93,7 @@ def test_other_options_are_refused(interrupted: Path, changed: list[str], words:
 
 def test_every_option_of_a_step_is_compared() -> None:
     """Only where a run is, and how long, may change; a new option must be put on one side."""
-    others = {"steps", "out", "every", "resume", "device"}
+    others = {"steps", "out", "every", "resume", "device", "no_emulation"}
     assert set(FIXED) | others == vars(train.arguments([])).keys()
 
 
