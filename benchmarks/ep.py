@@ -485,7 +485,7 @@ def main() -> None:
         for row in rows if arguments.mode == "gloo" else []:
             print(json.dumps(row), flush=True)
         if arguments.json:
-            # In a process of its own: one that knows the GPU cannot be forked.
+            # In a separate process: one that has initialized CUDA cannot be forked.
             with multiprocessing.get_context("fork").Pool(1) as pool:
                 machine = pool.apply(benchmark.machine)
             found = {"machine": machine, "mode": arguments.mode, "rows": rows}

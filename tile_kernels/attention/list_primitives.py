@@ -18,7 +18,7 @@ from tile_kernels.attention.indexer_plan import BIN_BITS, BINS
 from tile_kernels.runtime.kernels.common import WARP
 
 NO_TYPED_SYNC = {"tl.disable_thread_storage_sync": True}
-KEY_BITS = 32
+KEY_BITS = 32  # a float32 value as an integer of the same order
 LOWEST = 0x007FFFFF  # the key of -inf
 FOUND = 3  # numbers that a thread tells the others: the bin, keys above it, keys in it
 

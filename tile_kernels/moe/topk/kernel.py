@@ -177,7 +177,7 @@ def topk_gate_block(num_experts: int, num_topk: int, threads: int) -> Any:
     return topk_gate
 
 
-KEY_BITS = 32
+KEY_BITS = 32  # a float32 value as an integer of the same order
 
 
 @kernel(access_bits=lambda *_: (32, 64), pass_configs=EXPLICIT_BARRIERS)
