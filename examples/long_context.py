@@ -3,9 +3,10 @@
     python -m examples.long_context            # small on a CPU, 16k tokens on a GPU
 
 A text of random letters has a marker and a letter after it somewhere; at its end the marker comes
-again, and the model is to say the letter. Two layers are trained on texts that grow longer: first
-so short that all compressed entries are chosen, then longer ones, for which the indexer has to know
-by then which entry matters. A model with dense attention is trained beside it.
+again, and the model has to say the letter. Two layers are trained on short texts first, in which
+all compressed entries are chosen. Each time the loss has fallen far enough, the texts become twice
+as long, so that the indexer learns step by step which entry matters. A model with dense attention is
+trained beside it.
 
 Then one layer of each kind is timed, forward and backward, for texts of several lengths, and the
 bytes of their caches are compared; on a GPU with 4096 channels, in which dense attention has 32
@@ -51,19 +52,24 @@ class Sizes:
     window: int
     topk: int
     index_heads: int
-    tokens: int  # of a step, whatever the length of texts
+    tokens: int  # of a step, unless that is less than `fewest` texts
+    fewest: int
     shortest: int
     length: int
     steps: int
     timed: tuple[int, ...]  # lengths
-    learning_rate: float = 3e-3
+    learning_rate: float
 
 
-CPU = Sizes(64, 2, 32, 8, 8, 2, 512, 32, 256, 160, (128, 256, 512, 1024))
+CPU = Sizes(64, 2, 32, 8, 8, 2, 512, 8, 32, 256, 300, (128, 256, 512, 1024), 3e-3)
 GPU = Sizes(
-    512, 64, 256, 128, 16, 64, 16384, 64, 16384, 240,
-    (1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    512, 64, 256, 128, 16, 64, 16384, 8, 64, 16384, 800,
+    (1024, 2048, 4096, 8192, 16384, 32768, 65536), 1e-3,
 )  # fmt: skip
+
+LEARNED = 0.3  # nats: the mean loss of `RECENT` steps from which texts become longer
+RECENT = 8
+FINISHED = 0.03  # nats: as much at the greatest length ends the training
 
 
 # The layer that is timed on a GPU has the sizes of V4's smaller model.
@@ -150,24 +156,18 @@ def texts(batch: int, length: int, draw: torch.Generator) -> tuple[Tensor, Tenso
     return text, keys
 
 
-def length_at(step: int, sizes: Sizes) -> int:
-    """The length of texts: doubled again and again, the longest for the last third of the steps."""
-    doublings = (sizes.length // sizes.shortest).bit_length() - 1
-    done = min(int(step / (sizes.steps * 2 / 3) * doublings), doublings)
-    return sizes.shortest << done
-
-
 def train(kind: str, sizes: Sizes, device: str, seed: int = 0) -> dict[str, Any]:
-    """Losses of all steps, and how often the key is found in texts that were not trained on."""
+    """Losses and lengths of all steps, and how often the key is found in texts that are new."""
     torch.manual_seed(seed)
     draw = torch.Generator().manual_seed(seed)
     model = Model(kind, sizes).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=sizes.learning_rate)
-    losses = []
+    losses: list[float] = []
+    lengths: list[int] = []
+    length = sizes.shortest
     begun = time.perf_counter()
-    for step in range(sizes.steps):
-        length = length_at(step, sizes)
-        text, keys = texts(max(sizes.tokens // length, 1), length, draw)
+    while len(losses) < sizes.steps:
+        text, keys = texts(batch_of(length, sizes), length, draw)
         with autocast(device):
             logits, indexer_loss = model(text.to(device))
         loss = F.cross_entropy(logits.float(), keys.to(device))
@@ -175,19 +175,32 @@ def train(kind: str, sizes: Sizes, device: str, seed: int = 0) -> dict[str, Any]
         (loss + 0.1 * indexer_loss).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(loss.detach())
+        losses.append(round(loss.item(), 4))
+        lengths.append(length)
+        if lengths[-RECENT:] == [length] * RECENT:
+            recent = statistics.fmean(losses[-RECENT:])
+            if length == sizes.length and recent < FINISHED:
+                break
+            if length < sizes.length and recent < LEARNED:
+                length *= 2
     seconds = time.perf_counter() - begun
     right = []
     draw.manual_seed(seed + 1)
     with torch.no_grad(), autocast(device):
-        while sum(map(len, right)) < 32:
-            text, keys = texts(max(sizes.tokens // sizes.length, 1), sizes.length, draw)
+        while sum(map(len, right)) < 64:
+            text, keys = texts(batch_of(sizes.length, sizes), sizes.length, draw)
             right.append(model(text.to(device))[0].argmax(-1).cpu() == keys)
     return {
-        "losses": [round(loss.item(), 4) for loss in losses],
+        "losses": losses,
+        "lengths": lengths,
         "found": torch.cat(right).float().mean().item(),
         "seconds": round(seconds, 1),
     }
+
+
+def batch_of(length: int, sizes: Sizes) -> int:
+    """The number of texts of a step."""
+    return max(sizes.tokens // length, sizes.fewest)
 
 
 def autocast(device: str) -> torch.autocast:
@@ -310,7 +323,8 @@ def main(given: list[str] | None = None) -> Path:
         keep()
         print(
             f"{kind}: key found in {100 * trained['found']:.0f} % of new texts of {sizes.length} "
-            f"tokens, {trained['seconds']} s",
+            f"tokens; {len(trained['losses'])} steps with texts of up to {trained['lengths'][-1]} "
+            f"tokens in {trained['seconds']} s",
             flush=True,
         )
     for kind in KINDS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from examples import long_context
-from examples.long_context import CPU, MARKER, NUM_KEYS, length_at, texts
+from examples.long_context import CPU, MARKER, NUM_KEYS, batch_of, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,13 +33,19 @@ def test_texts_have_one_key() -> None:
         assert ((row > 0) & (row <= NUM_KEYS)).sum() == 1
 
 
-def test_texts_grow() -> None:
-    lengths = [length_at(step, CPU) for step in range(CPU.steps)]
-    assert lengths == sorted(lengths)
-    assert set(lengths) == {32, 64, 128, 256}
-    assert lengths.count(256) >= CPU.steps // 3
-    # At first all entries are chosen.
-    assert lengths[0] // 4 <= CPU.topk
+def test_texts_grow_when_the_loss_has_fallen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CPU.shortest // 4 <= CPU.topk, "at first all entries are chosen"
+    assert batch_of(32, CPU) == 16
+    assert batch_of(16384, CPU) == CPU.fewest
+    short = dataclasses.replace(CPU, steps=3 * long_context.RECENT)
+    never = long_context.train("dense", short, "cpu")
+    assert set(never["lengths"]) == {32}
+    monkeypatch.setattr(long_context, "LEARNED", 100.0)
+    always = long_context.train("dense", short, "cpu")
+    assert always["lengths"] == [32] * 8 + [64] * 8 + [128] * 8
+    monkeypatch.setattr(long_context, "FINISHED", 100.0)
+    ended = long_context.train("dense", dataclasses.replace(short, length=32), "cpu")
+    assert len(ended["losses"]) == long_context.RECENT
 
 
 def test_runs_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

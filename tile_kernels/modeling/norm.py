@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,16 @@ def _rows(name: str, owner: str, x: Any) -> Tensor:
         raise ValueError(f"{owner}: {name} must have at least one dimension, got none")
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+@overload
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float = ..., residual: None = ...) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def rms_norm(

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from tile_kernels import attention, quant
 from tile_kernels.attention.windows import MAX_WINDOW
-from tile_kernels.modeling.attention.entries import EntryCompressor, rms_norm
+from tile_kernels.modeling.attention.entries import EntryCompressor
+from tile_kernels.modeling.attention.entries import rms_norm as float_norm
 from tile_kernels.modeling.attention.rope import Angles, Rope, angles_at, rotate_tail
 from tile_kernels.modeling.attention.sequences import Places, Sequences
 from tile_kernels.modeling.attention.state import LAYOUTS, PAGE, AttentionState
 from tile_kernels.modeling.bf16_experts import uses_autocast
+from tile_kernels.modeling.norm import rms_norm
 from tile_kernels.runtime import backends, checks
 
 CHANNELS = 512  # of a row, which the operators of attention are for
@@ -148,7 +150,7 @@ class WindowAttention(nn.Module):
         compressed = rms_norm(self.wq_a(x), self.q_norm.weight, self.norm_eps)
         q = self.wq_b(compressed).unflatten(-1, (self.heads, self.head_dim))
         q = rotate_tail(rms_norm(q, None, self.norm_eps), angles).bfloat16()
-        row = rms_norm(self.wkv(x).float(), self.kv_norm.weight, self.norm_eps)
+        row = float_norm(self.wkv(x).float(), self.kv_norm.weight, self.norm_eps)
         return Projected(x, compressed, q, self.round_rows(row, angles), angles)
 
     def round_rows(self, rows: Tensor, angles: Angles) -> Tensor:

@@ -13,10 +13,8 @@ from tile_kernels.modeling.attention.sequences import Sequences
 from tile_kernels.modeling.bf16_experts import without_autocast
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The RMS norm of the last dimension, computed in float32, with the dtype of `x`."""
-    if weight is None:  # one kernel, which rounds at its end
-        return F.rms_norm(x, x.shape[-1:], None, eps)
     return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from tile_kernels import transform
 from tile_kernels.runtime import checks
 
-# Angles of some positions: the cosines and the sines, float32 `[num_positions, channels / 2]`.
-Angles = tuple[Tensor, Tensor]
+# Angles of some positions: cosines, then sines, float32 `[num_positions, channels]`.
+Angles = Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Rope:
 def angles_at(positions: Tensor, frequencies: Tensor) -> Angles:
     """The angles of positions `[n]` for `frequencies [r / 2]`."""
     angles = positions.float()[:, None] * frequencies
-    return angles.cos(), angles.sin()
+    return torch.cat((angles.cos(), angles.sin()), -1)
 
 
 def rotate_tail(x: Tensor, angles: Angles, *, inverse: bool = False) -> Tensor:
@@ -98,18 +102,38 @@ def rotate_tail(x: Tensor, angles: Angles, *, inverse: bool = False) -> Tensor:
     Without gradients `x` itself is written and returned, which leaves its other channels alone.
 
     Args:
-        x: `[n, channels]` or `[n, heads, channels]`.
-        angles: Those of the `n` rows; their width is half the number of rotated channels.
+        x: `[n, channels]` or `[n, heads, channels]`, bfloat16 or float32.
+        angles: Those of the `n` rows; their width is the number of rotated channels.
         inverse: Rotates by the negative angle.
     """
-    cos, sin = angles if x.dim() == 2 else (each[:, None] for each in angles)
-    if inverse:
-        sin = -sin
-    width = 2 * cos.shape[-1]
-    plain, tail = x.split((x.shape[-1] - width, width), dim=-1)
-    one, other = tail.float().unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack((one * cos - other * sin, one * sin + other * cos), -1)
-    if not torch.is_grad_enabled():
-        tail.copy_(rotated.flatten(-2))
-        return x
-    return torch.cat((plain, rotated.flatten(-2).to(x.dtype)), -1)
+    if torch.is_grad_enabled():
+        return _RotatedTail.apply(x, angles, inverse)  # type: ignore[no-any-return]
+    return _rotate(x, angles, inverse)
+
+
+def _rotate(x: Tensor, angles: Angles, inverse: bool) -> Tensor:
+    """Rotates the last channels of `x` in place."""
+    heads = x if x.dim() == 3 else x[:, None]
+    tail = heads[..., x.shape[-1] - angles.shape[-1] :]
+    transform.apply_rotary(tail, angles, interleaved=True, conjugate=inverse)
+    return x
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+class _RotatedTail(torch.autograd.Function):
+    """A copy whose last channels are rotated; its gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angles: Angles, inverse: bool) -> Tensor:
+        ctx.save_for_backward(angles)
+        ctx.inverse = inverse
+        return _rotate(_copy(x), angles, inverse)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (angles,) = ctx.saved_tensors
+        return _rotate(_copy(grad), angles, not ctx.inverse), None, None
