@@ -5,8 +5,8 @@
 A text of random letters has a marker and a letter after it somewhere; at its end the marker comes
 again, and the model has to say the letter. Two layers are trained on short texts first, in which
 all compressed entries are chosen. Each time the loss has fallen far enough, the texts become twice
-as long, so that the indexer learns step by step which entry matters. A model with dense attention is
-trained beside it.
+as long, so that the indexer learns step by step which entry matters. A model with dense attention
+is trained beside it.
 
 Then one layer of each kind is timed, forward and backward, for texts of several lengths, and the
 bytes of their caches are compared; on a GPU with 4096 channels, in which dense attention has 32
@@ -184,7 +184,7 @@ def train(kind: str, sizes: Sizes, device: str, seed: int = 0) -> dict[str, Any]
             if length < sizes.length and recent < LEARNED:
                 length *= 2
     seconds = time.perf_counter() - begun
-    right = []
+    right: list[Tensor] = []
     draw.manual_seed(seed + 1)
     with torch.no_grad(), autocast(device):
         while sum(map(len, right)) < 64:

@@ -24,7 +24,9 @@ def _rows(name: str, owner: str, x: Any) -> Tensor:
 
 
 @overload
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float = ..., residual: None = ...) -> Tensor: ...
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float = ..., residual: None = ...
+) -> Tensor: ...
 
 
 @overload

@@ -93,10 +93,10 @@ def _bare(compiled: Any) -> Handle:
 def uses_driver() -> bool:
     """Whether kernels that are compiled here are launched through the CUDA driver.
 
-    `TILE_KERNELS_LAUNCHER` is `tilelang` (the default: TileLang compiles, caches and launches) or
-    `driver`. Kernels of a bundle are always launched through the driver.
+    `TILE_KERNELS_LAUNCHER` is `driver` (the default) or `tilelang`: TileLang compiles, caches and
+    launches, for comparison. Kernels of a bundle are always launched through the driver.
     """
-    launcher = os.environ.get("TILE_KERNELS_LAUNCHER", "tilelang")
+    launcher = os.environ.get("TILE_KERNELS_LAUNCHER", "driver")
     if launcher not in ("tilelang", "driver"):
         raise ValueError(f"TILE_KERNELS_LAUNCHER must be tilelang or driver, got {launcher!r}")
     return launcher == "driver"

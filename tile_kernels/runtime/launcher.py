@@ -47,7 +47,6 @@ _MAX_MAPS = 256  # encoded descriptors that one launch remembers; then it forget
 _SLOT = 8  # bytes of a kernel argument that is no descriptor
 _MAP_BYTES = 128
 _STREAM_AT = CONFIG_SIZES.size  # in CUlaunchConfig; attributes and their number follow
-_ATTRIBUTES = struct.Struct("=QQ")
 _FORMATS = {
     "bool": "?7x", "int8": "b7x", "uint8": "B7x", "int16": "h6x", "uint16": "H6x", "int32": "i4x",
     "uint32": "I4x", "int64": "q", "uint64": "Q", "float32": "f4x", "float64": "d",
@@ -209,7 +208,7 @@ class _Device:
     """A device function, and where its arguments are in the memory of a launch.
 
     In this order: CUlaunchConfig, addresses of tensors, scalars of the call, sizes, descriptors. A
-    call writes at once: the stream and no attributes, which end CUlaunchConfig, and the next two.
+    call writes at once: the stream and the attributes, which end CUlaunchConfig, and the next two.
     """
 
     def __init__(self, kernel: Kernel, lowered: Lowered, signature: _Signature) -> None:
@@ -218,7 +217,7 @@ class _Device:
         found = attributes(lowered.cooperative, kernel.cluster, kernel.overlaps)
         self._attributes = ctypes.create_string_buffer(b"".join(found))
         # Their address and number, as CUlaunchConfig ends with them.
-        self.attributes = (ctypes.addressof(self._attributes), len(found)) if found else None
+        self.attributes = (ctypes.addressof(self._attributes), len(found))
         groups: dict[str, list[tuple[int, str, str]]] = {
             "tensor": [], "scalar": [], "size": [], "map": []
         }  # fmt: skip
@@ -232,7 +231,7 @@ class _Device:
         self._size_names = [name for _, name, _ in groups["size"]]
         self._sizes = struct.Struct("=" + "".join(_FORMATS[kind] for _, _, kind in groups["size"]))
         formats = [_FORMATS[kind] for kind in self.scalar_kinds]
-        self.pack_into = struct.Struct(f"=Q16x{len(self.tensors)}Q{''.join(formats)}").pack_into
+        self.pack_into = struct.Struct(f"=3Q{len(self.tensors)}Q{''.join(formats)}").pack_into
         order = [i for group in groups.values() for i, _, _ in group]
         num_slots = len(order) - len(self.maps)
         self.first_map = CONFIG_BYTES + _SLOT * num_slots
@@ -272,8 +271,9 @@ class _Launch:
         self._image = device.image(sizes, symbols)
         self.tensors, self.scalars, self._mapped = getters
         self.frames: list[_Frame] = []  # those that no call is using
-        self.function, self.pack_into, self.finish = function, device.pack_into, None
-        if device.maps or device.attributes:
+        self.function, self.pack_into = function, device.pack_into
+        self.attributes, self.finish = device.attributes, None
+        if device.maps:
             self.finish = self._finish
             self._map_arguments = [made.arguments(symbols) for made in device.maps]
             self._encoded: dict[tuple[int, int], bytes] = {}
@@ -287,9 +287,7 @@ class _Launch:
         return _Frame(memory, argument(start), parameters, pointers, [])
 
     def _finish(self, frame: _Frame, values: Sequence[Any]) -> None:
-        """Writes attributes, and the descriptors of tensors that are not where they were."""
-        if self._device.attributes is not None:
-            _ATTRIBUTES.pack_into(frame.memory, _STREAM_AT + _SLOT, *self._device.attributes)
+        """Writes the descriptors of tensors that are not where they were."""
         mapped = [*map(data_ptr, self._mapped(values))]
         if mapped == frame.mapped:
             return
@@ -310,7 +308,7 @@ class _Launch:
         given = zip(self.scalars(values), self._device.scalar_kinds)
         rounded = [ctypes.c_float(x).value if kind == "float32" else x for x, kind in given]
         tensors = map(data_ptr, self.tensors(values))
-        self.pack_into(frame.memory, _STREAM_AT, stream, *tensors, *rounded)
+        self.pack_into(frame.memory, _STREAM_AT, stream, *self.attributes, *tensors, *rounded)
 
     def retry(self, status: int, frame: _Frame) -> None:
         """After a launch that failed: launches again if the thread had no context, or raises."""
@@ -371,9 +369,11 @@ class Launcher:
                     frame = each.frames.pop()
                 except IndexError:
                     frame = each.new_frame()
-                tensors = map(data_ptr, each.tensors(values))
+                fixed, tensors = each.attributes, map(data_ptr, each.tensors(values))
                 try:
-                    each.pack_into(frame[0], _STREAM_AT, stream, *tensors, *each.scalars(values))
+                    each.pack_into(
+                        frame[0], _STREAM_AT, stream, *fixed, *tensors, *each.scalars(values)
+                    )
                 except OverflowError:
                     each.pack_rounded(frame, stream, values)
                 if each.finish is not None:

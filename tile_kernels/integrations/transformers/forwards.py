@@ -103,7 +103,7 @@ def mlp(self: Any, x: Tensor) -> Tensor:
 
 def rms(self: Any, hidden_states: Tensor) -> Tensor:
     """An RMS norm, rounded once."""
-    return rms_norm(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[return-value]
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def rms_promoted(self: Any, hidden_states: Tensor) -> Tensor:

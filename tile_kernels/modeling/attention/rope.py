@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-
 from typing import Any
 
 import torch
@@ -107,7 +106,7 @@ def rotate_tail(x: Tensor, angles: Angles, *, inverse: bool = False) -> Tensor:
         inverse: Rotates by the negative angle.
     """
     if torch.is_grad_enabled():
-        return _RotatedTail.apply(x, angles, inverse)  # type: ignore[no-any-return]
+        return _RotatedTail.apply(x, angles, inverse)
     return _rotate(x, angles, inverse)
 
 
