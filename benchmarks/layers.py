@@ -275,7 +275,7 @@ CASES = {
     ),
     "demo.x8": Case(
         demo, {"hidden": 512, "rows": 8, "length": 64}, {"hidden": 64, "rows": 2, "length": 8},
-        steps=("training",),
+        modes=(COMPILED,), steps=("training",),
     ),
 }  # fmt: skip
 TRACED = {"moe.4096": ("bf16", "fp8"), "mhc.7168": ("kernels",)}

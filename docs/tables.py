@@ -219,19 +219,29 @@ def rival_table() -> list[str]:
     ]
 
 
-def layer_results() -> dict[str, Any] | None:
-    """What `benchmarks.layers` wrote; None before its first run."""
-    path = RESULTS.parent / f"layers.{RESULTS.name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+LAYER_RUNS = ("layers", "layers_attention", "layers_demo")  # results of separate runs
 
 
-def layer_times() -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+def layer_runs() -> list[dict[str, Any]]:
+    """What `benchmarks.layers` wrote, run by run."""
+    paths = [RESULTS.parent / f"{stem}.{RESULTS.name}.json" for stem in LAYER_RUNS]
+    return [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
+def layer_times(runs: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
     """The results of forms by name, for each case and kind of step."""
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for result in (layer_results() or {"results": []})["results"]:
+    for result in (result for run in runs for result in run["results"]):
         if "wall_us" in result:
             found.setdefault((result["case"], result["step"]), {})[result["form"]] = result
     return found
+
+
+def machine_line(machine: dict[str, str], *others: str) -> str:
+    """Machine, versions, also of other packages, and date of a run."""
+    names = (*others, "torch", "tilelang", "cuda")
+    versions = ", ".join(f"{name} {machine[name]}" for name in names)
+    return f"{machine['device']} beside {machine['cpu']}; {versions}; {machine['date']}."
 
 
 def in_graphs(forms: dict[str, dict[str, Any]], name: str) -> dict[str, Any] | None:
@@ -246,29 +256,31 @@ PLAIN = ("plain", "compiled")  # and those without
 
 def layers() -> list[str]:
     """One row per layer, precision and step: wall times, and what they are to compiled PyTorch."""
-    content = layer_results()
-    if content is None:
+    runs = layer_runs()
+    if not runs:
         return ["Not measured yet: `python -m benchmarks.layers`."]
-    machine = content["machine"]
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "tilelang", "cuda"))
-    lines = [
-        f"{machine['device']} beside {machine['cpu']}; {versions}; {machine['date']}.",
+    lines = ["Each layer was measured in one run:", ""]
+    for run in runs:
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys(r["case"] for r in run["results"]))
+        lines.append(f"- {names}: {machine_line(run['machine'])}")
+    times = layer_times(runs)
+    lines += [
         "",
         "| layer | step | plain | compiled | graph | kernels | graph | speedup | best/best |",
         "|---" * 9 + "|",
     ]
-    for (case, step), forms in layer_times().items():
+    for (case, step), forms in times.items():
         rivals = [result for form, result in forms.items() if form.split(", ")[0] in PLAIN]
         rival = min(result["wall_us"] for result in rivals)
         for name in OURS:
             if name not in forms:
                 continue
-            times = [forms.get("plain"), forms.get("compiled"), in_graphs(forms, "compiled")]
-            times += [forms[name], in_graphs(forms, name)]
-            best = min(result["wall_us"] for result in times[3:] if result)
+            columns = [forms.get("plain"), forms.get("compiled"), in_graphs(forms, "compiled")]
+            columns += [forms[name], in_graphs(forms, name)]
+            best = min(result["wall_us"] for result in columns[3:] if result)
             compiled = forms.get("compiled", forms["plain"])["wall_us"]
             label = f"`{case}`" if name == "kernels" else f"`{case}`, {name}"
-            shown = " | ".join(f"{r['wall_us'] / 1e3:.2f}" if r else "-" for r in times)
+            shown = " | ".join(f"{r['wall_us'] / 1e3:.2f}" if r else "-" for r in columns)
             ratios = f"{compiled / forms[name]['wall_us']:.2f}x | {rival / best:.2f}x"
             lines.append(f"| {label} | {step} | {shown} | {ratios} |")
     lines += [
@@ -276,7 +288,7 @@ def layers() -> list[str]:
         "| layer | step | compiled: host, device, MiB | kernels: host, device, MiB |",
         "|---|---|---|---|",
     ]
-    for (case, step), forms in layer_times().items():
+    for (case, step), forms in times.items():
         for name in OURS:
             if name in forms:
                 label = f"`{case}`" if name == "kernels" else f"`{case}`, {name}"
@@ -299,13 +311,9 @@ def transformers_blocks() -> list[str]:
     if not path.exists():
         return ["Not measured yet: `python -m benchmarks.transformers_block`."]
     content = json.loads(path.read_text())
-    machine = content["machine"]
-    versions = ", ".join(
-        f"{name} {machine[name]}" for name in ("transformers", "torch", "tilelang", "cuda")
-    )
     names = ("plain", "compiled", "kernels", "kernels, CUDA graph")
     lines = [
-        f"{machine['device']} beside {machine['cpu']}; {versions}; {machine['date']}.",
+        machine_line(content["machine"], "transformers"),
         "",
         "| block | step | before, ms | `torch.compile` | after `apply` | in a CUDA graph "
         "| before/after | compiled/after | MiB: before, after |",
@@ -332,7 +340,7 @@ def transformers_blocks() -> list[str]:
 
 def streams() -> list[str]:
     """One row per size: a layer with streams beside the plain one, device times."""
-    times = layer_times()
+    times = layer_times(layer_runs())
     cases = [case for case, step in times if case.startswith("mhc.") and step == "training"]
     if not cases:
         return ["Not measured yet: `python -m benchmarks.layers`."]
@@ -353,7 +361,9 @@ def streams() -> list[str]:
 
 def fp8() -> list[str]:
     """The expert layer in both precisions beside plain PyTorch: wall times and memory."""
-    times = {key: forms for key, forms in layer_times().items() if key[0].startswith("moe.")}
+    times = {
+        key: forms for key, forms in layer_times(layer_runs()).items() if key[0].startswith("moe.")
+    }
     names = ("plain", "compiled", "bf16", "bf16, CUDA graph", "fp8", "fp8, CUDA graph")
     lines = [
         "| tokens, hidden, intermediate, experts, top | step | plain | compiled | `bf16` | graph "
@@ -372,21 +382,26 @@ def fp8() -> list[str]:
 
 
 def demo() -> list[str]:
-    """What a run of the small model reported: each mode of training, and its loss."""
-    run = json.loads((RESULTS.parent / f"demo.{RESULTS.name}.json").read_text())
-    machine = run["machine"]
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "tilelang", "cuda"))
-    return [
-        f"{machine['device']}; {versions}; {machine['date']}. {len(run['losses'])} steps, "
-        f"{run['test_loss']:.3f} nats per letter on text it has not seen.",
-        "",
-        "| forward and backward | letters per second |",
-        "|---|---|",
-        *(
-            f"| {mode} | {speed if isinstance(speed, str) else round(speed)} |"
-            for mode, speed in run["speeds"].items()
-        ),
-    ]
+    """A training step of the small model, of its own size and a larger one, in every form."""
+    path = RESULTS.parent / f"layers_demo.{RESULTS.name}.json"
+    run = json.loads(path.read_text())
+    lines = [machine_line(run["machine"])]
+    for (case, _), forms in layer_times([run]).items():
+        sizes = next(iter(forms.values()))["sizes"]
+        letters = sizes["rows"] * sizes["length"]
+        lines += [
+            "",
+            f"`{case}`: {sizes['rows']} texts of {sizes['length']} letters, {sizes['hidden']} "
+            "channels.",
+            "",
+            "| training step | ms | host, ms | letters per second |",
+            "|---|---|---|---|",
+        ]
+        for form, result in forms.items():
+            speed = round(1e6 * letters / result["wall_us"])
+            times = " | ".join(f"{result[key] / 1e3:.2f}" for key in ("wall_us", "host_us"))
+            lines.append(f"| {form} | {times} | {speed} |")
+    return lines
 
 
 def torch_versions() -> list[str]:
