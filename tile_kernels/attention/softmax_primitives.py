@@ -186,17 +186,18 @@ def registers():
     return scores, weights, out, *vectors
 
 
-class Consumers(NamedTuple):
-    """Macros: what the two consumer warpgroups do for all results of a block."""
+class Steps(NamedTuple):
+    """Macros of both consumers: what happens to the scores and weights of a tile."""
 
-    first: Any
-    second: Any
+    mask_scores: Any
+    advance: Any
+    exponentials: Any
+    rescale: Any
+    leave_weights: Any
 
 
-def consumers(width: int, with_sink: bool, schedule: Schedule) -> Consumers:
-    """The consumers for rows of `width` channels."""
-    ahead, slack, chunk, early, cluster = schedule
-    chunks = HALF // chunk
+def steps(width: int, slack: int) -> Steps:
+    """The steps for rows of `width` channels; `slack` is that of the schedule."""
     with_tail = width > 2 * HALF
 
     @T.macro
@@ -250,6 +251,51 @@ def consumers(width: int, with_sink: bool, schedule: Schedule) -> Consumers:
                 r.out[h, c] *= r.factor[h]
 
     @T.macro
+    def leave_weights(r, place, barrier, ready):
+        """Weights for the other warpgroup. The tails of keys that were there have been read by all
+        warps of this one."""
+        if with_tail:
+            T.sync_threads(barrier, WARPGROUP)
+        T.copy(r.weights, place)
+        T.fence_proxy_async()
+        T.barrier_arrive(ready)
+
+    return Steps(mask_scores, advance, exponentials, rescale, leave_weights)
+
+
+def divider(with_sink: bool) -> Any:
+    """A macro that divides a warpgroup's channels by `total`, that of both, and the sink."""
+
+    @T.macro
+    def divide(r, sink, head, heads):
+        for h in T.Parallel(HEADS):
+            r.part[h] = r.total[h]
+            if with_sink:
+                if head + h < heads:
+                    r.part[h] = r.total[h] + T.exp2(sink[head + h] * LOG2E - r.reference[h])
+            r.factor[h] = T.if_then_else(r.total[h] == 0.0, 0.0, 1.0 / r.part[h])
+        for h, c in T.Parallel(HEADS, HALF):
+            r.out[h, c] *= r.factor[h]
+
+    return divide
+
+
+class Consumers(NamedTuple):
+    """Macros: what the two consumer warpgroups do for all results of a block."""
+
+    first: Any
+    second: Any
+
+
+def consumers(width: int, with_sink: bool, schedule: Schedule) -> Consumers:
+    """The consumers for rows of `width` channels."""
+    ahead, slack, chunk, early, cluster = schedule
+    chunks = HALF // chunk
+    with_tail = width > 2 * HALF
+    mask_scores, advance, exponentials, rescale, leave_weights = steps(width, slack)
+    divide = divider(with_sink)
+
+    @T.macro
     def score(q, first_channel, half, ready, phase, r, is_first):
         """Start the part of scores of a half tile, as its channels come."""
         for c in range(chunks):
@@ -266,16 +312,6 @@ def consumers(width: int, with_sink: bool, schedule: Schedule) -> Consumers:
     def score_tail(tiles, weights, r):
         if with_tail:
             T.wgmma_gemm(tiles.q_tail, weights, r.scores, transpose_B=True)
-
-    @T.macro
-    def leave_weights(r, place, barrier, ready):
-        """Weights for the other warpgroup. The tails of keys that were there have been read by all
-        warps of this one."""
-        if with_tail:
-            T.sync_threads(barrier, WARPGROUP)
-        T.copy(r.weights, place)
-        T.fence_proxy_async()
-        T.barrier_arrive(ready)
 
     @T.macro
     def release(free):
@@ -302,14 +338,7 @@ def consumers(width: int, with_sink: bool, schedule: Schedule) -> Consumers:
 
         `total` is that of both.
         """
-        for h in T.Parallel(HEADS):
-            r.part[h] = r.total[h]
-            if with_sink:
-                if head + h < heads:
-                    r.part[h] = r.total[h] + T.exp2(sink[head + h] * LOG2E - r.reference[h])
-            r.factor[h] = T.if_then_else(r.total[h] == 0.0, 0.0, 1.0 / r.part[h])
-        for h, c in T.Parallel(HEADS, HALF):
-            r.out[h, c] *= r.factor[h]
+        divide(r, sink, head, heads)
         if pairs > 0:
             T.sync_threads(barrier, WARPGROUP)  # all warps have read the half
             T.copy(r.out, half)

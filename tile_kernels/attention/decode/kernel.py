@@ -29,16 +29,7 @@ from tile_kernels.attention.decode.plan import (
     AttendPlan,
 )
 from tile_kernels.attention.decode.primitives import (
-    HALF,
-    HEADS,
-    LN2,
-    LOG2E,
-    NAMED,
-    PASS_CONFIGS,
     PRODUCER_REGISTERS,
-    THREADS,
-    TILE,
-    WARPGROUP,
     Barriers,
     Consumers,
     Tiles,
@@ -48,6 +39,17 @@ from tile_kernels.attention.decode.primitives import (
     shared_memory,
 )
 from tile_kernels.attention.softmax_plan import Schedule
+from tile_kernels.attention.softmax_primitives import (
+    HALF,
+    HEADS,
+    LN2,
+    LOG2E,
+    NAMED,
+    PASS_CONFIGS,
+    THREADS,
+    TILE,
+    WARPGROUP,
+)
 from tile_kernels.runtime.device import WARP
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel

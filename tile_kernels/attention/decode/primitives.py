@@ -1,20 +1,7 @@
-"""Attention of 64 heads of a query over tiles of rows, on the tensor cores of Hopper (wgmma).
+"""The consumers of attention while decoding: one result, or a part of one, for a block.
 
-    s[h, j] = q[h] . row[j]        o[h] = sum_j exp2(scale * s[h, j] - m[h]) * row[j]
-
-64 heads times 512 channels of float32 sums do not fit into the registers of one warpgroup. Two
-consumer warpgroups share every tile of 64 rows and have 256 channels of the result each. Tiles come
-in pairs: warpgroup 0 computes the scores of the even tile, warpgroup 1 those of the odd one. Each
-multiplies its own weights from registers, and leaves them in shared memory for the other. Running
-maxima go from warpgroup 0 to warpgroup 1 and back, so that the weights of a pair have the same
-reference; while one warpgroup computes exponentials, the tensor cores work for the other.
-
-A third warpgroup, the producer, copies rows. Tiles come and go in halves of 256 channels, in the
-order even-left, odd-right, even-right, odd-left: each half is released by one warpgroup, as soon as
-its own products are done. Every wait is on an mbarrier; TileLang's own block barriers are off.
-
-Rows of 576 channels have 64 more, which are part of keys but not of values. They come with the
-second half that their warpgroup needs, and their memory takes the weights once scores are known.
+They work as `tile_kernels.attention.softmax_primitives` describes it. Half tiles come whole,
+because the producer converts them, and the result replaces the queries at the end.
 """
 
 from typing import Any, NamedTuple
@@ -22,27 +9,24 @@ from typing import Any, NamedTuple
 from tilelang import language as T
 
 from tile_kernels.attention.softmax_plan import Schedule
+from tile_kernels.attention.softmax_primitives import (
+    HALF,
+    HEADS,
+    LOWEST,
+    NAMED,
+    TAIL,
+    THREADS,
+    TILE,
+    WARPGROUP,
+    Registers,
+    divider,
+    registers,
+    steps,
+)
 
-HEADS = 64  # of a block
-TILE = 64  # rows
-HALF = 256  # channels of the result of a warpgroup
-TAIL = 64  # channels of a key that are not part of its value
-WARPGROUP = 128  # threads
-THREADS = 3 * WARPGROUP
 # Of a thread. The kernel starts with 168 registers in each of 384 threads, and `setmaxnreg` divides
 # these: two consumers and the producer may have 3 * 168 together, or a consumer waits for ever.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 208, 88
-LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
-LOWEST = -3.0e38  # of a running maximum: finite, so that -inf minus it is no NaN
-NAMED = 3  # named barriers, one for each consumer; TileLang uses low ones
-ALL_ROWS = 0xFFFFFFFF  # 32 bits of a mask
-
-# All barriers are written out. TileLang would add one before each access to shared memory.
-PASS_CONFIGS = {
-    "tl.enable_fast_math": True,
-    "tl.disable_thread_storage_sync": True,
-    "tl.disable_safe_memory_legalize": True,
-}
 
 
 class Tiles(NamedTuple):
@@ -109,30 +93,6 @@ def barriers(row_arrivals):
     return q, *ready, *rest, sums
 
 
-class Registers(NamedTuple):
-    """Fragments of a consumer warpgroup."""
-
-    scores: Any
-    weights: Any
-    out: Any
-    reference: Any  # what the weights of a head are relative to: scaled, base 2
-    highest: Any  # the largest logit of a head so far: scaled, base 2
-    other: Any
-    factor: Any
-    total: Any
-    part: Any
-
-
-@T.macro
-def registers():
-    """The fields of `Registers`."""
-    scores = T.alloc_fragment((HEADS, TILE), T.float32)
-    weights = T.alloc_fragment((HEADS, TILE), T.bfloat16)
-    out = T.alloc_fragment((HEADS, HALF), T.float32)
-    vectors = [T.alloc_fragment((HEADS,), T.float32) for _ in range(6)]
-    return scores, weights, out, *vectors
-
-
 class Consumers(NamedTuple):
     """Macros of the two consumer warpgroups: `(tiles, gates, pairs, scale, *results)`.
 
@@ -145,17 +105,11 @@ class Consumers(NamedTuple):
 
 def result_store(with_sink: bool) -> Any:
     """A macro that divides, and stores a warpgroup's channels. `total` is that of both."""
+    divide = divider(with_sink)
 
     @T.macro
     def finish(r, tiles, first_channel, barrier, sink, out, token, head, heads):
-        for h in T.Parallel(HEADS):
-            r.part[h] = r.total[h]
-            if with_sink:
-                if head + h < heads:
-                    r.part[h] = r.total[h] + T.exp2(sink[head + h] * LOG2E - r.reference[h])
-            r.factor[h] = T.if_then_else(r.total[h] == 0.0, 0.0, 1.0 / r.part[h])
-        for h, c in T.Parallel(HEADS, HALF):
-            r.out[h, c] *= r.factor[h]
+        divide(r, sink, head, heads)
         T.copy(r.out, tiles.q[:, first_channel : first_channel + HALF])
         T.fence_proxy_async()  # all writers, then the thread that starts the copy
         T.sync_threads(barrier, WARPGROUP)
@@ -171,56 +125,7 @@ def consumers(width: int, schedule: Schedule, ending: Consumers) -> Consumers:
     """The consumers for rows of `width` channels; `ending` stores what they have."""
     ahead, slack = schedule[:2]
     with_tail = width > 2 * HALF
-
-    @T.macro
-    def mask_scores(mask, tile, r):
-        """Rows that are no keys get the logit -inf. Most tiles have none."""
-        if (mask[tile, 0] & mask[tile, 1]) != T.uint32(ALL_ROWS):
-            for h, j in T.Parallel(HEADS, TILE):
-                r.scores[h, j] = T.if_then_else(
-                    (mask[tile, j // 32] >> T.cast(j % 32, T.uint32)) & T.uint32(1) != T.uint32(0),
-                    r.scores[h, j],
-                    -T.infinity(T.float32),
-                )
-
-    @T.macro
-    def advance(before, scale, r):
-        """The reference of this tile from the scores and the reference `before`, and the factor
-        from what sums were relative to."""
-        T.reduce_max(r.scores, r.part, dim=1)
-        for h in T.Parallel(HEADS):
-            r.part[h] = r.part[h] * scale
-            if slack:
-                r.highest[h] = T.max(r.highest[h], r.part[h])
-                r.part[h] = T.if_then_else(r.part[h] > before[h] + slack, r.part[h], before[h])
-            else:
-                r.part[h] = T.max(before[h], r.part[h])
-            r.factor[h] = T.exp2(r.reference[h] - r.part[h])
-            r.reference[h] = r.part[h]
-
-    @T.macro
-    def exponentials(scale, r):
-        """Weights of the tile from its scores, also in bfloat16; their sum is added."""
-        for h, j in T.Parallel(HEADS, TILE):
-            r.scores[h, j] = T.exp2(r.scores[h, j] * scale - r.reference[h])
-        T.reduce_sum(r.scores, r.part, dim=1)
-        for h in T.Parallel(HEADS):
-            r.total[h] = r.total[h] * r.factor[h] + r.part[h]
-        T.copy(r.scores, r.weights)
-
-    @T.macro
-    def rescale(r, grown):
-        """The output so far, relative to the new reference."""
-        if slack:
-            grown[0] = 0
-            for h in T.Parallel(HEADS):
-                grown[0] = grown[0] | T.cast(r.factor[h] != 1.0, T.int32)
-            if T.ballot(grown[0] != 0) != 0:
-                for h, c in T.Parallel(HEADS, HALF):
-                    r.out[h, c] *= r.factor[h]
-        else:
-            for h, c in T.Parallel(HEADS, HALF):
-                r.out[h, c] *= r.factor[h]
+    mask_scores, advance, exponentials, rescale, leave_weights = steps(width, slack)
 
     @T.macro
     def score_even(tiles, gates, phase, r):
@@ -234,16 +139,6 @@ def consumers(width: int, schedule: Schedule, ending: Consumers) -> Consumers:
         T.wgmma_gemm(tiles.q[:, HALF:], tiles.even_r, r.scores, transpose_B=True)
         if with_tail:
             T.wgmma_gemm(tiles.q_tail, tiles.weights_even, r.scores, transpose_B=True)
-
-    @T.macro
-    def leave_weights(r, place, barrier, ready):
-        """Weights for the other warpgroup. The tails of keys that were there have been read by all
-        warps of this one."""
-        if with_tail:
-            T.sync_threads(barrier, WARPGROUP)
-        T.copy(r.weights, place)
-        T.fence_proxy_async()
-        T.barrier_arrive(ready)
 
     @T.macro
     def begin(gates, r):
