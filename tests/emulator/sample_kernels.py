@@ -445,10 +445,12 @@ def atomic_quads() -> Any:
     return atomic_quads
 
 
-def swizzled_grid(rows: int, cols: int, panel: int, order: str = "row") -> Any:
+def swizzled_grid(rows: int, cols: int, panel: int, order: str, cluster: int) -> Any:
+    dims = None if cluster == 1 else (cluster, 1, 1)
+
     @T.prim_func
     def swizzled_grid(y: T.Tensor[(rows, cols), T.int32]):
-        with T.Kernel(cols, rows, threads=32) as (bx, by):
+        with T.Kernel(cols, rows, threads=32, cluster_dims=dims) as (bx, by):
             T.use_swizzle(panel, order=order)
             y[by, bx] = by * 100 + bx
 

@@ -26,7 +26,7 @@ KERNELS = (
 
 @pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is not installed")
 def test_planted_bugs_and_kernels() -> None:
-    tests = [f"test_planted_bugs.py::test_planted_bug[{name}]" for name in BUGS]
+    tests = [f"test_planted_bugs.py::test_planted_bug[{name}-False]" for name in BUGS]
     tests += [f"test_planted_bugs.py::test_the_kernel_without_it_is_clean[{name}]" for name in BUGS]
     tests += [f"test_emulated_kernels.py::{name}" for name in KERNELS]
     folder = Path(__file__).parent

@@ -339,13 +339,14 @@ def test_e8m0_scales() -> None:
     assert torch.equal(back.float(), want)
 
 
+@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("order", ["row", "column"])
-def test_block_swizzle_visits_every_block_once(order: str) -> None:
-    y = torch.full((7, 5), -1, dtype=torch.int32)
-    report = run(k.swizzled_grid(7, 5, 3, order), y)
-    rows, cols = torch.meshgrid(torch.arange(7), torch.arange(5), indexing="ij")
+def test_block_swizzle_visits_every_block_once(order: str, cluster: int) -> None:
+    y = torch.full((7, 6), -1, dtype=torch.int32)
+    report = run(k.swizzled_grid(7, 6, 4, order, cluster), y)
+    rows, cols = torch.meshgrid(torch.arange(7), torch.arange(6), indexing="ij")
     assert torch.equal(y, (rows * 100 + cols).int())
-    assert report.blocks == 35
+    assert report.blocks == 42
 
 
 @pytest.mark.parametrize("src", ["float32", "bfloat16", "float16"])

@@ -598,3 +598,46 @@ def test_limits_of_small_floats(dtype: str) -> None:
     most = torch.finfo(torch.bfloat16 if dtype == "bfloat16_t" else torch.float16).max
     assert y[:4].tolist() == [math.inf, -math.inf, most, -most]
     assert math.isnan(y[4])
+
+
+@pytest.mark.parametrize("lanes", [2, 4, 8, 16, 32])
+def test_constructors_of_small_floats(lanes: int) -> None:
+    """Lanes in ascending order; generated code of TileLang before 0.1.15 calls these."""
+
+    def vector(kind: str, element: str) -> str:
+        made = f"make_{kind}_{lanes}_t({', '.join(map(element.format, range(lanes)))})"
+        return f"{{ auto v = {made}; memcpy(out, &v, sizeof v); out += sizeof v; }}"
+
+    e8 = "emu::bit_cast<fp8_e8_t>(uint8_t({} + 64))"
+    probe = cuda_source(
+        "if (threadIdx.x) return; uchar *out = y;\n"
+        + vector("fp8_e4", "fp8_e4_t::bitcast({})")
+        + vector("fp8_e5", "fp8_e5_t::bitcast({} + 32)")
+        + vector("fp8_e8", e8)
+        + vector("fp4_e2", "fp4_e2_t(emu::f4({} % 16))"),
+        {"y": "uchar"},
+    )
+    y = torch.zeros(3 * lanes + lanes // 2, dtype=torch.uint8)
+    probe(y)
+    steps = torch.arange(lanes)
+    fp8 = torch.cat([steps, steps + 32, steps + 64])
+    low, high = (steps % 16).view(-1, 2).unbind(1)
+    assert torch.equal(y, torch.cat([fp8, low + 16 * high]).byte())
+
+
+def test_powers_of_two_are_rounded_up() -> None:
+    probe = cuda_source(
+        """
+  if (threadIdx.x) return;
+  double2 d; d.x = 1.0; d.y = 1.5;
+  auto pair = __tl_cvt_double2_to_e8m0x2(d);
+  y[0] = (uchar)pair; y[1] = (uchar)(pair >> 8);
+  y[2] = __tl_cvt_bfloat16_to_e8m0(__float2bfloat16(3.0f));
+  pair = __tl_cvt_bfloat162_to_e8m0x2(__floats2bfloat162_rn(4.0f, 0.3f));
+  y[3] = (uchar)pair; y[4] = (uchar)(pair >> 8);
+""",
+        {"y": "uchar"},
+    )
+    y = torch.zeros(5, dtype=torch.uint8)
+    probe(y)
+    assert torch.equal(y.int() - 127, torch.tensor([0, 1, 2, 2, -1], dtype=torch.int32))

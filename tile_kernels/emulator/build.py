@@ -25,9 +25,15 @@ _BASE = [
     "-fstack-clash-protection",  # a large frame touches every page, so also the guard page
 ]
 # Line tables cost nothing at run time and let a failure quote its source line.
-_OPTIMISE = ["-O1", "-g1"]
+_OPTIMISE = ["-O1", "-g1", "-ffp-contract=off"]
 # g++ contracts a * b + c only from -O2 on, and only with the instruction available.
 _CONTRACT = ["-O2", "-g1", "-mfma", "-ffp-contract=fast"]
+# Accesses and calls stay where they are written. Otherwise stores that follow each other would be
+# reported as one, and a barrier at a kernel's end would return to the kernel's caller, whose line
+# it is not.
+_AS_WRITTEN = ["-fno-tree-vectorize", "-fno-tree-slp-vectorize", "-fno-optimize-sibling-calls"]
+# g++ would move reads from functions that are not checked into their callers.
+_GCC = ["-fno-ipa-sra"]
 # Only the compiler half of the sanitizer: each access calls a hook that runtime.cpp defines.
 _CHECK = ["-fsanitize=thread"]
 # clang would merge equal calls of different source lines; failures name the line of a call, which
@@ -126,8 +132,8 @@ def flags(mode: str, *, contract: bool = False) -> list[str]:
     if contract and not _cpu_has_fma():
         raise EmulationError("contract=True needs a CPU with fused multiply-add", kind="toolchain")
     checks = [*_CHECK, *_no_entry_hooks()] if mode == "check" else []
-    lines = _CLANG if is_clang() else []
-    return [*_BASE, *(_CONTRACT if contract else _OPTIMISE), *checks, *lines]
+    own = _CLANG if is_clang() else _GCC
+    return [*_BASE, *(_CONTRACT if contract else _OPTIMISE), *_AS_WRITTEN, *checks, *own]
 
 
 def _no_entry_hooks() -> list[str]:

@@ -394,5 +394,16 @@ template <int W> dim3 rasterization2DColumn() {
   panel_walk(W, gridDim.y, gridDim.x, ::blockIdx.x + ::blockIdx.y * gridDim.x, y, x);
   return dim3(x, y, ::blockIdx.z);
 }
+// The walk over whole clusters, which are C blocks wide.
+template <int W, int C> dim3 rasterization2DRowWithCluster() {
+  unsigned x, y, n = gridDim.x / C;
+  panel_walk(W, n, gridDim.y, ::blockIdx.x / C + ::blockIdx.y * n, x, y);
+  return dim3(x * C + ::blockIdx.x % C, y, ::blockIdx.z);
+}
+template <int W, int C> dim3 rasterization2DColumnWithCluster() {
+  unsigned x, y, n = gridDim.x / C;
+  panel_walk(W, gridDim.y, n, ::blockIdx.x / C + ::blockIdx.y * n, y, x);
+  return dim3(x * C + ::blockIdx.x % C, y, ::blockIdx.z);
+}
 }  // namespace tl
 template <class T> unsigned pack_b8x4(T a, T b, T c, T d) { return emu::pack<unsigned>(a, b, c, d); }

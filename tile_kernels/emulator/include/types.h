@@ -205,6 +205,17 @@ template <class V, class E, class... R> inline V pack(E e, R... r) {   // consec
   return o;
 }
 }  // namespace emu
+// Constructors of vectors in the code of TileLang before 0.1.15.
+#define EMU_MAKE(P, N, T) \
+  template <class... R> inline P##N##_t make_##P##N##_t(T e, R... r) { return emu::pack<P##N##_t>(e, r...); }
+#define EMU_MAKE_FP8(P) \
+  EMU_MAKE(P, 2, P##t) EMU_MAKE(P, 4, P##t) EMU_MAKE(P, 8, P##t) EMU_MAKE(P, 16, P##t) EMU_MAKE(P, 32, P##t)
+EMU_MAKE_FP8(fp8_e4_)
+EMU_MAKE_FP8(fp8_e5_)
+EMU_MAKE_FP8(fp8_e8_)
+#define EMU_MAKE_FP4(N) \
+  template <class... R> fp4_e2_##N##_t make_fp4_e2_##N##_t(R... lanes) { return tl::make_fp4_vec<fp4_e2_##N##_t>(lanes...); }
+EMU_MAKE_FP4(2) EMU_MAKE_FP4(4) EMU_MAKE_FP4(8) EMU_MAKE_FP4(16) EMU_MAKE_FP4(32)
 template <class T> inline unsigned __pack_half2(T x, T y) { static_assert(sizeof(T) == 2); return emu::pack<unsigned>(x, y); }
 inline unsigned __pack_nv_bfloat162(bfloat16_t x, bfloat16_t y) { return emu::pack<unsigned>(x, y); }
 using schar = signed char;
@@ -266,6 +277,15 @@ inline emu::f8x2 __tl_cvt_float2_to_e8m0x2(float2 x) {
   return __nv_cvt_float2_to_e8m0x2(x, __NV_SATFINITE, cudaRoundPosInf);
 }
 inline emu::f8 __tl_cvt_double_to_e8m0(double x) { return __nv_cvt_double_to_e8m0(x, __NV_SATFINITE, cudaRoundPosInf); }
+inline emu::f8x2 __tl_cvt_double2_to_e8m0x2(double2 x) {
+  return __nv_cvt_double2_to_e8m0x2(x, __NV_SATFINITE, cudaRoundPosInf);
+}
+inline emu::f8 __tl_cvt_bfloat16_to_e8m0(__nv_bfloat16 x) {
+  return __nv_cvt_bfloat16raw_to_e8m0(__nv_bfloat16_raw(x), __NV_SATFINITE, cudaRoundPosInf);
+}
+inline emu::f8x2 __tl_cvt_bfloat162_to_e8m0x2(__nv_bfloat162 x) {
+  return __nv_cvt_bfloat162raw_to_e8m0x2(__nv_bfloat162_raw(x), __NV_SATFINITE, cudaRoundPosInf);
+}
 inline __nv_bfloat16 __tl_cvt_e8m0_to_bfloat16(emu::f8 x) { return __nv_bfloat16(__nv_cvt_e8m0_to_bf16raw(x)); }
 inline __nv_bfloat162 __tl_cvt_e8m0x2_to_bfloat162(emu::f8x2 x) { return __nv_bfloat162(__nv_cvt_e8m0x2_to_bf162raw(x)); }
 
