@@ -59,6 +59,18 @@ def test_out_of_bounds_into_another_argument() -> None:
         assert (caught.value.buffer, caught.value.element) == ("x", offset)
 
 
+@pytest.mark.parametrize("threads", [32, 128])
+def test_a_write_after_reads_of_several_threads_names_another_one(threads: int) -> None:
+    body = "y[threadIdx.x] = x[threadIdx.x % 8];\nif (threadIdx.x < 8)\nx[threadIdx.x] = 2;"
+    probe = cuda_source(body, {"x": "float", "y": "float"}, threads=threads)
+    with pytest.raises(EmulationError) as caught:
+        probe(torch.ones(8), torch.zeros(threads), order="reverse")
+    error = caught.value
+    assert error.thread == (7, 0, 0)
+    assert "write to x byte 28 (element 7), read by another thread of its warp" in error.message
+    assert error.other_line == error.source_line - 2
+
+
 def test_aliases_stay_aliases() -> None:
     x = rand(N)
     before = x.clone()

@@ -96,6 +96,7 @@ static const char *const kVerb[] = {"read of", "write to", "atomic on", "atomic 
 static const char *describe(char *out, size_t n, const Stamp &s, bool other_block) {
   if (other_block) snprintf(out, n, "another block (number %u of the launch)", s.serial - launch_serial);
   else if (s.tid1 == kAsyncTid) snprintf(out, n, "an asynchronous copy");
+  else if (s.multi && s.tid1 - 1 == cur->lin) snprintf(out, n, "another thread of its warp");   // and later by itself
   else snprintf(out, n, "thread %d", s.tid1 - 1);
   return out;
 }
@@ -133,7 +134,7 @@ static void add_reader(Cell &c, const Fiber *f, const Stamp &me) {
     bool multi = e.tid1 && same_epoch(e, me) && (e.multi || e.tid1 != me.tid1);
     bool atomic = me.atomic && (!e.tid1 || e.atomic);
     e = me; e.multi = multi; e.atomic = atomic;
-    t.time[f->warp] = release_time;
+    t.time[f->warp] = release_time; t.pc[f->warp] = short_pc();
     return;
   }
   if (r.tid1 && r.tid1 != kAsyncTid && (r.tid1 - 1) >> 5 == f->warp) {
@@ -146,10 +147,10 @@ static void add_reader(Cell &c, const Fiber *f, const Stamp &me) {
   int v = r.tid1 == kAsyncTid ? kAsync : (r.tid1 - 1) >> 5;
   if (!r.tid1 || b->knows[f->warp].t[v] >= r.clock) { r = me; c.rpc = short_pc(); return; }
   readers.push_back(Readers{});
-  c.readers = uint32_t(readers.size() - 1);
   Readers &t = readers.back();
-  t.by[v] = r; t.time[v] = c.rtime;
-  t.by[f->warp] = me; t.time[f->warp] = release_time;
+  t.by[v] = r; t.time[v] = c.rtime; t.pc[v] = c.rpc;
+  t.by[f->warp] = me; t.time[f->warp] = release_time; t.pc[f->warp] = short_pc();
+  c.readers = uint32_t(readers.size() - 1);
   r.tid1 = kManyTid;
 }
 
@@ -221,7 +222,7 @@ static void check_cell(Cell &c, Region *r, char *p, size_t n, Access kind, Fiber
     if (r_here && c.r.tid1 == kManyTid) {
       const Readers &t = readers[c.readers];
       for (int v = 0; v < kAgents; ++v)
-        if (t.by[v].tid1 && !(atomic && t.by[v].atomic) && !ordered(t.by[v], t.time[v], f)) race(r, p, n, kind, t.by[v], false, false, 0);
+        if (t.by[v].tid1 && !(atomic && t.by[v].atomic) && !ordered(t.by[v], t.time[v], f)) race(r, p, n, kind, t.by[v], false, false, t.pc[v]);
     } else if (r_here && !(atomic && c.r.atomic) && !ordered(c.r, c.rtime, f)) race(r, p, n, kind, c.r, false, false, c.rpc);
     bool r_else = c.r.tid1 && !r_here && c.r.serial >= since && c.rtime > b->acquired;
     if (r_else && !(atomic && c.r.atomic)) race(r, p, n, kind, c.r, true, false, c.r.tid1 == kManyTid ? 0 : c.rpc);

@@ -126,7 +126,7 @@ struct Flight {                             // a bulk or tensor load not yet lan
   TensorMap map;
   int32_t coords[5];
 };
-struct Readers { Stamp by[kAgents]; uint32_t time[kAgents]; };   // the last reader of each warp, and its release time
+struct Readers { Stamp by[kAgents]; uint32_t time[kAgents], pc[kAgents]; };   // each warp's last read, its release time, its place
 struct Block {
   uint3 bid;
   uint32_t cluster;                         // number of its cluster
