@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -63,6 +63,16 @@ class Engine(ABC):
         Returns `[sum(recv_counts), bytes]`, by peer, in new memory on the same device.
         Errors name the `phase`.
         """
+
+    def start(
+        self, rows: Tensor, send_counts: Counts, recv_counts: Counts, phase: str = "an exchange"
+    ) -> Callable[[], Tensor]:
+        """Start an exchange; the function that is returned ends it, with the rows received.
+
+        Engines that cannot send in the background do all of it at once.
+        """
+        received = self.exchange(rows, send_counts, recv_counts, phase)
+        return lambda: received
 
     @abstractmethod
     def split(self, indices: Sequence[int]) -> Engine:

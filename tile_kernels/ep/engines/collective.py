@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,14 +20,18 @@ from tile_kernels.ep.engines.base import Counts, Engine, Pending
 _GRACE_SECONDS = 2.0  # for ranks that gave up to report, before the others count as missing
 _POLL_SECONDS = 0.02
 
-# Groups of rails and nodes, by backend and ranks. They live as long as the default process group: a
-# second one of the same ranks would find the keys of the first in the store, and hang.
-_parts: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-_failures: Counter[str] = Counter()
+# The engines so far of some ranks of a group: equal on these ranks, which make them together.
+_num_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]]
+_num_engines = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # buffers may be used by several threads
+
+# Process groups of some ranks, for libraries that need one. They live as long as the default group:
+# a second one of the same ranks would find the keys of the first in the store, and hang.
+_parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
-def _part(backend: str, ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
-    group = _parts.get((backend, ranks))
+def _part(ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
+    group = _parts.get(ranks)
     if group is not None:
         try:
             dist.get_process_group_ranks(group)
@@ -35,10 +41,10 @@ def _part(backend: str, ranks: tuple[int, ...], timeout: float) -> dist.ProcessG
         group = dist.new_group(
             list(ranks),
             timeout=timedelta(seconds=timeout),
-            backend=backend,
+            backend="gloo",
             use_local_synchronization=True,
         )
-        _parts[backend, ranks] = group
+        _parts[ranks] = group
     return group
 
 
@@ -61,19 +67,31 @@ class _Sent:
 
 
 class CollectiveEngine(Engine):
-    """Rows are sent by `all_to_all_single`. A tensor on a device that the group does not serve is
-    copied to one that it does.
+    """Rows are sent by `all_to_all_single`; in host memory over connections of the engine's own.
+
+    Those are made by gloo at the first exchange, whatever the backend of the group is, and only by
+    the ranks that take part. What hosts tell each other thus neither waits for a CUDA stream nor
+    mixes with what others send in the group. Memory of a GPU takes the group if its backend serves
+    GPUs; otherwise it is copied to the host.
     """
 
     name = "collective"
 
-    def __init__(self, group: dist.ProcessGroup, rank_ids: Sequence[int] | None = None) -> None:
-        self.group = group
-        self.index = group.rank()
-        self.size = group.size()
-        self.rank_ids = range(self.size) if rank_ids is None else rank_ids
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> None:
+        self._whole = group
+        self._ranks = tuple(range(group.size()) if ranks is None else ranks)
+        self.index = self._ranks.index(group.rank())
+        self.size = len(self._ranks)
+        self.rank_ids = self._ranks
         pairs = str(dist.get_backend_config(group)).split(",")  # as cpu:gloo,cuda:nccl
         self._backends = dict(pair.split(":") for pair in pairs)
+        self._num_failures = 0
+        with _lock:
+            counts = _num_engines.setdefault(group, Counter())
+            counts[self._ranks] += 1
+            self._number = counts[self._ranks]
+        self._host: dist.ProcessGroupGloo | None = None
+        self._on_device: Any = group if self.size == group.size() else None
 
     @property
     def device(self) -> torch.device:
@@ -82,19 +100,61 @@ class CollectiveEngine(Engine):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """A process group of these ranks: the caller's, or one of some of its ranks."""
+        if self.size == self._whole.size():
+            return self._whole
+        return _part(tuple(dist.get_global_rank(self._whole, rank) for rank in self._ranks),
+                     self.timeout)  # fmt: skip
+
     def _device_for(self, device: torch.device) -> torch.device:
-        """The device to send a tensor from. Gloo always takes host memory, whatever it lists."""
-        if device.type in self._backends and self._backends[device.type] != "gloo":
-            return device
-        return torch.device("cpu" if "cpu" in self._backends else next(iter(self._backends)))
+        """The device to send a tensor from."""
+        serves = self._backends.get(device.type, "gloo") != "gloo"
+        return device if serves and device.type != "cpu" else torch.device("cpu")
+
+    def _store(self, what: str) -> c10d.Store:
+        """The part of the group's store for one purpose of this engine."""
+        ranks = "_".join(map(str, self._ranks))
+        store = c10d._get_process_group_store(self._whole)
+        return c10d.PrefixStore(f"tile_kernels_ep/{ranks}/{self._number}/{what}", store)
+
+    def _channel(self, device: torch.device) -> Any:
+        """What sends memory of a device; made if there is none. Collective."""
+        if device.type == "cpu":
+            if self._host is None:
+                self._host = dist.ProcessGroupGloo(
+                    self._store("hosts"), self.index, self.size, timedelta(seconds=self.timeout)
+                )
+            return self._host
+        if self._on_device is None:
+            # `new_group` would split a communicator of all ranks, for which all must be alive.
+            if self._backends[device.type] != "nccl":
+                raise RuntimeError(
+                    f"collective: some ranks of a group with backend {self._backends[device.type]} "
+                    "cannot communicate without the others"
+                )
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=self.timeout)
+            self._on_device = dist.ProcessGroupNCCL(
+                self._store("devices"), self.index, self.size, options
+            )
+        return self._on_device
 
     def exchange(
         self, rows: Tensor, send_counts: Counts, recv_counts: Counts, phase: str = "an exchange"
     ) -> Tensor:
         """Send rows to each peer and receive theirs."""
+        return self.start(rows, send_counts, recv_counts, phase)()
+
+    def start(
+        self, rows: Tensor, send_counts: Counts, recv_counts: Counts, phase: str = "an exchange"
+    ) -> Callable[[], Tensor]:
+        """Start to send rows to each peer."""
         shape = (sum(recv_counts), rows.shape[1])
         if rows.shape[1] == 0:  # the width is the same on all ranks: nothing to send
-            return rows.new_empty(shape)
+            empty = rows.new_empty(shape)
+            return lambda: empty
         device = self._device_for(rows.device)
         received = torch.empty(shape, dtype=torch.uint8, device=device)
         sent = rows.contiguous().to(device)
@@ -102,16 +162,23 @@ class CollectiveEngine(Engine):
         options = dist.AllToAllOptions()
         options.timeout = timedelta(seconds=self.timeout)  # for each peer
         try:
-            work = self.group.alltoall_base(
+            work = self._channel(device).alltoall_base(
                 received, sent, list(recv_counts), list(send_counts), options
             )
-            if device.type == "cpu":
-                work.wait(timedelta(seconds=2 * self.timeout + 1))
-            else:
-                work.wait()
         except RuntimeError as error:
             raise self.lost(phase, str(error)) from error
-        return received.to(rows.device)
+
+        def end() -> Tensor:
+            try:
+                if device.type == "cpu":
+                    work.wait(timedelta(seconds=2 * self.timeout + 1))
+                else:
+                    work.wait()
+            except RuntimeError as error:
+                raise self.lost(phase, str(error)) from error
+            return received.to(rows.device)
+
+        return end
 
     def lost(self, phase: str, reason: str) -> RuntimeError:
         """The error to raise if other ranks do not answer, which names them.
@@ -119,16 +186,15 @@ class CollectiveEngine(Engine):
         Ranks that give up write a key to the store of the group. Those that have not done so after
         the grace period are the missing ones.
         """
-        me, name = self.index, self.group.group_name
-        _failures[name] += 1
-        keys = [f"tile_kernels_ep/{_failures[name]}/{rank}" for rank in range(self.size)]
+        me = self.index
         missing = [rank for rank in range(self.size) if rank != me]
         try:
-            store = c10d._get_process_group_store(self.group)
-            store.set(keys[me], phase)
+            self._num_failures += 1
+            store = self._store(f"failure_{self._num_failures}")
+            store.set(str(me), phase)
             end = time.monotonic() + _GRACE_SECONDS
             while missing and time.monotonic() < end:
-                missing = [rank for rank in missing if not store.check([keys[rank]])]
+                missing = [rank for rank in missing if not store.check([str(rank)])]
                 time.sleep(_POLL_SECONDS)
             ranks = " and ".join(str(self.rank_ids[rank]) for rank in missing)
             whom = f"no answer from rank {ranks}" if missing else "all ranks gave up"
@@ -157,26 +223,18 @@ class CollectiveEngine(Engine):
     def send(self, data: Tensor, peer: int) -> Pending:
         """Start sending bytes to one process."""
         data = data.to(self._device_for(data.device))
-        work = dist.isend(data, group=self.group, group_dst=peer)
-        if work is None:
-            raise RuntimeError("this process is not part of the group")
-        return _Sent(self, work, data, peer)
+        return _Sent(self, self._channel(data.device).send([data], peer, 0), data, peer)
 
     def receive(self, out: Tensor, peer: int) -> None:
         """Receive bytes from one process."""
         arrived = torch.empty_like(out, device=self._device_for(out.device))
-        work = dist.irecv(arrived, group=self.group, group_src=peer)
-        if work is None:
-            raise RuntimeError("this process is not part of the group")
+        work = self._channel(arrived.device).recv([arrived], peer, 0)
         self.finish(work, arrived, peer, "to send")
         out.copy_(arrived)
 
     def split(self, indices: Sequence[int]) -> CollectiveEngine:
-        """The engine of some of the processes: a process group, which only they make."""
-        ranks = tuple(dist.get_global_rank(self.group, index) for index in indices)
-        backend = str(dist.get_backend_config(self.group))
-        rank_ids = [self.rank_ids[index] for index in indices]
-        part = CollectiveEngine(_part(backend, ranks, self.timeout), rank_ids)
+        """The engine of some of the processes, which others need not make."""
+        part = CollectiveEngine(self._whole, [self._ranks[index] for index in indices])
         part.timeout = self.timeout
         return part
 
