@@ -189,6 +189,25 @@ def test_a_rank_may_die_in_any_phase(phase: str) -> None:
     assert "rank 1" in results[0]
 
 
+def come_too_late(group: dist.ProcessGroup) -> str:
+    """Rank 1 is late, so that both give up; then they begin again with all ranks."""
+    options = {"num_max_tokens_per_rank": 4, "hidden": 8, "num_cpu_timeout_secs": 1}
+    buffer = ElasticBuffer(group, **options)
+    time.sleep(3 * group.rank())
+    with pytest.raises(RuntimeError) as error:
+        buffer.barrier()
+    buffer = ElasticBuffer(group, **{**options, "num_cpu_timeout_secs": 20})
+    x = torch.ones(2, 8)
+    rows, _, _, handle, _ = buffer.dispatch(x, torch.tensor([[0, 1], [2, 3]]), num_experts=4)
+    assert_equal(buffer.combine(rows, handle)[0], x)
+    return str(error.value)
+
+
+def test_ranks_begin_again_after_one_was_late() -> None:
+    for rank, message in enumerate(run_processes(2, come_too_late)):
+        assert message.startswith(f"rank {rank} gave up in ElasticBuffer.barrier (exchange of des")
+
+
 def hang_in_a_pipeline(group: dist.ProcessGroup) -> str | None:
     buffer = ElasticBuffer(group, num_bytes=2 << 20, num_cpu_timeout_secs=TIMEOUT)
     buffer.pp_set_config(num_max_tensor_bytes=64, num_max_inflight_tensors=1)

@@ -377,6 +377,52 @@ def test_nccl_of_one_rank_in_a_graph() -> None:
     run_processes(1, nccl_graph, timeout=200)
 
 
+def nccl_beside_compute(group: Any) -> tuple[float, list[float]]:
+    """How long the GPU computes, and for how long the host is in calls that are made meanwhile."""
+    torch.cuda.set_device(0)
+    alone = torch.distributed.new_group([group.rank()], backend="nccl")
+    buffer = ElasticBuffer(alone, num_max_tokens_per_rank=64, hidden=256)
+    x = torch.randn(64, 256, device="cuda")
+    chosen = torch.rand(64, 6, device="cuda").argsort(1)[:, :3].contiguous()
+    options: dict[str, Any] = {"async_with_compute_stream": True, "allocate_on_comm_stream": True}
+
+    def step(cycles: int) -> tuple[float, list[float]]:
+        torch.cuda.synchronize()
+        routed = buffer.capture()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        seconds = []
+
+        def timed(call: Any) -> Any:
+            start = time.perf_counter()
+            result = call()
+            seconds.append(time.perf_counter() - start)
+            return result
+
+        rows, _, _, handle, arrived = timed(
+            lambda: buffer.dispatch(x, chosen, num_experts=6, previous_event=routed, **options)
+        )
+        timed(lambda: buffer.dispatch(x, handle=handle, **options))
+        arrived.current_stream_wait()
+        total, _, done = timed(lambda: buffer.combine(rows, handle, **options))
+        timed(buffer.barrier)
+        done.current_stream_wait()
+        torch.cuda.synchronize()
+        assert_equal(total, x)
+        return 1e-3 * begin.elapsed_time(end), seconds
+
+    step(1000)
+    return step(2_000_000_000)
+
+
+def test_nccl_does_not_let_the_host_wait_for_compute() -> None:
+    ((computed, seconds),) = run_processes(1, nccl_beside_compute, timeout=200)
+    assert computed > 0.5
+    assert max(seconds) < 0.25 * computed, seconds
+
+
 def test_overflow_in_a_graph() -> None:
     """A capacity that one routing exceeds and another does not."""
     buffer = ElasticBuffer(LocalGroup(), num_max_tokens_per_rank=64, hidden=128, check_ranks=False)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ep.helpers import Case, check_rank
+from tests.ep.helpers import Case, check_rank, make_buffer
 from tests.ep.processes import run_processes
 from tile_kernels.ep import ElasticBuffer, get_logical_domain_size, get_physical_domain_size
 from tile_kernels.ep.engines import chosen_engine, make_engine
@@ -166,7 +167,7 @@ def many_buffers(group: dist.ProcessGroup) -> tuple[int, list[int]]:
     return len(dist.distributed_c10d._world.pg_map) - before, held
 
 
-def test_connections_end_with_their_buffer() -> None:
+def test_buffers_share_their_connections() -> None:
     for num_groups, held in run_processes(2, many_buffers):
         assert num_groups == 0
         assert held == held[:1] * 4
@@ -185,43 +186,38 @@ def test_a_buffer_leaves_its_group_alone(engine: str) -> None:
     assert run_processes(2, count_collectives, engine) == [0, 0]
 
 
-def two_threads(group: dist.ProcessGroup) -> None:
-    """Two buffers of one group, each used by a thread, and the group by a third: in any order."""
+def beside_other_calls(group: dist.ProcessGroup) -> None:
+    """A thread uses a buffer, and another one its group, in any order."""
     case = Case(tokens=(40, 60))
-    buffers = [
-        ElasticBuffer(group, num_max_tokens_per_rank=64, hidden=6, num_scaleup_ranks=nodes)
-        for nodes in (1, 2)
-    ]
-    buffers = buffers if group.rank() == 0 else buffers[::-1]
+    buffer = make_buffer(group, case)
+    me = buffer.rank_idx
+    x, chosen = case.payloads[me][0], case.topk_idx[me]
+    owners = torch.where(chosen >= 0, chosen // case.experts_per_rank, -1)
+    copies = sum((owners == rank).any(1, keepdim=True) for rank in range(2))
     problems: list[BaseException] = []
 
-    def use(buffer: ElasticBuffer) -> None:
+    def use() -> None:
         try:
             for _ in range(20):
-                x = case.payloads[buffer.rank_idx][0]
-                chosen = case.topk_idx[buffer.rank_idx]
                 rows, _, _, handle, _ = buffer.dispatch(x, chosen, num_experts=case.num_experts)
-                owners = torch.where(chosen >= 0, chosen // case.experts_per_rank, -1)
-                copies = sum((owners == rank).any(1, keepdim=True) for rank in range(2))
                 assert_equal(buffer.combine(rows, handle)[0], x * copies + 0.0)
         except BaseException as error:
             problems.append(error)
 
-    threads = [threading.Thread(target=use, args=(buffer,)) for buffer in buffers]
-    for thread in threads:
-        thread.start()
+    thread = threading.Thread(target=use)
+    thread.start()
     for _ in range(20):
+        time.sleep(0.003 * me)
         total = torch.ones(3)
         dist.all_reduce(total, group=group)
         assert total.tolist() == [2.0] * 3
-    for thread in threads:
-        thread.join()
+    thread.join()
     if problems:
         raise problems[0]
 
 
-def test_buffers_in_two_threads() -> None:
-    run_processes(2, two_threads)
+def test_a_buffer_beside_other_calls_of_its_group() -> None:
+    run_processes(2, beside_other_calls)
 
 
 def two_worlds(group: dist.ProcessGroup, folder: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -20,10 +20,29 @@ from tile_kernels.ep.engines.base import Counts, Engine, Pending
 _GRACE_SECONDS = 2.0  # for ranks that gave up to report, before the others count as missing
 _POLL_SECONDS = 0.02
 
-# The engines so far of some ranks of a group: equal on these ranks, which make them together.
-_num_engines: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]]
-_num_engines = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # buffers may be used by several threads
+
+@dataclass
+class _Connections:
+    """What some ranks of a group made to communicate, shared by their buffers.
+
+    Calls of all these buffers come in the same order on every rank, so that a call on the wrong
+    buffer is found. `number` counts what these ranks made, for keys in the store.
+    """
+
+    number: int = 1
+    num_failures: int = 0
+    host: dist.ProcessGroupGloo | None = None
+    device: Any = None  # None for all ranks of the group, which have the group
+
+    def store(self, group: dist.ProcessGroup, ranks: Sequence[int], what: str) -> c10d.Store:
+        """A part of the group's store for one purpose."""
+        name = f"tile_kernels_ep/{'_'.join(map(str, ranks))}/{self.number}/{what}"
+        return c10d.PrefixStore(name, c10d._get_process_group_store(group))
+
+
+_Made = dict[tuple[int, ...], _Connections]  # by ranks
+_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, _Made] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 # Process groups of some ranks, for libraries that need one. They live as long as the default group:
 # a second one of the same ranks would find the keys of the first in the store, and hang.
@@ -71,7 +90,7 @@ class CollectiveEngine(Engine):
 
     Those are made by gloo at the first exchange, whatever the backend of the group is, and only by
     the ranks that take part. What hosts tell each other thus neither waits for a CUDA stream nor
-    mixes with what others send in the group. Memory of a GPU takes the group if its backend serves
+    mixes with what else is sent in the group. Memory of a GPU takes the group if its backend serves
     GPUs; otherwise it is copied to the host.
     """
 
@@ -85,13 +104,9 @@ class CollectiveEngine(Engine):
         self.rank_ids = self._ranks
         pairs = str(dist.get_backend_config(group)).split(",")  # as cpu:gloo,cuda:nccl
         self._backends = dict(pair.split(":") for pair in pairs)
-        self._num_failures = 0
         with _lock:
-            counts = _num_engines.setdefault(group, Counter())
-            counts[self._ranks] += 1
-            self._number = counts[self._ranks]
-        self._host: dist.ProcessGroupGloo | None = None
-        self._on_device: Any = group if self.size == group.size() else None
+            made = _connections.setdefault(group, {})
+            self._made = made.setdefault(self._ranks, _Connections())
 
     @property
     def device(self) -> torch.device:
@@ -113,33 +128,28 @@ class CollectiveEngine(Engine):
         serves = self._backends.get(device.type, "gloo") != "gloo"
         return device if serves and device.type != "cpu" else torch.device("cpu")
 
-    def _store(self, what: str) -> c10d.Store:
-        """The part of the group's store for one purpose of this engine."""
-        ranks = "_".join(map(str, self._ranks))
-        store = c10d._get_process_group_store(self._whole)
-        return c10d.PrefixStore(f"tile_kernels_ep/{ranks}/{self._number}/{what}", store)
-
     def _channel(self, device: torch.device) -> Any:
         """What sends memory of a device; made if there is none. Collective."""
+        made, timeout = self._made, timedelta(seconds=self.timeout)
         if device.type == "cpu":
-            if self._host is None:
-                self._host = dist.ProcessGroupGloo(
-                    self._store("hosts"), self.index, self.size, timedelta(seconds=self.timeout)
-                )
-            return self._host
-        if self._on_device is None:
-            # `new_group` would split a communicator of all ranks, for which all must be alive.
+            if made.host is None:
+                store = made.store(self._whole, self._ranks, "hosts")
+                made.host = dist.ProcessGroupGloo(store, self.index, self.size, timeout)
+            return made.host
+        if self.size == self._whole.size():
+            return self._whole
+        if made.device is None:
+            # `new_group` may split a communicator of all ranks, for which all must be alive.
             if self._backends[device.type] != "nccl":
-                raise RuntimeError(
-                    f"collective: some ranks of a group with backend {self._backends[device.type]} "
-                    "cannot communicate without the others"
+                raise ValueError(
+                    f"collective: some ranks of a group of {self._backends[device.type]} cannot "
+                    f"exchange memory of a {device.type} device without the others"
                 )
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=self.timeout)
-            self._on_device = dist.ProcessGroupNCCL(
-                self._store("devices"), self.index, self.size, options
-            )
-        return self._on_device
+            options._timeout = timeout
+            store = made.store(self._whole, self._ranks, "devices")
+            made.device = dist.ProcessGroupNCCL(store, self.index, self.size, options)
+        return made.device
 
     def exchange(
         self, rows: Tensor, send_counts: Counts, recv_counts: Counts, phase: str = "an exchange"
@@ -186,11 +196,13 @@ class CollectiveEngine(Engine):
         Ranks that give up write a key to the store of the group. Those that have not done so after
         the grace period are the missing ones.
         """
-        me = self.index
+        me, made = self.index, self._made
         missing = [rank for rank in range(self.size) if rank != me]
+        with _lock:  # a later buffer makes its own
+            _connections[self._whole][self._ranks] = _Connections(made.number + 1)
+            made.num_failures += 1
         try:
-            self._num_failures += 1
-            store = self._store(f"failure_{self._num_failures}")
+            store = made.store(self._whole, self._ranks, f"failure_{made.num_failures}")
             store.set(str(me), phase)
             end = time.monotonic() + _GRACE_SECONDS
             while missing and time.monotonic() < end:
