@@ -80,19 +80,20 @@ def counted_hop(groups: Tensor, num_peers: int) -> tuple[Hop, Tensor]:
     Returns the hop without counts, and the counts `[num_peers]`; the host does not wait for them.
     """
     largest, masters, peers, sent = _sent(groups, num_peers)
-    counts = sent.sum(0)
+    counts = sent.sum(1)
     first = (counts.cumsum(0) - counts).index_select(0, peers.flatten()).view_as(peers)
-    index = (sent.cumsum(0) - 1).gather(1, peers)
+    index = (sent.cumsum(1) - 1).T.gather(1, peers)
     items = torch.where(masters, first + index, -1)
     owners = items.gather(1, largest).masked_fill_(groups < 0, -1)
     return Hop(groups, masters, items.int(), owners, []), counts[:num_peers]
 
 
 def _sent(groups: Tensor, num_peers: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`master_slots`, the peer at those (`num_peers` elsewhere), and 1 for each row and peer."""
+    """`master_slots`, the peer at those (`num_peers` elsewhere), and 1 for each peer and row."""
     largest, masters = master_slots(groups)
     peers = torch.where(masters, groups, num_peers)
-    sent = groups.new_zeros((groups.shape[0], num_peers + 1)).scatter_(1, peers, 1)
+    # By peer, as a sum along contiguous rows is much faster on a GPU.
+    sent = groups.new_zeros((num_peers + 1, groups.shape[0])).scatter_(0, peers.T, 1)
     return largest, masters, peers, sent
 
 
@@ -110,7 +111,7 @@ def plan_static_hop(groups: Tensor, num_peers: int, capacity: int) -> Hop:
     `p * capacity + n`.
     """
     largest, masters, peers, sent = _sent(groups, num_peers)
-    index = (sent.cumsum(0) - 1).gather(1, peers)
+    index = (sent.cumsum(1) - 1).T.gather(1, peers)
     items = torch.where(masters, groups * capacity + index, -1)
     owners = items.gather(1, largest).masked_fill_(groups < 0, -1)
     counts = [capacity] * num_peers
