@@ -182,7 +182,7 @@ def symm_layout(
     window.announced()  # collects what is free
     back = begun(direct.combine_transfer(fabric, plan, y, 0, parts))
     back_peers = torch.tensor(back.table(), device=DEVICE).view(3, -1)
-    ranks, slots = direct._return_slots(plan, traffic, buffer.rank_idx)
+    ranks, slots = direct.return_slots(plan, traffic, buffer.rank_idx)
     one = slots[:, None]
     values = y[: len(one)]
 

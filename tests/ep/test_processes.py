@@ -16,8 +16,15 @@ import torch.distributed as dist
 
 from tests.ep.helpers import Case, check_rank, make_buffer
 from tests.ep.processes import run_processes
-from tile_kernels.ep import ElasticBuffer, get_logical_domain_size, get_physical_domain_size
+from tile_kernels.ep import (
+    ElasticBuffer,
+    exchange,
+    get_logical_domain_size,
+    get_physical_domain_size,
+    transport,
+)
 from tile_kernels.ep.engines import chosen_engine, make_engine
+from tile_kernels.ep.engines.collective import CollectiveEngine
 from tile_kernels.ep.engines.mmap import CHUNK
 from tile_kernels.testing.numeric import assert_equal
 
@@ -218,6 +225,51 @@ def beside_other_calls(group: dist.ProcessGroup) -> None:
 
 def test_a_buffer_beside_other_calls_of_its_group() -> None:
     run_processes(2, beside_other_calls)
+
+
+def prepare_meanwhile(group: dist.ProcessGroup) -> list[list[str]]:
+    """What rank 0 does of a call while rank 1 has not made it yet."""
+    case = Case(tokens=(5, 3), expand=True)
+    buffer = make_buffer(group, case)
+    me, log, found = buffer.rank_idx, [], []
+    start = CollectiveEngine.start
+
+    def logged(self: CollectiveEngine, *args: Any) -> Any:
+        end = start(self, *args)
+        log.append(f"starts {args[3]}")
+        return lambda: (log.append(f"awaits {args[3]}"), end())[1]
+
+    def named(name: str, function: Any) -> Any:
+        return lambda *args, **kwargs: (log.append(name), function(*args, **kwargs))[1]
+
+    CollectiveEngine.start = logged  # type: ignore[method-assign]
+    transport.pack = named("packs", transport.pack)
+    exchange.pack = named("packs", exchange.pack)
+    transport.staged_sum = exchange.staged_sum = named("adds", transport.staged_sum)
+
+    def call(function: Any) -> Any:
+        log.clear()
+        result = function()
+        found.append(list(log))
+        return result
+
+    x, chosen = case.payloads[me][0], case.topk_idx[me]
+    rows, _, _, handle, _ = call(lambda: buffer.dispatch(x, chosen, num_experts=4, do_expand=True))
+    call(lambda: buffer.dispatch(x, handle=handle))
+    call(lambda: buffer.combine(rows, handle))
+    return found
+
+
+def test_ranks_prepare_while_they_agree() -> None:
+    for new, again, combine in run_processes(2, prepare_meanwhile):
+        call = "ElasticBuffer.dispatch"
+        descriptors, sent = f"{call} (exchange of descriptors)", f"{call} (rows)"
+        steps = [f"starts {descriptors}", "packs", f"awaits {descriptors}", f"starts {sent}"]
+        assert new == again == [*steps, f"awaits {sent}"]
+        call = "ElasticBuffer.combine"
+        descriptors, sent = f"{call} (exchange of descriptors)", f"{call} (rows)"
+        steps = [f"starts {descriptors}", "adds", "packs", f"awaits {descriptors}"]
+        assert combine == [*steps, f"starts {sent}", f"awaits {sent}", "adds"]
 
 
 def two_worlds(group: dist.ProcessGroup, folder: str) -> None:

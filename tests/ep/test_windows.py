@@ -18,6 +18,7 @@ from tile_kernels import moe
 from tile_kernels.ep import (
     ElasticBuffer,
     LocalGroup,
+    agreement,
     base,
     direct,
     exchange,
@@ -25,6 +26,7 @@ from tile_kernels.ep import (
     run_ranks,
     transport,
 )
+from tile_kernels.ep.engines.local import LocalEngine
 from tile_kernels.ep.engines.window import ALIGNMENT
 from tile_kernels.ep.peers import op, reference
 from tile_kernels.ep.peers.plan import put_plan, sum_plan
@@ -261,6 +263,25 @@ def test_a_thousand_steps_leave_nothing_behind(
         assert len(window.take_marks()) == 0
 
 
+@pytest.mark.parametrize("room", [5, 6])
+def test_counts_travel_with_descriptors(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two ranks and four experts, if there is room for six numbers."""
+    use_windows(monkeypatch)
+    monkeypatch.setattr(agreement, "_MAX_NUMBERS", room)
+    phases: list[str] = []
+    gather = LocalEngine.exchange
+
+    def logged(self: LocalEngine, *args: Any) -> torch.Tensor:
+        phases.append(args[3])
+        return gather(self, *args)
+
+    case = Case(tokens=(5, 3), expand=True)
+    run_ranks(2, lambda group: check_rank(group, case))
+    monkeypatch.setattr(LocalEngine, "exchange", logged)
+    run_ranks(2, lambda group: check_rank(group, case))
+    assert ("ElasticBuffer.dispatch (counts)" in phases) == (room == 5)
+
+
 @pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])
 def test_the_host_waits_once_for_a_new_routing(
     expand: bool, monkeypatch: pytest.MonkeyPatch
@@ -290,8 +311,9 @@ def test_the_host_waits_once_for_a_new_routing(
         monkeypatch.setattr(module, "moe", kernels)
     for module in (transport, rows):
         monkeypatch.setattr(module, "on_host", lambda _: False)
-    monkeypatch.setattr(base, "agree", hidden(base.agree))
-    for name in ("exchange_traffic", "on_device", "put_rows", "put_sums"):
+    propose = hidden(base.propose)
+    monkeypatch.setattr(base, "propose", lambda *args: hidden(propose(*args)))
+    for name in ("gather_numbers", "on_device", "put_rows", "put_sums"):
         monkeypatch.setattr(direct, name, hidden(getattr(direct, name)))
     buffer = ElasticBuffer(LocalGroup(), num_max_tokens_per_rank=6, hidden=32)
     (x, chosen), weights = tokens(0), torch.rand(6, 2)

@@ -21,6 +21,7 @@ Descriptor = dict[str, Any]
 
 _DESCRIPTOR_BYTES = 2048
 _TAIL = 3  # numbers at its end: the count for the receiver, the free part of the window
+_MAX_NUMBERS = 512  # int32 in between, for engines with a window
 _MAX_ERROR_CHARS = 900
 _ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
@@ -29,11 +30,13 @@ class Agreed(NamedTuple):
     """What the other ranks announced: by rank, 0 for those that are not active.
 
     `counts` are the rows that each will send to this one, `windows` the start and the size of the
-    free part of its window.
+    free part of its window. `numbers` are those that each told all others; none if they are too
+    many for a descriptor.
     """
 
     counts: list[int]
     windows: list[tuple[int, int]]
+    numbers: list[list[int]]
 
 
 def checked(check: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
@@ -65,10 +68,23 @@ def agree(
     error: Exception | None,
     counts: Sequence[int] | None = None,
 ) -> Agreed:
-    """Exchange descriptors; raise the error of any rank on every rank.
+    """`propose`, and wait for the others."""
+    return propose(engine, call, settings, error, counts)()
+
+
+def propose(
+    engine: Engine,
+    call: str,
+    settings: Mapping[str, str | int | None],
+    error: Exception | None,
+    counts: Sequence[int] | None = None,
+    numbers: Sequence[int] = (),
+) -> Callable[[], Agreed]:
+    """Send descriptors; the result waits for the others, and raises an error of any rank on all.
 
     `settings` must be equal everywhere. `counts` are the rows that this rank will send to each
-    other (0 for one that is not active; by default 0 for all).
+    other (0 for one that is not active; by default 0 for all). `numbers` are for all ranks, and
+    equally many on each.
     """
     if error is None:
         own: Descriptor = {"call": call, "error": None, "settings": dict(settings)}
@@ -76,25 +92,39 @@ def agree(
         text = str(error).encode("ascii", "replace")[:_MAX_ERROR_CHARS].decode()
         own = {"call": call, "error": [type(error).__name__, text], "settings": {}}
     encoded = json.dumps(own).encode()
-    head = torch.frombuffer(
-        bytearray(encoded.ljust(_DESCRIPTOR_BYTES - 8 * _TAIL)), dtype=torch.uint8
-    )
+    head_bytes = _DESCRIPTOR_BYTES - 8 * _TAIL
+    head = torch.frombuffer(bytearray(encoded.ljust(head_bytes)), dtype=torch.uint8)
     active = list(engine.active)
     counts = counts or [0] * engine.size
-    start, room = (0, 0) if engine.window is None else engine.window.announced()
-    tail = torch.tensor([[counts[rank], start, room] for rank in active]).view(torch.uint8)
-    rows = torch.cat([head.expand(len(active), -1), tail], dim=1)
+    room = 0 if engine.window is None else _MAX_NUMBERS
+    numbers = numbers if len(numbers) <= room else ()
+    middle = torch.zeros(room, dtype=torch.int32)
+    middle[: len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
+    window = (0, 0) if engine.window is None else engine.window.announced()
+    tail = torch.tensor([[counts[rank], *window] for rank in active]).view(torch.uint8)
+    for_all = torch.cat([head, middle.view(torch.uint8)]).expand(len(active), -1)
+    rows = torch.cat([for_all, tail], dim=1)
     ones = engine.ones()
-    received = engine.exchange(rows, ones, ones, f"{call} (exchange of descriptors)")
-    heads = received[:, : -8 * _TAIL]
-    if error is not None or not torch.equal(heads, rows[:, : -8 * _TAIL]):
-        descriptors = {rank: json.loads(bytes(row.tolist())) for rank, row in zip(active, heads)}
-        _raise_errors(call, descriptors, error)
-        _raise_differences(descriptors)
-    agreed = Agreed([0] * engine.size, [(0, 0)] * engine.size)
-    numbers = received[:, -8 * _TAIL :].clone().view(torch.int64).tolist()
-    for rank, (count, start, room) in zip(active, numbers):
-        agreed.counts[rank], agreed.windows[rank] = count, (start, room)
+    end = engine.start(rows, ones, ones, f"{call} (exchange of descriptors)")
+
+    def agreed() -> Agreed:
+        received = end()
+        heads = received[:, :head_bytes]
+        if error is not None or not torch.equal(heads, rows[:, :head_bytes]):
+            descriptors = {
+                rank: json.loads(bytes(row.tolist())) for rank, row in zip(active, heads)
+            }
+            _raise_errors(call, descriptors, error)
+            _raise_differences(descriptors)
+        found = Agreed([0] * engine.size, [(0, 0)] * engine.size, [])
+        tails = received[:, -8 * _TAIL :].clone().view(torch.int64).tolist()
+        for rank, (count, start, size) in zip(active, tails):
+            found.counts[rank], found.windows[rank] = count, (start, size)
+        if numbers:
+            middles = received[:, head_bytes : -8 * _TAIL].clone().view(torch.int32)
+            found.numbers.extend(middles[:, : len(numbers)].tolist())
+        return found
+
     return agreed
 
 

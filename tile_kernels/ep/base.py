@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tile_kernels.ep.agreement import Agreed, Settings, agree, checked
+from tile_kernels.ep.agreement import Agreed, Settings, checked, propose
 from tile_kernels.ep.events import EventHandle, Finish, comm_stream, on_comm_stream
 from tile_kernels.ep.transport import Fabric
 
@@ -113,19 +113,28 @@ class BufferBase:
         if self._destroyed:
             raise RuntimeError(f"{call}: the buffer was destroyed")
 
-    def _agree(
+    def _agree(self, call: str, settings: Settings, error: Exception | None) -> Agreed:
+        """The agreement check."""
+        return self._propose(call, settings, error)()
+
+    def _propose(
         self,
         call: str,
         settings: Settings,
         error: Exception | None,
         counts: Sequence[int] | None = None,
+        numbers: Sequence[int] = (),
         needs_counts: bool = True,
-    ) -> Agreed:
-        """The agreement check; without `needs_counts`, only on a buffer with `check_ranks`."""
+    ) -> Callable[[], Agreed]:
+        """The agreement check, for whose end the result waits.
+
+        Without `needs_counts`, ranks only agree on a buffer with `check_ranks`.
+        """
         self._check_alive(call)
         if needs_counts or self._check_ranks:
             numbered = {"buffer": f"number {self._serial} of the group", **settings}
-            return agree(self._fabric.world, call, numbered, error, counts)
+            return propose(self._fabric.world, call, numbered, error, counts, numbers)
         if error is not None:
             raise type(error)(f"{call}: rank {self.rank_idx}: {error}") from error
-        return Agreed(list(counts or [0] * self.num_ranks), [])
+        alone = Agreed(list(counts or [0] * self.num_ranks), [], [])
+        return lambda: alone

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tile_kernels.ep import compiled, exchange, model
-from tile_kernels.ep.agreement import agree, checked, unreachable
+from tile_kernels.ep.agreement import Agreed, agree, checked, unreachable
 from tile_kernels.ep.arguments import CombineArguments, DispatchArguments, with_flags
 from tile_kernels.ep.autograd import CombineFn, DispatchFn
 from tile_kernels.ep.domains import topology_of
@@ -296,21 +297,29 @@ class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
         is_static = self.can_avoid_host_waits and arguments.do_cpu_sync is False
         needs_counts = arguments.handle is None and not is_static
         hop = None if request is None else request.route.hop
-        agreed = self._agree(
+        proposed = self._propose(
             "ElasticBuffer.dispatch",
             {} if request is None else request.settings,
             error,
             None if hop is None else self._fabric.counts_by_rank(hop),
+            [] if request is None or hop is None else [*hop.send_counts, *request.route.choices],
             needs_counts,
         )
         if request is None:
+            proposed()
             raise unreachable()
-        if hop is not None:
-            self._num_dispatches += 1
-            if not hop.is_static:
-                hop.recv_counts = self._fabric.counts_on_first_hop(agreed.counts)
-        request = replace(request, windows=agreed.windows)
-        serial, device = self._num_dispatches, request.payloads[0].device
+
+        @cache
+        def agreed() -> Agreed:
+            found = proposed()
+            if hop is not None:
+                self._num_dispatches += 1
+                if not hop.is_static:
+                    hop.recv_counts = self._fabric.counts_on_first_hop(found.counts)
+            return found
+
+        request = replace(request, agreed=agreed)
+        serial, device = self._num_dispatches + 1, request.payloads[0].device
         with self._on_comm_stream(device, arguments.previous_event) as finish:
             before_epilogue = _wait_of(arguments.previous_event_before_epilogue)
 
@@ -390,10 +399,11 @@ class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
         arguments = replace(arguments, handle=compiled.resolved(arguments.handle))
         request, error = checked(lambda: combine_request(self._fabric, arguments, self._limits))
         settings = {} if request is None else request.settings
-        agreed = self._agree("ElasticBuffer.combine", settings, error, needs_counts=False)
+        agreed = self._propose("ElasticBuffer.combine", settings, error, needs_counts=False)
         if request is None:
+            agreed()
             raise unreachable()
-        request = replace(request, windows=agreed.windows)
+        request = replace(request, agreed=cache(agreed))
         with self._on_comm_stream(request.x.device, arguments.previous_event) as finish:
             before_epilogue = _wait_of(arguments.previous_event_before_epilogue)
 

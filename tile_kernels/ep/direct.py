@@ -93,12 +93,16 @@ class Transfer:
         )
 
 
-def exchange_traffic(fabric: Fabric, hop: Hop, choices: Sequence[int]) -> Traffic:
-    """What all ranks send, from what each of them counted. Collective, on the host."""
-    numbers = torch.tensor([*hop.send_counts, *choices], dtype=torch.int64)
-    gathered = fabric.world.gather(numbers.view(torch.uint8), _COUNTS).view(torch.int64).tolist()
-    size = fabric.world.size
-    return Traffic([row[:size] for row in gathered], [row[size:] for row in gathered])
+def gather_numbers(fabric: Fabric, numbers: Sequence[int]) -> list[list[int]]:
+    """Numbers of all ranks, equally many from each. Collective, on the host."""
+    row = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
+    return fabric.world.gather(row, _COUNTS).view(torch.int64).tolist()
+
+
+def traffic_of(numbers: Sequence[Sequence[int]]) -> Traffic:
+    """What all ranks send, from what each of them counted: rows by rank, choices by expert."""
+    size = len(numbers)
+    return Traffic([list(row[:size]) for row in numbers], [list(row[size:]) for row in numbers])
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -275,7 +279,7 @@ def combine_transfer(
     return transfer if transfer.fits() else None
 
 
-def _return_slots(plan: Plan, traffic: Traffic, rank: int) -> tuple[Tensor, Tensor]:
+def return_slots(plan: Plan, traffic: Traffic, rank: int) -> tuple[Tensor, Tensor]:
     """For each received row the rank that sent it, and its number among the rows that one sent."""
     if plan.returns is None:
         device = plan.sources.device
@@ -305,7 +309,7 @@ def return_rows(
     traffic = plan.traffic
     if traffic is None:
         raise RuntimeError("rows are returned along the traffic of a plan")
-    ranks, slots = _return_slots(plan, traffic, fabric.rank)
+    ranks, slots = return_slots(plan, traffic, fabric.rank)
     peers = on_device(transfer.table(), x.device).view(3, -1)
     words = None if weights is None else weights.contiguous().view(torch.int32)
     transfer.begin(_COMBINE)

@@ -63,12 +63,12 @@ def dispatch(
         first = fabric.rank * route.num_max_tokens_per_rank
         sources = torch.arange(first, first + num_tokens, device=parts[0].device)
         plan, rows = dispatch_new(
-            fabric, route.hop, parts, sources, route.topk_idx, route.num_experts
+            fabric, route.hop, parts, sources, route.topk_idx, route.num_experts, request.agreed
         )
         before_epilogue()
         handle = _handle(fabric, request, plan, serial)
     else:
-        rows = dispatch_planned(fabric, handle.routing.plan, pack(parts))
+        rows = dispatch_planned(fabric, handle.routing.plan, pack(parts), request.agreed)
         before_epilogue()
     arrived = unpack(rows, fields)
     weights = arrived.pop() if arguments.topk_weights is not None else None
@@ -81,12 +81,18 @@ def _direct(
     """The dispatch through windows, if there are some with enough room."""
     route, arguments = request.route, request.arguments
     handle, hop, weights = route.handle, route.hop, arguments.topk_weights
-    if fabric.window is None or not request.windows:
+    if fabric.window is None:
+        return None
+    agreed = request.agreed()
+    if not agreed.windows:
         return None
     if handle is not None:
         hop, traffic = handle.routing.plan.hops[0], handle.routing.plan.traffic
     elif hop is not None and not hop.is_static:
-        traffic = direct.exchange_traffic(fabric, hop, route.choices)
+        numbers = agreed.numbers or direct.gather_numbers(
+            fabric, [*hop.send_counts, *route.choices]
+        )
+        traffic = direct.traffic_of(numbers)
     else:
         return None
     if traffic is None or hop is None:
@@ -101,8 +107,7 @@ def _direct(
     else:
         words = None if weights is None else weights.contiguous().view(torch.int32)
     num_words = 0 if words is None else words.shape[1]
-    windows = request.windows
-    transfer = direct.dispatch_transfer(fabric, layout, request.payloads, num_words, windows)
+    transfer = direct.dispatch_transfer(fabric, layout, request.payloads, num_words, agreed.windows)
     if transfer is None:
         return None
     payloads, words = direct.send_rows(transfer, layout, request.payloads, words)
@@ -284,6 +289,7 @@ def combine(
     routing = handle.routing
     plan, topk_to_pos = routing.plan, routing.topk_to_pos
     if topk_to_pos is not None and not request.reduce_first:
+        request.agreed()
         return combine_unreduced(fabric, plan, x, None, topk_to_pos, request.bias, before_epilogue)
     if topk_to_pos is None:
         x = _padded(x, plan.num_arrived)
@@ -292,12 +298,17 @@ def combine(
         row_weights = torch.cat([weights, weights.new_zeros(1)])
         weights = row_weights[topk_to_pos.long()]  # -1, no row: the last, which is zero
     if not request.reduce_first:
+        request.agreed()
         return combine_unreduced(fabric, plan, x, weights, None, request.bias, before_epilogue)
-    num_weights = 0 if weights is None else weights.shape[1]
-    transfer = direct.combine_transfer(fabric, plan, x, num_weights, request.windows)
-    if transfer is not None:
-        values, back = direct.return_rows(fabric, plan, transfer, x, weights, topk_to_pos)
-        before_epilogue()
-        return staged_sum(values, plan.hops[0].items, request.bias), back
+    if fabric.window is not None and plan.traffic is not None:
+        direct.return_slots(plan, plan.traffic, fabric.rank)
+        num_weights, windows = 0 if weights is None else weights.shape[1], request.agreed().windows
+        transfer = direct.combine_transfer(fabric, plan, x, num_weights, windows)
+        if transfer is not None:
+            values, back = direct.return_rows(fabric, plan, transfer, x, weights, topk_to_pos)
+            before_epilogue()
+            return staged_sum(values, plan.hops[0].items, request.bias), back
     values = x if topk_to_pos is None else staged_sum(x, topk_to_pos)
-    return combine_staged(fabric, plan, values, weights, request.bias, before_epilogue)
+    return combine_staged(
+        fabric, plan, values, weights, request.agreed, request.bias, before_epilogue
+    )

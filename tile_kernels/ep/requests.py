@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tile_kernels.ep.agreement import Settings
+from tile_kernels.ep.agreement import Agreed, Settings
 from tile_kernels.ep.arguments import (
     COMMON_FLAGS,
     DISPATCH_FLAGS,
@@ -60,6 +60,11 @@ class Route:
     choices: Sequence[int] = ()
 
 
+def not_agreed() -> Agreed:
+    """Of a request that was not proposed to the other ranks yet."""
+    raise RuntimeError("the ranks have not agreed on this request")
+
+
 @dataclass(frozen=True)
 class DispatchRequest:
     """A dispatch whose arguments are valid on this rank."""
@@ -68,7 +73,7 @@ class DispatchRequest:
     payloads: list[Tensor]
     route: Route
     settings: Settings
-    windows: Sequence[tuple[int, int]] = ()  # what the ranks announced of their windows
+    agreed: Callable[[], Agreed] = not_agreed  # waits for the other ranks; before data is sent
 
     @property
     def needs_grad(self) -> bool:
@@ -87,7 +92,7 @@ class CombineRequest:
     reduce_first: bool
     needs_grad: bool
     settings: Settings
-    windows: Sequence[tuple[int, int]] = ()
+    agreed: Callable[[], Agreed] = not_agreed
 
 
 def _grad_names(named: Sequence[tuple[str, Tensor | None]]) -> str:

@@ -104,16 +104,18 @@ def dispatch_new(
     sources: Tensor,
     topk_idx: Tensor,
     num_experts: int,
+    agreed: Callable[[], object],
 ) -> tuple[Plan, Tensor]:
     """Send `payloads` `[T, width]` along a new routing and build its plan.
 
-    `hop` is the first, its counts agreed. Each row carries its source and its expert ids for the
-    ranks that forward and receive it; each plus one, so that 0 means none. Returns the plan and the
-    packed rows that arrived, in the order of their sources.
+    `hop` is the first, whose counts `agreed` completes before data is sent. Each row carries its
+    source and its expert ids for the ranks that forward and receive it; each plus one, so that 0
+    means none. Returns the plan and the packed rows that arrived, in the order of their sources.
     """
     start = sum(field_of(each).num_bytes for each in payloads)
     fields = [Field(torch.int64, 1), Field(torch.int64, topk_idx.shape[1])]
-    rows = _send(fabric.hops[0], hop, pack([*payloads, sources[:, None] + 1, topk_idx + 1]))
+    rows = pack([*payloads, sources[:, None] + 1, topk_idx + 1])
+    rows = _send(fabric.hops[0], hop, rows, agreed)
     hops, order = [hop], None
     if not hop.is_static:  # the host reads the rows, so they must have arrived
         fabric.world.settle()
@@ -156,20 +158,23 @@ def _forwarding_hop(fabric: Fabric, topk_idx: Tensor, num_experts: int, is_stati
     return hop
 
 
-def _send(engine: Engine, hop: Hop, rows: Tensor) -> Tensor:
+def no_wait() -> None:
+    """The default for something to wait for: nothing."""
+
+
+def _send(engine: Engine, hop: Hop, rows: Tensor, agreed: Callable[[], object] = no_wait) -> Tensor:
     items = scatter_rows(rows, hop.items, sum(hop.send_counts))
+    agreed()
     return engine.exchange(items, hop.send_counts, hop.recv_counts, _DISPATCH)
 
 
-def dispatch_planned(fabric: Fabric, plan: Plan, rows: Tensor) -> Tensor:
+def dispatch_planned(
+    fabric: Fabric, plan: Plan, rows: Tensor, agreed: Callable[[], object]
+) -> Tensor:
     """Send `rows` `[T, bytes]` along a known plan; `[N, bytes]` in the order of the sources."""
     for engine, hop in zip(fabric.hops, plan.hops):
-        rows = _send(engine, hop, rows)
+        rows = _send(engine, hop, rows, agreed if hop is plan.hops[0] else no_wait)
     return rows if plan.order is None else reordered(rows, plan.order)
-
-
-def no_wait() -> None:
-    """The default for a wait between the transfer and the last sum: none."""
 
 
 # ---- combine ------------------------------------------------------------------------------------
@@ -234,12 +239,14 @@ def combine_staged(
     plan: Plan,
     values: Tensor,
     weights: Tensor | None,
+    agreed: Callable[[], object],
     bias: Sequence[Tensor] = (),
     before_sum: Callable[[], None] = no_wait,
 ) -> tuple[Tensor, Tensor | None]:
     """Return one value `[N, H]` for each received row, reduced at the end of each hop.
 
-    `weights` `[N, K]` are sent with them. Returns `[T, H]` and `[T, K]`.
+    `weights` `[N, K]` are sent with them, once the ranks have `agreed`. Returns `[T, H]` and
+    `[T, K]`.
     """
     values = _arrival_order(plan, values)
     weights = None if weights is None else _arrival_order(plan, weights)
@@ -247,7 +254,9 @@ def combine_staged(
         hop = plan.hops[depth]
         parts = [values] if weights is None else [values, weights]
         fields = [Field(each.dtype, each.shape[1]) for each in parts]
-        rows = fabric.hops[depth].exchange(pack(parts), hop.recv_counts, hop.send_counts, _COMBINE)
+        rows = pack(parts)
+        agreed()
+        rows = fabric.hops[depth].exchange(rows, hop.recv_counts, hop.send_counts, _COMBINE)
         values, *rest = unpack(rows, fields)
         if depth == 0:
             before_sum()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,18 +40,29 @@ class ActiveEngine(Engine):
         self, rows: Tensor, send_counts: Counts, recv_counts: Counts, phase: str = "an exchange"
     ) -> Tensor:
         """Send rows to each active peer and receive theirs."""
+        return self.start(rows, send_counts, recv_counts, phase)()
+
+    def start(
+        self, rows: Tensor, send_counts: Counts, recv_counts: Counts, phase: str = "an exchange"
+    ) -> Callable[[], Tensor]:
+        """Start to send rows to each active peer."""
         sent = [send_counts[rank] for rank in self._ranks]
         received = [recv_counts[rank] for rank in self._ranks]
         if sum(sent) != sum(send_counts):
             parts = rows.split(list(send_counts))
             rows = torch.cat([parts[rank] for rank in self._ranks])
-        found = self.part.exchange(rows, sent, received, phase)
-        if sum(received) == sum(recv_counts):
-            return found
-        all_parts = [found.new_zeros((count, found.shape[1])) for count in recv_counts]
-        for rank, part in zip(self._ranks, found.split(received)):
-            all_parts[rank] = part
-        return torch.cat(all_parts)
+        end = self.part.start(rows, sent, received, phase)
+
+        def with_inactive() -> Tensor:
+            found = end()
+            if sum(received) == sum(recv_counts):
+                return found
+            all_parts = [found.new_zeros((count, found.shape[1])) for count in recv_counts]
+            for rank, part in zip(self._ranks, found.split(received)):
+                all_parts[rank] = part
+            return torch.cat(all_parts)
+
+        return with_inactive
 
     def split(self, indices: Sequence[int]) -> Engine:
         """The engine of some of the active ranks."""

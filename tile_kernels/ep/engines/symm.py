@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -274,6 +274,15 @@ class SymmEngine(RingEngine):
         received = self._through_rings(rows, send_counts, recv_counts, phase)
         work.end(stream, phase)
         return received
+
+    def start(
+        self, rows: Tensor, send_counts: Counts, recv_counts: Counts, phase: str = "an exchange"
+    ) -> Callable[[], Tensor]:
+        """Start an exchange; of host memory in the background."""
+        if rows.is_cuda:
+            return super().start(rows, send_counts, recv_counts, phase)
+        self._check_usable()
+        return self._control.start(rows, send_counts, recv_counts, phase)
 
     def _wait(self, word: Tensor, value: int, peer: int, phase: str) -> None:
         del peer, phase  # `settle` finds the missing rank
