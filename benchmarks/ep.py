@@ -8,7 +8,7 @@ for the kernels that write into the windows of the peers, and for the steps of t
 to the peer, copy out, unpack, expand). `share` is the bandwidth as a part of that of a copy in the
 same run. `tilings_us` are variants of the kernel. `call_us` is the time of whole calls of all ranks
 together; processes that share a GPU take turns on it, so that this says little about several GPUs.
-`overlap` are the kernels of one rank around a dispatch beside a matrix product.
+`python -m benchmarks.ep_overlap` measures communication beside computation.
 
 `gloo`: whole dispatches and combines of `ElasticBuffer`, and the same exchange written with
 `all_to_all_single`: `plain` sends a row for each choice of an expert, `dedup` one for each rank.
@@ -129,7 +129,7 @@ def symm_rank(group: Any) -> list[dict[str, Any]]:
         if buffer.rank_idx == 0:
             for row in rows[-2:]:
                 print(json.dumps(rounded(row)), flush=True)
-    return [*rows, {"what": "overlap", "kernels": overlap(buffer, x, topk_idx)}]
+    return rows
 
 
 def symm_layout(
@@ -272,42 +272,6 @@ def ring_steps(
     return {"dispatch": dispatch, "combine": combine}
 
 
-def overlap(buffer: ElasticBuffer, x: Tensor, topk_idx: Tensor) -> list[dict[str, Any]]:
-    """The kernels of this rank while it computes a product and dispatches."""
-    a = torch.randn(8192, 8192, device=DEVICE).bfloat16()
-
-    def step() -> None:
-        routed = buffer.capture()
-        for _ in range(4):
-            a @ a
-        event = buffer.dispatch(
-            x, topk_idx, num_experts=NUM_EXPERTS, previous_event=routed,
-            allocate_on_comm_stream=True, async_with_compute_stream=True,
-        )[-1]  # fmt: skip
-        event.current_stream_wait()
-
-    step()
-    torch.cuda.synchronize()
-    dist.barrier()
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        step()
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
-    kernels = [each for each in events if each.get("cat") == "kernel"]
-    first = min((each["ts"] for each in kernels), default=0)
-    return [
-        {
-            "name": each["name"][:60], "stream": each["args"]["stream"],
-            "start_us": round(each["ts"] - first, 1), "us": round(each["dur"], 1),
-        }
-        for each in sorted(kernels, key=lambda each: each["ts"]) if each["dur"] > 20
-    ]  # fmt: skip
-
-
 # ---- gloo ---------------------------------------------------------------------------------------
 
 
@@ -434,17 +398,17 @@ def gloo_tokens(group: Any, num_tokens: int) -> list[dict[str, Any]]:
 # ---- processes ----------------------------------------------------------------------------------
 
 
-def _process(rank: int, size: int, file: str, mode: str, pipe: Any) -> None:
+def _process(rank: int, size: int, file: str, body: Callable[[Any], Any], pipe: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
-    pipe.send((symm_rank if mode == "symm" else gloo_rank)(dist.group.WORLD))
+    pipe.send(body(dist.group.WORLD))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run(size: int, mode: str) -> list[dict[str, Any]]:
-    """What rank 0 of `size` processes measures."""
+def run(size: int, body: Callable[[Any], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What rank 0 of `size` processes measures, each with `body(group)`."""
     context = multiprocessing.get_context("fork")  # nothing is imported again
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -452,7 +416,7 @@ def run(size: int, mode: str) -> list[dict[str, Any]]:
             ours, theirs = context.Pipe()
             file = str(Path(folder) / "meet")
             processes.append(
-                context.Process(target=_process, args=(rank, size, file, mode, theirs))
+                context.Process(target=_process, args=(rank, size, file, body, theirs))
             )
             processes[-1].start()
             theirs.close()
@@ -479,9 +443,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     arguments = parser.parse_args()
+    body = symm_rank if arguments.mode == "symm" else gloo_rank
     rows: list[Any] = []
     for size in arguments.ranks:
-        rows += [rounded(row) for row in run(size, arguments.mode)]
+        rows += [rounded(row) for row in run(size, body)]
         for row in rows if arguments.mode == "gloo" else []:
             print(json.dumps(row), flush=True)
         if arguments.json:

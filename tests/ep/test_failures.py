@@ -155,14 +155,14 @@ PHASES = [
 def die_in_a_phase(group: dist.ProcessGroup, phase: str) -> str | None:
     """Rank 1 is gone at the beginning of a phase, in two hops where that phase needs it."""
     if group.rank() == 1:
-        exchange = CollectiveEngine.exchange
+        start = CollectiveEngine.start
 
-        def last_words(self: CollectiveEngine, *arguments: Any) -> torch.Tensor:
+        def last_words(self: CollectiveEngine, *arguments: Any) -> Any:
             if arguments[3] == phase:
                 os._exit(1)
-            return exchange(self, *arguments)
+            return start(self, *arguments)
 
-        CollectiveEngine.exchange = last_words  # type: ignore[method-assign]
+        CollectiveEngine.start = last_words  # type: ignore[method-assign]
     x, chosen = torch.ones(2, 8), torch.tensor([[0, 1], [2, 3]])
 
     def use() -> None:
