@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
-import time
-import weakref
 from collections import deque
 from typing import Any
 
@@ -13,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tile_kernels.ep import EventHandle, EventOverlap
 from tile_kernels.ep.engines.ring import BUSY, FULL, SLOTS, Rings, Slab, slab_bytes
-from tile_kernels.ep.engines.symm import DONE, READY, SymmEngine, SymmWindow, _watch, _Work
+from tile_kernels.ep.engines.symm import DONE, READY, SymmEngine, SymmWindow, _Work
+from tile_kernels.ep.engines.watch import Watch
 
 CHUNK, WIDTH = 64, 24
 
@@ -92,7 +89,8 @@ def engines() -> tuple[Hosted, Stream]:
     words = {word.data_ptr(): word for slab in slabs for word in slab.flags.flatten()}
     stream = Stream(words)
     engine = Hosted(Control(), Rings(slabs, 0, CHUNK), range(2))  # type: ignore[arg-type]
-    engine._work = _Work(Driver(stream), Side(), None, 0.05)  # type: ignore[arg-type]
+    watch = Watch(engine, 0.05)
+    engine._work = _Work(Driver(stream), Side(), None, watch)  # type: ignore[arg-type]
     return engine, stream
 
 
@@ -102,12 +100,11 @@ def test_a_stream_that_waits_in_vain_is_let_go() -> None:
     rows = torch.zeros(12, WIDTH, dtype=torch.uint8)  # more than the slots hold
     engine._through_rings(rows, [2, 10], [2, 10], "a dispatch")
     assert not stream.run()
-    late = time.monotonic()
-    engine._work.in_flight.append((Event(stream), "a dispatch", late))  # type: ignore[arg-type]
+    engine._work.watch.add(Event(stream), "a dispatch")
     with pytest.raises(RuntimeError, match="rank 4 gave up in a dispatch: no answer from rank 6"):
         engine.settle()
     assert not stream.todo
-    assert not engine._work.in_flight
+    assert not engine._work.watch.unfinished()
     with pytest.raises(RuntimeError, match="symm: this buffer broke down before: rank 4 gave up"):
         engine.exchange(rows, [2, 10], [2, 10])
     with pytest.raises(RuntimeError, match="rank 4 gave up in a dispatch"):
@@ -135,10 +132,9 @@ def test_a_thread_finds_out_about_a_late_transfer() -> None:
     """Nobody waits on the host; the next call raises, and the thread ends."""
     engine, stream = engines()
     stream.todo.append(("wait", engine._rings.slabs[0].flags[1, READY].data_ptr(), 1))
-    end = time.monotonic() + 0.1
-    engine._work.in_flight.append((Event(stream), "a combine", end))  # type: ignore[arg-type]
-    thread = threading.Thread(target=_watch, args=(weakref.ref(engine),))
-    thread.start()
+    engine._work.watch.add(Event(stream), "a combine")
+    thread = engine._work.watch._thread
+    assert thread is not None
     thread.join(10)
     assert not thread.is_alive()
     assert not stream.todo
@@ -147,9 +143,11 @@ def test_a_thread_finds_out_about_a_late_transfer() -> None:
 
 
 def test_the_thread_ends_with_the_engine() -> None:
-    engine, _ = engines()
-    thread = threading.Thread(target=_watch, args=(weakref.ref(engine),))
-    thread.start()
+    engine, stream = engines()
+    engine._work.watch.timeout = 100
+    engine._work.watch.add(Event(stream), "a combine")
+    thread = engine._work.watch._thread
+    assert thread is not None
     del engine
     gc.collect()
     thread.join(10)
@@ -222,13 +220,3 @@ def test_words_of_one_pair_share_no_line_with_another() -> None:
     assert slab.flags.shape[1] > max(BUSY + SLOTS - 1, READY, DONE)
     assert min(READY, DONE) >= BUSY + SLOTS
     assert slab.areas.shape == (3, SLOTS, CHUNK)
-
-
-def test_an_event_settles_once() -> None:
-    """What the host must wait for comes after the stream, before the hook, and only once."""
-    seen: list[str] = []
-    event = EventOverlap(EventHandle(), settle=lambda: seen.append("settled"))
-    event.register_hook_after_wait(lambda: seen.append("hook"))
-    event.current_stream_wait()
-    event.current_stream_wait()
-    assert seen == ["settled", "hook"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.ep.helpers import Case, check_handle
 from tests.ep.processes import run_processes
 from tile_kernels.ep import ElasticBuffer, LocalGroup, reference, run_ranks
 from tile_kernels.ep.engines.collective import CollectiveEngine
+from tile_kernels.ep.engines.watch import Watch
 from tile_kernels.testing.numeric import assert_equal
 
 TIMEOUT = 3
@@ -187,6 +189,66 @@ def test_a_rank_may_die_in_any_phase(phase: str) -> None:
     assert results.pop(1) is None
     assert results[0].startswith(f"rank 0 gave up in {phase}: ")
     assert "rank 1" in results[0]
+
+
+class Never:
+    """An event on a stream that waits for a rank that never comes."""
+
+    def query(self) -> bool:
+        return False
+
+
+def wait_on_a_stream(group: dist.ProcessGroup) -> list[str]:
+    """Rank 1 is silent in a transfer of streams, which the hosts have enqueued."""
+    buffer = ElasticBuffer(group, num_max_tokens_per_rank=4, hidden=8, num_gpu_timeout_secs=1)
+    engine = buffer._fabric.world
+    if group.rank() == 1:
+        time.sleep(6)
+        return []
+    engine._watch = Watch(engine, engine.device_timeout)
+    engine._watch.add(Never(), "ElasticBuffer.combine (rows)")
+    messages = []
+    for call in (engine.settle, buffer.barrier):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_rank_that_streams_wait_for_is_named() -> None:
+    messages, _ = run_processes(2, wait_on_a_stream, may_die=(0, 1))
+    cause = (
+        "rank 0 gave up in ElasticBuffer.combine (rows): no answer from rank 1 (no data after 1 s)"
+    )
+    assert messages == [cause, f"collective: this buffer broke down before: {cause}"]
+
+
+def test_the_watching_thread_needs_nobody_to_ask(caplog: pytest.LogCaptureFixture) -> None:
+    """It names the phase in the log, and ends with its engine."""
+
+    class Owner:
+        def lost(self, phase: str, reason: str) -> RuntimeError:
+            return RuntimeError(f"{phase}: {reason}")
+
+        def give_up(self, watch: Watch, problem: str) -> None:
+            assert watch.unfinished()
+            assert problem == "a phase: no data after 0.1 s"
+
+    def threads() -> int:
+        return sum(each.name == "tile_kernels.ep" for each in threading.enumerate())
+
+    before, owner = threads(), Owner()
+    watches = [Watch(owner, 0.1), Watch(owner, 100)]
+    for watch in watches:
+        assert not watch.check()
+        watch.add(Never(), "a phase")
+    assert threads() == before + 2
+    time.sleep(0.5)
+    assert [watch.problem for watch in watches] == ["a phase: no data after 0.1 s", None]
+    assert [record.getMessage() for record in caplog.records] == ["a phase: no data after 0.1 s"]
+    del watch, watches
+    time.sleep(0.3)
+    assert threads() == before
 
 
 def come_too_late(group: dist.ProcessGroup) -> str:

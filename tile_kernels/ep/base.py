@@ -51,7 +51,7 @@ class BufferBase:
                 "ElasticBuffer.destroy: the buffer was made with explicitly_destroy=False"
             )
         if not self._destroyed:
-            self._fabric.world.settle()
+            self._fabric.settle()
             self._agree("ElasticBuffer.destroy", {}, None)
             self._destroyed = True
 
@@ -92,9 +92,7 @@ class BufferBase:
     def _on_comm_stream(
         self, device: torch.device, previous_event: EventHandle | None
     ) -> AbstractContextManager[Finish]:
-        world = self._fabric.world
-        settle = world.settle if self._check_ranks and not world.is_watched else None
-        return on_comm_stream(device, previous_event, settle, self._keep_tensors)
+        return on_comm_stream(device, previous_event, self._keep_tensors)
 
     def _configure(self, call: str, check: Callable[[], None], settings: Settings) -> None:
         """The agreement check of a call that needs all ranks to be active."""

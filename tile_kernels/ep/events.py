@@ -50,8 +50,6 @@ class EventOverlap:
     Args:
         event: The event; None if there is nothing to wait for.
         extra_tensors: Tensors that are kept alive until the wait.
-        settle: A function that waits on the host after the stream, and raises errors of other
-            ranks.
 
     Example:
         >>> done = EventOverlap(EventHandle())
@@ -66,11 +64,8 @@ class EventOverlap:
         self,
         event: EventHandle | None = None,
         extra_tensors: Iterable[Tensor] | None = None,
-        *,
-        settle: Callable[[], None] | None = None,
     ) -> None:
         self.event = event
-        self._settle = settle
         self.extra_tensors = None if extra_tensors is None else tuple(extra_tensors)
         self._hook: Callable[[], object] | None = None
         self._release = False
@@ -87,9 +82,6 @@ class EventOverlap:
                 "or the call was made without async_with_compute_stream)"
             )
         self.event.current_stream_wait()
-        settle, self._settle = self._settle, None
-        if settle is not None:
-            settle()
         hook, self._hook = self._hook, None
         if hook is not None:
             hook()
@@ -142,7 +134,6 @@ Finish = Callable[[Iterable["Tensor | None"], bool], EventOverlap]
 def on_comm_stream(
     device: torch.device,
     previous_event: EventHandle | None,
-    settle: Callable[[], None] | None = None,
     keep_tensors: bool = False,
 ) -> Iterator[Finish]:
     """Work inside runs on the communication stream of a CUDA device.
@@ -166,17 +157,15 @@ def on_comm_stream(
         def finish(tensors: Iterable[Tensor | None], is_async: bool) -> EventOverlap:
             used = [tensor for tensor in tensors if tensor is not None]
             if is_async and keep_tensors:
-                return EventOverlap(EventHandle(used), settle=settle)
+                return EventOverlap(EventHandle(used))
             for tensor in used:
                 tensor.record_stream(caller)
                 tensor.record_stream(own)
             event = EventHandle()
             if is_async:
-                return EventOverlap(event, settle=settle)
+                return EventOverlap(event)
             with torch.cuda.stream(caller):
                 event.current_stream_wait()
-            if settle is not None:
-                settle()
             return EventOverlap()
 
         yield finish

@@ -58,6 +58,11 @@ class Fabric:
         rail = world.split(topology.rail(rank))
         return cls(topology, rank, world, [rail, node])
 
+    def settle(self) -> None:
+        """Wait on the host until the exchanges so far are done."""
+        for engine in self.hops:
+            engine.settle()
+
     def peers_on_first_hop(self, topk_idx: Tensor, num_experts: int) -> tuple[Tensor, int]:
         """The rank, or the node, of each of the chosen experts `[T, K]`; and how many there are."""
         num_peers = self.hops[0].size
@@ -118,14 +123,14 @@ def dispatch_new(
     rows = _send(fabric.hops[0], hop, rows, agreed)
     hops, order = [hop], None
     if not hop.is_static:  # the host reads the rows, so they must have arrived
-        fabric.world.settle()
+        fabric.settle()
     if fabric.topology.is_hybrid:
         _, ids = unpack(rows, fields, start)
         second = _forwarding_hop(fabric, ids - 1, num_experts, hop.is_static)
         rows = _send(fabric.hops[1], second, rows)
         hops.append(second)
         if not hop.is_static:
-            fabric.world.settle()
+            fabric.settle()
     recv_sources, ids = unpack(rows, fields, start)
     recv_sources, ids = recv_sources.flatten() - 1, ids - 1
     if hop.is_static:

@@ -67,8 +67,9 @@ def chosen_engine(
     """The engine called `name` for the group of `engine`, as checked. Collective.
 
     `num_bytes` is how much memory of each rank `symm` lets the others write to, and
-    `device_timeout` how many seconds it waits for the exchanges of a stream.
+    `device_timeout` how many seconds the exchanges of a stream may take.
     """
+    engine.device_timeout = device_timeout
     if name in ("auto", engine.name):
         return engine
     from tile_kernels.ep.engines.collective import CollectiveEngine

@@ -33,12 +33,12 @@ class Engine(ABC):
     | `index`, `size` | the index of this rank in the group, and the number of ranks |
     | `rank_ids` | the rank of each index in the whole buffer, for errors |
     | `timeout` | seconds to wait for another rank before an error that names it |
+    | `device_timeout` | seconds that a transfer on a CUDA stream may take |
     """
 
     timeout: float = 300.0
+    device_timeout: float = 100.0
     window: Window | None = None  # memory that the ranks write directly
-    # Whether a thread of the engine finds out about lost ranks, so that the host need not wait.
-    is_watched: bool = False
     name: str
     index: int
     size: int

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from tile_kernels.ep.engines.base import Counts, Engine, Pending
+from tile_kernels.ep.engines.watch import Watch
 
 _GRACE_SECONDS = 2.0  # for ranks that gave up to report, before the others count as missing
 _POLL_SECONDS = 0.02
@@ -107,6 +108,7 @@ class CollectiveEngine(Engine):
         with _lock:
             made = _connections.setdefault(group, {})
             self._made = made.setdefault(self._ranks, _Connections())
+        self._watch: Watch | None = None  # of transfers on streams
 
     @property
     def device(self) -> torch.device:
@@ -161,6 +163,8 @@ class CollectiveEngine(Engine):
         self, rows: Tensor, send_counts: Counts, recv_counts: Counts, phase: str = "an exchange"
     ) -> Callable[[], Tensor]:
         """Start to send rows to each peer."""
+        if self._watch is not None and self._watch.problem is not None:
+            raise RuntimeError(f"collective: this buffer broke down before: {self._watch.problem}")
         shape = (sum(recv_counts), rows.shape[1])
         if rows.shape[1] == 0:  # the width is the same on all ranks: nothing to send
             empty = rows.new_empty(shape)
@@ -184,11 +188,30 @@ class CollectiveEngine(Engine):
                     work.wait(timedelta(seconds=2 * self.timeout + 1))
                 else:
                     work.wait()
+                    self._follow(device, phase)
             except RuntimeError as error:
                 raise self.lost(phase, str(error)) from error
             return received.to(rows.device)
 
         return end
+
+    def _follow(self, device: torch.device, phase: str) -> None:
+        """Watch what the current stream waits for."""
+        if torch.cuda.is_current_stream_capturing():  # the graph may be replayed at any time
+            return
+        if self._watch is None:
+            self._watch = Watch(self, self.device_timeout)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        self._watch.add(event, phase)
+
+    def settle(self) -> None:
+        """Wait on the host until the exchanges of streams are done."""
+        if self._watch is not None:
+            self._watch.settle()
+
+    def give_up(self, watch: Watch, problem: str) -> None:
+        """Nothing: NCCL itself ends what it does on the stream, after its own timeout."""
 
     def lost(self, phase: str, reason: str) -> RuntimeError:
         """The error to raise if other ranks do not answer, which names them.
@@ -247,7 +270,7 @@ class CollectiveEngine(Engine):
     def split(self, indices: Sequence[int]) -> CollectiveEngine:
         """The engine of some of the processes, which others need not make."""
         part = CollectiveEngine(self._whole, [self._ranks[index] for index in indices])
-        part.timeout = self.timeout
+        part.timeout, part.device_timeout = self.timeout, self.device_timeout
         return part
 
 

@@ -16,15 +16,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import logging
 import os
 import sys
-import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +29,7 @@ from torch import Tensor
 from tile_kernels.ep.engines.base import Counts
 from tile_kernels.ep.engines.collective import CollectiveEngine
 from tile_kernels.ep.engines.ring import BUSY, FULL, SLOTS, RingEngine, Rings, Slab, slab_bytes
+from tile_kernels.ep.engines.watch import Watch
 from tile_kernels.ep.engines.window import ALIGNMENT, Region, Window
 from tile_kernels.utils import align
 
@@ -43,8 +40,6 @@ _POLL_SECONDS = 100e-6
 _DEVICE_BYTES = 64
 _RING_SHARE = 4  # the ring has this part of the bytes of a window
 READY, DONE = 2 * SLOTS, 2 * SLOTS + 1  # flags of windows, after those of the ring
-_WATCH_SECONDS = 0.05
-_log = logging.getLogger(__name__)
 
 
 class _Driver:
@@ -88,18 +83,13 @@ def unavailable_reason() -> str | None:
 
 @dataclass
 class _Work:
-    """What an engine and its parts share.
-
-    `in_flight` are transfers, with their phases and the time after which they are late.
-    """
+    """What an engine and its parts share."""
 
     driver: _Driver
     side: torch.cuda.Stream  # for writes that must not wait behind an exchange
     memory: Any  # kept alive
-    timeout: float  # seconds that a transfer may take
+    watch: Watch
     last: torch.cuda.Event | None = None
-    in_flight: deque[tuple[torch.cuda.Event, str, float]] = field(default_factory=deque)
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, stream: torch.cuda.Stream) -> None:
         """One transfer at a time, on any stream."""
@@ -110,14 +100,7 @@ class _Work:
         """Adds a transfer to those in flight."""
         self.last = torch.cuda.Event()
         self.last.record(stream)
-        with self.lock:
-            self.in_flight.append((self.last, phase, time.monotonic() + self.timeout))
-            self.drop_finished(keep=1)
-
-    def drop_finished(self, keep: int = 0) -> None:
-        """Forgets transfers that are over."""
-        while len(self.in_flight) > keep and self.in_flight[0][0].query():
-            self.in_flight.popleft()
+        self.watch.add(self.last, phase)
 
 
 class SymmWindow(Window):
@@ -206,7 +189,6 @@ class SymmEngine(RingEngine):
     """One-sided exchange through symmetric memory."""
 
     name = "symm"
-    is_watched = True
     _work: _Work
 
     @classmethod
@@ -234,15 +216,12 @@ class SymmEngine(RingEngine):
         ]
         rings = Rings(slabs, control.index, chunk)
         engine = cls(control, rings, range(control.size))
-        work = _Work(_Driver(), torch.cuda.Stream(device), (memory, handle), timeout)
+        watch = Watch(engine, timeout)
+        work = _Work(_Driver(), torch.cuda.Stream(device), (memory, handle), watch)
         engine._work = work
         addresses = [part.data_ptr() + slab_size for part in parts]
         others = [(control.index + step) % control.size for step in range(1, control.size)]
         engine.window = SymmWindow(addresses, window_size, rings, work, others)
-        watch = threading.Thread(
-            target=_watch, args=(weakref.ref(engine),), name="tile_kernels.ep", daemon=True
-        )
-        watch.start()
         return engine
 
     @property
@@ -295,30 +274,18 @@ class SymmEngine(RingEngine):
 
     def settle(self) -> None:
         """Wait on the host until the exchanges so far are done."""
-        while self._is_busy():
-            time.sleep(_POLL_SECONDS)
-        if self._rings.broken is not None:
-            raise RuntimeError(self._rings.broken)
+        self._work.watch.settle()
 
-    def _is_busy(self) -> bool:
-        """Whether a transfer is in flight. If it is late, the buffer breaks down."""
-        work = self._work
-        with work.lock:
-            work.drop_finished()
-            if work.in_flight and time.monotonic() > work.in_flight[0][2]:
-                problem = self._control.lost(
-                    work.in_flight[0][1], f"no data after {work.timeout:g} s"
-                )
-                self._rings.broken = str(problem)
-                _log.error("%s", problem)
-                self._release()
-            return bool(work.in_flight)
+    def lost(self, phase: str, reason: str) -> RuntimeError:
+        """The error that names the ranks that do not answer."""
+        return self._control.lost(phase, reason)
 
-    def _release(self) -> None:
+    def give_up(self, watch: Watch, problem: str) -> None:
         """Let the streams of this rank continue; the data that they copy is invalid."""
+        self._rings.broken = problem
         own = self._rings.slabs[self._rings.index].flags
         stream = self._work.side.cuda_stream
-        while self._work.in_flight:
+        while watch.unfinished():
             for peer in range(own.shape[0]):
                 for slot in range(SLOTS):
                     self._work.driver.write(stream, own[peer, FULL + slot].data_ptr(), 1)
@@ -326,18 +293,6 @@ class SymmEngine(RingEngine):
                 for kind in (READY, DONE):
                     self._work.driver.write(stream, own[peer, kind].data_ptr(), 1)
             time.sleep(_POLL_SECONDS)
-            self._work.drop_finished()
-
-
-def _watch(engine: weakref.ref[SymmEngine]) -> None:
-    """Looks for late transfers as long as there is the engine."""
-    while True:
-        time.sleep(_WATCH_SECONDS)
-        watched = engine()
-        if watched is None or watched._rings.broken is not None:
-            return
-        watched._is_busy()
-        del watched
 
 
 def _check_devices(control: CollectiveEngine, device: torch.device) -> None:
