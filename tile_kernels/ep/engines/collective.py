@@ -196,7 +196,7 @@ class CollectiveEngine(Engine):
         return end
 
     def _follow(self, device: torch.device, phase: str) -> None:
-        """Watch what the current stream waits for."""
+        """Monitor what the current stream waits for."""
         if torch.cuda.is_current_stream_capturing():  # the graph may be replayed at any time
             return
         if self._watch is None:

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Owner(Protocol):
-    """The engine whose transfers are watched."""
+    """The engine whose transfers are monitored."""
 
     def lost(self, phase: str, reason: str) -> RuntimeError:
         """The error that names the ranks that do not answer."""
