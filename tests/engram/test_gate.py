@@ -275,3 +275,24 @@ def test_in_place_needs_no_gradient() -> None:
         engram.engram_gate_packed_fwd(
             **given, eps=1e-6, clamp_value=1e-6, save_for_backward=False, inplace=True
         )
+
+
+def test_the_buffer_may_be_the_input() -> None:
+    """`out=hidden_states` is `inplace`; both together are no other request."""
+    given: dict[str, Any] = {**_packed("cpu"), "eps": 1e-6, "clamp_value": 1e-6}
+    expected = engram.engram_gate_packed_fwd(**given)[0]
+    for inplace in (False, True):
+        x = given["hidden_states"].clone()
+        out, *saved = engram.engram_gate_packed_fwd(
+            **{**given, "hidden_states": x}, save_for_backward=False, inplace=inplace, out=x
+        )
+        assert out is x
+        assert saved == [None] * 4
+        assert torch.equal(x.view(torch.int16), expected.view(torch.int16))
+    with pytest.raises(ValueError, match="out must be None with inplace"):
+        engram.engram_gate_packed_fwd(
+            **given, save_for_backward=False, inplace=True, out=torch.empty_like(x)
+        )
+    given["kv"].requires_grad_()
+    with pytest.raises(ValueError, match="out cannot be given with gradients"):
+        engram.engram_gate_packed_fwd(**given, save_for_backward=False, out=x)

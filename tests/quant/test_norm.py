@@ -204,3 +204,33 @@ def test_no_second_derivative() -> None:
     (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         grad.sum().backward()
+
+
+@each_ground
+def test_one_buffer_of_the_gradients(ground: tuple[str, str]) -> None:
+    """Missing buffers are allocated; `weight_grad` is added to, a buffer is not."""
+    backend, device = ground
+    x, grad, weight = rows(5, 96, device=device), rows(5, 96, device=device), rows(96).to(device)
+    with tile_kernels.backend(backend):
+        rstd = quant.norm_forward(x, weight, 1e-6, with_rstd=True)[1]
+        assert rstd is not None
+        x_grad, weight_grad = quant.norm_backward(grad, x, weight, rstd)
+        assert weight_grad is not None
+        out, total = torch.ones_like(x), torch.ones_like(weight_grad)
+        first = quant.norm_backward(grad, x, weight, rstd, out=out)
+        second = quant.norm_backward(grad, x, weight, rstd, out=(None, total))
+        assert first[0] is out
+        assert second[1] is total
+        for found, same in (first, second):
+            assert torch.equal(found, x_grad)
+            assert torch.equal(same, weight_grad)
+        old = torch.full_like(total, 0.5)
+        third = quant.norm_backward(grad, x, weight, rstd, weight_grad=old, out=(out, total))
+        assert third[1] is total
+        assert torch.equal(old, torch.full_like(total, 0.5))
+        assert quant.norm_backward(grad, x, weight, rstd, weight_grad=old)[1] is old
+        assert torch.equal(old, total)
+    with pytest.raises(ValueError, match="out_weight_grad must be None without a weight"):
+        quant.norm_backward(grad, x, None, rstd, out=(out, total))
+    with pytest.raises(TypeError, match="out must be a tensor, or two, got 3"):
+        quant.norm_backward(grad, x, weight, rstd, out=(out, total, total))

@@ -129,3 +129,11 @@ def test_in_place_has_no_gradient() -> None:
         transform.apply_rotary(x, table)
     with torch.no_grad():
         transform.apply_rotary(x, table)
+
+
+def test_buffers_have_no_gradient() -> None:
+    x, table = torch.randn(4, 2, 16), cache(4, 16, CPU, torch.float32)
+    with pytest.raises(ValueError, match="out cannot be given with gradients"):
+        transform.rotary_embedding(x.requires_grad_(), table, out=torch.empty(4, 2, 16))
+    with pytest.raises(TypeError, match="out must be 2 tensors, got 1"):
+        transform.rotary_embedding(x.detach(), table, x.detach(), out=torch.empty(4, 2, 16))

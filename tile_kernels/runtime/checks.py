@@ -116,8 +116,8 @@ def apart(written: Named, read: Named = ()) -> None:
 
 def writable(name: str, value: object) -> None:
     """`value` may be written; an inference tensor may be in inference mode only."""
-    if not isinstance(value, torch.Tensor):
-        return  # the checks of its type report it
+    if not isinstance(value, torch.Tensor) or is_dynamo_compiling():
+        return  # the checks of its type report it; Dynamo cannot ask a tensor
     if value.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{name} must not be an inference tensor outside of torch.inference_mode(), where it "

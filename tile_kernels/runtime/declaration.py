@@ -39,6 +39,12 @@ class Out(NamedTuple):
         strides = None if self.base else self.strides
         return shape, tuple(strides or contiguous_strides(shape)), self.dtype
 
+    def empty(self, device: torch.device) -> Tensor:
+        """Uninitialized memory for this result."""
+        shape, strides, dtype = self.memory
+        memory = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return memory if self.base is None else memory.as_strided(self.shape, self.strides or ())
+
 
 class Size(NamedTuple):
     """A number in a problem or a launch argument that depends on dynamic sizes.

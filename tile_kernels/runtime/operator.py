@@ -264,6 +264,31 @@ class Operator(registry.Registered):
             return self._slow(args, given, values)
         return plan.run(values, sized)
 
+    def fill(self, args: tuple[Any, ...], out: Any, wanted: Sequence[bool] = ()) -> Any:
+        """Serves a call of which not all results are public, or have buffers.
+
+        Args:
+            args: As for a call.
+            out: A buffer for each public result, or None for one that is to be allocated; a single
+                one need not be in a tuple.
+            wanted: Which results are public, if not all.
+
+        Returns:
+            All results.
+        """
+        record = self.arguments(*args)
+        self.require(self.check, record)
+        outs = self._results(record)
+        wanted = wanted or (True,) * len(outs)
+        given = out if isinstance(out, (tuple, list)) else (out,)
+        if len(given) != sum(wanted):
+            raise TypeError(f"{self._label}: out must be {sum(wanted)} tensors, got {len(given)}")
+        rest = iter(given)
+        buffers = [next(rest) if each else None for each in wanted]
+        device = tensors_in(args)[0].device
+        filled = (o.empty(device) if buffer is None else buffer for o, buffer in zip(outs, buffers))
+        return self(*args, out=tuple(filled))
+
     def remember_sizes(self, enabled: bool) -> None:
         """With False, every call is one with new sizes, for measuring such calls."""
         cache = dict if enabled else _NullCache
@@ -494,13 +519,7 @@ class Operator(registry.Registered):
         self._checked(args)
         device = self._inspect(args)[0]
         self._record(device, args)
-        results = []
-        for out in self._results(self.arguments(*args)):
-            shape, strides, dtype = out.memory
-            memory = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-            if out.base is not None:
-                memory = memory.as_strided(out.shape, out.strides or ())
-            results.append(memory)
+        results = [out.empty(device) for out in self._results(self.arguments(*args))]
         return results[0] if self._single else tuple(results) if results else None
 
     def _fake_out(self, *args: Any) -> None:

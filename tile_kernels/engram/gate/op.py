@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
 
 MAX_STREAMS = 8
+SAVED = ("out", "dot", "gate_score", "rstd_x", "rstd_k")  # the results that a gradient needs
 
 _GATE = Kernel("tile_kernels.engram.gate.kernel", "gate", plan)
 _GRADIENTS = Kernel("tile_kernels.engram.gate.kernel", "gate_gradients", plan_bwd)
@@ -168,6 +170,7 @@ ENGRAM_GATE_FWD = Operator(
     reference=_reference,
     cost=cost,
     dynamic=_DYNAMIC,
+    out=SAVED,
     backward=_backward,
     setup_context=_save,
 )
@@ -186,18 +189,40 @@ ENGRAM_GATE_ALONE = Operator(
 )
 
 
-def _check_saving(save_for_backward: bool, inplace: bool, trained: bool) -> None:
+def _check_saving(
+    save_for_backward: bool, inplace: bool, trained: bool, out: Any, hidden_states: Any
+) -> None:
     checks.boolean("save_for_backward", save_for_backward)
+    if trained and out is not None:
+        raise ValueError("out cannot be given with gradients")
     if not checks.boolean("inplace", inplace):
         return
     if save_for_backward:
         raise ValueError("inplace must be False with save_for_backward: a gradient needs the input")
     if trained:
         raise ValueError("inplace must be False with gradients, which need the input")
+    if out is not None and out is not hidden_states:
+        raise ValueError("out must be None with inplace, or hidden_states itself")
 
 
-def _any_requires_grad(arguments: tuple[Any, ...]) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+def _forward(
+    operator: Operator,
+    arguments: tuple[Any, ...],
+    save_for_backward: bool,
+    inplace: bool,
+    out: Any,
+    apart: Callable[[], Arguments],
+) -> Any:
+    """Serves both forms of the gate. `apart` gives the arguments with keys and value as two."""
+    trained = torch.is_grad_enabled() and any(
+        isinstance(x, Tensor) and x.requires_grad for x in arguments
+    )
+    operator.require(_check_saving, save_for_backward, inplace, trained, out, arguments[0])
+    if save_for_backward or trained:
+        results = operator(*arguments, out=out)
+        return results if save_for_backward else (results[0], None, None, None, None)
+    result = ENGRAM_GATE_ALONE(*apart(), out=arguments[0] if inplace else out)
+    return result, None, None, None, None
 
 
 @ENGRAM_GATE_FWD.public(reference=reference.engram_gate_fwd)
@@ -213,6 +238,7 @@ def engram_gate_fwd(
     *,
     image_token_mask: Tensor | None = None,
     inplace: bool = False,
+    out: Tensor | tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Adds the gated value of each token to its residual streams.
 
@@ -242,6 +268,8 @@ def engram_gate_fwd(
         add_residual: Whether the output contains `hidden_states`.
         image_token_mask: `[num_tokens]`, bool, contiguous, True for image tokens; or None.
         inplace: Whether the output is written to `hidden_states`; without `save_for_backward`.
+        out: Buffers for the five results, or with `save_for_backward=False` one for the output,
+            which may be `hidden_states`; filled and returned. Not with gradients.
 
     Returns:
         `(output, dot, gate_score, rstd_x, rstd_k)`: `[num_tokens, hc, hidden]`, bfloat16,
@@ -261,13 +289,9 @@ def engram_gate_fwd(
     arguments: tuple[Any, ...] = (
         hidden_states, k, v, weight_fused, eps, clamp_value, add_residual, image_token_mask
     )  # fmt: skip
-    trained = torch.is_grad_enabled() and _any_requires_grad(arguments)
-    ENGRAM_GATE_FWD.require(_check_saving, save_for_backward, inplace, trained)
-    if save_for_backward or trained:
-        results = ENGRAM_GATE_FWD(*arguments)
-        return results if save_for_backward else (results[0], None, None, None, None)
-    out = ENGRAM_GATE_ALONE(*arguments, out=hidden_states if inplace else None)
-    return out, None, None, None, None
+    return _forward(
+        ENGRAM_GATE_FWD, arguments, save_for_backward, inplace, out, lambda: Arguments(*arguments)
+    )
 
 
 # ---- engram_gate_bwd ----------------------------------------------------------------------------
@@ -301,7 +325,7 @@ class BackwardArguments(NamedTuple):
         num_tokens, streams, hidden = self.hidden_states.shape
         parts = count_parts(num_tokens, streams, hidden, self.hidden_states.device)
         return (
-            Out("grad_hidden_states", (num_tokens, streams, hidden), torch.bfloat16),
+            Out("out", (num_tokens, streams, hidden), torch.bfloat16),
             Out("grad_k", (num_tokens, streams, hidden), torch.bfloat16),
             Out("grad_v", (num_tokens, hidden), torch.bfloat16),
             Out("grad_w_partial", (parts, streams, hidden), torch.float32),
@@ -349,6 +373,7 @@ ENGRAM_GATE_BWD = Operator(
     reference=_reference_bwd,
     cost=cost_bwd,
     dynamic=_DYNAMIC,
+    out=("out", "grad_k", "grad_v", "grad_w_partial"),
     differentiable=False,  # also for tensors that are still attached to a graph
 )
 
@@ -368,6 +393,7 @@ def engram_gate_bwd(
     add_residual: bool = True,
     *,
     image_token_mask: Tensor | None = None,
+    out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of the gate; that of the fused weight as partial sums over tokens.
 
@@ -402,6 +428,7 @@ def engram_gate_bwd(
             `hidden_states`.
         image_token_mask: As in `engram_gate_fwd`. Image tokens have the bits of `grad_out` (0
             without the residual) as gradient of `hidden_states`, and 0 for `k`, `v` and the weight.
+        out: Buffers for the results, which are filled and returned.
 
     Returns:
         `(grad_hidden_states, grad_k, grad_v, grad_w_partial)`, all contiguous: twice
@@ -421,7 +448,7 @@ def engram_gate_bwd(
     """
     return ENGRAM_GATE_BWD(
         grad_out, hidden_states, k, v, weight_fused, dot, gate_score, rstd_x, rstd_k, clamp_value,
-        add_residual, image_token_mask,
+        add_residual, image_token_mask, out=out,
     )  # fmt: skip
 
 
@@ -502,6 +529,7 @@ ENGRAM_GATE_PACKED_FWD = Operator(
     reference=lambda *fields: _reference(*PackedArguments(*fields).apart()),
     cost=lambda kv, **rest: cost(v=kv[:, 0], **rest),
     dynamic=_DYNAMIC,
+    out=SAVED,
     backward=_backward_packed,
     setup_context=_save_packed,
 )
@@ -517,6 +545,8 @@ def engram_gate_packed_fwd(
     save_for_backward: bool = True,
     image_token_mask: Tensor | None = None,
     inplace: bool = False,
+    *,
+    out: Tensor | tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Computes `engram_gate_fwd` with the keys of all streams and the value in one tensor.
 
@@ -531,6 +561,7 @@ def engram_gate_packed_fwd(
         save_for_backward: As in `engram_gate_fwd`.
         image_token_mask: As in `engram_gate_fwd`.
         inplace: As in `engram_gate_fwd`.
+        out: As in `engram_gate_fwd`.
 
     Returns:
         As `engram_gate_fwd`.
@@ -548,15 +579,13 @@ def engram_gate_packed_fwd(
     arguments: tuple[Any, ...] = (
         hidden_states, kv, weight_fused, eps, clamp_value, image_token_mask
     )  # fmt: skip
-    trained = torch.is_grad_enabled() and _any_requires_grad(arguments)
-    ENGRAM_GATE_PACKED_FWD.require(_check_saving, save_for_backward, inplace, trained)
-    if save_for_backward or trained:
-        results = ENGRAM_GATE_PACKED_FWD(*arguments)
-        return results if save_for_backward else (results[0], None, None, None, None)
-    ENGRAM_GATE_PACKED_FWD.require(_check_kv, hidden_states, kv)
-    apart = PackedArguments(*arguments).apart()
-    out = ENGRAM_GATE_ALONE(*apart, out=hidden_states if inplace else None)
-    return out, None, None, None, None
+
+    def apart() -> Arguments:
+        ENGRAM_GATE_PACKED_FWD.require(_check_kv, hidden_states, kv)
+        return PackedArguments(*arguments).apart()
+
+    operator = ENGRAM_GATE_PACKED_FWD
+    return _forward(operator, arguments, save_for_backward, inplace, out, apart)
 
 
 class PackedBackwardArguments(NamedTuple):
@@ -603,6 +632,7 @@ ENGRAM_GATE_PACKED_BWD = Operator(
     reference=_reference_packed_bwd,
     cost=lambda kv, **rest: cost_bwd(v=kv[:, 0], **rest),
     dynamic=_DYNAMIC,
+    out=("out", "grad_kv", "grad_w_partial"),
 )
 
 
@@ -620,6 +650,7 @@ def engram_gate_packed_bwd(
     image_token_mask: Tensor | None = None,
     *,
     add_residual: bool = True,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes `engram_gate_bwd` with the keys of all streams and the value in one tensor.
 
@@ -635,6 +666,7 @@ def engram_gate_packed_bwd(
         clamp_value: As in `engram_gate_fwd`.
         image_token_mask: As in `engram_gate_bwd`.
         add_residual: As in `engram_gate_bwd`.
+        out: As in `engram_gate_bwd`.
 
     Returns:
         `(grad_hidden_states, grad_kv, grad_w_partial)`: `[num_tokens, hc, hidden]` and
@@ -653,7 +685,7 @@ def engram_gate_packed_bwd(
     """
     return ENGRAM_GATE_PACKED_BWD(
         grad_out, hidden_states, kv, weight_fused, dot, gate_score, rstd_x, rstd_k, clamp_value,
-        image_token_mask, add_residual,
+        image_token_mask, add_residual, out=out,
     )  # fmt: skip
 
 

@@ -112,11 +112,9 @@ def _fill(
     """
     record = operator.arguments(*fields)
     operator.require(operator.check, record)
-    outs = operator._results(record)
-    x = fields[0]
-    buffers: list[Tensor] = []
+    buffers: list[Tensor | None] = []
     copied: list[tuple[int, Tensor]] = []
-    for out in outs:
+    for out in operator._results(record):
         buffer = given.get(out.name)
         if buffer is not None:
             operator.require(
@@ -127,13 +125,8 @@ def _fill(
             if not _has_strides(buffer, strides):
                 copied.append((len(buffers), buffer))
                 buffer = None
-        if buffer is None:
-            shape, strides, dtype = out.memory
-            buffer = torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
-            if out.base is not None:
-                buffer = buffer.as_strided(out.shape, out.strides or ())
         buffers.append(buffer)
-    results = list(operator(*fields, out=tuple(buffers)))
+    results = list(operator.fill(fields, buffers))
     for i, buffer in copied:
         results[i] = buffer.copy_(results[i])
     return tuple(results)
@@ -679,10 +672,10 @@ class BackwardArguments(NamedTuple):
     def outputs(self) -> tuple[Out, Out]:
         grad_like = self.weight if self.old_weight_grad is None else self.old_weight_grad
         if not self.summed or grad_like is None:
-            grad = Out("weight_grad", (0,), torch.float32)
+            grad = Out("out_weight_grad", (0,), torch.float32)
         else:
-            grad = Out("weight_grad", grad_like.shape, grad_like.dtype)
-        return Out("x_grad", self.x.shape, self.x.dtype), grad
+            grad = Out("out_weight_grad", grad_like.shape, grad_like.dtype)
+        return Out("out", self.x.shape, self.x.dtype), grad
 
     def scratch(self) -> tuple[Out, ...]:
         if not self.summed:
@@ -734,21 +727,26 @@ def backward_cost(
     return Cost(passes * layout.bytes_of(x) + fixed + 4 * rows, 8 * x.numel())
 
 
-_declare_backward: Callable[..., Operator] = functools.partial(
-    Operator,
-    arguments=BackwardArguments,
+NORM_BACKWARD = Operator(
+    "quant.norm_backward",
+    BackwardArguments,
     reference=_backward_reference,
     cost=backward_cost,
     dynamic={"out_grad": 1, "x": 1, "rstd": 0, "residual_out_grad": 1},
     differentiable=False,
-)
-NORM_BACKWARD = _declare_backward("quant.norm_backward")
-_NORM_BACKWARD_INTO = _declare_backward(
-    "quant._norm_backward_into",
-    out=("x_grad", "weight_grad"),
+    out=("out", "out_weight_grad"),
     in_place=("old_weight_grad",),
-    serves="norm_backward",
 )
+
+
+def _check_backward_out(out: Any, weight: Any) -> None:
+    if out is None or isinstance(out, Tensor):
+        return
+    if not (isinstance(out, (tuple, list)) and len(out) == 2):
+        given = len(out) if isinstance(out, (tuple, list)) else type(out).__name__
+        raise TypeError(f"out must be a tensor, or two, got {given}")
+    if weight is None and out[1] is not None:
+        raise ValueError("out_weight_grad must be None without a weight")
 
 
 @NORM_BACKWARD.public(reference=reference.norm_backward, mutates=("weight_grad",))
@@ -760,6 +758,8 @@ def norm_backward(
     residual_out_grad: Tensor | None = None,
     out_scale: float = 1.0,
     weight_grad: Tensor | None = None,
+    *,
+    out: Tensor | tuple[Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Computes the gradients of `norm_forward`.
 
@@ -783,6 +783,9 @@ def norm_backward(
         out_scale: As in `norm_forward`.
         weight_grad: `[hidden]`, bfloat16 or float32, contiguous: a gradient that the new one is
             added to in place, in float32 and rounded once; or None.
+        out: Buffers `(x_grad, weight_grad)` that are filled and returned, or the first alone; one
+            that is None is allocated. A second one takes the sum with `weight_grad`, which then
+            stays as it is.
 
     Returns:
         `(x_grad, weight_grad)`: like `x` and contiguous; `[hidden]` with the dtype of the weight,
@@ -802,8 +805,12 @@ def norm_backward(
     """
     summed = weight is not None
     fields = (out_grad, x, weight, rstd, residual_out_grad, out_scale, weight_grad, summed)
-    if weight_grad is None:
+    if out is None and weight_grad is None:
         x_grad, grad = NORM_BACKWARD(*fields)
     else:
-        x_grad, grad = _fill(_NORM_BACKWARD_INTO, fields, {"weight_grad": weight_grad})
+        NORM_BACKWARD.require(_check_backward_out, out, weight)
+        NORM_BACKWARD.require(checks.writable, "weight_grad", weight_grad)
+        first, second = out if isinstance(out, (tuple, list)) else (out, None)
+        second = weight_grad if second is None else second
+        x_grad, grad = NORM_BACKWARD.fill(fields, (first, second))
     return x_grad, grad if summed else None

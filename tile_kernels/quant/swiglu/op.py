@@ -915,8 +915,7 @@ def swiglu_forward(
     if out is None:
         out, counts = _SWIGLU_FORWARD_WITH_COUNTS(*arguments)
     else:
-        counts = torch.empty(COUNTERS, dtype=torch.int64, device=out.device)
-        _SWIGLU_FORWARD_WITH_COUNTS(*arguments, out=(out, counts))
+        out, counts = _SWIGLU_FORWARD_WITH_COUNTS.fill(tuple(arguments), (out, None))
     clamped_count.add_(counts[: len(clamped_count)])
     return out
 
@@ -959,7 +958,7 @@ class PlainBackwardArguments(NamedTuple):
         rows, width = self.x.shape
         weights = (0,) if self.topk_weights is None else self.topk_weights.shape
         return (
-            Out("x_grad", self.x.shape, dtype),
+            Out("out", self.x.shape, dtype),
             Out("weight_grad", weights, torch.float32),
             Out("act", (rows if self.do_recompute else 0, width // 2), dtype),
         )
@@ -1016,6 +1015,7 @@ SWIGLU_BACKWARD = Operator(
         "pos_to_token_topk": 0,
         "token_topk_to_pos": 1,
     },
+    out=("out", "weight_grad", "act"),
 )
 
 
@@ -1033,6 +1033,7 @@ def swiglu_backward(
     alignment: int = 128,
     pos_to_token_topk: Tensor | None = None,
     token_topk_to_pos: Tensor | None = None,
+    out: Tensor | tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, ...]:
     """Computes the gradients of `swiglu_forward` with respect to `x` and the weights.
 
@@ -1056,6 +1057,8 @@ def swiglu_backward(
         token_topk_to_pos: `[num_tokens, num_topk]`, int32: the inverse of `pos_to_token_topk`, -1
             for none; given together with it. A weight belongs to a row if each map names the other;
             the gradient of a weight without a row is 0.
+        out: Buffers for the results, which are filled and returned; not with gradients. One alone
+            need not be in a tuple.
 
     Returns:
         `(x_grad,)`: `[num_positions, 2 * hidden]`; with weights then `weight_grad`: float32, of
@@ -1071,9 +1074,13 @@ def swiglu_backward(
         >>> swiglu_backward(x, g, "fp32", None, torch.tensor([2.0]), do_recompute=True)
         (tensor([[5.5660, 1.4621]]), tensor([2.1932]), tensor([[4.3864]]))
     """
-    x_grad, weight_grad, act = SWIGLU_BACKWARD(
+    arguments = (
         x, act_x_grad, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor,
         clamp_value, do_recompute, alignment, pos_to_token_topk, token_topk_to_pos,
     )  # fmt: skip
-    weights = () if topk_weights is None else (weight_grad,)
-    return (x_grad, *weights, *((act,) if do_recompute else ()))
+    returned = (True, topk_weights is not None, do_recompute)
+    if out is None:
+        results = SWIGLU_BACKWARD(*arguments)
+    else:
+        results = SWIGLU_BACKWARD.fill(arguments, out, returned)
+    return tuple(result for result, wanted in zip(results, returned) if wanted)

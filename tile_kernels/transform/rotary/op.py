@@ -161,6 +161,7 @@ ROTARY_EMBEDDING = Operator(
     reference=_reference,
     cost=cost,
     dynamic=_DYNAMIC,
+    out=("out", "key_out"),
     backward=_backward,
     setup_context=_save,
 )
@@ -175,6 +176,8 @@ def rotary_embedding(
     interleaved: bool = False,
     conjugate: bool = False,
     seqlen_offset: int = 0,
+    *,
+    out: Tensor | tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Rotates pairs of channels by the angles of each token's position.
 
@@ -199,6 +202,8 @@ def rotary_embedding(
             `(i, i + head_dim / 2)`.
         conjugate: Whether to rotate by the opposite angles.
         seqlen_offset: Added to every position.
+        out: A buffer for the result, with a key two, that are filled and returned; not with
+            gradients.
 
     Returns:
         The rotated query, contiguous; with a key `(query, key)`. A token whose position the cache
@@ -213,9 +218,11 @@ def rotary_embedding(
         >>> rotary_embedding(torch.tensor([[[1.0, 2.0]]]), cache).tolist()
         [[[-2.0, 1.0]]]
     """
-    result, key_result = ROTARY_EMBEDDING(
-        query, cos_sin_cache, key, positions, interleaved, conjugate, seqlen_offset
-    )
+    arguments = (query, cos_sin_cache, key, positions, interleaved, conjugate, seqlen_offset)
+    if out is None:
+        result, key_result = ROTARY_EMBEDDING(*arguments)
+    else:
+        result, key_result = ROTARY_EMBEDDING.fill(arguments, out, (True, key is not None))
     return result if key is None else (result, key_result)
 
 
