@@ -19,8 +19,6 @@ import gc
 import gzip
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import preparation
 from benchmarks.plain_layers import (
     OneStream,
     PlainCompressor,
@@ -589,10 +588,7 @@ def prepare(names: Sequence[str], cases: Mapping[str, Case], module: str) -> Non
     if len(names) == 1:
         run(names[0], cases[names[0]], prepare=True)
         return
-    command = [sys.executable, "-m", module, "--prepare"]
-    started = [subprocess.Popen([*command, name]) for name in names]
-    for process in started:
-        process.wait()
+    preparation.in_processes(module, names)
 
 
 if __name__ == "__main__":

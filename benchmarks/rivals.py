@@ -1,28 +1,34 @@
 """Our operators beside others that do the same: `python -m benchmarks.rivals [CASE ...]`.
 
 Device time with a cold L2 cache, all in one run, with the copy bandwidth measured in it: RMS norm,
-rotary embedding, SwiGLU, the choice of experts, casts to e4m3, hyper-connections and an e4m3
-product. Rivals are `torch.compile` of plain PyTorch, PyTorch's own functions, and Liger-Kernel and
-torchao if they can be imported. A rival that is missing or raises is recorded with its reason. The
-results are a file `rivals.<device>.json`, which is written again after every case; a run stops
+rotary embedding, SwiGLU, gates and the choice of experts, casts to e4m3, hyper-connections and an
+e4m3 product. Rivals are `torch.compile` of plain PyTorch, PyTorch's own functions, and Liger-Kernel
+and torchao if they can be imported. A rival that is missing or raises is recorded with its reason.
+The results are a file `rivals.<device>.json`, which is written again after every case; a run stops
 after `--seconds`. The figure of the README and the table of docs/comparison.md show this file.
+
+Compilers take most of the time. `--prepare` only compiles, one process per case, so that a run
+after it finds what it needs in the caches on disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 
-from tile_kernels import gemm, mhc, moe, quant, transform
+from benchmarks import preparation
+from tile_kernels import attention, gemm, mhc, moe, quant, transform
 from tile_kernels.gemm import samples
 from tile_kernels.testing import benchmark, timing
 
@@ -220,6 +226,70 @@ def swiglu_cast() -> tuple[int, Calls]:
     }
 
 
+def _weights(scores: Tensor, chosen: Tensor) -> Tensor:
+    """The weights of chosen experts."""
+    weights = scores.gather(1, chosen)
+    return weights / (weights.sum(1, keepdim=True) + 1e-20) * 1.5
+
+
+def gate() -> tuple[int, Calls]:
+    """Gate: 6 of 256 experts, square root of softplus."""
+    logits, bias = torch.randn(TOKENS, 256, device="cuda"), torch.randn(256, device="cuda")
+
+    def chosen(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        scores = F.softplus(logits).sqrt()
+        found = (scores + bias).topk(6).indices
+        return found, _weights(scores, found)
+
+    plain = compiled(chosen)
+    return logits.nbytes + TOKENS * 6 * 12, {
+        "tile_kernels": lambda: moe.moe_topk_gate_forward(
+            logits, 6, False, 0, 1.5, 0, "sqrtsoftplus", bias=bias
+        ),
+        "torch.compile": lambda: plain(logits, bias),
+    }
+
+
+def gate_groups() -> tuple[int, Calls]:
+    """Gate: 8 of 256 experts in 4 of 8 groups, sigmoid."""
+    logits, bias = torch.randn(TOKENS, 256, device="cuda"), torch.randn(256, device="cuda")
+
+    def chosen(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.sigmoid()
+        ranks = (scores + bias).unflatten(1, (8, -1))
+        groups = ranks.topk(2).values.sum(2).topk(4).indices
+        kept = torch.zeros_like(ranks[..., 0], dtype=torch.bool).scatter(1, groups, True)
+        found = ranks.masked_fill(~kept[..., None], -torch.inf).flatten(1).topk(8).indices
+        return found, _weights(scores, found)
+
+    plain = compiled(chosen)
+    return logits.nbytes + TOKENS * 8 * 12, {
+        "tile_kernels": lambda: moe.top2_sum_gate(
+            logits, bias, 8, 4, 8, False, 0, 1.5, 0, 1, 0, 1, "sigmoid"
+        ),
+        "torch.compile": lambda: plain(logits, bias),
+    }
+
+
+def mapping() -> tuple[int, Calls]:
+    """The rows of 8 choices among 256 experts."""
+    chosen = torch.rand(TOKENS, 256, device="cuda").topk(8).indices
+    short = chosen.int()
+    return 2 * chosen.nbytes, {
+        "tile_kernels": lambda: moe.get_fused_mapping(chosen, 256, 8 * TOKENS, 1, True),
+        "liger_kernel": lambda: liger("ops.fused_moe", "compute_routing_metadata")(short, 256),
+    }
+
+
+def topk_keys() -> tuple[int, Calls]:
+    """The 2048 largest of 65536 logits, 4096 queries."""
+    logits = torch.randn(4096, 65536, device="cuda")
+    return logits.nbytes + 4096 * 2048 * 4, {
+        "tile_kernels": lambda: attention.indexer_topk(logits, 2048),
+        "torch.topk": lambda: torch.topk(logits, 2048, sorted=False),
+    }
+
+
 def _chosen(num_experts: int, count: int) -> tuple[int, Calls]:
     scores = torch.rand(TOKENS, num_experts, device="cuda")
     return scores.nbytes + TOKENS * count * 8, {
@@ -326,6 +396,39 @@ def mhc_post() -> tuple[int, Calls]:
     }
 
 
+def mhc_projection_backward() -> tuple[int, Calls]:
+    """The gradients of the projection of the streams."""
+    streams, fn = _streams()
+    rows, phi = streams.view(MHC_TOKENS, -1), fn.T.to(BF16).contiguous()
+    grad = torch.randn(MHC_TOKENS, MIXES, device="cuda")
+    mixes, mul, squares = mhc.mhc_norm_fn_fwd(streams, fn, 1e-6)
+    inverse = torch.rsqrt(squares / rows.shape[1] + 1e-6)
+    mixes = mixes.view(MHC_TOKENS, MIXES)
+
+    def of_liger() -> Any:
+        return liger("ops.mhc", "mhc_mm_norm_bwd")(rows, phi, mixes, inverse, grad)
+
+    return 2 * streams.nbytes + 2 * fn.nbytes, {
+        "tile_kernels": lambda: mhc.mhc_norm_fn_bwd(grad, streams, fn, mul, squares, 1e-6),
+        "liger_kernel": of_liger,
+    }
+
+
+def mhc_post_backward() -> tuple[int, Calls]:
+    """The gradients of the next streams."""
+    x, streams, post, comb = _mixed()
+    grad = torch.randn_like(streams)
+    transposed, rows = comb.mT.contiguous(), post.squeeze(-1)
+
+    def of_liger() -> Any:
+        return liger("ops.mhc", "mhc_post_res_bwd")(streams, x, rows, transposed, grad)
+
+    return 2 * x.nbytes + 3 * streams.nbytes, {
+        "tile_kernels": lambda: mhc.mhc_post_bwd(x, streams, post, comb, grad),
+        "liger_kernel": of_liger,
+    }
+
+
 def mhc_between() -> tuple[int, Calls]:
     """All between two sublayers, with an RMS norm."""
     x, streams, post, comb = _mixed()
@@ -379,12 +482,18 @@ CASES = {
     "rotary": rotary,
     "swiglu": swiglu,
     "swiglu_cast": swiglu_cast,
+    "moe_topk_gate": gate,
+    "top2_sum_gate": gate_groups,
     "topk_gate": topk,
     "topk_gate_64": topk_many,
+    "get_fused_mapping": mapping,
+    "indexer_topk": topk_keys,
     "per_token_cast": cast,
     "per_block_cast": cast_blocks,
     "mhc_projection": mhc_projection,
+    "mhc_projection_backward": mhc_projection_backward,
     "mhc_post": mhc_post,
+    "mhc_post_backward": mhc_post_backward,
     "mhc_post_pre": mhc_between,
     "fp8_gemm": product,
 }
@@ -407,16 +516,35 @@ def measured(name: str, bytes_moved: int, call: Callable[[], Any], copy: float) 
     return {"name": name, "us": round(us, 2), "copy_fraction": round(fraction, 4)}
 
 
+def prepare(names: Sequence[str], without: Sequence[str]) -> None:
+    """Runs each call once; several cases in separate processes. Errors show when it is measured."""
+    if len(names) > 1:
+        options = [f"--without={name}" for name in without]
+        preparation.in_processes("benchmarks.rivals", names, *options)
+        return
+    for rival, call in CASES[names[0]]()[1].items():
+        if rival not in without:
+            with contextlib.suppress(Exception):
+                call()
+
+
 def main() -> None:
     """Measures the cases and writes the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], help="by default all")
-    parser.add_argument("--seconds", type=float, default=60.0, help="after which no case is begun")
+    parser.add_argument("--seconds", type=float, default=110.0, help="after which no case is begun")
     parser.add_argument("--folder", type=Path, default=benchmark.DEFAULT_FOLDER)
     text = "a rival that is not run, as torch.compile, which compiles for seconds; may be repeated"
     parser.add_argument("--without", action="append", default=[], metavar="NAME", help=text)
+    parser.add_argument("--prepare", action="store_true", help="compile only, cases in parallel")
     options = parser.parse_args()
     began = time.monotonic()
+    torch.set_float32_matmul_precision("high")  # TF32, to which the kernels of streams round too
+    torch._inductor.config.compile_threads = 1  # the cases are compiled in parallel
+    names = options.cases or list(CASES)
+    if options.prepare:
+        prepare(names, options.without)
+        return
     machine = {**benchmark.machine(), **{name: benchmark.installed(name) for name in OTHERS}}
     copy = timing.copy_bandwidth()
     report: dict[str, Any] = {
@@ -428,7 +556,7 @@ def main() -> None:
     }
     path = options.folder / f"rivals.{benchmark.slug(machine['device'])}.json"
     print(f"copy {copy:.0f} GB/s", flush=True)
-    for name in options.cases or CASES:
+    for name in names:
         if time.monotonic() - began > options.seconds:
             report["left_out"].append(name)
             continue
