@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot
-from tables import RESULTS, compared, copied_rivals  # beside this file
+from tables import RESULTS, compared, rival_results, rivals  # beside this file
 
 from tile_kernels.testing import benchmark
 
@@ -40,43 +40,48 @@ def draw_comparison(path: Path) -> None:
 
 RIVAL_COLORS = {
     "torch.compile": "#b55d4c",
-    "torch.topk": "#d9a441",
+    "liger_kernel": "#6fa36f",
     "torchao": "#7a5c8f",
-    "Liger-Kernel": "#6fa36f",
-    "DeepGEMM": "#2c5f8a",
-    "TileLang example": "#999999",
+    "torch": "#d9a441",  # its own functions
 }
 
 
-def draw_rivals(content: dict[str, Any], path: Path) -> None:
+def draw_rivals(path: Path) -> None:
     """How many times longer other libraries take, one bar for each library and case."""
-    bars = [
-        (case["case"], case["us"], rival, ratio)
-        for case in content["cases"]
-        for rival, ratio in case["rivals"].items()
-    ]
+    run = rival_results()
+    if run is None:
+        return
+    bars = rivals()
     rows = list(range(len(bars), 0, -1))
-    figure, axes = pyplot.subplots(figsize=(9, 1.1 + 0.25 * len(bars)), layout="constrained")
-    for row, (_, _, rival, ratio) in zip(rows, bars):
-        axes.barh(row, ratio - 1, left=1, height=0.62, color=RIVAL_COLORS[rival])
-        axes.text(
-            ratio * 1.03 if ratio >= 1 else 1.03,
-            row,
-            f"{rival} {ratio:g}x",
-            va="center",
-            fontsize=7,
-        )
+    figure, axes = pyplot.subplots(figsize=(9, 1.1 + 0.22 * len(bars)), layout="constrained")
+    for row, bar in zip(rows, bars):
+        ratio = bar.other_us / bar.us
+        color = next(color for name, color in RIVAL_COLORS.items() if bar.name.startswith(name))
+        axes.barh(row, ratio - 1, left=1, height=0.66, color=color)
+        name = bar.name.replace("nn.functional.", "")
+        axes.text(max(ratio, 1) * 1.03, row, f"{name} {ratio:.3g}x", va="center", fontsize=7)
     axes.axvline(1, color="0.3", linewidth=1)
-    axes.set_yticks(rows, [f"{name} ({us:g} us)" for name, us, _, _ in bars], fontsize=7)
-    axes.set(xscale="log", xlim=(0.7, 80), ylim=(0.3, len(bars) + 0.7))
+    shown = [
+        "" if i and bar.case == bars[i - 1].case else f"{bar.case} ({bar.us:.3g} us)"
+        for i, bar in enumerate(bars)
+    ]
+    axes.set_yticks(rows, shown, fontsize=7)
+    axes.tick_params(axis="y", length=0)
+    for row, title in zip(rows, shown):
+        if title:
+            axes.axhline(row + 0.5, color="0.85", linewidth=0.5)
+    largest = max(bar.other_us / bar.us for bar in bars)
+    axes.set(xscale="log", xlim=(0.7, 1.7 * largest), ylim=(0.3, len(bars) + 0.7))
     axes.set_xlabel(
         "time of the other library / time of tile_kernels; right of 1x: tile_kernels is faster"
     )
-    axes.set_xticks([1, 2, 5, 10, 20, 50], ["1x", "2x", "5x", "10x", "20x", "50x"])
+    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100) if tick < 1.7 * largest]
+    axes.set_xticks(ticks, [f"{tick}x" for tick in ticks])
     axes.minorticks_off()
     axes.grid(True, axis="x", linewidth=0.3, alpha=0.5)
+    machine = run["machine"]
     axes.set_title(
-        f"{content['device']}, {content['date']}, all sides in one run", fontsize=8, loc="left"
+        f"{machine['device']}, {machine['date'][:10]}, all sides in one run", fontsize=8, loc="left"
     )
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
@@ -162,7 +167,7 @@ def main() -> None:
     """Write all pictures of measured times and errors."""
     benchmark.plot_families(benchmark.load_all(RESULTS), FOLDER, ["svg"])
     draw_comparison(FOLDER / f"{RESULTS.name}.tilekernels.svg")
-    draw_rivals(copied_rivals(), FOLDER / f"{RESULTS.name}.rivals.svg")
+    draw_rivals(FOLDER / f"{RESULTS.name}.rivals.svg")
     for name in ("moe.4096.bf16", "moe.4096.fp8", "mhc.7168.kernels"):
         traces = {
             f"{name}, {when}": FOLDER / "traces" / f"{when}.{name}.json.gz"

@@ -164,11 +164,6 @@ def comparison() -> list[str]:
     ]
 
 
-def copied_rivals() -> dict[str, Any]:
-    """Times of other libraries relative to this one, of an earlier run, for the README's figure."""
-    return dict(json.loads((ROOT / "benchmarks" / f"rivals.{RESULTS.name}.json").read_text()))
-
-
 class Rival(NamedTuple):
     """A case of `benchmarks.rivals`, our time in microseconds, another library and its time."""
 

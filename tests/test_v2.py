@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -103,6 +104,19 @@ def test_submodules() -> None:
 # ---- the adapters pass on what they get ----------------------------------------------------------
 
 
+@pytest.fixture
+def settings() -> Iterator[None]:
+    """Settings that a test changes get their defaults back."""
+    yield
+    v2.config.reset_runtime_config()
+
+
+@pytest.fixture
+def alignment(settings: None) -> int:
+    v2.set_token_alignment(4)
+    return 4
+
+
 def test_casts() -> None:
     torch.manual_seed(1)
     x = torch.randn(5, 128)
@@ -116,6 +130,17 @@ def test_casts() -> None:
     assert torch.equal(sf, other[1])
     data = v2.quant.per_token_cast_with_precomputed_sf(x, "e4m3", 32, sf, False, True)
     assert torch.equal(data.float(), other[0].float())
+
+
+def test_the_least_amax_is_a_setting(settings: None) -> None:
+    """Of the operators and of their references; `reset_runtime_config` restores it."""
+    v2.set_amax_clamp_for_quant("e4m3", False, 1.0)
+    x = torch.full((1, 32), 0.5)
+    for data, sf in (v2.quant.per_token_cast(x, "e4m3", 32), v2.torch.cast(x, "e4m3", (1, 32))):
+        torch.testing.assert_close(sf, torch.tensor([[0.0022321430]]), rtol=1e-7, atol=0)
+        assert data.float()[0, 0] == 224
+    v2.config.reset_runtime_config()
+    assert v2.torch.cast(x, "e4m3", (1, 32))[0].float()[0, 0] == 448
 
 
 def test_channel_cast() -> None:
@@ -138,13 +163,6 @@ def test_scales_of_weights() -> None:
     assert sf1[0].item() & 0xFFFFFFFF == 0x807F7E7F
 
 
-@pytest.fixture
-def alignment() -> Any:
-    v2.set_token_alignment(4)
-    yield 4
-    v2.config.reset_runtime_config()
-
-
 def vector(name: str, index: int) -> tuple[dict[str, Any], Any]:
     case = SWIGLU[name].vectors[index]
     arguments = case.arguments()
@@ -156,9 +174,12 @@ def test_swiglu(alignment: int) -> None:
     arguments, (expected, count) = vector("swiglu_forward", 1)
     torch.testing.assert_close(v2.quant.swiglu_forward(**arguments), expected)
     assert torch.equal(arguments["clamped_count"], count)
+    torch.testing.assert_close(v2.torch.swiglu_forward(**arguments), expected)
+    assert torch.equal(arguments["clamped_count"], 2 * count)
     arguments, expected = vector("swiglu_backward", 0)
-    for one, other in zip(v2.quant.swiglu_backward(**arguments), expected, strict=True):
-        torch.testing.assert_close(one, other)
+    for functions in (v2.quant, v2.torch):
+        for one, other in zip(functions.swiglu_backward(**arguments), expected, strict=True):
+            torch.testing.assert_close(one, other)
     arguments, ((data, sf), _) = vector("swiglu_forward_and_per_token_cast", 0)
     found = v2.quant.swiglu_forward_and_per_token_cast(**arguments)
     assert torch.equal(found[0].float(), data.float())
@@ -174,9 +195,7 @@ def test_quantized_swiglu_gradient(alignment: int) -> None:
         x, grad, "e4m3", 32, psum, weights, 2.5, round_sf=True, do_recompute=True
     )
     plain = quant.per_token_cast_back(x, "fp32", 32)
-    wide = v2.torch.swiglu_backward(
-        plain, grad.float(), "fp32", psum, weights, 2.5, None, True, alignment=4
-    )
+    wide = v2.torch.swiglu_backward(plain, grad.float(), "fp32", psum, weights, 2.5, None, True)
     torch.testing.assert_close(x_grad, wide[0].bfloat16(), rtol=2**-7, atol=1e-6)
     torch.testing.assert_close(weight_grad, wide[1], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(act, wide[2].bfloat16(), rtol=2**-7, atol=1e-6)
@@ -240,6 +259,25 @@ def test_mhc_forward_chain() -> None:
         v2.mhc.mhc_reduce_partials_and_rmsnorm_fwd(
             torch.ones(2, 1, 1, 1), torch.ones(2, 1, 1), out_mul, sums, mixes, 1, 0.0, 3
         )
+
+
+def test_mhc_worked_chain() -> None:
+    """The mixes between the steps of the worked example; its results are the operator's."""
+    a = PARTIALS["mhc_pre_from_partials"].vectors[0].arguments()
+    out_mul, sums, mixes = torch.empty(1, 1, 8), torch.empty(1, 1), torch.empty(1, 8)
+    v2.mhc.mhc_reduce_partials_and_rmsnorm_fwd(
+        a["gemm_out_mul"][:, :, None], a["gemm_out_sqrsum"][:, :, None], out_mul, sums, mixes,
+        16, a["rms_eps"], 2,
+    )  # fmt: skip
+    expected = torch.tensor([[0.32, 0.32, 1.2, 0.8, 0.4, -0.4, -0.4, 2.4]])
+    torch.testing.assert_close(mixes, expected, rtol=1e-6, atol=1e-6)
+    pre, post, logits = torch.empty(1, 2), torch.empty(1, 2), torch.empty(1, 4)
+    v2.mhc.mhc_pre_split_mixes_fwd(
+        mixes, a["mhc_scale"], a["mhc_base"], pre, post, logits, 2.0, 0.01
+    )
+    torch.testing.assert_close(pre, torch.tensor([[0.5499149, 0.5746363]]))
+    torch.testing.assert_close(post, torch.tensor([[1.6043676, 1.5005201]]))
+    torch.testing.assert_close(logits, torch.tensor([[0.8, -0.7, -0.9, 4.8]]))
 
 
 def test_mhc_gradients() -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple, overload
 
 import torch
 
+from tile_kernels import config
 from tile_kernels.quant import formats, scales, stochastic
 from tile_kernels.quant.types import ROW_MAJOR, QuantTensor, ScaleFlags
 from tile_kernels.runtime.arithmetic import row_chunks
@@ -130,6 +131,8 @@ def _scales_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale factors in their layout, and the factors before encoding `[M, G]`."""
     amax = block_amax(values, block_size)
+    if clamp_min is None:
+        clamp_min = config.amax_min(fmt.name, options.use_e4m3_sf)
     if options.use_e4m3_sf:
         sf, inv = formats.e4m3_scale_from_amax(amax, fmt, clamp_min, options.global_sf)
         return scales.lay_out_e4m3_sf(sf, flags.use_tma_aligned_col_major_sf), inv
@@ -252,7 +255,7 @@ def cast(
     """Casts to e4m3 or e2m1 with one scale factor per block, for any block and tensor size.
 
     A NaN affects only its own element. An infinity counts as the largest finite float32 for the
-    scale and saturates.
+    scale and saturates. The least amax of a block is that of `tile_kernels.config`.
 
     Args:
         x: `[T, H]`, bfloat16 or float32; or, with `x_block_size`, a pair of codes (`[T, H]` e4m3,
