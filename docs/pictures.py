@@ -59,7 +59,7 @@ def draw_rivals(path: Path) -> None:
         color = next(color for name, color in RIVAL_COLORS.items() if bar.name.startswith(name))
         axes.barh(row, ratio - 1, left=1, height=0.66, color=color)
         name = bar.name.replace("nn.functional.", "")
-        axes.text(max(ratio, 1) * 1.03, row, f"{name} {ratio:.3g}x", va="center", fontsize=7)
+        axes.text(max(ratio, 1) * 1.03, row, f"{name} {ratio:.2f}x", va="center", fontsize=7)
     axes.axvline(1, color="0.3", linewidth=1)
     shown = [
         "" if i and bar.case == bars[i - 1].case else f"{bar.case} ({bar.us:.3g} us)"
@@ -71,11 +71,11 @@ def draw_rivals(path: Path) -> None:
         if title:
             axes.axhline(row + 0.5, color="0.85", linewidth=0.5)
     largest = max(bar.other_us / bar.us for bar in bars)
-    axes.set(xscale="log", xlim=(0.7, 1.7 * largest), ylim=(0.3, len(bars) + 0.7))
+    axes.set(xscale="log", xlim=(0.7, 2.3 * largest), ylim=(0.3, len(bars) + 0.7))
     axes.set_xlabel(
         "time of the other library / time of tile_kernels; right of 1x: tile_kernels is faster"
     )
-    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100) if tick < 1.7 * largest]
+    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100) if tick < 2.3 * largest]
     axes.set_xticks(ticks, [f"{tick}x" for tick in ticks])
     axes.minorticks_off()
     axes.grid(True, axis="x", linewidth=0.3, alpha=0.5)
