@@ -483,62 +483,75 @@ def group_quant(
 # ---- hyper-connections --------------------------------------------------------------------------
 
 
+def no_effect(**counts: int) -> None:
+    """Raises for arguments of an engine's own kernels, which have no effect here, below 1."""
+    for name, value in counts.items():
+        checks.integer(name, value, 1)
+
+
 def pre(
     residual: Tensor,
     fn: Tensor,
-    scale: Tensor,
-    base: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
     rms_eps: float,
-    pre_eps: float,
-    sinkhorn_eps: float,
-    post_mult_value: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
     sinkhorn_repeat: int,
     norm_weight: Tensor | None,
-    norm_eps: float,
+    norm_eps: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`mhc.mhc_pre_big_fuse`, and the RMS norm that follows it: `quant.norm_forward`.
 
     Args:
-        residual: As for `mhc.mhc_pre_big_fuse`, like all up to `sinkhorn_repeat`.
-        fn: As there.
-        scale: As `mhc_scale` there.
-        base: As `mhc_base` there.
-        rms_eps: As there.
-        pre_eps: As `mhc_pre_eps` there.
-        sinkhorn_eps: As `mhc_sinkhorn_eps` there.
-        post_mult_value: As `mhc_post_mult_value` there.
-        sinkhorn_repeat: As there.
+        residual: `[..., m, h]`, bfloat16, contiguous.
+        fn: `[m * (m + 2), m * h]`, float32, contiguous.
+        hc_scale: `[3]`, float32.
+        hc_base: `[m * (m + 2)]`, float32.
+        rms_eps: Of the norm of the streams.
+        hc_pre_eps: Added to the weights of the streams.
+        hc_sinkhorn_eps: Of the Sinkhorn normalisation.
+        hc_post_mult_value: The factor of `post`.
+        sinkhorn_repeat: Steps of the normalisation.
         norm_weight: `[h]`, bfloat16 or float32: the weight of an RMS norm of the layer input; or
             None: no norm.
-        norm_eps: Of that norm.
+        norm_eps: Of that norm; None only without it.
 
     Returns:
         `(post, comb, layer_input)`: `[..., m, 1]` and `[..., m, m]`, float32; `[..., h]`, bfloat16.
 
     Raises:
         TypeError: If a dtype differs.
-        ValueError: If a shape differs.
+        ValueError: If a shape differs, or `norm_eps` is missing.
     """
+    if norm_weight is not None and norm_eps is None:
+        raise ValueError("norm_eps must be given with norm_weight")
     post, comb, layer_input = mhc.mhc_pre_big_fuse(
-        residual, fn, scale, base, rms_eps, pre_eps, sinkhorn_eps, post_mult_value,
+        residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
         sinkhorn_repeat,
     )  # fmt: skip
-    if norm_weight is not None:
+    if norm_weight is not None and norm_eps is not None:
         rows = layer_input.flatten(0, -2)
         layer_input = quant.norm_forward(rows, norm_weight, norm_eps)[0].view_as(layer_input)
     return post, comb, layer_input
 
 
+def mhc_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:
+    """See `tile_kernels.mhc.mhc_post`."""
+    return mhc.mhc_post(x, residual, post_layer_mix, comb_res_mix)
+
+
 def fused_post_pre(
-    x: Tensor, residual: Tensor, post: Tensor, comb: Tensor, *rest: Any
+    x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`mhc.mhc_post`, then `pre` of the next sublayer on its result.
+    """`mhc.mhc_post` of a sublayer, then `pre` of the next one on its result.
 
     Args:
-        x: As for `mhc.mhc_post`: the output of the sublayer.
-        residual: As there.
-        post: As `post_layer_mix` there.
-        comb: As `comb_res_mix` there.
+        x: `[..., h]`, bfloat16, contiguous: the output of the sublayer.
+        residual: `[..., m, h]`, bfloat16.
+        post_layer_mix: `[..., m, 1]`, float32.
+        comb_res_mix: `[..., m, m]`, float32.
         *rest: The arguments of `pre` after `residual`.
 
     Returns:
@@ -546,9 +559,9 @@ def fused_post_pre(
 
     Raises:
         TypeError: If a dtype differs.
-        ValueError: If a shape differs.
+        ValueError: If a shape differs, or `norm_eps` is missing.
     """
-    streams = mhc.mhc_post(x, residual, post, comb)
+    streams = mhc.mhc_post(x, residual, post_layer_mix, comb_res_mix)
     return streams, *pre(streams, *rest)
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tile_kernels import mhc, moe
+from tile_kernels import moe
 from tile_kernels.integrations import serving
+from tile_kernels.integrations.serving import mhc_post
 from tile_kernels.runtime import checks
 
 __all__ = [
@@ -422,39 +423,12 @@ def mhc_pre(
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mixes and the input of a sublayer, normalised if `norm_weight` is given: `serving.pre`.
-
-    Args:
-        residual: `[..., m, h]`, bfloat16, contiguous.
-        fn: `[m * (m + 2), m * h]`, float32, contiguous.
-        hc_scale: `[3]`, float32.
-        hc_base: `[m * (m + 2)]`, float32.
-        rms_eps: Of the norm of the streams.
-        hc_pre_eps: Added to the weights of the streams.
-        hc_sinkhorn_eps: Of the Sinkhorn normalisation.
-        hc_post_mult_value: The factor of `post`.
-        sinkhorn_repeat: Steps of the normalisation.
-        n_splits: At least 1; it has no effect.
-        norm_weight: `[h]`: the weight of an RMS norm of the layer input; or None: no norm.
-        norm_eps: Of that norm.
-
-    Returns:
-        `(post, comb, layer_input)`: `[..., m, 1]` and `[..., m, m]`, float32; `[..., h]`, bfloat16.
-
-    Raises:
-        TypeError: If a dtype differs.
-        ValueError: If a shape differs.
-    """
-    checks.integer("n_splits", n_splits, 1)
+    """See `serving.pre`; `n_splits` has no effect."""
+    serving.no_effect(n_splits=n_splits)
     return serving.pre(
         residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
         sinkhorn_repeat, norm_weight, norm_eps,
     )  # fmt: skip
-
-
-def mhc_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:
-    """See `tile_kernels.mhc.mhc_post`."""
-    return mhc.mhc_post(x, residual, post_layer_mix, comb_res_mix)
 
 
 def mhc_fused_post_pre(
@@ -475,35 +449,8 @@ def mhc_fused_post_pre(
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`mhc_post` of a sublayer, then `mhc_pre` of the next one.
-
-    Args:
-        x: `[..., h]`, bfloat16, contiguous: the output of the sublayer.
-        residual: `[..., m, h]`, bfloat16.
-        post_layer_mix: `[..., m, 1]`, float32.
-        comb_res_mix: `[..., m, m]`, float32.
-        fn: As for `mhc_pre`, like all from here on.
-        hc_scale: As there.
-        hc_base: As there.
-        rms_eps: As there.
-        hc_pre_eps: As there.
-        hc_sinkhorn_eps: As there.
-        hc_post_mult_value: As there.
-        sinkhorn_repeat: As there.
-        n_splits: At least 1; it has no effect.
-        tile_n: At least 1; it has no effect.
-        norm_weight: As for `mhc_pre`.
-        norm_eps: As there.
-
-    Returns:
-        `(residual, post, comb, layer_input)`, for the next sublayer.
-
-    Raises:
-        TypeError: If a dtype differs.
-        ValueError: If a shape differs.
-    """
-    checks.integer("n_splits", n_splits, 1)
-    checks.integer("tile_n", tile_n, 1)
+    """See `serving.fused_post_pre`; `n_splits` and `tile_n` have no effect."""
+    serving.no_effect(n_splits=n_splits, tile_n=tile_n)
     return serving.fused_post_pre(
         x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, rms_eps, hc_pre_eps,
         hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_weight, norm_eps,
