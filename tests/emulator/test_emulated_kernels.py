@@ -253,6 +253,15 @@ def test_gemm_element_types(dtype: str, acc: str, arch: str, tolerance: float) -
     assert (c.double() - want).abs().max().item() <= tolerance
 
 
+def test_gemm_of_tf32_tensors() -> None:
+    """Their dtype is TileLang's own; PyTorch's is float32."""
+    a, b = (torch.arange(4096).view(64, 64) % m - 3.0 for m in (7, 5))
+    c = torch.zeros(64, 64)
+    kernel = k.gemm(64, 64, 64, dtype=T.tfloat32, acc_dtype="float32", bk=32, stages=0)
+    run(kernel, a, b, c, arch="sm_90a")
+    assert torch.equal(c, a @ b.t())
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_scan(reverse: bool) -> None:
     x, y = torch.arange(300).float(), torch.zeros(300)

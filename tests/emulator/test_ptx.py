@@ -74,8 +74,11 @@ def test_conversions_and_floats() -> None:
   r[4] = __float_as_uint(z);
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(z) : "f"(float(t)));
   r[5] = __float_as_uint(z);
+  asm("{ .reg .b32 kept; and.b32 kept, %1, 0b10000000000000001111; and.b32 kept, kept, 077; add.u32 %0, kept, 0; }"
+      : "=r"(r[6]) : "r"(t * 5));
+  asm("mul.bf16x2 %0, %1, 0x40004080;" : "=r"(r[7]) : "r"(0x3f803f80 + t));
 """,
-        6,
+        8,
     )
     x = LANES.float() * torch.tensor(0.7) - 3
     assert torch.equal(got[0], x.round().long())
@@ -85,6 +88,9 @@ def test_conversions_and_floats() -> None:
     assert torch.equal(got[3], (LANES * 100 - 300).clamp(0, 255))
     assert torch.equal(got[4], (x * 2 + 1).clamp_min(0).view(torch.int32).long())
     assert torch.equal(got[5], LANES.float().exp2().view(torch.int32).long())
+    assert torch.equal(got[6], (LANES * 5) & 15)
+    pair = (0x3F803F80 + LANES).int().view(torch.bfloat16) * torch.tensor([4.0, 2.0]).repeat(32)
+    assert torch.equal(got[7], pair.bfloat16().view(torch.int32).long())
 
 
 def test_memory_and_copies() -> None:

@@ -157,10 +157,32 @@ def test_tensors_on_the_gpu_are_cpu_tensors_that_behave() -> None:
         assert torch.randn(2, generator=torch.Generator("cuda"), device="cuda").is_cuda
         assert torch.cuda.get_device_capability() == (8, 0)
         assert torch.cuda.get_device_properties(0).multi_processor_count == 7
+        whole = torch.arange(1, 100, device="cuda")
+        for x in (whole.float(), whole.double(), whole.bfloat16()):  # by a number as GPUs do
+            wide = torch.promote_types(x.dtype, torch.float32)
+            inverse = torch.ones((), dtype=wide) / torch.tensor(448, dtype=wide)
+            assert torch.equal(x / 448, (x.to(wide) * inverse).to(x.dtype))
+            assert torch.equal(x.clone().div_(448), x / 448)
+            assert (x / 448).is_cuda
+        assert torch.equal(whole / 448, whole.float() / 448)
+        with pytest.raises(RuntimeError, match="can't be cast"):
+            whole.div_(448)
+        assert not torch.equal(whole / 448, whole.cpu() / 448)
+        assert torch.equal(whole.div(448, rounding_mode="floor"), whole // 448)
         with pytest.raises(RuntimeError, match="no CUDA graphs"):
             torch.cuda.CUDAGraph()
     assert (torch.cuda.is_available(), torch.cuda.Event, torch.Generator, torch.compile) == before
     assert not torch.ones(1).is_cuda
+
+
+def test_the_carver_finds_a_device() -> None:
+    from tilelang.carver.arch import CUDA
+
+    with emulated_tilelang(Settings(arch="sm_80", num_sms=7)):
+        device = CUDA(tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_80"}))
+    assert (device.compute_max_core, device.warp_size) == (7, 32)
+    assert device.compute_capability == "80"
+    assert not tilelang.tvm.runtime.cuda(0).exist or torch.cuda.is_available()
 
 
 def test_autotuner_skips_configurations_that_do_not_compile() -> None:

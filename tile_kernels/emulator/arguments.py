@@ -19,6 +19,7 @@ _DTYPES = {
     "float8_e8m0": "float8_e8m0fnu",
     "e4m3_float8": "float8_e4m3fn",
     "e5m2_float8": "float8_e5m2",
+    "custom[tfloat32]": "float32",
 }
 _PACKED = {
     "float4_e2m1fn": ("float4_e2m1fn_x2", "uint8", "int8"),

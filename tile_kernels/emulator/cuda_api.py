@@ -24,6 +24,7 @@ _TAG = "_tile_kernels_on_cuda"
 _CUDA = torch.device("cuda", 0)
 _DEVICE_GETTER = torch.Tensor.device
 _IS_CUDA_GETTER = torch.Tensor.is_cuda
+_DIVISIONS = (torch.Tensor.div, torch.Tensor.true_divide, torch.div, torch.true_divide)
 _MISSING = object()
 
 # Multiprocessors and bytes of shared memory that a block may use: H200, A100, RTX 4090, B200.
@@ -110,6 +111,12 @@ class _DeviceMode(TorchFunctionMode):
             return 0 if on_cuda(args[0]) else -1
         if func is torch.Tensor.pin_memory:
             return args[0]
+        if func in (*_DIVISIONS, torch.Tensor.div_) and not kwargs and on_cuda(args[0]):
+            quotient = _divided(*args)
+            if quotient is not None and func in _DIVISIONS:
+                return quotient
+            if quotient is not None and quotient.dtype == args[0].dtype:
+                return args[0].copy_(quotient)
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         device = kwargs.get("device")
@@ -119,6 +126,16 @@ class _DeviceMode(TorchFunctionMode):
         if cuda:
             kwargs["device"] = "cpu"
         return tag(func(*args, **kwargs), cuda)
+
+
+def _divided(tensor: torch.Tensor, number: Any) -> torch.Tensor | None:
+    """A tensor divided by a number with PyTorch's roundings on a GPU: times the reciprocal."""
+    if type(number) not in (int, float) or tensor.is_complex():
+        return None
+    dtype = tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()
+    wide = torch.promote_types(dtype, torch.float32)
+    inverse = 1 / torch.tensor(number, dtype=wide)
+    return tag((tensor.to(wide) * inverse).to(dtype))
 
 
 def _moved(source: torch.Tensor, result: torch.Tensor, cuda: bool) -> torch.Tensor:

@@ -373,7 +373,40 @@ def _patch_tilelang(patches: Patches, session: Session) -> None:
 
         patches.set(cuda_target, "check_cuda_availability", lambda: True)
         patches.set(cuda_target, "_detect_torch_cuda_arch", lambda: arch)
+    _patch_device(patches)
     _patch_requirements(patches)
+
+
+def _patch_device(patches: Patches) -> None:
+    """The device as TVM and TileLang's carver describe it."""
+    from tilelang import tvm
+
+    device: Any = torch.cuda.get_device_properties(0)
+    cuda = tvm.runtime.cuda(0).dlpack_device_type()
+    known = {  # TVM's DeviceAttrKind
+        0: 1,  # exists
+        1: device.max_threads_per_block,
+        2: device.warp_size,
+        3: device.shared_memory_per_block,
+        4: f"{device.major}.{device.minor}",
+        5: device.name,
+        7: device.multi_processor_count,
+    }
+    real = tvm.runtime.Device._GetDeviceAttr
+
+    def attribute(self: Any, device_type: int, device_id: int, number: int) -> Any:
+        if device_type == cuda and number in known:
+            return known[number]
+        return real(self, device_type, device_id, number)
+
+    patches.set(tvm.runtime.Device, "_GetDeviceAttr", attribute)
+    with contextlib.suppress(ImportError):
+        from tilelang.carver.arch.driver import cuda_driver
+
+        def properties(device_id: int = 0) -> Any:
+            return torch.cuda.get_device_properties(device_id)
+
+        patches.set(cuda_driver, "get_cuda_device_properties", properties)
 
 
 def _patch_requirements(patches: Patches) -> None:

@@ -157,8 +157,10 @@ def _value(asm: _Asm, word: str) -> str:
         return asm.operands[int(asm.names[m[1]])]
     if m := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", word):
         return f"__uint_as_float(0x{m[1]}u)"
-    if m := re.fullmatch(r"(-?)(0[xX][0-9a-fA-F]+|\d+)U?", word):
-        return f"{m[1]}{m[2]}" + ("u" if not m[1] and int(m[2], 0) < 2**32 else "ll")
+    if m := re.fullmatch(r"(-?)(0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?", word):
+        octal = re.fullmatch(r"0[0-7]+", m[2])
+        number = int(m[2], 8 if octal else 0)
+        return f"{m[1]}{m[2]}" + ("u" if not m[1] and number < 2**32 else "ll")
     if re.fullmatch(r"-?\d+\.\d*(e-?\d+)?", word):
         return word
     if word.startswith("!"):

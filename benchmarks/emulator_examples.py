@@ -1,0 +1,180 @@
+"""TileLang's own examples on the emulator: the tests of the examples in its source distribution.
+
+    pip download --no-deps --no-binary tilelang tilelang==0.1.14    # and unpack it
+    pip install --target FOLDER --no-deps tilelang==0.1.14 apache-tvm-ffi==0.1.12 z3-solver==4.15.4
+    python benchmarks/emulator_examples.py SOURCES/examples [--tilelang FOLDER] [--only FILE ...]
+
+Each test runs unmodified in check mode, at the sizes that it has for a GPU, and compares the result
+with PyTorch itself. One that exceeds the time limit counts as too slow. Writes
+`benchmarks/results/emulator_examples.json`. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "emulator_examples.json"
+ENDS = ("right", "wrong", "reported", "refused", "too slow", "other error", "skipped",
+        "no kernel")  # fmt: skip
+
+
+# ---- the child: one file of tests ---------------------------------------------------------------
+
+
+class Recorder:
+    """A pytest plugin that notes how each test ends, one line of JSON for each."""
+
+    def __init__(self, output: Path, seconds: float, session: Any) -> None:
+        self.output, self.seconds, self.session = output, seconds, session
+
+    def note(self, test: str, outcome: str, text: str = "", seconds: float = 0.0) -> None:
+        """Append a line."""
+        entry = {"test": test, "outcome": outcome, "text": text, "seconds": round(seconds, 1)}
+        with self.output.open("a") as file:
+            print(json.dumps(entry), file=file)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: Any) -> Iterator[None]:
+        """Run a test under the time limit."""
+        from tile_kernels.emulator import EmulationError
+        from tile_kernels.emulator.runner import TimeLimitError, time_limit
+
+        self.note(pyfuncitem.nodeid, "started")
+        began, launches = time.perf_counter(), self.session.launches
+        outcome, text = "right", ""
+        try:
+            with time_limit(self.seconds):
+                return (yield)
+        except EmulationError as error:
+            kinds = {"unsupported": "refused", "toolchain": "refused", "timeout": "too slow"}
+            outcome, text = kinds.get(error.kind, "reported"), error.message.partition("\n")[0]
+            if error.python_file:
+                text += f" ({Path(error.python_file).name}, line {error.python_line})"
+            raise
+        except TimeLimitError:
+            outcome = "too slow"
+            raise
+        except pytest.skip.Exception as error:
+            outcome, text = "skipped", str(error)
+            raise
+        except AssertionError as error:
+            outcome, text = "wrong", str(error)
+            raise
+        except Exception as error:
+            outcome, text = "other error", f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            if outcome == "right" and self.session.launches == launches:
+                outcome = "no kernel"
+            self.note(pyfuncitem.nodeid, outcome, text[:1000], time.perf_counter() - began)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note tests that are skipped before they start."""
+        if report.when == "setup" and report.outcome != "passed":
+            outcome = "skipped" if report.skipped else "other error"
+            self.note(report.nodeid, outcome, report.longreprtext[-1000:])
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """Note files that cannot be imported."""
+        if report.failed:
+            self.note(report.nodeid, "other error", report.longreprtext[-1000:])
+
+
+def child(file: Path, output: Path, seconds: float, done: list[str]) -> None:
+    """Run the tests of a file but those that are `done`."""
+    from tile_kernels.emulator.jit import emulated_tilelang
+
+    options = [part for test in done for part in ("--deselect", test)]
+    with emulated_tilelang() as session:
+        command = ["-q", "-p", "no:cacheprovider", "--tb=short", "--rootdir", str(file.parent)]
+        pytest.main([*command, *options, str(file)], plugins=[Recorder(output, seconds, session)])
+        print(session.summary(), flush=True)
+
+
+# ---- the parent ---------------------------------------------------------------------------------
+
+
+def run_file(file: Path, tilelang: Path | None, seconds: float, scratch: Path) -> dict[str, Any]:
+    """How the tests of a file end; the child is started again behind a test that ends it."""
+    scratch.unlink(missing_ok=True)
+    paths = [str(p) for p in (tilelang, ROOT) if p is not None]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    entries: dict[str, Any] = {}
+    while True:
+        done = [part for test in entries for part in ("--done", test)]
+        command = [sys.executable, __file__, "--child", str(file), "--output", str(scratch),
+                   "--seconds", str(seconds), *done]  # fmt: skip
+        subprocess.run(command, env=environment, cwd=file.parent, check=False)
+        lines = scratch.read_text().splitlines() if scratch.exists() else []
+        for line in lines:
+            entry = json.loads(line)
+            entries[entry.pop("test")] = entry
+        died = [entry for entry in entries.values() if entry["outcome"] == "started"]
+        for entry in died:
+            entry.update(outcome="other error", text="the process ended")
+        scratch.write_text("")
+        if not died:
+            return entries
+
+
+def summary(files: dict[str, Any]) -> dict[str, int]:
+    """Tests by their ends."""
+    ends = Counter(entry["outcome"] for tests in files.values() for entry in tests.values())
+    return {"tests": ends.total(), **{end: ends[end] for end in ENDS}}
+
+
+def main() -> None:
+    """Run the tests of the examples and write how they end."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", help="the folder `examples`")
+    parser.add_argument("--tilelang", type=Path, help="where another TileLang is installed")
+    parser.add_argument("--only", nargs="+", metavar="FILE", help="run these again, keep the rest")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of a test")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="file of the results")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--done", action="append", default=[], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options.child, options.output, options.seconds, options.done)
+        return
+    folder = options.folder.absolute()
+    tilelang = options.tilelang and options.tilelang.absolute()
+    path = [str(tilelang)] if tilelang else sys.path
+    (used,) = {d.version for d in importlib.metadata.distributions(name="tilelang", path=path)}
+    stored = json.loads(options.json.read_text()) if options.json.exists() else {}
+    files = stored.get("files", {}) if options.only else {}
+    scratch = options.json.with_suffix(".part")
+    for file in sorted(folder.rglob("test_*.py")):
+        name = file.relative_to(folder).as_posix()
+        if options.only and name not in options.only:
+            continue
+        files[name] = run_file(file, tilelang, options.seconds, scratch)
+        run = {
+            "tilelang": used,
+            "torch": importlib.metadata.version("torch"),
+            "seconds": options.seconds,
+            "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        }
+        result = {"run": run, "summary": summary(files), "files": files}
+        options.json.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+        print(name, {test: entry["outcome"] for test, entry in files[name].items()}, flush=True)
+    scratch.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()
