@@ -22,7 +22,7 @@ from transformers import DeepseekV3Config, DeepseekV4Config
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 
-from benchmarks.layers import BF16, CUDA, DEVICE, Case, Forms, parser_of, run_all, streams
+from benchmarks.layers import BF16, COMPILED, CUDA, DEVICE, Case, Forms, parser_of, run_all, streams
 from tile_kernels.integrations.transformers import apply
 
 STD = 0.02  # of weights
@@ -140,6 +140,7 @@ CASES = {
         moe,
         {"tokens": 4096, "hidden": 4096, "intermediate": 1536, "experts": 64, "topk": 6},
         {"tokens": 40, "hidden": 64, "intermediate": 32, "experts": 16, "topk": 2},
+        modes=(COMPILED,),
     ),
     "v3.layer": Case(
         v3_layer,
@@ -147,6 +148,7 @@ CASES = {
          "experts": 64, "topk": 6},
         {"batch": 2, "length": 10, "heads": 2, "hidden": 64, "intermediate": 32, "experts": 16,
          "topk": 2},
+        modes=(COMPILED,),
     ),
     "v4.layer": Case(
         v4_layer,
@@ -154,6 +156,7 @@ CASES = {
          "intermediate": 1536, "experts": 64, "topk": 6},
         {"batch": 2, "length": 10, "hidden": 64, "heads": 2, "head_dim": 32, "intermediate": 32,
          "experts": 16, "topk": 2},
+        modes=(COMPILED,),
     ),
 }  # fmt: skip
 
