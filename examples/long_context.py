@@ -285,7 +285,7 @@ def main(given: list[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(
         description="Passkey retrieval with sparse and with dense attention.", allow_abbrev=False
     )
-    parser.add_argument("--steps", type=int, help="of training")
+    parser.add_argument("--steps", type=int, help="of training; 0: only measure")
     parser.add_argument("--length", type=int, help="tokens of the longest texts, a power of two")
     parser.add_argument("--timed", type=int, nargs="*", help="lengths that are timed")
     parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of the picture")
@@ -317,7 +317,7 @@ def main(given: list[str] | None = None) -> Path:
     def keep() -> None:
         path.write_text(json.dumps(result, indent=1) + "\n")
 
-    for kind in KINDS:
+    for kind in KINDS if sizes.steps else ():
         trained = train(kind, sizes, options.device)
         result["trained"][kind] = trained
         keep()
