@@ -259,7 +259,8 @@ def picture(result: dict[str, Any], path: Path) -> Path:
         found = f"{kind}: found in {100 * trained['found']:.0f} % of new texts"
         left.plot(smooth, color=colors[kind], label=found)
     left.set(xlabel="step", ylabel="nats", title="Loss, texts growing longer")
-    left.legend(frameon=False, fontsize=8)
+    if result["trained"]:
+        left.legend(frameon=False, fontsize=8)
     for kind, by_length in result["measured"].items():
         lengths = [int(length) for length in by_length]
         times = [found["ms"] for found in by_length.values()]
@@ -268,7 +269,7 @@ def picture(result: dict[str, Any], path: Path) -> Path:
         right.plot(lengths, caches, "o-", color=colors[kind], label=kind)
     middle.set(title="One layer, forward and backward", xlabel="tokens", ylabel="ms")
     right.set(title="Cache of one text and layer", xlabel="tokens", ylabel="MiB")
-    for axes in (middle, right):
+    for axes in (middle, right) if result["measured"]["dense"] else ():
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.legend(frameon=False)
