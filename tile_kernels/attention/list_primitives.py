@@ -15,10 +15,9 @@ from typing import Any
 from tilelang import language as T
 
 from tile_kernels.attention.indexer_plan import BIN_BITS, BINS
-from tile_kernels.runtime.kernels.common import WARP
+from tile_kernels.runtime.kernels.common import KEY_BITS, WARP
 
 NO_TYPED_SYNC = {"tl.disable_thread_storage_sync": True}
-KEY_BITS = 32  # a float32 value as an integer of the same order
 LOWEST = 0x007FFFFF  # the key of -inf
 FOUND = 3  # numbers that a thread tells the others: the bin, keys above it, keys in it
 

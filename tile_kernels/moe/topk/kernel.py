@@ -16,6 +16,7 @@ from tile_kernels.moe.primitives import (
     warp_topk,
 )
 from tile_kernels.moe.topk.plan import WIDE_PER_LANE
+from tile_kernels.runtime.kernels.common import KEY_BITS
 from tile_kernels.runtime.launch import kernel
 
 
@@ -175,9 +176,6 @@ def topk_gate_block(num_experts: int, num_topk: int, threads: int) -> Any:
             write(pairs, token, topk_idx)
 
     return topk_gate
-
-
-KEY_BITS = 32  # a float32 value as an integer of the same order
 
 
 @kernel(access_bits=lambda *_: (32, 64), pass_configs=EXPLICIT_BARRIERS)

@@ -6,6 +6,8 @@ from tilelang import language as T
 
 from tile_kernels.runtime.device import WARP
 
+KEY_BITS = 32  # a float32 value as an integer of the same order
+
 # For kernels whose accesses all stand under the conditions they need: no second check of positions.
 EXPLICIT_GUARDS = {"tl.disable_safe_memory_legalize": True}
 
