@@ -11,10 +11,17 @@ from torch import Tensor
 import tile_kernels
 from tests.mhc.helpers import BF16, grounds, sublayer
 from tile_kernels import mhc, quant
-from tile_kernels.mhc.post_pre.plan import divide, fits
+from tile_kernels.mhc.post_pre import op
+from tile_kernels.mhc.post_pre.plan import FEW_TOKENS, divide, fits
 from tile_kernels.runtime.launch import recording
 
 NUMBERS = 1e-6, 1e-6, 1e-6, 2.0, 5
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams are projected while they are written, however few tokens there are."""
+    monkeypatch.setattr(op, "FEW_TOKENS", 0)
 
 
 def arguments(n: int, m: int, h: int, device: str) -> tuple[Tensor, ...]:
@@ -32,6 +39,7 @@ def chain(
     return written, *mhc.mhc_pre_big_fuse(written, *parameters, *NUMBERS)
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(
     ("backend", "device", "n", "m", "h"),
     grounds(
@@ -48,6 +56,33 @@ def test_the_bits_of_post_and_pre(backend: str, device: str, n: int, m: int, h: 
             assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize(
+    ("backend", "device", "n", "m", "h"),
+    grounds([(66, 4, 256)], [(n, 4, 7168) for n in (1, 64, FEW_TOKENS)]),
+)
+@pytest.mark.parametrize("group", [0, 32])
+def test_few_tokens_have_the_same_bits(
+    backend: str, device: str, n: int, m: int, h: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams may be projected while they are written or afterwards."""
+    given = arguments(n, m, h, device)
+    weight = (1 + 0.1 * torch.randn(h, device=device)).to(BF16)
+
+    def run(few: int) -> list[Tensor]:
+        monkeypatch.setattr(op, "FEW_TOKENS", few)
+        with tile_kernels.backend(backend):
+            if group == 0:
+                return list(mhc.mhc_post_pre(*given, *NUMBERS, weight, 1e-6))
+            *streams, (data, sf) = mhc.mhc_post_pre_and_per_token_cast(
+                *given, *NUMBERS, weight, 1e-6, group
+            )
+        return [*streams, data.view(torch.uint8), sf]
+
+    for one, other in zip(run(0), run(n), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(
     ("backend", "device", "n", "m", "h"),
     grounds([(3, 2, 1096), (5, 4, 256)], [(4096, 4, 7168), (13, 4, 2560)]),
@@ -74,8 +109,8 @@ def test_norm_and_cast_follow_the_read(
     assert torch.equal(cast[3][1][0], scales)
 
 
-def test_launches_do_not_depend_on_the_number_of_tokens() -> None:
-    """Three kernels where the projection fits what is written, whatever the batch."""
+def test_launches() -> None:
+    """Three kernels; the first two at once for many tokens, where the projection fits."""
 
     def kernels(n: int, m: int, h: int) -> list[Any]:
         tensors = [x.to("meta") for x in arguments(n, m, h, "cpu")]
@@ -84,9 +119,11 @@ def test_launches_do_not_depend_on_the_number_of_tokens() -> None:
         return [request.kernel.name for request in launched]
 
     at_once = ["cut_weights", "write_and_project", "read_from_products"]
-    assert kernels(1, 4, 256) == kernels(200, 4, 256) == at_once
-    assert kernels(2, 4, 264) == ["post", "products", "read_from_products"]
-    assert kernels(2, 8, 256) == ["post", "products", "read_from_products"]
+    in_turn = ["post", "products", "read_from_products"]
+    many = FEW_TOKENS + 1
+    assert kernels(many, 4, 256) == kernels(10 * many, 4, 256) == at_once
+    assert kernels(1, 4, 256) == kernels(FEW_TOKENS, 4, 256) == in_turn
+    assert kernels(many, 4, 264) == kernels(many, 8, 256) == in_turn
 
 
 def test_divisions_are_whole_parts_of_a_stream() -> None:

@@ -25,16 +25,17 @@ def _hash(
     *,
     dtype: torch.dtype = _INT32,
     wild: bool = False,
+    most: int = 2**31 - 1,
     image: bool = False,
 ) -> Arguments:
-    """As a model has them, or over the whole range of their types."""
+    """As a model has them, or over the whole range of their types, with `most` rows of a table."""
 
     def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, device=device)
 
     ids, factors, sizes = (0, 10**5), (0, 10**5), (10**5, 10**6)
     if wild:
-        ids, factors, sizes = (-(2**31), 2**31), (-(2**63), 2**63 - 1), (1, 2**31 - 1)
+        ids, factors, sizes = (-(2**31), 2**31), (-(2**63), 2**63 - 1), (1, most)
     vocab_sizes = numbers(*sizes, layers, window - 1, tables).to(_INT32)
     mask = torch.arange(num_tokens, device=device) % 3 == 1
     return {
@@ -80,6 +81,7 @@ ENGRAM_HASH = Cases(
         Sample("wild.40", _hash(40, wild=True)),
         Sample("wild.int64.33.5", _hash(33, 5, 3, 3, dtype=_INT64, wild=True)),
         Sample("pairs.129", _hash(129, 2, 1, 1, wild=True)),
+        Sample("wild.40.most 9", _hash(40, wild=True, most=9)),
         Sample("image", _hash(7, image=True)),
     ],
     large=[

@@ -13,13 +13,24 @@ from tile_kernels.runtime.launch import kernel
 def floor_modulo(value, divisor):
     """`value mod divisor` with the sign of the divisor, which is not 0: a table without rows has 0.
 
-    A divisor of -1 is left out too: the smallest value has no quotient.
+    By quotients in float64, which are much faster than a division of int64. The first leaves less
+    than the divisor and 2**12, as each of three roundings is off by 2**-53 of at most 2**63; the
+    second, of what is left, is off by at most 1.
     """
     rest = T.alloc_var(T.int64, init=T.int64(0))
-    if divisor > 1 or divisor < -1:
-        rest = T.truncmod(value, T.cast(divisor, T.int64))
-        if rest != 0 and (rest < 0) != (divisor < 0):
-            rest = rest + T.cast(divisor, T.int64)
+    size = T.alloc_var(T.int64, init=T.cast(divisor, T.int64))
+    if size < 0:
+        size = -size
+    if size > 1:
+        inverse = T.alloc_var(T.float64, init=T.float64(1) / T.cast(size, T.float64))
+        rest = value - T.cast(T.cast(value, T.float64) * inverse, T.int64) * size
+        rest = rest - T.cast(T.floor(T.cast(rest, T.float64) * inverse), T.int64) * size
+        if rest < 0:
+            rest = rest + size
+        if rest >= size:
+            rest = rest - size
+        if divisor < 0 and rest != 0:
+            rest = rest - size
     return rest
 
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from tile_kernels.runtime.device import Device
 
-THREADS = 128
+# H200, 8192 tokens, 2 layers of 16 tables: 256 threads 2.69 us, 128 3.01, 64 4.22.
+THREADS = 256
 
 
 class Plan(NamedTuple):

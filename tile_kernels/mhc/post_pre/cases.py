@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tile_kernels.mhc.post_pre.plan import FEW_TOKENS
 from tile_kernels.mhc.samples import LEADING, StreamCases, compare_sums
 from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Reject, Sample, Vector
 from tile_kernels.runtime.sampling import (
@@ -55,6 +56,9 @@ def _arguments(
     return arguments
 
 
+_MANY = FEW_TOKENS + 1
+
+
 def _small(build: Callable[..., Build]) -> list[Sample]:
     return [
         Sample("leading.2x40", build(*LEADING, 2, 40)),
@@ -62,10 +66,11 @@ def _small(build: Callable[..., Build]) -> list[Sample]:
         Sample("one.1x1x16", build(1, 1, 16)),
         Sample("one token", build(2, 64)),
         *(Sample(f"7x{m}x72", build(7, m, 72)) for m in (1, 3, 4, 8)),
+        Sample("few.70x2x256", build(70, 2, 256)),
         # Columns that are whole leaves of the projection: written and projected at once.
-        *(Sample(f"at once.{n}x{m}x256", build(n, m, 256)) for n, m in ((3, 1), (70, 2), (5, 4))),
-        Sample("at once.67x3x512", build(67, 3, 512, weight=BF16)),
-        Sample("at once.130x4x256", build(130, 4, 256, weight=FP32)),
+        Sample(f"at once.{_MANY}x1x256", build(_MANY, 1, 256)),
+        Sample(f"at once.{_MANY + 1}x2x256", build(_MANY + 1, 2, 256, weight=BF16)),
+        Sample(f"at once.{_MANY}x4x256", build(_MANY, 4, 256, weight=FP32)),
         Sample("norm.5x2x1064", build(5, 2, 1064, weight=FP32)),
         Sample("norm.9x4x264", build(9, 4, 264, weight=BF16)),
         Sample("no eps.5x4x64", build(5, 4, 64, eps=0.0)),

@@ -1,8 +1,8 @@
 """`mhc_post_pre`: all that happens to the streams between two sublayers, for inference.
 
 A kernel writes the next residual and projects it while it is on the chip, a second one reads it for
-the input of the sublayer. Where the first kernel does not fit the sizes, `mhc_post`
-and the projection are launched one after the other: the bits are the same.
+the input of the sublayer. Where the first kernel does not fit the sizes, and for few tokens,
+`mhc_post` and the projection are launched one after the other: the bits are the same.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tile_kernels.mhc.norm_fn.plan import padded
 from tile_kernels.mhc.post import op as post_op
 from tile_kernels.mhc.post_pre import reference
 from tile_kernels.mhc.post_pre.plan import (
+    FEW_TOKENS,
     HOPPER,
     Division,
     divide,
@@ -101,12 +102,16 @@ class Arguments(NamedTuple):
         return *_streams_and_mixes(self), Out("layer_input", self.x.shape, torch.bfloat16)
 
     def launches(self, *outs: Spec) -> list[Launch]:
+        return self.launches_of(_fits(self), *outs)
+
+    def launches_of(self, at_once: bool, *outs: Spec) -> list[Launch]:
+        """`at_once`: streams are written and projected by one kernel."""
         written, post, comb, layer_input, *scratch = outs
-        return _launches(self, (written, post, comb), layer_input, None, None, scratch)
+        return _launches(self, at_once, (written, post, comb), layer_input, None, None, scratch)
 
     def scratch(self) -> tuple[Out, ...]:
         """Products and squares in parts; and the weights, cut in two, where kernels are fused."""
-        if not _fused(self):
+        if not _fits(self):
             return norm_fn.product_scratch(self)
         mixes, size = self.fn.shape
         m = self.residual.shape[-2]
@@ -131,7 +136,7 @@ def _count_tokens(a: Any) -> int:
     return math.prod(a.residual.shape[:-2])
 
 
-def _fused(a: Arguments) -> bool:
+def _fits(a: Arguments) -> bool:
     return fits(*a.residual.shape[-2:])
 
 
@@ -148,7 +153,7 @@ def _aligned(x: Spec) -> Spec:
 
 
 def _launches(
-    a: Any, results: tuple[Spec, Spec, Spec], layer_input: Any, data: Any, sf: Any,
+    a: Any, at_once: bool, results: tuple[Spec, Spec, Spec], layer_input: Any, data: Any, sf: Any,
     scratch: list[Spec],
 ) -> list[Launch]:  # fmt: skip
     if a.residual.numel() == 0:
@@ -158,7 +163,7 @@ def _launches(
     written, post, comb = results
     rows = shapes.rows(written, m, h)
     mul, squares = scratch[:2]
-    if _fused(a):
+    if at_once:
         weights, width, fold = scratch[2], padded_mixes(mixes), _FOLD
         steps = [
             Launch(_CUT, (mixes, width, size), (_aligned(a.fn), weights)),
@@ -228,6 +233,24 @@ MHC_POST_PRE = Operator(
     instead=_TRAINING,
 )
 
+_FEW = Operator(
+    "mhc._mhc_post_pre_of_few_tokens",
+    Arguments,
+    launches=lambda a, *outs: a.launches_of(False, *outs),
+    scratch=norm_fn.product_scratch,
+    reference=MHC_POST_PRE.reference,
+    cost=cost,
+    dynamic=_DYNAMIC,
+    archs=(HOPPER,),
+    instead=_TRAINING,
+    serves="mhc_post_pre",
+)
+
+
+def _is_few(residual: Any) -> bool:
+    """Before arguments are checked."""
+    return isinstance(residual, Tensor) and math.prod(residual.shape[:-2]) <= FEW_TOKENS
+
 
 @MHC_POST_PRE.public(reference=reference.mhc_post_pre)
 def mhc_post_pre(
@@ -288,7 +311,8 @@ def mhc_post_pre(
         >>> residual[0, 0, 0].item(), post.item(), layer_input[0, 0].item()
         (2.0, 1.0, 1.0)
     """
-    return MHC_POST_PRE(
+    operator = _FEW if _is_few(residual) else MHC_POST_PRE
+    return operator(
         x, residual, post_layer_mix, comb_res_mix, fn, mhc_scale, mhc_base, rms_eps, mhc_pre_eps,
         mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat, norm_weight, norm_eps, 0, False,
         0.0,
@@ -316,8 +340,12 @@ def outputs_cast(a: Arguments) -> tuple[Out, Out, Out, Out, Out]:
 
 
 def launches_cast(a: Arguments, *outs: Spec) -> list[Launch]:
+    return _launches_cast(a, _fits(a), *outs)
+
+
+def _launches_cast(a: Arguments, at_once: bool, *outs: Spec) -> list[Launch]:
     written, post, comb, data, sf, *scratch = outs
-    return _launches(a, (written, post, comb), None, data, sf, scratch)
+    return _launches(a, at_once, (written, post, comb), None, data, sf, scratch)
 
 
 def _cast_reference(*fields: Any) -> tuple[Tensor, ...]:
@@ -336,6 +364,21 @@ _CAST = Operator(
     dynamic=_DYNAMIC,
     archs=(HOPPER,),
     instead=_TRAINING,
+)
+
+_CAST_FEW = Operator(
+    "mhc._mhc_post_pre_and_per_token_cast_of_few_tokens",
+    Arguments,
+    check=check_cast,
+    outputs=outputs_cast,
+    launches=lambda a, *outs: _launches_cast(a, False, *outs),
+    scratch=norm_fn.product_scratch,
+    reference=_cast_reference,
+    cost=cost,
+    dynamic=_DYNAMIC,
+    archs=(HOPPER,),
+    instead=_TRAINING,
+    serves="mhc_post_pre_and_per_token_cast",
 )
 
 
@@ -402,7 +445,8 @@ def mhc_post_pre_and_per_token_cast(
         >>> data[0, 0].item(), round(1 / sf.item(), 3)
         (448.0, 448.0)
     """
-    written, post, comb, data, sf = _CAST(
+    operator = _CAST_FEW if _is_few(residual) else _CAST
+    written, post, comb, data, sf = operator(
         x, residual, post_layer_mix, comb_res_mix, fn, mhc_scale, mhc_base, rms_eps, mhc_pre_eps,
         mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat, norm_weight, norm_eps,
         num_per_channels, round_sf, layout.least_amax("e4m3", False, amax_min),

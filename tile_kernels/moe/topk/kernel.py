@@ -99,32 +99,83 @@ EXPLICIT_BARRIERS = {"tl.disable_thread_storage_sync": True}
 def sort_pairs(levels: int, threads: int) -> Any:
     """A macro: a bitonic sort of `1 << levels` distinct int64 in shared memory, largest first.
 
-    It ends with a barrier.
+    `threads` is a power of two. A thread holds neighbouring pairs. It compares them with each
+    other, with those of other lanes, and in shared memory where they are those of other warps. It
+    ends with a barrier.
     """
     size = 1 << levels
+    held = max(1, size // threads)  # pairs of a thread
+    of_thread = held.bit_length() - 1  # bits of an index within a thread,
+    of_warp = of_thread + LANES.bit_length() - 1  # and within a warp
+    neighbours = [
+        (shift, low, low + (1 << shift))
+        for shift in reversed(range(of_thread))
+        for low in range(held)
+        if not low >> shift & 1
+    ]
+
+    @T.macro
+    def exchange_in_memory(pairs, level):
+        tx = T.get_thread_binding()
+        low = T.alloc_var(T.int64)
+        high = T.alloc_var(T.int64)
+        for sub in T.serial(level - of_warp + 1):
+            shift = level - sub
+            stride = T.shift_left(1, shift)
+            for step in T.serial(T.ceildiv(size // 2, threads)):
+                i = step * threads + tx
+                if i < size // 2:
+                    index = T.shift_left(T.shift_right(i, shift), shift + 1) + (i & (stride - 1))
+                    low = pairs[index]
+                    high = pairs[index + stride]
+                    descending = (index & T.shift_left(2, level)) == 0
+                    if (low < high) == descending:
+                        pairs[index] = high
+                        pairs[index + stride] = low
+            T.sync_threads()
+
+    @T.macro
+    def exchange_by_lanes(mine, first, level):
+        other = T.alloc_var(T.int64)
+        top = T.min(level, of_warp - 1)
+        for sub in T.serial(T.max(top - of_thread + 1, 0)):
+            shift = top - sub
+            for r in T.unroll(held):
+                other = T.shfl_xor(mine[r], T.shift_left(1, shift - of_thread))
+                descending = ((first + r) & T.shift_left(2, level)) == 0
+                is_low = ((first + r) & T.shift_left(1, shift)) == 0
+                if (mine[r] < other) == (descending == is_low):
+                    mine[r] = other
+
+    @T.macro
+    def exchange_in_thread(mine, first, level):
+        moved = T.alloc_var(T.int64)
+        for shift, low, high in neighbours:
+            if shift <= level:
+                descending = ((first + low) & T.shift_left(2, level)) == 0
+                if (mine[low] < mine[high]) == descending:
+                    moved = mine[low]
+                    mine[low] = mine[high]
+                    mine[high] = moved
 
     @T.macro
     def sort(pairs):
-        tx = T.get_thread_binding()
-        index = T.alloc_var(T.int32)
-        low = T.alloc_var(T.int64)
-        high = T.alloc_var(T.int64)
+        mine = T.alloc_local((held,), T.int64)
+        first = T.alloc_var(T.int32, init=T.get_thread_binding() * held)
+        for r in T.unroll(held):
+            mine[r] = T.int64(0)
         for level in T.serial(levels):  # runs of 2 << level become sorted, in turns
-            for sub in T.serial(level + 1):
-                shift = level - sub
-                stride = T.shift_left(1, shift)
-                for step in T.serial(T.ceildiv(size // 2, threads)):
-                    i = step * threads + tx
-                    if i < size // 2:
-                        index = T.shift_left(T.shift_right(i, shift), shift + 1) + (
-                            i & (stride - 1)
-                        )
-                        low = pairs[index]
-                        high = pairs[index + stride]
-                        descending = (index & T.shift_left(2, level)) == 0
-                        if (low < high) == descending:
-                            pairs[index] = high
-                            pairs[index + stride] = low
+            if level >= of_warp:
+                exchange_in_memory(pairs, level)
+            if first < size and (level == 0 or level >= of_warp):
+                for r in T.unroll(held):
+                    mine[r] = pairs[first + r]
+            exchange_by_lanes(mine, first, level)
+            exchange_in_thread(mine, first, level)
+            if level >= of_warp - 1 or level == levels - 1:
+                if first < size:
+                    for r in T.unroll(held):
+                        pairs[first + r] = mine[r]
                 T.sync_threads()
 
     return sort
@@ -183,7 +234,8 @@ def topk_gate_select(num_experts: int, num_topk: int, threads: int) -> Any:
     """One block per token: the keys stay in registers, and only those that are chosen are sorted.
 
     The bits of the smallest chosen key are found one by one, by counting the keys that are not
-    smaller. Of the keys that are equal to it, the bits of the last index are found in the same way.
+    smaller, until as many are left as are wanted. If more keys are equal to the smallest than are
+    wanted, the bits of the last index among them are found in the same way.
     """
     per_thread = -(-num_experts // threads)
     index_bits = max(1, (num_experts - 1).bit_length())
@@ -219,6 +271,7 @@ def topk_gate_select(num_experts: int, num_topk: int, threads: int) -> Any:
             least = T.alloc_var(T.uint32, init=T.uint32(0))
             candidate = T.alloc_var(T.uint32)
             above = T.alloc_var(T.int32, init=0)  # keys larger than `least`
+            reached = T.alloc_var(T.int32, init=num_experts)  # keys that are not smaller than it
             last = T.alloc_var(T.int32, init=0)  # of an index counted from the end
             tx = T.get_thread_binding()
             for i in T.unroll(per_thread):
@@ -236,24 +289,29 @@ def topk_gate_select(num_experts: int, num_topk: int, threads: int) -> Any:
                     counts[i] = 0
             T.sync_threads()
             for step in T.serial(KEY_BITS):
-                candidate = least | T.shift_left(T.uint32(1), T.cast(KEY_BITS - 1 - step, T.uint32))
-                count = 0
-                for i in T.unroll(per_thread):
-                    count = count + T.if_then_else(keys[i] >= candidate, 1, 0)
-                found = total(count, counts, step)
-                if found >= num_topk:
-                    least = candidate
-                else:
-                    above = found
-            for step in T.serial(index_bits):
-                place = last | T.shift_left(1, index_bits - 1 - step)
-                count = 0
-                for i in T.unroll(per_thread):
-                    from_end = num_experts - 1 - (i * threads + tx)
-                    count = count + T.if_then_else(keys[i] == least and from_end >= place, 1, 0)
-                found = total(count, counts, KEY_BITS + step)
-                if found >= num_topk - above:
-                    last = place
+                if reached != num_topk:  # the same for the whole block
+                    candidate = least | T.shift_left(
+                        T.uint32(1), T.cast(KEY_BITS - 1 - step, T.uint32)
+                    )
+                    count = 0
+                    for i in T.unroll(per_thread):
+                        count = count + T.if_then_else(keys[i] >= candidate, 1, 0)
+                    found = total(count, counts, step)
+                    if found >= num_topk:
+                        least = candidate
+                        reached = found
+                    else:
+                        above = found
+            if reached != num_topk:
+                for step in T.serial(index_bits):
+                    place = last | T.shift_left(1, index_bits - 1 - step)
+                    count = 0
+                    for i in T.unroll(per_thread):
+                        from_end = num_experts - 1 - (i * threads + tx)
+                        count = count + T.if_then_else(keys[i] == least and from_end >= place, 1, 0)
+                    found = total(count, counts, KEY_BITS + step)
+                    if found >= num_topk - above:
+                        last = place
             for i in T.unroll(per_thread):
                 e = i * threads + tx
                 if keys[i] > least or (keys[i] == least and num_experts - 1 - e >= last):
