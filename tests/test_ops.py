@@ -198,13 +198,15 @@ def test_buffers_that_do_not_fit_are_refused(op: Operator, backend: str) -> None
     arguments = op.cases.ordinary().build("cpu")
     good = results_of(op, arguments)
     for i, name in enumerate(op.outputs):
-        for wrong in (
+        wrongs = [
             good[i].to(torch.complex64),
             good[i].view(next(x for x in SAME_SIZE[good[i].itemsize] if x is not good[i].dtype)),
             good[i][None],
             good[i][:-1],
-            good[i].repeat_interleave(2, -1)[..., ::2],
-        ):
+        ]
+        if good[i].shape[-1] > 1:  # the stride of a single element is free
+            wrongs.append(good[i].repeat_interleave(2, -1)[..., ::2])
+        for wrong in wrongs:
             given = op.buffers(*good[:i], wrong, *good[i + 1 :])
             with (
                 tile_kernels.backend(backend),

@@ -5,20 +5,12 @@ The arithmetic is that of the operators of `tile_kernels.mhc` with the same step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from tile_kernels import mhc
 from tile_kernels.mhc.post.op import mhc_post_bwd as mhc_post_bwd, mhc_post_fwd as mhc_post_fwd
 from tile_kernels.mhc.recompute.op import mhc_multilayer_recompute as mhc_multilayer_recompute
-
-
-def _write(results: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    """Results to buffers with as many elements."""
-    for result, buffer in zip(results, buffers, strict=True):
-        buffer.copy_(result.view(buffer.shape))
 
 
 # ---- expansion, weighted sum ---------------------------------------------------------------------
@@ -31,7 +23,7 @@ def expand_to_mhc_fwd(x: Tensor, o: Tensor) -> None:
 
 def expand_to_mhc_bwd(o_grad: Tensor, x_grad: Tensor) -> None:
     """The sum of the streams of `o_grad` to `x_grad`."""
-    x_grad.copy_(mhc.expand_to_mhc_bwd(o_grad))
+    mhc.expand_to_mhc_bwd(o_grad, out=x_grad)
 
 
 def mhc_pre_apply_mix_fwd(x: Tensor, mix: Tensor, o: Tensor) -> None:
@@ -56,8 +48,7 @@ def mhc_head_compute_mix_fwd(
     token_block_size: int = 0,  # noqa: ARG001
 ) -> None:
     """`tile_kernels.mhc.mhc_head_compute_mix`; `token_block_size` has no effect."""
-    result = mhc.mhc_head_compute_mix(input_mix, mhc_scale, mhc_base, mhc_pre_eps)
-    _write([result], [output_mix])
+    mhc.mhc_head_compute_mix(input_mix, mhc_scale, mhc_base, mhc_pre_eps, out=output_mix)
 
 
 def mhc_head_compute_mix_bwd(
@@ -72,11 +63,10 @@ def mhc_head_compute_mix_bwd(
     token_block_size: int = 0,  # noqa: ARG001
 ) -> None:
     """The gradients; of the partial sums the first has all, the others are zero."""
-    grads = mhc.mhc_head_compute_mix_bwd(output_mix_grad, input_mix, mhc_scale, mhc_base)
-    partials = (mhc_scale_grad_partial, mhc_base_grad_partial)
-    for partial in partials:
-        partial.zero_()
-    _write(grads, [input_mix_grad, *(partial[0] for partial in partials)])
+    for partial in (mhc_scale_grad_partial, mhc_base_grad_partial):
+        partial[1:].zero_()
+    buffers = input_mix_grad, mhc_scale_grad_partial[0], mhc_base_grad_partial[0]
+    mhc.mhc_head_compute_mix_bwd(output_mix_grad, input_mix, mhc_scale, mhc_base, out=buffers)
 
 
 def mhc_pre_split_mixes_fwd(
@@ -90,10 +80,11 @@ def mhc_pre_split_mixes_fwd(
     mhc_pre_eps: float,
 ) -> None:
     """`tile_kernels.mhc.mhc_pre_split_mixes`."""
-    results = mhc.mhc_pre_split_mixes(
-        input_mixes, mhc_scale, mhc_base, pre_layer_mix.shape[1], mhc_post_mult_value, mhc_pre_eps
+    n, m = pre_layer_mix.shape
+    buffers = pre_layer_mix[..., None], post_layer_mix[..., None], comb_res_mix.view(n, m, m)
+    mhc.mhc_pre_split_mixes(
+        input_mixes, mhc_scale, mhc_base, m, mhc_post_mult_value, mhc_pre_eps, out=buffers
     )
-    _write(results, [pre_layer_mix, post_layer_mix, comb_res_mix])
 
 
 def mhc_pre_split_mixes_bwd(
@@ -111,25 +102,25 @@ def mhc_pre_split_mixes_bwd(
 ) -> None:
     """`tile_kernels.mhc.mhc_pre_split_mixes_bwd`, which computes `post_layer_mix` again."""
     n, m = pre_layer_mix_grad.shape
-    grads = mhc.mhc_pre_split_mixes_bwd(
+    mhc.mhc_pre_split_mixes_bwd(
         pre_layer_mix_grad[..., None], post_layer_mix_grad[..., None],
         comb_res_mix_grad.view(n, m, m), input_mixes, mhc_scale, mhc_base, mhc_post_mult_value,
+        out=(input_mixes_grad, mhc_scale_grad, mhc_base_grad),
     )  # fmt: skip
-    _write(grads, [input_mixes_grad, mhc_scale_grad, mhc_base_grad])
 
 
 def mhc_sinkhorn_fwd(
     comb_res_mix: Tensor, comb_res_mix_out: Tensor, repeat: int, eps: float
 ) -> None:
     """`tile_kernels.mhc.sinkhorn_normalize`."""
-    comb_res_mix_out.copy_(mhc.sinkhorn_normalize(comb_res_mix, repeat, eps))
+    mhc.sinkhorn_normalize(comb_res_mix, repeat, eps, out=comb_res_mix_out)
 
 
 def mhc_sinkhorn_bwd(
     grad_output: Tensor, x: Tensor, grad_input: Tensor, repeat: int, eps: float
 ) -> None:
     """`tile_kernels.mhc.sinkhorn_normalize_bwd`."""
-    grad_input.copy_(mhc.sinkhorn_normalize_bwd(grad_output, x, repeat, eps))
+    mhc.sinkhorn_normalize_bwd(grad_output, x, repeat, eps, out=grad_input)
 
 
 # ---- projection ---------------------------------------------------------------------------------

@@ -121,17 +121,19 @@ EXPAND_TO_MHC_BWD = Operator(
     reference=reference.expand_to_mhc_bwd,
     cost=cost_backward,
     dynamic={"grad_out": 2},
+    out=("out",),
 )
 
 
 @EXPAND_TO_MHC_BWD.public()
-def expand_to_mhc_bwd(grad_out: Tensor) -> Tensor:
+def expand_to_mhc_bwd(grad_out: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Computes the gradient of `expand_to_mhc`: the sum of the streams.
 
     The streams are added in float32, in their order, and the sum is rounded once.
 
     Args:
         grad_out: `[..., m, h]`, bfloat16, 1 to 8 streams, any strides.
+        out: Buffer for the result, contiguous. It is filled and returned.
 
     Returns:
         `[..., h]`, bfloat16, contiguous.
@@ -144,4 +146,4 @@ def expand_to_mhc_bwd(grad_out: Tensor) -> Tensor:
         >>> expand_to_mhc_bwd(torch.tensor([[1.0, 2, 3], [4, 5, 6]]).bfloat16()).tolist()
         [5.0, 7.0, 9.0]
     """
-    return EXPAND_TO_MHC_BWD(grad_out)
+    return EXPAND_TO_MHC_BWD(grad_out, out=out)

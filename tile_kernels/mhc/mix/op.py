@@ -59,7 +59,7 @@ def _launches(
 
 def _outputs_backward(mixes: Tensor, scale: Tensor, base: Tensor) -> tuple[Out, Out, Out]:
     return (
-        Out("d_mixes", mixes.shape, torch.float32),
+        Out("out", mixes.shape, torch.float32),
         Out("d_scale", scale.shape, torch.float32),
         Out("d_base", base.shape, torch.float32),
     )
@@ -112,7 +112,7 @@ class SplitArguments(NamedTuple):
     def outputs(self) -> tuple[Out, Out, Out]:
         leading, m = self.input_mixes.shape[:-1], self.mhc_mult
         return (
-            Out("pre", (*leading, m, 1), torch.float32),
+            Out("out", (*leading, m, 1), torch.float32),
             Out("post", (*leading, m, 1), torch.float32),
             Out("comb", (*leading, m, m), torch.float32),
         )
@@ -145,6 +145,7 @@ MHC_PRE_SPLIT_MIXES = Operator(
     reference=reference.mhc_pre_split_mixes,
     cost=bytes_per_element("input_mixes", 8),
     dynamic={"input_mixes": 1},
+    out=("out", "post", "comb"),
     **differentiated_by(_split_gradients),
 )
 
@@ -157,6 +158,8 @@ def mhc_pre_split_mixes(
     mhc_mult: int,
     mhc_post_mult_value: float,
     mhc_pre_eps: float,
+    *,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the mixes of each token from their projection: two sets of weights, and logits.
 
@@ -172,6 +175,8 @@ def mhc_pre_split_mixes(
         mhc_mult: The number of streams `m`, 1 to 8.
         mhc_post_mult_value: The factor of `post`.
         mhc_pre_eps: Added to `pre`.
+        out: Buffers for the results, contiguous. They are filled and returned; not with
+            gradients.
 
     Returns:
         `(pre, post, comb)`, float32, contiguous: the weights by which a sublayer reads and writes
@@ -189,7 +194,7 @@ def mhc_pre_split_mixes(
         (0.5099999904632568, [[[4.0, 5.0], [6.0, 7.0]]])
     """
     return MHC_PRE_SPLIT_MIXES(
-        input_mixes, mhc_scale, mhc_base, mhc_mult, mhc_post_mult_value, mhc_pre_eps
+        input_mixes, mhc_scale, mhc_base, mhc_mult, mhc_post_mult_value, mhc_pre_eps, out=out
     )
 
 
@@ -235,6 +240,7 @@ MHC_PRE_SPLIT_MIXES_BWD = Operator(
     reference=reference.mhc_pre_split_mixes_bwd,
     cost=bytes_per_element("input_mixes", 12),
     dynamic={"grad_pre": 2, "grad_post": 2, "grad_comb": 2, "input_mixes": 1},
+    out=("out", "d_scale", "d_base"),
 )
 
 
@@ -247,6 +253,8 @@ def mhc_pre_split_mixes_bwd(
     mhc_scale: Tensor,
     mhc_base: Tensor,
     mhc_post_mult_value: float,
+    *,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of `mhc_pre_split_mixes`.
 
@@ -263,6 +271,7 @@ def mhc_pre_split_mixes_bwd(
         mhc_scale: `[3]`, float32, contiguous.
         mhc_base: `[m * (m + 2)]`, float32, contiguous.
         mhc_post_mult_value: The factor of `post`.
+        out: Buffers for the results, contiguous. They are filled and returned.
 
     Returns:
         The gradients of `input_mixes`, `mhc_scale` and `mhc_base`: float32, contiguous.
@@ -278,8 +287,9 @@ def mhc_pre_split_mixes_bwd(
         [0.25, 0.5, 1.0]
     """
     return MHC_PRE_SPLIT_MIXES_BWD(
-        grad_pre, grad_post, grad_comb, input_mixes, mhc_scale, mhc_base, mhc_post_mult_value
-    )
+        grad_pre, grad_post, grad_comb, input_mixes, mhc_scale, mhc_base, mhc_post_mult_value,
+        out=out,
+    )  # fmt: skip
 
 
 # ---- the head -----------------------------------------------------------------------------------
@@ -323,13 +333,19 @@ MHC_HEAD_COMPUTE_MIX = Operator(
     reference=reference.mhc_head_compute_mix,
     cost=bytes_per_element("input_mix", 8),
     dynamic={"input_mix": 1},
+    out=("out",),
     **differentiated_by(_head_gradients),
 )
 
 
 @MHC_HEAD_COMPUTE_MIX.public()
 def mhc_head_compute_mix(
-    input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor, mhc_pre_eps: float
+    input_mix: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    mhc_pre_eps: float,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Computes the weights by which the head reads the streams, from their projection.
 
@@ -341,6 +357,7 @@ def mhc_head_compute_mix(
         mhc_scale: `[1]`, float32, contiguous.
         mhc_base: `[m]`, float32, contiguous.
         mhc_pre_eps: Added to the sigmoid.
+        out: Buffer for the result, contiguous. It is filled and returned; not with gradients.
 
     Returns:
         `[..., m]`, float32, contiguous.
@@ -354,7 +371,7 @@ def mhc_head_compute_mix(
         >>> mhc_head_compute_mix(x, torch.tensor([2.0]), base, 0.01)
         tensor([0.5100, 0.5100])
     """
-    return MHC_HEAD_COMPUTE_MIX(input_mix, mhc_scale, mhc_base, mhc_pre_eps)
+    return MHC_HEAD_COMPUTE_MIX(input_mix, mhc_scale, mhc_base, mhc_pre_eps, out=out)
 
 
 class HeadBackwardArguments(NamedTuple):
@@ -388,12 +405,18 @@ MHC_HEAD_COMPUTE_MIX_BWD = Operator(
     reference=reference.mhc_head_compute_mix_bwd,
     cost=bytes_per_element("input_mix", 12),
     dynamic={"grad_mix": 1, "input_mix": 1},
+    out=("out", "d_scale", "d_base"),
 )
 
 
 @MHC_HEAD_COMPUTE_MIX_BWD.public()
 def mhc_head_compute_mix_bwd(
-    grad_mix: Tensor, input_mix: Tensor, mhc_scale: Tensor, mhc_base: Tensor
+    grad_mix: Tensor,
+    input_mix: Tensor,
+    mhc_scale: Tensor,
+    mhc_base: Tensor,
+    *,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of `mhc_head_compute_mix`, as those of `pre` in a sublayer.
 
@@ -404,6 +427,7 @@ def mhc_head_compute_mix_bwd(
         input_mix: `[..., m]`, float32, contiguous, 1 to 8 streams.
         mhc_scale: `[1]`, float32, contiguous.
         mhc_base: `[m]`, float32, contiguous.
+        out: Buffers for the results, contiguous. They are filled and returned.
 
     Returns:
         The gradients of `input_mix`, `mhc_scale` and `mhc_base`: float32, contiguous.
@@ -417,4 +441,4 @@ def mhc_head_compute_mix_bwd(
         >>> mhc_head_compute_mix_bwd(torch.ones(1, 2), x, torch.tensor([2.0]), base)
         (tensor([[0.5000, 0.5000]]), tensor([0.2500]), tensor([0.2500, 0.2500]))
     """
-    return MHC_HEAD_COMPUTE_MIX_BWD(grad_mix, input_mix, mhc_scale, mhc_base)
+    return MHC_HEAD_COMPUTE_MIX_BWD(grad_mix, input_mix, mhc_scale, mhc_base, out=out)

@@ -73,12 +73,15 @@ SINKHORN_NORMALIZE = Operator(
     reference=reference.sinkhorn_normalize,
     cost=bytes_per_element("x", 8),
     dynamic={"x": 2},
+    out=("out",),
     **differentiated_by(_gradient),
 )
 
 
 @SINKHORN_NORMALIZE.public()
-def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor:
+def sinkhorn_normalize(
+    x: Tensor, repeat: int = 10, eps: float = 1e-6, *, out: Tensor | None = None
+) -> Tensor:
     """Normalises rows and columns of positive matrices in turn, until both nearly sum to 1.
 
     `y = softmax(x) + eps` along rows, then columns are divided by `sum + eps`, then `repeat - 1`
@@ -91,6 +94,7 @@ def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor
         x: `[..., M, M]`, float32: logits, `M` from 1 to 8, any strides.
         repeat: The number of normalisations of the columns, at least 1.
         eps: Added to the softmax and to every sum, at least 0.
+        out: Buffer for the result, contiguous. It is filled and returned; not with gradients.
 
     Returns:
         `[..., M, M]`, float32, contiguous.
@@ -105,7 +109,7 @@ def sinkhorn_normalize(x: Tensor, repeat: int = 10, eps: float = 1e-6) -> Tensor
         tensor([[0.3636, 0.6316],
                 [0.6364, 0.3684]])
     """
-    return SINKHORN_NORMALIZE(x, repeat, eps)
+    return SINKHORN_NORMALIZE(x, repeat, eps, out=out)
 
 
 # ---- the gradient -------------------------------------------------------------------------------
@@ -122,7 +126,7 @@ class BackwardArguments(NamedTuple):
         check_like("grad_out", self.grad_out, ("x", self.x), dims=("M", "M"))
 
     def outputs(self) -> Out:
-        return Out("grad_x", self.x.shape, torch.float32)
+        return Out("out", self.x.shape, torch.float32)
 
     def launches(self, grad_x: Spec) -> Launch | None:
         return _launch(_BACKWARD, self, (self.grad_out, self.x, grad_x))
@@ -134,12 +138,18 @@ SINKHORN_NORMALIZE_BWD = Operator(
     reference=reference.sinkhorn_normalize_bwd,
     cost=bytes_per_element("x", 12),
     dynamic={"grad_out": 2, "x": 2},
+    out=("out",),
 )
 
 
 @SINKHORN_NORMALIZE_BWD.public()
 def sinkhorn_normalize_bwd(
-    grad_out: Tensor, x: Tensor, repeat: int = 10, eps: float = 1e-6
+    grad_out: Tensor,
+    x: Tensor,
+    repeat: int = 10,
+    eps: float = 1e-6,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Computes the gradient of `sinkhorn_normalize`; its steps are computed again.
 
@@ -151,6 +161,7 @@ def sinkhorn_normalize_bwd(
         x: `[..., M, M]`, float32, `M` from 1 to 8, any strides: the logits.
         repeat: As for `sinkhorn_normalize`, at least 1.
         eps: As for `sinkhorn_normalize`, at least 0.
+        out: Buffer for the result, contiguous. It is filled and returned.
 
     Returns:
         The gradient of `x`: `[..., M, M]`, float32, contiguous.
@@ -165,4 +176,4 @@ def sinkhorn_normalize_bwd(
         tensor([[ 0.1240, -0.1240],
                 [-0.1198,  0.1198]])
     """
-    return SINKHORN_NORMALIZE_BWD(grad_out, x, repeat, eps)
+    return SINKHORN_NORMALIZE_BWD(grad_out, x, repeat, eps, out=out)
