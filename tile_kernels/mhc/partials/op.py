@@ -11,9 +11,8 @@ from tile_kernels.mhc import shapes
 from tile_kernels.mhc.norm_fn.op import NUM_TOKENS
 from tile_kernels.mhc.partials import reference
 from tile_kernels.mhc.partials.plan import plan
-from tile_kernels.mhc.pre.op import NO_NORM
+from tile_kernels.mhc.pre.op import check_mixes, read_arguments
 from tile_kernels.mhc.pre.plan import plan_read_splits
-from tile_kernels.mhc.sinkhorn.op import check_steps
 from tile_kernels.mhc.sinkhorn.plan import is_near
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
@@ -255,14 +254,8 @@ class PreArguments(NamedTuple):
             "gemm_out_sqrsum", self.gemm_out_sqrsum, ("num_splits", "num_tokens"), torch.float32,
             shape=(splits, num_tokens), contiguous=True,
         )  # fmt: skip
-        shapes.parameter("mhc_scale", self.mhc_scale, 3)
-        shapes.parameter("mhc_base", self.mhc_base, count)
         checks.epsilon("rms_eps", self.rms_eps)
-        checks.epsilon("mhc_pre_eps", self.mhc_pre_eps)
-        checks.number("mhc_post_mult_value", self.mhc_post_mult_value)
-        check_steps(
-            self.sinkhorn_repeat, self.mhc_sinkhorn_eps, "sinkhorn_repeat", "mhc_sinkhorn_eps"
-        )
+        check_mixes(self, m)
 
     def outputs(self) -> tuple[Out, Out, Out]:
         num_tokens, m, hidden = self.residual.shape
@@ -280,12 +273,8 @@ class PreArguments(NamedTuple):
             m, hidden, NUM_TOKENS, alignment(self.residual, layer_input),
             is_near(self.mhc_sinkhorn_eps),
         )  # fmt: skip
-        arguments = (
-            self.residual, self.gemm_out_mul, self.gemm_out_sqrsum, self.mhc_scale, self.mhc_base,
-            post, comb, layer_input, None, None, None, None, None, float(self.rms_eps),
-            float(self.mhc_pre_eps), float(self.mhc_sinkhorn_eps), float(self.mhc_post_mult_value),
-            self.sinkhorn_repeat, 0, *NO_NORM,
-        )  # fmt: skip
+        read = self.residual, self.gemm_out_mul, self.gemm_out_sqrsum
+        arguments = read_arguments(self, read, (post, comb, layer_input), fold=0)
         return Launch(_READ, problem, arguments)
 
 

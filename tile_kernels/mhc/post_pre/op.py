@@ -194,13 +194,9 @@ def _launches(
         m, h, norm_fn.NUM_TOKENS, alignment(*addresses), width, is_near(a.mhc_sinkhorn_eps), *kinds,
         a.num_per_channels, a.round_sf,
     )  # fmt: skip
-    arguments = (
-        rows, mul, squares, a.mhc_scale, a.mhc_base, shapes.rows(post, m, 1),
-        shapes.rows(comb, m, m), outs[0], None, None, None, None, None, float(a.rms_eps),
-        float(a.mhc_pre_eps), float(a.mhc_sinkhorn_eps), float(a.mhc_post_mult_value),
-        a.sinkhorn_repeat, fold, a.norm_weight, outs[1], outs[2], float(a.norm_eps),
-        float(a.amax_min),
-    )  # fmt: skip
+    wanted = shapes.rows(post, m, 1), shapes.rows(comb, m, m), outs[0]
+    norm = a.norm_weight, outs[1], outs[2], float(a.norm_eps), float(a.amax_min)
+    arguments = pre_op.read_arguments(a, (rows, mul, squares), wanted, fold, norm=norm)
     return [*steps, Launch(_READ, problem, arguments)]
 
 

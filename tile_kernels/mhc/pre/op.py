@@ -40,6 +40,35 @@ _READ = Kernel("tile_kernels.mhc.pre.kernel", "read_from_products", plan_read)
 
 
 NO_NORM = (None, None, None, 0.0, 0.0)  # arguments of a norm and a cast, which these have not
+NUM_KEPT = 5  # results for gradients: mixes, `mul`, `s`, `pre` and logits
+
+
+def check_mixes(a: Any, m: int) -> None:
+    """Checks what computes the mixes of `m` streams from their projection."""
+    shapes.parameter("mhc_scale", a.mhc_scale, 3)
+    shapes.parameter("mhc_base", a.mhc_base, m * (m + 2))
+    checks.epsilon("mhc_pre_eps", a.mhc_pre_eps)
+    checks.number("mhc_post_mult_value", a.mhc_post_mult_value)
+    check_steps(a.sinkhorn_repeat, a.mhc_sinkhorn_eps, "sinkhorn_repeat", "mhc_sinkhorn_eps")
+
+
+def read_arguments(
+    a: Any,
+    read: tuple[Any, Any, Any],
+    results: tuple[Any, Any, Any],
+    fold: Any,
+    kept: Sequence[Any] = (None,) * NUM_KEPT,
+    norm: tuple[Any, ...] = NO_NORM,
+) -> tuple[Any, ...]:
+    """The arguments of the kernel that reads the streams, for all operators that launch it.
+
+    `read` are the streams, their products and squares, `results` `post`, `comb` and layer input;
+    `fold` the leaves of a part, 0 for parts of a projection from elsewhere.
+    """
+    return (
+        *read, a.mhc_scale, a.mhc_base, *results, *kept, float(a.rms_eps), float(a.mhc_pre_eps),
+        float(a.mhc_sinkhorn_eps), float(a.mhc_post_mult_value), a.sinkhorn_repeat, fold, *norm,
+    )  # fmt: skip
 
 
 # ---- both ---------------------------------------------------------------------------------------
@@ -62,13 +91,7 @@ class Arguments(NamedTuple):
         count = m * (m + 2)
         if self.fn.shape[0] != count:
             raise ValueError(f"fn must have {count} rows for {m} streams, got {self.fn.shape[0]}")
-        shapes.parameter("mhc_scale", self.mhc_scale, 3)
-        shapes.parameter("mhc_base", self.mhc_base, count)
-        checks.epsilon("mhc_pre_eps", self.mhc_pre_eps)
-        checks.number("mhc_post_mult_value", self.mhc_post_mult_value)
-        check_steps(
-            self.sinkhorn_repeat, self.mhc_sinkhorn_eps, "sinkhorn_repeat", "mhc_sinkhorn_eps"
-        )
+        check_mixes(self, m)
 
     def outputs(self) -> tuple[Out, Out, Out, Out, Out, Out, Out, Out]:
         """With what gradients need."""
@@ -111,18 +134,15 @@ def _launches(
     residual, layer_input = shapes.rows(a.residual, m, h), shapes.rows(results[0], h)
     post, comb = shapes.rows(results[1], m, 1), shapes.rows(results[2], m, m)
     sizes = ((count,), (count,), (), (m, 1), (m, m))
-    kept: list[Any] = [None] * len(sizes)
+    kept: list[Any] = [None] * NUM_KEPT
     if saved:
         kept = [shapes.rows(x, *last) for x, last in zip(saved, sizes)]
     problem = (
         m, h, NUM_TOKENS, alignment(residual, layer_input), padded(count),
         is_near(a.mhc_sinkhorn_eps), bool(saved),
     )  # fmt: skip
-    arguments = (
-        residual, mul, squares, a.mhc_scale, a.mhc_base, post, comb, layer_input, *kept,
-        float(a.rms_eps), float(a.mhc_pre_eps), float(a.mhc_sinkhorn_eps),
-        float(a.mhc_post_mult_value), a.sinkhorn_repeat, FOLD, *NO_NORM,
-    )  # fmt: skip
+    read = residual, mul, squares
+    arguments = read_arguments(a, read, (post, comb, layer_input), FOLD, kept)
     return [launch_products(a, mul, squares), Launch(_READ, problem, arguments)]
 
 
