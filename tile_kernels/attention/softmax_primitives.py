@@ -280,6 +280,22 @@ def divider(with_sink: bool) -> Any:
     return divide
 
 
+def releaser(cluster: int) -> Any:
+    """A macro: the warp has read a half tile, for which the producers of a cluster wait."""
+
+    @T.macro
+    def release(free):
+        T.sync_warp()
+        lane = T.get_thread_binding() % WARP
+        if cluster > 1:
+            if lane < cluster:
+                T.mbarrier_arrive(free, cta_id=lane)
+        elif lane == 0:
+            T.mbarrier_arrive(free)
+
+    return release
+
+
 class Consumers(NamedTuple):
     """Macros: what the two consumer warpgroups do for all results of a block."""
 
@@ -293,7 +309,7 @@ def consumers(width: int, with_sink: bool, schedule: Schedule) -> Consumers:
     chunks = HALF // chunk
     with_tail = width > 2 * HALF
     mask_scores, advance, exponentials, rescale, leave_weights = steps(width, slack)
-    divide = divider(with_sink)
+    divide, release = divider(with_sink), releaser(cluster)
 
     @T.macro
     def score(q, first_channel, half, ready, phase, r, is_first):
@@ -312,17 +328,6 @@ def consumers(width: int, with_sink: bool, schedule: Schedule) -> Consumers:
     def score_tail(tiles, weights, r):
         if with_tail:
             T.wgmma_gemm(tiles.q_tail, weights, r.scores, transpose_B=True)
-
-    @T.macro
-    def release(free):
-        """The warp has read a half tile; the producers of all blocks of a cluster wait for that."""
-        T.sync_warp()
-        lane = T.get_thread_binding() % WARP
-        if cluster > 1:
-            if lane < cluster:
-                T.mbarrier_arrive(free, cta_id=lane)
-        elif lane == 0:
-            T.mbarrier_arrive(free)
 
     @T.macro
     def begin(r):

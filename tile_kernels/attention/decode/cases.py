@@ -202,6 +202,11 @@ _SMALL = [
     Sample("2x2x70.130+40.v4.split", _decode(2, 2, 70, 130, 40, splits=128, lengths=True)),
     Sample("2x1x2.70+200.v4.plan", _decode(2, 1, 2, 70, 200, balanced=True, **_LISTS)),
     Sample("2x2x3.65+66.v3.2", _decode(2, 2, 3, 65, 66, layout="v3.2", page_size=6)),
+    # Two blocks of heads, which share converted rows.
+    Sample("3x1x128.40+150.v4", _decode(3, 1, 128, 40, 150, sink="wild", invalid=(-1,), **_LISTS)),
+    Sample("1x2x128.130+40.v4.split", _decode(1, 2, 128, 130, 40, splits=128, lengths=True)),
+    Sample("2x1x128.70+200.v4.plan", _decode(2, 1, 128, 70, 200, balanced=True, **_LISTS)),
+    Sample("1x2x128.65+66.v3.2", _decode(1, 2, 128, 65, 66, layout="v3.2", page_size=6)),
     Sample("2x1x3.65+66.bf16", _decode(2, 1, 3, 65, 66, layout="bf16", page_size=61)),
     Sample("0x1x64.64", _decode(0, 1, 64, 64)),
     Sample("1x1x1.1+1", _decode(1, 1, 1, 1, 1, flat=False, **_LISTS)),

@@ -29,6 +29,8 @@ from tile_kernels.attention.decode.plan import (
     AttendPlan,
 )
 from tile_kernels.attention.decode.primitives import (
+    COPY_CHANNELS,
+    COPY_ROWS,
     PRODUCER_REGISTERS,
     Barriers,
     Consumers,
@@ -142,6 +144,11 @@ def thread_lane():
     return T.get_thread_binding() % LANES
 
 
+def first_row_of(r: Any, rank: Any) -> Any:
+    """The first row of a round: the first round of a block of a cluster is what it converts."""
+    return (r ^ rank) * ROWS
+
+
 @T.macro
 def locate(found, t, size, end, page, offset):
     """Pages and offsets of this thread's rows of a tile; page -1 if the slot is none."""
@@ -154,7 +161,7 @@ def locate(found, t, size, end, page, offset):
 
 
 @T.macro
-def write_mask(page, mask):
+def write_mask(page, rank, mask):
     """A bit for each row of a pair. A warp has 8 rows of each round, with 4 lanes each."""
     lane = T.get_thread_binding() % WARP
     warp = T.get_thread_binding() // WARP % (WARPGROUP // WARP)
@@ -167,7 +174,7 @@ def write_mask(page, mask):
             bits = (bits | bits >> T.uint32(6)) & T.uint32(0x000F000F)
             bits = (bits | bits >> T.uint32(12)) & T.uint32(0xFF)
             if lane == 0:
-                octets[t, r, warp] = T.cast(bits, T.uint8)
+                octets[t, r ^ rank, warp] = T.cast(bits, T.uint8)
 
 
 @T.macro
@@ -218,7 +225,7 @@ class HalfTile(NamedTuple):
     """Macros for a row of half a tile, 256 channels, of which a thread has 16 bytes of each group.
 
     `load(pages, page_size, page, offset, t, r, raw, scales)` to registers, and
-    `store(raw, scales, r, half)` to shared memory, converted.
+    `store(raw, scales, r, rank, half)` to shared memory, converted.
     """
 
     load: Any
@@ -256,9 +263,9 @@ def half_tile(layout: Layout, right: bool) -> HalfTile:
                     ]
 
     @T.macro
-    def store(raw, scales, r, half):
+    def store(raw, scales, r, rank, half):
         lane = thread_lane()
-        row = r * ROWS + thread_row()
+        row = first_row_of(r, rank) + thread_row()
         pairs = T.alloc_local((2 * WORDS,), T.uint32)
         values = T.view(pairs, (4 * WORDS,), T.bfloat16)
         for n in T.unroll(groups):
@@ -285,7 +292,7 @@ def tail_copy(layout: Layout) -> Any:
     """A macro: the rotated channels of "v3.2", which keys have and values have not."""
 
     @T.macro
-    def copy(pages, page, offset, t, tail):
+    def copy(pages, page, offset, t, rank, tail):
         lane = thread_lane()
         words = T.alloc_local((WORDS,), T.int32)
         values = T.view(words, (2 * WORDS,), T.bfloat16)
@@ -300,7 +307,7 @@ def tail_copy(layout: Layout) -> Any:
                             rotated_word(layout, offset[t, r]) + n * 16 + lane * WORDS + v,
                         ]
                 for v in T.vectorized(8):
-                    tail[r * ROWS + thread_row(), n * 32 + lane * 8 + v] = values[v]
+                    tail[first_row_of(r, rank) + thread_row(), n * 32 + lane * 8 + v] = values[v]
 
     return copy
 
@@ -328,16 +335,17 @@ def producer(p: AttendPlan) -> Any:
     layout = LAYOUTS[p.layout]
     left, right = half_tile(layout, False), half_tile(layout, True)
     tail = tail_copy(layout) if layout.name == "v3.2" else None
+    rounds = ROUNDS // p.cluster  # of rows that this block converts
 
     @T.macro
-    def read_indices(lists, token, pair, main_tiles, found):
+    def read_indices(lists, token, pair, main_tiles, rank, found):
         """The slots of this thread's rows of a pair; -1 after the last."""
         indices, length, extra_indices, extra_length = lists
         for t in T.unroll(2):
             for r in T.unroll(ROUNDS):
                 found[t, r] = -1
                 position = T.alloc_var(
-                    T.int32, init=(pair * 2 + t) * TILE + r * ROWS + thread_row()
+                    T.int32, init=(pair * 2 + t) * TILE + first_row_of(r, rank) + thread_row()
                 )
                 if pair * 2 + t < main_tiles:
                     if position < length:
@@ -382,8 +390,8 @@ def producer(p: AttendPlan) -> Any:
         copy_half(pages, page, offset, t, HALF, half)
 
     @T.macro
-    def copy_tail(pages, _, page, offset, t, half):
-        tail(pages, page, offset, t, half)
+    def copy_tail(pages, _, page, offset, t, rank, half):
+        tail(pages, page, offset, t, rank, half)
 
     left_from, right_from, tail_from = map(by_source, (copy_left, copy_right, copy_tail))
 
@@ -405,81 +413,101 @@ def producer(p: AttendPlan) -> Any:
                 row_from(caches, is_main, page, offset, t, r, raw, scales)
 
         @T.macro
-        def exchanged(caches, is_main, page, offset, t, raw, scales, half):
-            for r in T.unroll(ROUNDS):
+        def exchanged(caches, is_main, page, offset, t, rank, raw, scales, half):
+            for r in T.unroll(rounds):
                 if now is not None:
-                    now.store(raw, scales, r, half)
+                    now.store(raw, scales, r, rank, half)
                 load(caches, is_main, page, offset, t, r, raw, scales)
 
         return exchanged
+
+    @T.macro
+    def hand_over(half, rank, ready):
+        """Converted rows to the consumers of this block, and to those of the other one."""
+        T.fence_proxy_async()
+        if p.cluster > 1:
+            T.sync_warp()
+            thread = T.get_thread_binding() - 2 * WARPGROUP
+            column = thread % WARP * COPY_CHANNELS
+            if column < HALF:
+                row = first_row_of(0, rank) + thread // WARP * COPY_ROWS
+                size = COPY_ROWS * COPY_CHANNELS
+                T.evaluate(
+                    T.call_extern(
+                        "handle",
+                        "tl::tma_store_cluster",
+                        T.access_ptr(half[row, column], "w", size),
+                        T.access_ptr(half[row, column], "r", size),
+                        rank ^ 1,
+                        2 * size,
+                        ready[0],
+                    )
+                )
+        T.barrier_arrive(ready)
 
     begin = exchange(None, left)
     left_to_right, right_to_right = exchange(left, right), exchange(right, right)
     right_to_left, left_to_left = exchange(right, left), exchange(left, left)
 
     @T.macro
-    def convert(caches, lists, token, first, pairs, main_tiles, tiles, gates):
+    def convert(caches, lists, token, first, pairs, main_tiles, rank, tiles, gates):
         """For codes: half a tile is in registers while its memory is waited for."""
         found = T.alloc_local((2, ROUNDS), T.int32)
         page = T.alloc_local((2, ROUNDS), T.int32)
         offset = T.alloc_local((2, ROUNDS), T.int32)
-        raw = T.alloc_local((ROUNDS, LOADS, WORDS), T.int32)
-        scales = T.alloc_local((ROUNDS, 2), T.int32)
-        for r in T.unroll(ROUNDS):
+        raw = T.alloc_local((rounds, LOADS, WORDS), T.int32)
+        scales = T.alloc_local((rounds, 2), T.int32)
+        for r in T.unroll(rounds):
             for v in T.unroll(2):
                 scales[r, v] = 0
-        read_indices(lists, token, first, main_tiles, found)
+        read_indices(lists, token, first, main_tiles, rank, found)
         locate_pair(caches, first, main_tiles, found, page, offset)
-        begin(caches, first * 2 < main_tiles, page, offset, 0, raw, scales, tiles.even_l)
+        begin(caches, first * 2 < main_tiles, page, offset, 0, rank, raw, scales, tiles.even_l)
         for i in T.serial(pairs):
             pair = first + i
             even_main = pair * 2 < main_tiles
             odd_main = pair * 2 + 1 < main_tiles
-            read_indices(lists, token, pair + 1, main_tiles, found)  # used at the end
+            read_indices(lists, token, pair + 1, main_tiles, rank, found)  # used at the end
             T.barrier_wait(gates.even_l_free, (i & 1) ^ 1)
-            left_to_right(caches, odd_main, page, offset, 1, raw, scales, tiles.even_l)
-            T.fence_proxy_async()
-            T.barrier_arrive(gates.even_l)
+            left_to_right(caches, odd_main, page, offset, 1, rank, raw, scales, tiles.even_l)
+            hand_over(tiles.even_l, rank, gates.even_l)
             T.barrier_wait(gates.odd_r_free, (i & 1) ^ 1)
             # Both consumers have masked the pair before: they freed these halves.
-            write_mask(page, tiles.mask)
+            write_mask(page, rank, tiles.mask)
             T.barrier_arrive(gates.mask)
-            right_to_right(caches, even_main, page, offset, 0, raw, scales, tiles.odd_r)
-            T.fence_proxy_async()
-            T.barrier_arrive(gates.odd_r)
+            right_to_right(caches, even_main, page, offset, 0, rank, raw, scales, tiles.odd_r)
+            hand_over(tiles.odd_r, rank, gates.odd_r)
             T.barrier_wait(gates.even_r_free, (i & 1) ^ 1)
             if tail is not None:
-                tail_from(caches, even_main, page, offset, 0, tiles.weights_even)
-            right_to_left(caches, odd_main, page, offset, 1, raw, scales, tiles.even_r)
-            T.fence_proxy_async()
-            T.barrier_arrive(gates.even_r)
+                tail_from(caches, even_main, page, offset, 0, rank, tiles.weights_even)
+            right_to_left(caches, odd_main, page, offset, 1, rank, raw, scales, tiles.even_r)
+            hand_over(tiles.even_r, rank, gates.even_r)
             T.barrier_wait(gates.odd_l_free, (i & 1) ^ 1)
             if tail is not None:
-                tail_from(caches, odd_main, page, offset, 1, tiles.weights_odd)
+                tail_from(caches, odd_main, page, offset, 1, rank, tiles.weights_odd)
             for t in T.unroll(2):
                 for r in T.unroll(ROUNDS):
                     page[t, r] = -1
             if i + 1 < pairs:
                 locate_pair(caches, pair + 1, main_tiles, found, page, offset)
             left_to_left(
-                caches, (pair + 1) * 2 < main_tiles, page, offset, 0, raw, scales, tiles.odd_l
+                caches, (pair + 1) * 2 < main_tiles, page, offset, 0, rank, raw, scales, tiles.odd_l
             )
-            T.fence_proxy_async()
-            T.barrier_arrive(gates.odd_l)
+            hand_over(tiles.odd_l, rank, gates.odd_l)
 
     @T.macro
-    def copy(caches, lists, token, first, pairs, main_tiles, tiles, gates):
+    def copy(caches, lists, token, first, pairs, main_tiles, rank, tiles, gates):
         """For bfloat16: asynchronous copies arrive at the barriers by themselves."""
         found = T.alloc_local((2, ROUNDS), T.int32)
         page = T.alloc_local((2, ROUNDS), T.int32)
         offset = T.alloc_local((2, ROUNDS), T.int32)
-        read_indices(lists, token, first, main_tiles, found)
+        read_indices(lists, token, first, main_tiles, rank, found)
         for i in T.serial(pairs):
             pair = first + i
             even_main = pair * 2 < main_tiles
             odd_main = pair * 2 + 1 < main_tiles
             locate_pair(caches, pair, main_tiles, found, page, offset)
-            read_indices(lists, token, pair + 1, main_tiles, found)
+            read_indices(lists, token, pair + 1, main_tiles, rank, found)
             T.barrier_wait(gates.even_l_free, (i & 1) ^ 1)
             left_from(caches, even_main, page, offset, 0, tiles.even_l)
             T.cp_async_barrier_noinc(gates.even_l)
@@ -487,7 +515,7 @@ def producer(p: AttendPlan) -> Any:
             right_from(caches, odd_main, page, offset, 1, tiles.odd_r)
             T.cp_async_barrier_noinc(gates.odd_r)
             # A plain arrival, as that of the copies does not order these stores.
-            write_mask(page, tiles.mask)
+            write_mask(page, rank, tiles.mask)
             T.barrier_arrive(gates.mask)
             T.barrier_wait(gates.even_r_free, (i & 1) ^ 1)
             right_from(caches, even_main, page, offset, 0, tiles.even_r)
@@ -563,7 +591,8 @@ def attend_access(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def attend_pages(*static: Any) -> Any:
     """A block for 64 heads of a query and a split of its keys.
 
-    The blocks of a query's heads are neighbours, so that L2 has its rows. With `planned`, `items`
+    The blocks of a query's heads are neighbours, so that L2 has its rows. The two blocks of a
+    cluster convert half of the rows each, and send them to each other. With `planned`, `items`
     have a request, its pairs of tiles from `first` to `end`, and the number of the split, or -1
     without work; `splits` how many a request has. Otherwise a request has `num_splits` splits of
     `split` pairs, as far as it has keys. A request in one piece is finished here.
@@ -571,7 +600,8 @@ def attend_pages(*static: Any) -> Any:
     p = AttendPlan(*static)
     layout = LAYOUTS[p.layout]
     width = layout.channels
-    consume = consumers(width, Schedule(p.ahead, p.slack), endings(p.with_sink, p.in_parts))
+    ending = endings(p.with_sink, p.in_parts)
+    consume = consumers(width, Schedule(p.ahead, p.slack), p.cluster, ending)
     produce = producer(p)
     tokens, heads, k, extra_k = T.dynamic("tokens heads k extra_k")
     num_requests, num_items, s_q, slots = T.dynamic("num_requests num_items s_q slots")
@@ -579,6 +609,11 @@ def attend_pages(*static: Any) -> Any:
     num_extra, extra_cells, extra_stride = T.dynamic("num_extra extra_cells extra_stride")
     pages_t = pages_type(layout, num_pages, cells, stride)
     extra_t = pages_type(layout, num_extra, extra_cells, extra_stride)
+
+    def grid(blocks: Any) -> Any:
+        if p.cluster > 1:
+            return T.ClusterKernel(blocks, threads=THREADS, prelude=PRELUDE, cluster_dims=p.cluster)
+        return T.Kernel(blocks, threads=THREADS, prelude=PRELUDE)
 
     @T.prim_func
     def attend_to_pages(
@@ -605,9 +640,7 @@ def attend_pages(*static: Any) -> Any:
         num_splits: T.int32,
         split: T.int32,
     ):
-        with T.Kernel(
-            total_items * s_q * T.ceildiv(heads, HEADS), threads=THREADS, prelude=PRELUDE
-        ) as block:
+        with grid(total_items * s_q * T.ceildiv(heads, HEADS)) as block:
             assume_aligned(layout, stride)
             if p.with_extra:
                 assume_aligned(layout, extra_stride)
@@ -621,6 +654,7 @@ def attend_pages(*static: Any) -> Any:
             first = T.alloc_var(T.int32, init=item % num_splits * split)
             end = T.alloc_var(T.int32, init=0)
             number = T.alloc_var(T.int32, init=item)
+            rank = block % p.cluster
             if p.planned:
                 request = items[item, 0]
                 first = items[item, 1]
@@ -647,7 +681,9 @@ def attend_pages(*static: Any) -> Any:
                 token = T.alloc_var(T.int32, init=request * s_q + step)
                 main_tiles = T.alloc_var(T.int32, init=T.ceildiv(length, TILE))
                 tiles = Tiles(*shared_memory(width))
-                gates = Barriers(*barriers(WARPGROUP))
+                gates = Barriers(*barriers(p.cluster))
+                if p.cluster > 1:
+                    T.cluster_sync()  # all barriers are initialised
                 T.tma_copy(q[token, head : head + HEADS, : 2 * HALF], tiles.q, barrier=gates.q)
                 if width > 2 * HALF:
                     T.tma_copy(
@@ -674,8 +710,10 @@ def attend_pages(*static: Any) -> Any:
                         produce(
                             (pages, sizes[0], sizes[1], extra_pages, sizes[2], sizes[3]),
                             (indices, length, extra_indices, extra_length),
-                            token, first, pairs, main_tiles, tiles, gates,
+                            token, first, pairs, main_tiles, rank, tiles, gates,
                         )  # fmt: skip
+                if p.cluster > 1:
+                    T.cluster_sync()  # no block leaves while the other may still signal it
 
     return attend_to_pages
 

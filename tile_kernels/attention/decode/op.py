@@ -272,7 +272,9 @@ class Arguments(NamedTuple):
         main, extra = sources[0], sources[1] if len(sources) > 1 else _NO_SOURCE
         planned, in_parts = self.items is not None, bool(parts)
         flags = (main.lengths is not None, extra.pages is not None, extra.lengths is not None)
-        problem = (layout_of(self.cache).name, self.sink is not None, *flags, planned, in_parts)
+        layout = layout_of(self.cache)
+        paired = layout.plain and heads % (2 * HEADS) == 0
+        problem = (layout.name, self.sink is not None, *flags, planned, in_parts, paired)
         count, pairs = _fixed(self)
         buffers = parts or (None, None)
         total = Size(lambda a: a.q.shape[0] * count if a.items is None else a.items.shape[0])

@@ -59,6 +59,7 @@ class AttendPlan(NamedTuple):
     with_extra_length: bool
     planned: bool
     in_parts: bool
+    cluster: int
     ahead: bool
     slack: int
 
@@ -71,12 +72,14 @@ def plan_attend(
     with_extra_length: bool,
     planned: bool,
     in_parts: bool,
+    paired: bool,
     device: Device,
 ) -> AttendPlan:
+    """`paired`: the heads of a query are an even number of blocks, which share converted rows."""
     require_hopper("sparse_attention_decode", device)
     return AttendPlan(
         layout, with_sink, with_length, with_extra, with_extra_length, planned, in_parts,
-        *Schedule()[:2],
+        2 if paired else 1, *Schedule()[:2],
     )  # fmt: skip
 
 

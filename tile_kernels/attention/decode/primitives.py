@@ -20,13 +20,17 @@ from tile_kernels.attention.softmax_primitives import (
     WARPGROUP,
     Registers,
     divider,
+    free_barriers,
     registers,
+    releaser,
     steps,
 )
 
 # Of a thread. The kernel starts with 168 registers in each of 384 threads, and `setmaxnreg` divides
 # these: two consumers and the producer may have 3 * 168 together, or a consumer waits for ever.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 208, 88
+COPY_ROWS, COPY_CHANNELS = 8, 64  # of a copy to the other block of a cluster: 1024 bytes
+COPIES = TILE // 2 * HALF // (COPY_ROWS * COPY_CHANNELS)  # of half the rows of a half tile
 
 
 class Tiles(NamedTuple):
@@ -83,14 +87,23 @@ class Barriers(NamedTuple):
     sums: Any
 
 
+def ready_barriers(cluster: int) -> Any:
+    """Of the four half tiles: the producer arrives, and each copy from the other block."""
+    if cluster > 1:
+        return [T.alloc_cluster_barrier(WARPGROUP + COPIES) for _ in range(4)]
+    return [T.alloc_barrier(WARPGROUP) for _ in range(4)]
+
+
 @T.macro
-def barriers(row_arrivals):
-    """The fields of `Barriers`; `row_arrivals`: arrivals for each half tile."""
+def barriers(cluster):
+    """The fields of `Barriers`."""
     q = T.alloc_barrier(THREADS)
-    ready = [T.alloc_barrier(row_arrivals) for _ in range(4)]
-    rest = [T.alloc_barrier(WARPGROUP) for _ in range(9)]
+    ready = ready_barriers(cluster)
+    mask = T.alloc_barrier(WARPGROUP)
+    free = free_barriers(cluster)
+    found = [T.alloc_barrier(WARPGROUP) for _ in range(4)]
     sums = T.alloc_barrier(2 * WARPGROUP)
-    return q, *ready, *rest, sums
+    return q, *ready, mask, *free, *found, sums
 
 
 class Consumers(NamedTuple):
@@ -121,9 +134,10 @@ def result_store(with_sink: bool) -> Any:
     return finish
 
 
-def consumers(width: int, schedule: Schedule, ending: Consumers) -> Consumers:
+def consumers(width: int, schedule: Schedule, cluster: int, ending: Consumers) -> Consumers:
     """The consumers for rows of `width` channels; `ending` stores what they have."""
     ahead, slack = schedule[:2]
+    release = releaser(cluster)
     with_tail = width > 2 * HALF
     mask_scores, advance, exponentials, rescale, leave_weights = steps(width, slack)
 
@@ -174,7 +188,7 @@ def consumers(width: int, schedule: Schedule, ending: Consumers) -> Consumers:
             rescale(r, grown)
             T.wgmma_gemm(r.weights, tiles.even_l, r.out)
             T.wait_wgmma(0)
-            T.barrier_arrive(gates.even_l_free)
+            release(gates.even_l_free)
 
             # The reference after the odd tile: that of the weights for the other warpgroup.
             T.barrier_wait(gates.max_odd, i & 1)
@@ -193,15 +207,15 @@ def consumers(width: int, schedule: Schedule, ending: Consumers) -> Consumers:
                 if i + 1 < pairs:
                     score_even(tiles, gates, (i + 1) & 1, r)
                     T.wait_wgmma(1)
-                    T.barrier_arrive(gates.odd_l_free)
+                    release(gates.odd_l_free)
                     score_even_rest(tiles, gates, (i + 1) & 1, r)
                     T.wait_wgmma(0)
                 else:
                     T.wait_wgmma(0)
-                    T.barrier_arrive(gates.odd_l_free)
+                    release(gates.odd_l_free)
             else:  # not left to the next pair: ptxas would serialise all wgmma
                 T.wait_wgmma(0)
-                T.barrier_arrive(gates.odd_l_free)
+                release(gates.odd_l_free)
         T.copy(r.total, tiles.sum_even)
         T.barrier_arrive(gates.sums)
         T.barrier_wait(gates.sums, 0)
@@ -245,9 +259,9 @@ def consumers(width: int, schedule: Schedule, ending: Consumers) -> Consumers:
             T.barrier_wait(gates.weights_even, i & 1)
             T.wgmma_gemm(tiles.weights_even, tiles.even_r, r.out)
             T.wait_wgmma(1)
-            T.barrier_arrive(gates.odd_r_free)
+            release(gates.odd_r_free)
             T.wait_wgmma(0)
-            T.barrier_arrive(gates.even_r_free)
+            release(gates.even_r_free)
         T.copy(r.total, tiles.sum_odd)
         if slack:
             T.copy(r.highest, tiles.max_odd)
