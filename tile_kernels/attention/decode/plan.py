@@ -15,15 +15,16 @@ HEADS = 64  # of a block
 
 # Splits that do not depend on the batch: lists of up to so many keys are in one piece, longer ones
 # in splits of at most FIXED_KEYS. H200, 128 heads, 128 + 1024 keys, in one piece and in splits of
-# 640: 128 requests of 2 queries 287.4 and 449.7 us, 32 requests 67.4 and 56.2, 8 requests 67.4 and
-# 46.3, 1 request 63.3 and 43.7. 64 requests of 2 queries, 2048 keys in "v3.2": 345.4 and 571.4. 4
-# requests with 128 + 8192 keys in splits of 1152 75.7 us, 640 53.4, 512 65.4, 256 83.3.
+# 640: 128 requests of 2 queries 236.4 and 335.6 us, 32 requests 56.2 and 48.1, 8 requests 55.5 and
+# 40.6, 1 request 54.3 and 39.1. 64 requests of 2 queries, 2048 keys in "v3.2": in one piece 243.5
+# us, in two 298.2. 4 requests with 128 + 8192 keys in splits of 1152 62.7 us, 640 45.2, 512 55.2,
+# 256 72.2.
 WHOLE_KEYS, FIXED_KEYS = 2048, 640
 
 PLAN_THREADS = 256
 CANDIDATES = 32  # lengths of splits that `decode_plan` compares
 # What `decode_plan` expects, in tiles: of a block beside its keys, and of parts that are combined.
-# Other values were not compared. H200, as above: 8 requests 27.8 us, 32 55.0, 128 of 2 304.1.
+# Other values were not compared. H200, as above: 8 requests 25.2 us, 32 47.6, 128 of 2 246.9.
 FIXED_COST, COMBINE_COST = 5, 4
 
 
@@ -75,7 +76,11 @@ def plan_attend(
     paired: bool,
     device: Device,
 ) -> AttendPlan:
-    """`paired`: the heads of a query are an even number of blocks, which share converted rows."""
+    """`paired`: the heads of a query are an even number of blocks, which share converted rows.
+
+    H200, 128 heads, one piece, without and with it: 128 requests of 2 queries 287.4 and 236.4 us, 8
+    requests 67.4 and 55.5; 64 of 2 in "v3.2" 345.4 and 243.5.
+    """
     require_hopper("sparse_attention_decode", device)
     return AttendPlan(
         layout, with_sink, with_length, with_extra, with_extra_length, planned, in_parts,
