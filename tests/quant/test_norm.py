@@ -230,6 +230,9 @@ def test_one_buffer_of_the_gradients(ground: tuple[str, str]) -> None:
         assert torch.equal(old, torch.full_like(total, 0.5))
         assert quant.norm_backward(grad, x, weight, rstd, weight_grad=old)[1] is old
         assert torch.equal(old, total)
+        none = x[:0], x[:0], weight, rstd[:0]  # no rows: the sum is what was given
+        assert quant.norm_backward(*none, weight_grad=old, out=(None, total.zero_()))[1] is total
+        assert torch.equal(old, total)
     with pytest.raises(ValueError, match="out_weight_grad must be None without a weight"):
         quant.norm_backward(grad, x, None, rstd, out=(out, total))
     with pytest.raises(TypeError, match="out must be a tensor, or two, got 3"):

@@ -688,7 +688,11 @@ class BackwardArguments(NamedTuple):
     ) -> tuple[Launch | Host, ...]:
         old: Any = self.old_weight_grad
         if self.x.numel() == 0:
-            return (Host(Tensor.zero_, (weight_grad,)),) if self.summed and old is None else ()
+            if not self.summed:
+                return ()
+            if old is None:
+                return (Host(Tensor.zero_, (weight_grad,)),)
+            return (Host(Tensor.copy_, (weight_grad, old)),)
         partial = scratch[0] if scratch else None
         grad, x = _rows(self.out_grad), _rows(self.x)
         residual = None if self.residual_out_grad is None else _rows(self.residual_out_grad)
