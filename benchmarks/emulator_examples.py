@@ -28,6 +28,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "emulator_examples.json"
+ARCHITECTURES = ("sm_90a", "sm_89")  # the second for tests that the first one skips
 ENDS = ("right", "wrong", "reported", "refused", "too slow", "other error", "skipped",
         "no kernel")  # fmt: skip
 
@@ -94,41 +95,52 @@ class Recorder:
             self.note(report.nodeid, "other error", report.longreprtext[-1000:])
 
 
-def child(file: Path, output: Path, seconds: float, done: list[str]) -> None:
-    """Run the tests of a file but those that are `done`."""
-    from tile_kernels.emulator.jit import emulated_tilelang
+def child(options: argparse.Namespace) -> None:
+    """Run the tests of a file but those that are done."""
+    from tile_kernels.emulator.jit import Settings, emulated_tilelang
 
-    options = [part for test in done for part in ("--deselect", test)]
-    with emulated_tilelang() as session:
-        command = ["-q", "-p", "no:cacheprovider", "--tb=short", "--rootdir", str(file.parent)]
-        pytest.main([*command, *options, str(file)], plugins=[Recorder(output, seconds, session)])
+    command = ["-q", "-p", "no:cacheprovider", "--tb=short", f"--rootdir={options.folder}"]
+    command += [f"--deselect={test}" for test in options.done]
+    with emulated_tilelang(Settings(arch=options.arch)) as session:
+        recorder = Recorder(options.output, options.seconds, session)
+        pytest.main([*command, str(options.child)], plugins=[recorder])
         print(session.summary(), flush=True)
 
 
 # ---- the parent ---------------------------------------------------------------------------------
 
 
-def run_file(file: Path, tilelang: Path | None, seconds: float, scratch: Path) -> dict[str, Any]:
+def run_file(file: Path, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """How the tests of a file end; the child is started again behind a test that ends it."""
-    scratch.unlink(missing_ok=True)
-    paths = [str(p) for p in (tilelang, ROOT) if p is not None]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     entries: dict[str, Any] = {}
-    while True:
-        done = [part for test in entries for part in ("--done", test)]
-        command = [sys.executable, __file__, "--child", str(file), "--output", str(scratch),
-                   "--seconds", str(seconds), *done]  # fmt: skip
-        subprocess.run(command, env=environment, cwd=file.parent, check=False)
-        lines = scratch.read_text().splitlines() if scratch.exists() else []
-        for line in lines:
-            entry = json.loads(line)
-            entries[entry.pop("test")] = entry
-        died = [entry for entry in entries.values() if entry["outcome"] == "started"]
-        for entry in died:
+    for arch in ARCHITECTURES:
+        while _run_rest(file, options, scratch, arch, entries):
+            pass
+        if all(entry["outcome"] != "skipped" for entry in entries.values()):
+            break
+    return entries
+
+
+def _run_rest(
+    file: Path, options: argparse.Namespace, scratch: Path, arch: str, entries: dict[str, Any]
+) -> bool:
+    """Run the tests that have no outcome, or were skipped; whether one has ended the child."""
+    scratch.write_text("")
+    done = [f"--done={test}" for test, entry in entries.items() if entry["outcome"] != "skipped"]
+    command = [sys.executable, __file__, str(options.folder), f"--child={file}", *done,
+               f"--output={scratch}", f"--seconds={options.seconds}", f"--arch={arch}"]  # fmt: skip
+    paths = [str(p) for p in (options.tilelang, ROOT) if p is not None]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run(command, env=environment, cwd=file.parent, check=False)
+    died = False
+    for line in scratch.read_text().splitlines():
+        entry = json.loads(line)
+        entries[entry.pop("test")] = {**entry, "arch": arch}
+    for entry in entries.values():
+        if entry["outcome"] == "started":
             entry.update(outcome="other error", text="the process ended")
-        scratch.write_text("")
-        if not died:
-            return entries
+            died = True
+    return died
 
 
 def summary(files: dict[str, Any]) -> dict[str, int]:
@@ -140,21 +152,22 @@ def summary(files: dict[str, Any]) -> dict[str, int]:
 def main() -> None:
     """Run the tests of the examples and write how they end."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, nargs="?", help="the folder `examples`")
+    parser.add_argument("folder", type=Path, help="the folder `examples`")
     parser.add_argument("--tilelang", type=Path, help="where another TileLang is installed")
     parser.add_argument("--only", nargs="+", metavar="FILE", help="run these again, keep the rest")
     parser.add_argument("--seconds", type=float, default=120.0, help="time limit of a test")
     parser.add_argument("--json", type=Path, default=RESULTS, help="file of the results")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--arch", help=argparse.SUPPRESS)
     parser.add_argument("--done", action="append", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(options.child, options.output, options.seconds, options.done)
+        child(options)
         return
-    folder = options.folder.absolute()
-    tilelang = options.tilelang and options.tilelang.absolute()
-    path = [str(tilelang)] if tilelang else sys.path
+    folder = options.folder = options.folder.absolute()
+    options.tilelang = options.tilelang and options.tilelang.absolute()
+    path = [str(options.tilelang)] if options.tilelang else sys.path
     (used,) = {d.version for d in importlib.metadata.distributions(name="tilelang", path=path)}
     stored = json.loads(options.json.read_text()) if options.json.exists() else {}
     files = stored.get("files", {}) if options.only else {}
@@ -163,7 +176,7 @@ def main() -> None:
         name = file.relative_to(folder).as_posix()
         if options.only and name not in options.only:
             continue
-        files[name] = run_file(file, tilelang, options.seconds, scratch)
+        files[name] = run_file(file, options, scratch)
         run = {
             "tilelang": used,
             "torch": importlib.metadata.version("torch"),

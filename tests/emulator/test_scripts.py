@@ -155,6 +155,9 @@ def test_tensors_on_the_gpu_are_cpu_tensors_that_behave() -> None:
         with torch.device("cuda"):
             assert torch.rand(2).is_cuda
         assert torch.randn(2, generator=torch.Generator("cuda"), device="cuda").is_cuda
+        with torch.random.fork_rng(devices=[0]):
+            drawn = torch.rand(2, device="cuda")
+        assert torch.equal(torch.rand(2, device="cuda"), drawn)
         assert torch.cuda.get_device_capability() == (8, 0)
         assert torch.cuda.get_device_properties(0).multi_processor_count == 7
         whole = torch.arange(1, 100, device="cuda")

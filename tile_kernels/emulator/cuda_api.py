@@ -307,6 +307,10 @@ def _answers(arch: str, num_sms: int | None) -> dict[str, Callable[..., Any]]:
         # The CPU's generator is the only one: a seed for the GPU seeds it.
         "manual_seed": _seed,
         "manual_seed_all": _seed,
+        "get_rng_state": lambda *_args: torch.get_rng_state(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "set_rng_state": lambda state, *_args: torch.set_rng_state(state),
+        "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
         "device_count": constant(1),
         "is_current_stream_capturing": constant(False),
         "get_device_name": constant(device.name),
