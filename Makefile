@@ -6,7 +6,7 @@ TORCH ?=
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: demo check dist docs test test-fast test-full torch-versions lint format clean help FORCE
+.PHONY: demo check dist docs test test-fast test-full test-clang torch-versions lint format clean help FORCE
 
 help:
 	@echo "make demo         train a small model made of everything here"
@@ -15,6 +15,7 @@ help:
 	@echo "make test OP=quant.per_token_cast   the tests of one operator"
 	@echo "make test-fast    what to run after every edit: no emulation, no compiler, one process"
 	@echo "make test-full    every sample emulated, every kernel compiled for every architecture (hours)"
+	@echo "make test-clang   the emulator with clang as its compiler, which is downloaded (a minute)"
 	@echo "make torch-versions   a fast subset with each PyTorch that has a small wheel (minutes)"
 	@echo "make docs         the documentation as a site in build/site, to open from disk or serve"
 	@echo "make dist         sdist and wheel in dist/, tested in a fresh environment"
@@ -53,6 +54,15 @@ test-fast: .venv/ready
 
 test-full: .venv/ready
 	$(PYTEST) --full
+
+# The package ziglang has a clang, which by default compiles for this machine's processor and adds a sanitizer.
+build/clang/clang++: Makefile
+	$(BIN)/pip install --quiet --upgrade --target $(@D) ziglang==0.17.0
+	printf '#!/bin/sh\nexec %s c++ "$$@" -mcpu=baseline -fno-sanitize=undefined\n' $(CURDIR)/$(@D)/ziglang/zig > $@
+	chmod +x $@
+
+test-clang: .venv/ready build/clang/clang++
+	PATH="$(CURDIR)/build/clang:$$PATH" $(BIN)/python -m pytest -q tests/emulator/test_clang.py
 
 # The CI job for the range of PyTorch: fresh environments, then the table of docs/release.md.
 torch-versions: .venv/ready

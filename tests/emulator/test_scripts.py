@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,6 +94,26 @@ try:
 except Exception:
     print("never mind")
 """
+
+
+@pytest.mark.parametrize("name", ["tile_kernels.emulator", "renamed"])
+def test_module_and_a_renamed_copy(tmp_path: Path, name: str) -> None:
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "sizes.py").write_text("import sys\nwords = sys.argv[1:]\n")
+    script = FAULTY.partition("try:")[0] + "from .sizes import words\nprint(words, __name__)\n"
+    (package / "kernel.py").write_text(script + "shifted(32)(torch.ones(32, device='cuda'))\n")
+    shutil.copytree(ROOT / "tile_kernels" / "emulator", tmp_path / "renamed")
+    command = [sys.executable, "-m", name, "-m", "pack.kernel", "--m", "3"]
+    done = subprocess.run(
+        command, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout == "['--m', '3'] __main__\n", done.stderr
+    trace = done.stderr.partition("Traceback (most recent call last):\n")[2]
+    assert trace.startswith(f'  File "{package}/kernel.py", line 18, in <module>'), trace
+    assert "4-byte read of y byte 124 (element 31)" in trace
 
 
 def test_failures_that_a_script_swallows_are_reported(tmp_path: Path) -> None:

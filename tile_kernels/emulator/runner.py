@@ -2,6 +2,7 @@
 
     $ tile-kernels emulate script.py --size 256
     $ python -m tile_kernels.emulator script.py --size 256
+    $ python -m tile_kernels.emulator -m package.module --size 256
 
 The script runs unmodified: see `jit.emulated_tilelang`. The child has a time limit, which is
 reported with the position of the running kernel, and a memory limit.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib.util
 import os
 import re
 import runpy
@@ -26,6 +28,7 @@ from typing import Any
 
 from .errors import EmulationError
 
+_PACKAGE = __name__.rpartition(".")[0]
 _CHILD = "TILE_KERNELS_EMULATE_CHILD"  # set in the child's environment
 _GRACE_SECONDS = 20.0  # from the child's time limit, which it reports, to the parent's, which kills
 _POLL_SECONDS = 0.2
@@ -61,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=float, default=600.0, metavar="S", help=text)
     text = "gigabytes of memory after which it is stopped (default: 3/4 of the machine's)"
     parser.add_argument("--memory-limit", type=float, metavar="GB", help=text)
+    text = "`script` is a module, which runs as by `python -m`"
+    parser.add_argument("-m", dest="module", action="store_true", help=text)
     parser.add_argument("script", type=Path, help="a Python script, or a pytest file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...",
                         help="the script's own arguments")  # fmt: skip
@@ -80,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Run the script of parsed `options`; the result is the exit status."""
-    if not options.script.is_file():
+    if not options.module and not options.script.is_file():
         raise FileNotFoundError(f"script: {options.script} is not a file")
     if os.environ.get(_CHILD):
         return _run_here(options)
@@ -98,13 +103,13 @@ def _command(options: argparse.Namespace) -> list[str]:
         value = getattr(options, name)
         if value is not None:
             flags.append(f"--{name}={value}")
-    script = [str(options.script), *options.arguments]
-    return [sys.executable, "-m", "tile_kernels.emulator", *flags, *script]
+    script = [*["-m"] * options.module, str(options.script), *options.arguments]
+    return [sys.executable, "-m", _PACKAGE, *flags, *script]
 
 
 def _supervise(options: argparse.Namespace) -> int:
     """Run the child and stop it where it exceeds a limit."""
-    package_root = str(Path(__file__).parents[2])
+    package_root = str(Path(__file__).parents[_PACKAGE.count(".") + 1])
     path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, _CHILD: "1", "PYTHONPATH": path}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
@@ -236,18 +241,18 @@ def _run_here(options: argparse.Namespace) -> int:
     with emulated_tilelang(_settings(options)) as session:
         try:
             with time_limit(options.time_limit):
-                status = _execute(options.script, options.arguments)
+                status = _execute(options)
         except KeyboardInterrupt:
             _say("interrupted")
             status = INTERRUPTED
         except TimeLimitError as error:
-            _print_script_traceback(error, options.script)
+            _print_script_traceback(error, _script_file(options))
             status = TIMED_OUT
         except EmulationError as error:
-            _print_script_traceback(error, options.script)
+            _print_script_traceback(error, _script_file(options))
             status = TIMED_OUT if error.kind == "timeout" else FAILED
         except Exception as error:
-            _print_script_traceback(error, options.script)
+            _print_script_traceback(error, _script_file(options))
             status = FAILED
         _say(session.summary())
     sys.stdout.flush()
@@ -257,21 +262,39 @@ def _run_here(options: argparse.Namespace) -> int:
     return status
 
 
-def _execute(script: Path, arguments: list[str]) -> int:
+def _execute(options: argparse.Namespace) -> int:
+    script, arguments = options.script, options.arguments
     sys.argv = [str(script), *arguments]
-    sys.path[0:0] = [str(script.parent.absolute())]
-    if _is_test_file(script):
-        import pytest
+    if not options.module:
+        sys.path[0:0] = [str(script.parent.absolute())]
+        if _is_test_file(script):
+            import pytest
 
-        return int(pytest.main(["-p", "no:cacheprovider", str(script), *arguments]))
+            return int(pytest.main(["-p", "no:cacheprovider", str(script), *arguments]))
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        if options.module:
+            runpy.run_module(str(script), run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(script), run_name="__main__")
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
             return 1
         return ended.code or 0
     return 0
+
+
+def _script_file(options: argparse.Namespace) -> Path:
+    """The file that was run; of a module that has none, its name."""
+    script: Path = options.script
+    if options.module:
+        with contextlib.suppress(ImportError):
+            spec = importlib.util.find_spec(str(script))
+            if spec and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{script}.__main__")
+            if spec and spec.origin:
+                return Path(spec.origin)
+    return script
 
 
 def _is_test_file(script: Path) -> bool:
