@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,51 +71,18 @@ def get_mapping_from_psum(x: Tensor, psum: Tensor, alignment: int | None = None)
     return rows_in_ranges(psum, alignment or get_token_alignment(), x.shape[0])
 
 
-def swiglu_forward(
-    x: Tensor,
-    fmt: str,
-    psum_num_tokens_per_expert: Tensor | None = None,
-    topk_weights: Tensor | None = None,
-    routed_scaling_factor: float | None = None,
-    clamp_value: float | None = None,
-    clamped_count: Tensor | None = None,
-    *,
-    alignment: int | None = None,
-) -> Tensor:
-    """SwiGLU of the rows of experts; the alignment is the setting by default.
+def _aligned_by_setting(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference with rows of experts whose alignment is the setting unless it is given."""
 
-    >>> import torch
-    >>> swiglu_forward(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), "bf16")
-    tensor([[0.0000, 2.1875]], dtype=torch.bfloat16)
-    """
-    return swiglu_rows_forward(
-        x, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, clamp_value,
-        clamped_count, alignment=alignment or get_token_alignment(),
-    )  # fmt: skip
+    @functools.wraps(reference)
+    def call(*args: Any, alignment: int | None = None, **named: Any) -> Any:
+        return reference(*args, alignment=alignment or get_token_alignment(), **named)
+
+    return call
 
 
-def swiglu_backward(
-    x: Tensor,
-    act_x_grad: Tensor,
-    fmt: str,
-    psum_num_tokens_per_expert: Tensor | None = None,
-    topk_weights: Tensor | None = None,
-    routed_scaling_factor: float | None = None,
-    clamp_value: float | None = None,
-    do_recompute: bool = False,
-    *,
-    alignment: int | None = None,
-) -> tuple[Tensor, ...]:
-    """The gradients of `swiglu_forward`; the alignment is the setting by default.
-
-    >>> import torch
-    >>> swiglu_backward(torch.tensor([[0.0, 2.0]]), torch.ones(1, 1), "fp32")
-    (tensor([[1., 0.]]),)
-    """
-    return swiglu_rows_backward(
-        x, act_x_grad, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor,
-        clamp_value, do_recompute, alignment=alignment or get_token_alignment(),
-    )  # fmt: skip
+swiglu_forward = _aligned_by_setting(swiglu_rows_forward)
+swiglu_backward = _aligned_by_setting(swiglu_rows_backward)
 
 
 def mhc_pre_norm_fn_partials_ref(
