@@ -1,9 +1,9 @@
 """Which tests run: those of one operator with `--op`, and which samples are emulated by default.
 
-Compiling a kernel for the emulator takes seconds, running it milliseconds. So kernels are chosen
-such that every kernel of an operator and every kind of value of every static argument (flags,
-names, 0, 1, larger) occurs; then every sample that these kernels serve is run. `--full` takes all
-samples.
+Compiling a kernel for the emulator takes seconds, running it milliseconds. So few kernels are
+chosen such that every kernel of an operator and every kind of value of every static argument
+(flags, names, 0, 1, larger) occurs; then every sample that these kernels serve is run. `--full`
+takes all samples.
 """
 
 from __future__ import annotations
@@ -97,27 +97,35 @@ def _kinds(kernels: Kernels) -> set[Any]:
     }
 
 
+def _shown(label: str, kernels: Kernels) -> set[Any]:
+    """What a sample shows: kinds of static arguments, and special values for its kernels."""
+    special = _SPECIAL.search(label)
+    names = frozenset(name for name, _ in kernels)
+    return _kinds(kernels) | ({(special[0], names)} if special else set())
+
+
 @functools.cache
 def emulated_by_default(op: Any) -> list[Sample]:
     """The small samples of an operator that are emulated without `--full`.
 
-    The kernels of the ordinary sample, which many tests use, are always among them. Samples of
-    special values come next, so that most kernels are run with NaN, infinities and ties, and with
-    addresses and strides that forbid wide accesses.
+    The kernels of the ordinary sample, which many tests use, are always among them. The others are
+    chosen one after the other, those first that show most for each kernel that must be compiled:
+    so most kernels are run with NaN, infinities and ties, and with addresses and strides that
+    forbid wide accesses.
     """
     kernels = {sample.label: kernels_of(op, sample) for sample in op.cases.small}
-    ordinary = kernels_of(op, op.cases.ordinary())
-    chosen: set[tuple[str, tuple[Any, ...]]] = set(ordinary)
-    seen: set[Any] = _kinds(ordinary)
-    special: set[Any] = set()  # what is special, and the kernels that such a sample launches
-    for label in sorted(kernels, key=lambda label: _SPECIAL.search(label) is None):
-        needed = kernels[label]
-        found = _SPECIAL.search(label)
-        what = (found[0] if found else "", frozenset(name for name, _ in needed))
-        is_first = found is not None and what not in special
-        if is_first:
-            special.add(what)
-        if is_first or not _kinds(needed) <= seen:
-            seen |= _kinds(needed)
-            chosen |= needed
-    return [sample for sample in op.cases.small if kernels[sample.label] <= chosen]
+    shown = {label: _shown(label, needed) for label, needed in kernels.items()}
+    chosen: set[tuple[str, tuple[Any, ...]]] = set(kernels_of(op, op.cases.ordinary()))
+    while True:
+        seen = _kinds(frozenset(chosen))
+        for label, needed in kernels.items():
+            if needed <= chosen:
+                seen |= shown[label]
+        gains = {
+            label: len(shown[label] - seen) / len(needed - chosen)
+            for label, needed in kernels.items()
+            if not needed <= chosen and not shown[label] <= seen
+        }
+        if not gains:
+            return [sample for sample in op.cases.small if kernels[sample.label] <= chosen]
+        chosen |= kernels[max(gains, key=lambda label: gains[label])]

@@ -307,6 +307,12 @@ def test_the_least_recently_used_kernels_are_evicted(
     assert not any(path.exists() for path in (*oldest, abandoned, old))
     assert all(path.exists() for path in (*half_old, recent))
     assert build._header_is_intact(next(own_cache.glob("header-*")))
+    late = entry("late.so", limit, 9000)
+    cache.keep_within_limit(own_cache)
+    assert late.exists()  # the size was checked less than a minute ago
+    monkeypatch.setattr(cache, "CHECK_SECONDS", 0)
+    cache.keep_within_limit(own_cache)
+    assert not late.exists()
     monkeypatch.setenv("TILE_KERNELS_CACHE_MB", "much")
     with pytest.raises(EmulationError, match=r"CACHE_MB must be a whole number .*, got 'much'"):
         cache.limit_bytes()

@@ -289,5 +289,5 @@ def compile_kernel(source: str, options: list[str]) -> Path:
         _compile(library, ["-shared", unit, runtime, *_LINK, *_observed_copies(options)])
     finally:
         unit.unlink(missing_ok=True)
-    cache.evict(library.parent)
+    cache.keep_within_limit(library.parent)
     return library

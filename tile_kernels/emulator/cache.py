@@ -21,6 +21,7 @@ from .errors import EmulationError
 DEFAULT_LIMIT_MB = 2048  # all operators' kernels for one architecture take about a tenth
 IN_USE_SECONDS = 600  # what was used so recently stays: a process may be about to load it
 ABANDONED_SECONDS = 24 * 3600  # after which a private file is one that a killed process left
+CHECK_SECONDS = 60  # listing a full cache takes longer than compiling a small kernel
 
 _SEAL = b"tile_kernels emulator"
 
@@ -116,6 +117,17 @@ def limit_bytes() -> int:
             kind="cache",
         )
     return int(text) * 10**6
+
+
+_checked: dict[Path, float] = {}  # when this process last looked at the size of a folder
+
+
+def keep_within_limit(folder: Path) -> None:
+    """Calls `evict`, at most once a minute in a process."""
+    now = time.monotonic()
+    if now - _checked.get(folder, -CHECK_SECONDS) >= CHECK_SECONDS:
+        _checked[folder] = now
+        evict(folder)
 
 
 def evict(folder: Path) -> None:
