@@ -173,10 +173,10 @@ def _checked_amax_min(owner: str, fmt: object, use_e4m3_sf: object, value: objec
         raise TypeError(f"{owner}: use_e4m3_sf must be a bool, got {kind}")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{owner}: value must be a number, got {type(value).__name__}")
-    least = _LARGEST[str(fmt)] * 2.0**-126
-    if not least <= value < math.inf:
+    smallest = _LARGEST[str(fmt)] * 2.0**-126
+    if not smallest <= value < math.inf:
         raise ValueError(
-            f"{owner}: value must be finite and at least {least}, so that scales are normal "
+            f"{owner}: value must be finite and at least {smallest}, so that scales are normal "
             f"numbers, got {value}"
         )
     return float(value)

@@ -60,8 +60,8 @@ def test_limits_are_as_documented(
         keys_and_roles = [(source, "marking"), ("float8_e4m3fn", "marking"), (source, "marked")]
 
     def select(topk: int, short: bool) -> None:
-        for of_keys, role in keys_and_roles:
-            plan_select(source, of_keys, heads, depth, topk, short, role, device)
+        for key_format, role in keys_and_roles:
+            plan_select(source, key_format, heads, depth, topk, short, role, device)
 
     for short, most in ((True, few), (False, many)):
         if most:
@@ -70,8 +70,8 @@ def test_limits_are_as_documented(
             with pytest.raises(ValueError, match="fewer heads or channels, or topk smaller"):
                 select(most + 1, short)
     with contextlib.nullcontext() if logits else pytest.raises(ValueError, match="fewer heads"):
-        for of_keys, role in keys_and_roles:
-            plan_logits(source, of_keys, heads, depth, "float32", False, role, device)
+        for key_format, role in keys_and_roles:
+            plan_logits(source, key_format, heads, depth, "float32", False, role, device)
 
 
 @pytest.mark.parametrize("tokens", [5, 70])

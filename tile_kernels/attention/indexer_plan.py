@@ -34,12 +34,13 @@ P = TypeVar("P")
 class Tile(NamedTuple):
     """What a block holds: `queries` of `padded` heads each, `stages` tiles of `keys` keys.
 
-    `source` and `of_keys` are the formats of q and k, `unit` what the matrix units take. `fenced`:
-    these read shared memory through Hopper's async proxy, which needs a fence after writes.
+    `source` and `key_format` are the formats of q and k, `unit` what the matrix units take.
+    `fenced`: these read shared memory through Hopper's async proxy, which needs a fence after
+    writes.
     """
 
     source: str
-    of_keys: str
+    key_format: str
     unit: str
     heads: int
     padded: int
@@ -87,7 +88,7 @@ class Tile(NamedTuple):
     @property
     def expanded(self) -> bool:
         """Whether tiles change their format between memory and the matrix units."""
-        return self.of_keys != self.unit
+        return self.key_format != self.unit
 
     def row(self, source: str) -> tuple[int, str]:
         """A row of q or k in memory: its elements, eight codes of e2m1 in one, and their dtype."""
@@ -96,7 +97,7 @@ class Tile(NamedTuple):
     @property
     def packed(self) -> bool:
         """Whether tiles come through registers: e2m1, a group for each thread."""
-        return self.of_keys == E2M1
+        return self.key_format == E2M1
 
     @property
     def bulk(self) -> bool:
@@ -155,7 +156,7 @@ def with_tile(plan: Callable[..., P], static: tuple[Any, ...]) -> P:
 
 def tile_plan(
     source: str,
-    of_keys: str,
+    key_format: str,
     exact: bool,
     heads: int,
     depth: int,
@@ -174,11 +175,11 @@ def tile_plan(
     padded = max(8, 1 << (heads - 1).bit_length())
     queries = max(1, min(MAX_COLUMNS // padded, max_queries))
     fenced = device.arch == "sm_90a"
-    numbers = STAGES[-1:] if of_keys != unit else STAGES
+    numbers = STAGES[-1:] if key_format != unit else STAGES
     # Many blocks of an SM are better than large ones: some multiply while others sum over heads.
     # But not with fewer queries each, for which keys would be read more often.
     sizes = [(2, MANY_KEYS), (2, FEW_KEYS), (1, MANY_KEYS), (1, FEW_KEYS)]
-    if fenced and of_keys == unit:
+    if fenced and key_format == unit:
         sizes = [(MANY_BLOCKS, FEW_KEYS), *sizes]
     for blocks, keys in sizes:
         room = device.smem_per_sm // blocks - 1024 if blocks > 1 else device.smem_per_block
@@ -186,7 +187,7 @@ def tile_plan(
             for stages in numbers:
                 fewer = queries >> halved
                 tile = Tile(
-                    source, of_keys, unit, heads, padded, depth, keys, fewer, stages, fenced
+                    source, key_format, unit, heads, padded, depth, keys, fewer, stages, fenced
                 )
                 left = room - tile.bytes() - fewer * query_bytes(keys) - shared_bytes - SPARE
                 if left >= 0:
@@ -198,18 +199,18 @@ def tile_plan(
 
 
 def pipelined_tile(
-    source: str, of_keys: str, heads: int, depth: int, device: Device
+    source: str, key_format: str, heads: int, depth: int, device: Device
 ) -> Tile | None:
     """The tile of a pipelined block, or None where there is no such kernel: without Hopper's matrix
     units and copies, and for few heads, whose sums would take too many registers."""
     unit = BF16 if source == BF16 else E4M3
     padded = 1 << (heads - 1).bit_length()
-    if device.arch != "sm_90a" or of_keys != unit or padded < PIPELINED_HEADS:
+    if device.arch != "sm_90a" or key_format != unit or padded < PIPELINED_HEADS:
         return None
     queries = WARPGROUPS * WARPGROUP_COLUMNS // padded
     for stages in PIPELINED_STAGES:
         tile = Tile(
-            source, of_keys, unit, heads, padded, depth, FEW_KEYS, queries, stages, True
+            source, key_format, unit, heads, padded, depth, FEW_KEYS, queries, stages, True
         )  # fmt: skip
         if tile.bytes() + SPARE <= device.smem_per_block:
             return tile
@@ -233,9 +234,9 @@ BIN_BITS = 9
 BINS = 1 << BIN_BITS  # of a count by key; also the room for one
 
 
-def list_entries(least: int, threads: int) -> int:
-    """Entries of a list for each thread, for `least` of all: an even number, so that several are
+def list_entries(min_keys: int, threads: int) -> int:
+    """Entries of a list for each thread, for `min_keys` of all: an even number, so that several are
     read at once, and no multiple of eight, so that neighbours read from different banks."""
-    entries = -(-least // threads)
+    entries = -(-min_keys // threads)
     entries += entries % 2
     return entries if entries % 8 else entries + 2

@@ -103,8 +103,8 @@ def least_of_best(entries: int, threads: int) -> Any:
         tx = T.get_thread_binding()
         counts = T.alloc_local((per,), T.int32)
         before = T.alloc_local((2,), T.int32)
-        least = T.alloc_var(T.uint32, init=low)
-        last = T.alloc_var(T.uint32, init=T.uint32(0))  # the largest distance from `least`
+        smallest = T.alloc_var(T.uint32, init=low)
+        last = T.alloc_var(T.uint32, init=T.uint32(0))  # the largest distance from `smallest`
         need = T.alloc_var(T.int32, init=rank)
         shift = T.alloc_var(T.int32)
         mine = T.alloc_var(T.int32)
@@ -117,16 +117,16 @@ def least_of_best(entries: int, threads: int) -> Any:
         last = T.uint32(0)
         if tx % WARP < warps:
             last = T.reinterpret(sums[tx % WARP], T.uint32)
-        last = T.warp_reduce_max(last) - least
+        last = T.warp_reduce_max(last) - smallest
         shift = KEY_BITS - BIN_BITS - T.call_extern(T.int32, "__clz", T.reinterpret(last, T.int32))
         shift = T.max(shift, 0)
         done = T.alloc_var(T.bool, init=T.bool(False))
         for _ in T.serial(-(-KEY_BITS // BIN_BITS)):
             if not done:  # the same for all threads
                 for j in T.unroll(entries):
-                    if own[j] - least <= last:
-                        place = T.cast((own[j] - least) >> T.cast(shift, T.uint32), T.int32)
-                        T.atomic_add(bins[place], 1)
+                    if own[j] - smallest <= last:
+                        index = T.cast((own[j] - smallest) >> T.cast(shift, T.uint32), T.int32)
+                        T.atomic_add(bins[index], 1)
                 T.sync_threads()
                 mine = 0
                 for i in T.unroll(per):  # the highest bins first
@@ -141,19 +141,19 @@ def least_of_best(entries: int, threads: int) -> Any:
                         found[2] = counts[i]
                     before[0] = before[0] + counts[i]
                 T.sync_threads()
-                least = least + (T.cast(found[0], T.uint32) << T.cast(shift, T.uint32))
+                smallest = smallest + (T.cast(found[0], T.uint32) << T.cast(shift, T.uint32))
                 last = (T.uint32(1) << T.cast(shift, T.uint32)) - T.uint32(1)
                 need = need - found[1]
                 done = found[2] <= need + spare or shift == 0
                 shift = T.max(shift - BIN_BITS, 0)
-        return least
+        return smallest
 
     return find
 
 
 def entries_to_keep(entries: int, threads: int) -> Any:
     """A macro: which entries are kept, those above a bound and, of those equal to it, the first
-    ones, `most` in all.
+    ones, `limit` in all.
 
     A thread has `entries` keys, in `own`, in the order of all entries. It gets a bit for each in
     `stays`, where its first entry goes in `first[0]`, and in `kept[0]` how many all threads keep.
@@ -164,7 +164,7 @@ def entries_to_keep(entries: int, threads: int) -> Any:
     equal_of = T.int32(1 << 16)
 
     @T.macro
-    def choose(own, bound, most, sums, stays, first, kept):
+    def choose(own, bound, limit, sums, stays, first, kept):
         before = T.alloc_local((2,), T.int32)
         mine = T.alloc_var(T.int32, init=0)
         for j in T.unroll(entries):
@@ -174,7 +174,7 @@ def entries_to_keep(entries: int, threads: int) -> Any:
                 mine = mine + equal_of
         prefix(mine, sums, before)
         equal = T.alloc_var(T.int32, init=before[0] // equal_of)
-        room = T.alloc_var(T.int32, init=most - before[1] % equal_of)  # for equal ones
+        room = T.alloc_var(T.int32, init=limit - before[1] % equal_of)  # for equal ones
         kept[0] = before[1] % equal_of + T.min(before[1] // equal_of, room)
         first[0] = before[0] % equal_of + T.min(equal, room)
         for w in T.unroll(-(-entries // 32)):
@@ -202,11 +202,11 @@ def keep_best(topk: int, capacity: int, threads: int, key: Any, id_dtype: str = 
     choose = entries_to_keep(entries, threads)
 
     @T.macro
-    def load(source, which, place):
+    def load(source, which, regs):
         first = T.get_thread_binding() * entries
         for c in T.unroll(entries // vector):
             for e in T.vectorized(vector):
-                place[c * vector + e] = source[which, first + c * vector + e]
+                regs[c * vector + e] = source[which, first + c * vector + e]
 
     @T.macro
     def keep(words, ids, which, count, spare, low, bins, found, sums, kept):
@@ -224,15 +224,15 @@ def keep_best(topk: int, capacity: int, threads: int, key: Any, id_dtype: str = 
                 own[j] = T.uint32(0)
         bound = find(own, topk, spare, T.max(low, T.uint32(1)), bins, found, sums)
         choose(own, bound, topk + spare, sums, stays, first, kept)
-        place = T.alloc_var(T.int32, init=first[0])
+        index = T.alloc_var(T.int32, init=first[0])
         load(words, which, own)
         load(ids, which, own_ids)
         T.sync_threads()
         for j in T.unroll(entries):
             if (stays[j // 32] & bit(j)) != T.uint32(0):
-                words[which, place] = own[j]
-                ids[which, place] = own_ids[j]
-                place = place + 1
+                words[which, index] = own[j]
+                ids[which, index] = own_ids[j]
+                index = index + 1
         return bound
 
     return keep
@@ -252,12 +252,12 @@ def sort_entries(topk: int, threads: int, key: Any) -> Any:
     def sort(keys, ids, which, count):
         tx = T.get_thread_binding()
         for c in T.serial(-(-size // threads)):
-            place = c * threads + tx
-            if place < count:
-                keys[which, place] = key(keys[which, place])
-            elif place < size:
-                keys[which, place] = T.uint32(0)
-                ids[which, place] = -1
+            index = c * threads + tx
+            if index < count:
+                keys[which, index] = key(keys[which, index])
+            elif index < size:
+                keys[which, index] = T.uint32(0)
+                ids[which, index] = -1
         T.sync_threads()
         low_key = T.alloc_var(T.uint32)
         high_key = T.alloc_var(T.uint32)

@@ -92,13 +92,13 @@ def window_rows(geo: Geometry, ragged: bool) -> Any:
     """A macro: the first row of a window and of the one before it, -1 where there is none."""
 
     @T.macro
-    def found(places, window, num_windows, first):
+    def found(starts, window, num_windows, first):
         first[0] = -1
         first[1] = -1
         if window < num_windows:
             if ragged:
-                first[0] = places[window, 0]
-                first[1] = places[window, 1]
+                first[0] = starts[window, 0]
+                first[1] = starts[window, 1]
             else:
                 first[0] = window * geo.window
                 first[1] = (window - 1) * geo.window  # negative before the first window
@@ -109,15 +109,15 @@ def window_rows(geo: Geometry, ragged: bool) -> Any:
 def each_row(geo: Geometry, move: Any) -> Any:
     """A macro: `move` for each of a thread's rows of one tensor, from `item` on.
 
-    `move` gets the tensor, the row and the channel there, and the row's number in `held`.
+    `move` gets the tensor, the row and the channel there, and the row's number in `regs`.
     """
 
     @T.macro
-    def moved(tensor, first, item, channel, at, held):
+    def moved(tensor, first, item, channel, at, regs):
         if first >= 0:
             for r in T.unroll(geo.items):
                 if geo.exact or item + r < geo.window:
-                    move(tensor, first + item + r, channel, at + r, held)
+                    move(tensor, first + item + r, channel, at + r, regs)
 
     return moved
 
@@ -142,37 +142,37 @@ def row_loader(geo: Geometry, dtype: str, ahead: bool = False) -> Any:
     """
 
     @T.macro
-    def load_row(source, row, channel, at, held):
+    def load_row(source, row, channel, at, regs):
         for v in T.vectorized(geo.vector):
             if ahead:
-                held[at * geo.vector + v] = source[at, T.get_thread_binding(), v]
+                regs[at * geo.vector + v] = source[at, T.get_thread_binding(), v]
             else:
-                held[at * geo.vector + v] = source[row, channel + v]
+                regs[at * geo.vector + v] = source[row, channel + v]
 
     load_rows = each_row(geo, load_row)
 
     @T.macro
-    def load(source, first, item, channel, at, held):
+    def load(source, first, item, channel, at, regs):
         if first < 0 or not geo.exact:
             for v in T.unroll(geo.items * geo.vector):
-                held[at * geo.vector + v] = T.cast(T.float32(0), dtype)
-        load_rows(source, first, item, channel, at, held)
+                regs[at * geo.vector + v] = T.cast(T.float32(0), dtype)
+        load_rows(source, first, item, channel, at, regs)
 
     return each_series(geo, load)
 
 
 def row_stager(geo: Geometry) -> Any:
-    """A macro: start copies of a thread's rows to its places in shared memory, as `each_series`."""
+    """A macro: start copies of a thread's rows to its part of shared memory, as `each_series`."""
 
     @T.macro
-    def start(source, row, channel, at, places):
-        stage(places[at, T.get_thread_binding(), 0], source[row, channel], geo.vector)
+    def start(source, row, channel, at, staged):
+        stage(staged[at, T.get_thread_binding(), 0], source[row, channel], geo.vector)
 
     return each_series(geo, each_row(geo, start))
 
 
 def rows_ahead(geo: Geometry, dtype: str, ragged: bool) -> Any:
-    """Macros: `begin` with copies of a thread's rows of its first window; `turn`, the rows of a
+    """Macros: `begin` with copies of a thread's rows of its first window; `advance`, the rows of a
     window to registers and copies of those of the next one.
 
     `first` and `coming` are where these two windows and the ones before them begin.
@@ -181,31 +181,31 @@ def rows_ahead(geo: Geometry, dtype: str, ragged: bool) -> Any:
 
     @T.macro
     def begin(
-        window, num_windows, places, kv_a, z_a, kv_b, z_b, group, channel, kv_places, z_places,
+        window, num_windows, starts, kv_a, z_a, kv_b, z_b, group, channel, kv_staged, z_staged,
         coming,
     ):  # fmt: skip
-        found(places, window, num_windows, coming)
+        found(starts, window, num_windows, coming)
         if channel < geo.channels:
-            start(kv_a, z_a, kv_b, z_b, coming, group * geo.items, channel, kv_places, z_places)
+            start(kv_a, z_a, kv_b, z_b, coming, group * geo.items, channel, kv_staged, z_staged)
         close_stage()
 
     @T.macro
-    def turn(
-        following, num_windows, places, kv_a, z_a, kv_b, z_b, group, channel, kv_places, z_places,
+    def advance(
+        following, num_windows, starts, kv_a, z_a, kv_b, z_b, group, channel, kv_staged, z_staged,
         first, coming, kv, z,
     ):  # fmt: skip
         for s in T.unroll(2):
             first[s] = coming[s]
         await_stages(0)
         if channel < geo.channels:
-            load(kv_places, z_places, kv_places, z_places, first, group * geo.items, channel, kv, z)
+            load(kv_staged, z_staged, kv_staged, z_staged, first, group * geo.items, channel, kv, z)
         free_stage()
         begin(
-            following, num_windows, places, kv_a, z_a, kv_b, z_b, group, channel, kv_places,
-            z_places, coming,
+            following, num_windows, starts, kv_a, z_a, kv_b, z_b, group, channel, kv_staged,
+            z_staged, coming,
         )  # fmt: skip
 
-    return begin, turn
+    return begin, advance
 
 
 def thread_place(geo: Geometry, across: Any) -> tuple[Any, Any, Any, Any]:
@@ -393,52 +393,52 @@ def over_groups(geo: Geometry) -> Any:
     divided = part_quotients(geo)
 
     @T.macro
-    def alone(slot, group, lane, tops, totals, sums, of_groups, of_window):
+    def alone(slot, group, lane, tops, totals, sums, group_sums, window_sums):
         for q in T.unroll(geo.parts):
             divided(q, totals, sums)
 
     @T.macro
-    def together(slot, group, lane, tops, totals, sums, of_groups, of_window):
+    def together(slot, group, lane, tops, totals, sums, group_sums, window_sums):
         tx = T.get_thread_binding()
         inverse = T.alloc_local((1,), T.float32)
         entry = T.alloc_local((1,), T.float32)
         # As the result has them: slot, part, channel of the part.
-        place = (slot * geo.parts * geo.lanes + lane) * geo.part
+        base = (slot * geo.parts * geo.lanes + lane) * geo.part
         for q in T.unroll(geo.parts):
             for e in T.vectorized(geo.part):
-                of_groups[0, group, place + q * geo.lanes * geo.part + e] = tops[q * geo.part + e]
+                group_sums[0, group, base + q * geo.lanes * geo.part + e] = tops[q * geo.part + e]
             for e in T.vectorized(geo.part):
-                of_groups[1, group, place + q * geo.lanes * geo.part + e] = totals[q * geo.part + e]
+                group_sums[1, group, base + q * geo.lanes * geo.part + e] = totals[q * geo.part + e]
             for e in T.vectorized(geo.part):
-                of_groups[2, group, place + q * geo.lanes * geo.part + e] = sums[q * geo.part + e]
+                group_sums[2, group, base + q * geo.lanes * geo.part + e] = sums[q * geo.part + e]
         T.sync_threads()
-        for turn in T.unroll(-(-positions // geo.threads)):
-            at = turn * geo.threads + tx
+        for advance in T.unroll(-(-positions // geo.threads)):
+            at = advance * geo.threads + tx
             if at < positions:
-                top = T.alloc_var(T.float32, init=of_groups[0, 0, at])
+                top = T.alloc_var(T.float32, init=group_sums[0, 0, at])
                 for g in T.unroll(geo.groups - 1):
-                    top = T.max(top, of_groups[0, g + 1, at])
-                of_window[0, at] = top
+                    top = T.max(top, group_sums[0, g + 1, at])
+                window_sums[0, at] = top
                 top = above(top)
                 total = T.alloc_var(T.float32, init=T.float32(0))
                 entry[0] = T.float32(0)
                 for g in T.unroll(geo.groups):
                     factor = T.alloc_var(
-                        T.float32, init=exp2_flushed(T.ieee_sub(of_groups[0, g, at], top))
+                        T.float32, init=exp2_flushed(T.ieee_sub(group_sums[0, g, at], top))
                     )
-                    total = T.ieee_fmaf(factor, of_groups[1, g, at], total)
-                    entry[0] = T.ieee_fmaf(factor, of_groups[2, g, at], entry[0])
+                    total = T.ieee_fmaf(factor, group_sums[1, g, at], total)
+                    entry[0] = T.ieee_fmaf(factor, group_sums[2, g, at], entry[0])
                 quotients(total, inverse, entry)
-                of_window[1, at] = inverse[0]
-                of_window[2, at] = entry[0]
+                window_sums[1, at] = inverse[0]
+                window_sums[2, at] = entry[0]
         T.sync_threads()
         for q in T.unroll(geo.parts):
             for e in T.vectorized(geo.part):
-                tops[q * geo.part + e] = of_window[0, place + q * geo.lanes * geo.part + e]
+                tops[q * geo.part + e] = window_sums[0, base + q * geo.lanes * geo.part + e]
             for e in T.vectorized(geo.part):
-                totals[q * geo.part + e] = of_window[1, place + q * geo.lanes * geo.part + e]
+                totals[q * geo.part + e] = window_sums[1, base + q * geo.lanes * geo.part + e]
             for e in T.vectorized(geo.part):
-                sums[q * geo.part + e] = of_window[2, place + q * geo.lanes * geo.part + e]
+                sums[q * geo.part + e] = window_sums[2, base + q * geo.lanes * geo.part + e]
 
     return alone if geo.groups == 1 else together
 
@@ -494,17 +494,17 @@ def window_walk(p: WindowPlan, finish: Any) -> Any:
 
     @T.macro
     def walked(
-        block, across, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, places, results
+        block, across, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, starts, results
     ):  # fmt: skip
         lane, group, slot, channel = thread_place(geo, across)
-        biases, of_groups, of_window = shared_memory(geo)
+        biases, group_sums, window_sums = shared_memory(geo)
         kv, z, scores, tops, totals, sums, first, coming = registers(geo, dtype)
-        kv_places, z_places = places_ahead(geo, dtype, p.ahead)
+        kv_staged, z_staged = places_ahead(geo, dtype, p.ahead)
         workers = T.min(T.ceildiv(num_windows, geo.slots), p.workers)
         if p.ahead:
             begin_rows(
-                block * geo.slots + slot, num_windows, places, kv_a, z_a, kv_b, z_b, group, channel,
-                kv_places, z_places, coming,
+                block * geo.slots + slot, num_windows, starts, kv_a, z_a, kv_b, z_b, group, channel,
+                kv_staged, z_staged, coming,
             )  # fmt: skip
         if geo.chunks == 1:
             staged(bias_a, 0, slot, group, lane, channel, biases)
@@ -515,16 +515,16 @@ def window_walk(p: WindowPlan, finish: Any) -> Any:
             window = T.alloc_var(T.int32, init=(step * workers + block) * geo.slots + slot)
             if p.ahead:
                 turn_rows(
-                    window + workers * geo.slots, num_windows, places, kv_a, z_a, kv_b, z_b, group,
-                    channel, kv_places, z_places, first, coming, kv, z,
+                    window + workers * geo.slots, num_windows, starts, kv_a, z_a, kv_b, z_b, group,
+                    channel, kv_staged, z_staged, first, coming, kv, z,
                 )  # fmt: skip
             else:
-                found(places, window, num_windows, first)
+                found(starts, window, num_windows, first)
             summed(
                 kv_a, z_a, bias_a, kv_b, z_b, bias_b, biases, first, group, lane, channel,
                 kv, z, scores, tops, totals, sums,
             )  # fmt: skip
-            joined(slot, group, lane, tops, totals, sums, of_groups, of_window)
-            finish(window, num_windows, slot, group, lane, channel, sums, places, results)
+            joined(slot, group, lane, tops, totals, sums, group_sums, window_sums)
+            finish(window, num_windows, slot, group, lane, channel, sums, starts, results)
 
     return walked

@@ -42,10 +42,10 @@ class ScoreTypes(NamedTuple):
     end: Any
     marks: Any
 
-    def grid(self, tile: Tile, turns: Any, share_keys: Any) -> Any:
-        """The blocks of a launch: by `turns` times the queries of a tile, and by share of keys."""
+    def grid(self, tile: Tile, iterations: Any, share_keys: Any) -> Any:
+        """The blocks of a launch, by queries (`iterations` tiles for each) and by share of keys."""
         return T.Kernel(
-            T.ceildiv(self.tokens, turns * tile.queries),
+            T.ceildiv(self.tokens, iterations * tile.queries),
             T.ceildiv(self.num_keys, share_keys),
             threads=tile.all_threads,
         )
@@ -54,7 +54,7 @@ class ScoreTypes(NamedTuple):
 def score_types(tile: Tile) -> ScoreTypes:
     """The types for queries and keys in the formats of a tile."""
     tokens, num_keys, shares, marked_tiles = T.dynamic("tokens num_keys shares marked_tiles")
-    (width, element), (k_width, k_element) = tile.row(tile.source), tile.row(tile.of_keys)
+    (width, element), (k_width, k_element) = tile.row(tile.source), tile.row(tile.key_format)
     k_scales = (num_keys, tile.groups) if tile.packed else (num_keys,)
     return ScoreTypes(
         tokens, num_keys, shares,
@@ -70,7 +70,7 @@ def score_types(tile: Tile) -> ScoreTypes:
     )  # fmt: skip
 
 
-class Held(NamedTuple):
+class SharedTiles(NamedTuple):
     """What a block holds of queries and keys in shared memory, and the scores of some tiles.
 
     Factors of queries are where scores will be: they are done with before. `landing` is a barrier
@@ -90,17 +90,27 @@ class Held(NamedTuple):
 
 @T.macro
 def shared_memory(tile, slots):
-    """A `Held`, with room for the scores of `slots` tiles."""
-    of_scores = T.alloc_shared((slots, tile.queries, tile.keys), T.float32)
-    of_queries = T.alloc_shared((1, tile.columns, tile.depth), tile.unit)
-    of_keys = T.alloc_shared((tile.slots, tile.keys, tile.depth), tile.unit)
-    raw = T.alloc_shared(tile.raw, tile.row(tile.of_keys)[1])
-    q_factors = T.view(of_scores, (1, slots * tile.queries * tile.keys))
-    of_weights = T.alloc_shared((tile.columns,), T.float32)
+    """A `SharedTiles`, with room for the scores of `slots` tiles."""
+    score_tiles = T.alloc_shared((slots, tile.queries, tile.keys), T.float32)
+    query_tile = T.alloc_shared((1, tile.columns, tile.depth), tile.unit)
+    key_tile = T.alloc_shared((tile.slots, tile.keys, tile.depth), tile.unit)
+    raw = T.alloc_shared(tile.raw, tile.row(tile.key_format)[1])
+    q_factors = T.view(score_tiles, (1, slots * tile.queries * tile.keys))
+    weight_tile = T.alloc_shared((tile.columns,), T.float32)
     k_factors = T.alloc_shared((tile.factor_slots, tile.keys), T.float32)
     bounds = T.alloc_shared((2, tile.queries), T.int32)
     landing = T.alloc_barrier([1] * tile.stages) if tile.bulk else None
-    return of_queries, of_keys, raw, q_factors, of_weights, k_factors, bounds, of_scores, landing
+    return (
+        query_tile,
+        key_tile,
+        raw,
+        q_factors,
+        weight_tile,
+        k_factors,
+        bounds,
+        score_tiles,
+        landing,
+    )
 
 
 class Work(NamedTuple):
@@ -132,7 +142,7 @@ class ScoreMacros(NamedTuple):
     """The steps of a block; see the functions that make them."""
 
     begin: Any
-    some_marked: Any
+    any_marked: Any
     marked: Any
     begin_marks: Any
     open_stream: Any
@@ -154,11 +164,23 @@ def begin_block(tile: Tile) -> Any:
     load_ranges, span = query_ranges(tile)
 
     @T.macro
-    def begin(q, q_sf, weights, start, end, first, tokens, num_keys, share, share_keys, held, work):
-        load_ranges(start, end, first, tokens, num_keys, held.bounds)
+    def begin(
+        q, q_sf, weights, start, end, first, tokens, num_keys, share, share_keys, shared, work
+    ):
+        load_ranges(start, end, first, tokens, num_keys, shared.bounds)
         T.sync_threads()
-        load(q, q_sf, weights, first, tokens, held.queries, held.q_factors, held.weights, work.wide)
-        span(held.bounds, num_keys, share, share_keys // tile.keys, work.between)
+        load(
+            q,
+            q_sf,
+            weights,
+            first,
+            tokens,
+            shared.queries,
+            shared.q_factors,
+            shared.weights,
+            work.wide,
+        )
+        span(shared.bounds, num_keys, share, share_keys // tile.keys, work.between)
 
     return begin
 
@@ -193,9 +215,9 @@ def product(tile: Tile) -> Any:
     gemm = T.wgmma_gemm if tile.fenced else T.gemm
 
     @T.macro
-    def start(slot, held, work):
+    def start(slot, shared, work):
         gemm(
-            held.keys[slot, :, :], held.queries[0, :, :], work.products,
+            shared.keys[slot, :, :], shared.queries[0, :, :], work.products,
             transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow,
         )  # fmt: skip
 
@@ -214,18 +236,18 @@ def product(tile: Tile) -> Any:
                 products[i, j] = T.reinterpret(positive, T.float32) * weights[j]
 
     @T.macro
-    def finish(held, work):
-        weigh(work.products, held.weights)
+    def finish(shared, work):
+        weigh(work.products, shared.weights)
         T.reduce_sum(work.by_head, work.sums, dim=2, batch=2 * tile.queries)
 
     @T.macro
-    def scaled(number, held, work, slot):
-        of_tile = number % tile.factor_slots
+    def scaled(number, shared, work, slot):
+        k_slot = number % tile.factor_slots
         for i, t in T.Parallel(tile.keys, tile.queries):
-            if tile.of_keys == BF16:
-                held.scores[slot, t, i] = work.sums[i, t]
+            if tile.key_format == BF16:
+                shared.scores[slot, t, i] = work.sums[i, t]
             else:
-                held.scores[slot, t, i] = work.sums[i, t] * held.k_factors[of_tile, i]
+                shared.scores[slot, t, i] = work.sums[i, t] * shared.k_factors[k_slot, i]
 
     return start, finish, scaled
 
@@ -249,25 +271,25 @@ def query_ranges(tile: Tile) -> Any:
 
     @T.macro
     def span(bounds, num_keys, share, tiles, between):
-        least = T.alloc_var(T.int32, init=num_keys)
-        most = T.alloc_var(T.int32, init=0)
+        smallest = T.alloc_var(T.int32, init=num_keys)
+        largest = T.alloc_var(T.int32, init=0)
         for t in T.serial(tile.queries):
             if bounds[0, t] < bounds[1, t]:
-                least = T.min(least, bounds[0, t])
-                most = T.max(most, bounds[1, t])
-        between[0] = T.max(share * tiles, least // tile.keys)
-        between[1] = T.min((share + 1) * tiles, T.ceildiv(most, tile.keys))
+                smallest = T.min(smallest, bounds[0, t])
+                largest = T.max(largest, bounds[1, t])
+        between[0] = T.max(share * tiles, smallest // tile.keys)
+        between[1] = T.min((share + 1) * tiles, T.ceildiv(largest, tile.keys))
 
     return load, span
 
 
 def marks_of(tile: Tile) -> Any:
     """Macros about what is not done exactly: whether queries of a block are `marked` for its share
-    of the keys, and whether `some` of many are, through shared `flag`; `begin` a block's own
+    of the keys, and whether `any_set` of many are, through shared `flag`; `begin` a block's own
     mark, with those that its keys have by tiles of 128, if they were expanded before."""
 
     @T.macro
-    def some(marks, first, count, tokens, share, flag):
+    def any_set(marks, first, count, tokens, share, flag):
         tx = T.get_thread_binding()
         if tx == 0:
             flag[0] = 0
@@ -291,18 +313,18 @@ def marks_of(tile: Tile) -> Any:
     def begin(k_marks, num_keys, share, share_keys, wide):
         if tile.source == E2M1 and not tile.packed:
             count = share_keys // KEYS
-            some(k_marks, share * count, count, T.ceildiv(num_keys, KEYS), 0, wide)
+            any_set(k_marks, share * count, count, T.ceildiv(num_keys, KEYS), 0, wide)
         elif tile.packed and T.get_thread_binding() == 0:
             wide[0] = 0
 
-    return some, marked, begin
+    return any_set, marked, begin
 
 
 # ---- packed e2m1 --------------------------------------------------------------------------------
 
 
 def expansion(unit: str, groups: int) -> Any:
-    """A macro: the 32 codes of a group, `words` from `at` on, into a row of `place[slot]`, and the
+    """A macro: the 32 codes of a group, `words` from `at` on, into a row of `target[slot]`, and the
     row's own factor.
 
     The groups of a row are in neighbouring lanes; all lanes come, those of no row with codes 0.
@@ -310,24 +332,24 @@ def expansion(unit: str, groups: int) -> Any:
     """
 
     @T.macro
-    def to_e4m3(words, at, exponent, place, slot, row, rows, group, factors, factor_slot, wide):
+    def to_e4m3(words, at, exponent, target, slot, row, rows, group, factors, factor_slot, wide):
         data = T.alloc_local((16,), T.float8_e4m3fn)
         octets = T.view(data, (4,), T.uint32)
-        most = T.alloc_var(T.int32, init=0)
+        largest = T.alloc_var(T.int32, init=0)
         shift = T.alloc_var(T.int32, init=0)
         low = T.alloc_var(T.uint32, init=T.uint32(0))
         high = T.alloc_var(T.uint32, init=T.uint32(0))
         codes = words[at] | words[at + 1] | words[at + 2] | words[at + 3]
-        some = (codes & T.uint32(0x77777777)) != T.uint32(0)
-        if some and exponent < 255:
-            most = exponent
+        any_set = (codes & T.uint32(0x77777777)) != T.uint32(0)
+        if any_set and exponent < 255:
+            largest = exponent
         for d in T.unroll((groups - 1).bit_length()):
-            most = T.max(most, T.shfl_xor(most, T.shift_left(1, d)))
+            largest = T.max(largest, T.shfl_xor(largest, T.shift_left(1, d)))
         if exponent == 255:
             low = T.uint32(0x7F7F7F7F)
             high = T.uint32(0x7F7F7F7F)
-        elif some and exponent > 0:
-            shift = exponent - most + UP
+        elif any_set and exponent > 0:
+            shift = exponent - largest + UP
             if shift < DOWN:
                 wide[0] = 1
                 shift = DOWN
@@ -338,13 +360,15 @@ def expansion(unit: str, groups: int) -> Any:
                 bytes_of(words[at + c * 2 + half], low, high, octets, half * 2)
             if row < rows:
                 for e in T.vectorized(16):
-                    place[slot, row, group * GROUP + c * 16 + e] = data[e]
+                    target[slot, row, group * GROUP + c * 16 + e] = data[e]
         if row < rows and group == 0:
-            scale = T.reinterpret(T.cast(most, T.uint32) << T.uint32(23), T.float32)
+            scale = T.reinterpret(T.cast(largest, T.uint32) << T.uint32(23), T.float32)
             factors[factor_slot, row] = scale * T.float32(2.0**-UP)
 
     @T.macro
-    def to_bfloat16(words, at, exponent, place, slot, row, rows, group, factors, factor_slot, wide):
+    def to_bfloat16(
+        words, at, exponent, target, slot, row, rows, group, factors, factor_slot, wide
+    ):
         codes = T.alloc_local((8,), T.float8_e4m3fn)
         octets = T.view(codes, (2,), T.uint32)
         data = T.alloc_local((8,), T.bfloat16)
@@ -358,7 +382,7 @@ def expansion(unit: str, groups: int) -> Any:
                 data[e] = T.cast(T.cast(codes[e], T.float32) * scale, T.bfloat16)
             if row < rows:
                 for e in T.vectorized(8):
-                    place[slot, row, group * GROUP + c * 8 + e] = data[e]
+                    target[slot, row, group * GROUP + c * 8 + e] = data[e]
         if row < rows and group == 0:
             factors[factor_slot, row] = T.float32(1)
 
@@ -369,7 +393,7 @@ def expansion(unit: str, groups: int) -> Any:
 
 
 def load_queries(tile: Tile) -> Any:
-    """A macro: rows (query, head) of the block into `of_queries`, and their weights, or half of
+    """A macro: rows (query, head) of the block into `query_tile`, and their weights, or half of
     them (see `product`).
 
     Heads and queries beyond the last are zero. A barrier must come before weights are read.
@@ -377,14 +401,14 @@ def load_queries(tile: Tile) -> Any:
     expand = expansion(tile.unit, tile.groups)
     publish = published(tile)
     threads, groups = tile.threads, tile.groups
-    of_relu = 0.5 if tile.unit == E4M3 else 1.0
+    relu_factor = 0.5 if tile.unit == E4M3 else 1.0
 
     def factor_of(factors: Any, column: Any) -> Any:
         own = factors[0, column] if tile.source == E2M1 else T.float32(1)
-        return own * T.float32(of_relu)
+        return own * T.float32(relu_factor)
 
     @T.macro
-    def load(q, q_sf, weights, first, tokens, of_queries, factors, of_weights, wide):
+    def load(q, q_sf, weights, first, tokens, query_tile, factors, weight_tile, wide):
         if tile.source == E2M1:
             words = T.alloc_local((4,), T.uint32)
             exponent = T.alloc_var(T.int32)
@@ -401,7 +425,7 @@ def load_queries(tile: Tile) -> Any:
                         words[e] = q[token, head, group * 4 + e]
                     exponent = T.cast(q_sf[token, head, group], T.int32)
                 expand(
-                    words, 0, exponent, of_queries, 0, row, tile.columns, group, factors, 0, wide
+                    words, 0, exponent, query_tile, 0, row, tile.columns, group, factors, 0, wide
                 )
         elif tile.source != tile.unit:
             # Loaded first, then cast: in one step the load would not wait for the condition.
@@ -412,18 +436,18 @@ def load_queries(tile: Tile) -> Any:
                 else:
                     loaded[i, j] = T.cast(0, tile.source)
             for i, j in T.Parallel(tile.columns, tile.depth):
-                of_queries[0, i, j] = T.cast(loaded[i, j], tile.unit)
+                query_tile[0, i, j] = T.cast(loaded[i, j], tile.unit)
         else:
             for i, j in T.Parallel(tile.columns, tile.depth):
                 if first + i // tile.padded < tokens and i % tile.padded < tile.heads:
-                    of_queries[0, i, j] = q[first + i // tile.padded, i % tile.padded, j]
+                    query_tile[0, i, j] = q[first + i // tile.padded, i % tile.padded, j]
                 else:
-                    of_queries[0, i, j] = T.cast(0, tile.unit)
+                    query_tile[0, i, j] = T.cast(0, tile.unit)
         publish()
         for j in T.Parallel(tile.columns):
-            of_weights[j] = T.float32(0)
+            weight_tile[j] = T.float32(0)
             if first + j // tile.padded < tokens and j % tile.padded < tile.heads:
-                of_weights[j] = weights[first + j // tile.padded, j % tile.padded] * factor_of(
+                weight_tile[j] = weights[first + j // tile.padded, j % tile.padded] * factor_of(
                     factors, j
                 )
 
@@ -443,7 +467,7 @@ def stream_keys(tile: Tile) -> Any:
     expand = expansion(tile.unit, tile.groups)
     publish = published(tile)
     threads, groups = tile.threads, tile.groups
-    copies = 2 if tile.of_keys == E4M3 else 1
+    copies = 2 if tile.key_format == E4M3 else 1
     reach = 2 if tile.packed else tile.stages  # tiles that are held, the one in use too
 
     @T.macro
@@ -463,57 +487,59 @@ def stream_keys(tile: Tile) -> Any:
                     exponents[c] = T.cast(k_sf[number * tile.keys + row, group], T.int32)
 
     @T.macro
-    def fetch_copies(k, k_sf, number, last, of_keys, raw, factors):
+    def fetch_copies(k, k_sf, number, last, key_tile, raw, factors):
         if number < last:
             row = number * tile.keys
             slot = number % tile.stages
             if tile.expanded:
                 T.async_copy(k[row : row + tile.keys, 0 : tile.depth], raw[slot, :, :])
             else:
-                T.async_copy(k[row : row + tile.keys, 0 : tile.depth], of_keys[slot, :, :])
-            if tile.of_keys == E4M3:
+                T.async_copy(k[row : row + tile.keys, 0 : tile.depth], key_tile[slot, :, :])
+            if tile.key_format == E4M3:
                 T.async_copy(k_sf[row : row + tile.keys], factors[number % tile.factor_slots, :])
         else:
             for _ in T.unroll(copies):
                 T.ptx_commit_group()
 
     @T.macro
-    def fetch_whole(k, k_sf, number, last, of_keys, factors, landing):
+    def fetch_whole(k, k_sf, number, last, key_tile, factors, landing):
         if number < last:
             row = number * tile.keys
             slot = number % tile.stages
             T.tma_copy(
-                k[row : row + tile.keys, 0 : tile.depth], of_keys[slot, :, :], barrier=landing[slot]
+                k[row : row + tile.keys, 0 : tile.depth],
+                key_tile[slot, :, :],
+                barrier=landing[slot],
             )
-            if tile.of_keys == E4M3:
+            if tile.key_format == E4M3:
                 T.tma_copy(k_sf[row : row + tile.keys], factors[slot, :], barrier=landing[slot])
             if T.get_thread_binding() == 0:
                 T.barrier_arrive(landing[slot])
 
     @T.macro
-    def fetch(k, k_sf, num_keys, number, last, held, work):
+    def fetch(k, k_sf, num_keys, number, last, shared, work):
         if tile.packed:
             fetch_packed(k, k_sf, num_keys, number, last, work.words, work.exponents)
         elif tile.bulk:
-            fetch_whole(k, k_sf, number, last, held.keys, held.k_factors, held.landing)
+            fetch_whole(k, k_sf, number, last, shared.keys, shared.k_factors, shared.landing)
         else:
-            fetch_copies(k, k_sf, number, last, held.keys, held.raw, held.k_factors)
+            fetch_copies(k, k_sf, number, last, shared.keys, shared.raw, shared.k_factors)
 
     @T.macro
-    def expand_tile(number, last, held, work):
+    def expand_tile(number, last, shared, work):
         if number < last:
             if tile.packed:
                 for c in T.unroll(tile.rounds):
                     row = (c * threads + T.get_thread_binding()) // groups
                     group = T.get_thread_binding() % groups
                     expand(
-                        work.words, c * 4, work.exponents[c], held.keys, number % tile.slots, row,
-                        tile.keys, group, held.k_factors, number % tile.factor_slots, work.wide,
+                        work.words, c * 4, work.exponents[c], shared.keys, number % tile.slots, row,
+                        tile.keys, group, shared.k_factors, number % tile.factor_slots, work.wide,
                     )  # fmt: skip
             else:
                 for i, j in T.Parallel(tile.keys, tile.depth):
-                    held.keys[number % tile.slots, i, j] = T.cast(
-                        held.raw[number % tile.stages, i, j], tile.unit
+                    shared.keys[number % tile.slots, i, j] = T.cast(
+                        shared.raw[number % tile.stages, i, j], tile.unit
                     )
 
     @T.macro
@@ -529,26 +555,26 @@ def stream_keys(tile: Tile) -> Any:
             publish()
 
     @T.macro
-    def open_stream(k, k_sf, num_keys, begin, last, held, work):
+    def open_stream(k, k_sf, num_keys, begin, last, shared, work):
         for i in T.unroll(reach - 1):
-            fetch(k, k_sf, num_keys, begin + i, last, held, work)
+            fetch(k, k_sf, num_keys, begin + i, last, shared, work)
         if tile.ahead:
-            landed(begin, begin, held.landing)
-            expand_tile(begin, last, held, work)
-            fetch(k, k_sf, num_keys, begin + reach - 1, last, held, work)
+            landed(begin, begin, shared.landing)
+            expand_tile(begin, last, shared, work)
+            fetch(k, k_sf, num_keys, begin + reach - 1, last, shared, work)
 
     @T.macro
-    def arrive(number, begin, last, held, work):
-        landed(number, begin, held.landing)
+    def arrive(number, begin, last, shared, work):
+        landed(number, begin, shared.landing)
         if tile.expanded and not tile.ahead:
-            expand_tile(number, last, held, work)
+            expand_tile(number, last, shared, work)
             publish()
 
     @T.macro
-    def forward(k, k_sf, num_keys, number, last, held, work):
+    def forward(k, k_sf, num_keys, number, last, shared, work):
         if tile.ahead:
-            expand_tile(number + 1, last, held, work)
-        fetch(k, k_sf, num_keys, number + reach - 1 + tile.ahead, last, held, work)
+            expand_tile(number + 1, last, shared, work)
+        fetch(k, k_sf, num_keys, number + reach - 1 + tile.ahead, last, shared, work)
 
     return open_stream, arrive, forward
 

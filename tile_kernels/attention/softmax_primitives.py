@@ -133,17 +133,17 @@ def barriers(chunk, cluster):
 
 
 @T.macro
-def copy_vectors(source, row, is_row, place, place_row, offset, first_channel, channels):
+def copy_vectors(source, row, is_row, target, target_row, offset, first_channel, channels):
     """The part of a thread of the producer of one row: 16 bytes at a time, 128 by its neighbours.
 
-    `channels` from `first_channel` on of `place` get those of `source` that are `offset` further.
+    `channels` from `first_channel` on of `target` get those of `source` that are `offset` further.
     Zeros are written where `is_row` does not hold; nothing is read then.
     """
     lane_channel = T.get_thread_binding() % LANES * VECTOR
     for c in T.unroll(channels // (LANES * VECTOR)):
         channel = first_channel + c * LANES * VECTOR + lane_channel
         T.ptx_cp_async(
-            T.access_ptr(place[place_row, channel], "w", VECTOR),
+            T.access_ptr(target[target_row, channel], "w", VECTOR),
             T.access_ptr(source[row, offset + channel], "r", VECTOR),
             VECTOR,
             is_row,
@@ -151,7 +151,7 @@ def copy_vectors(source, row, is_row, place, place_row, offset, first_channel, c
 
 
 @T.macro
-def copy_rows(source, first_row, count, place, offset, first_channel, channels):
+def copy_rows(source, first_row, count, target, offset, first_channel, channels):
     """Channels of `count` rows that follow each other into a tile, zeros into the rest of it."""
     producer_row = (T.get_thread_binding() - 2 * WARPGROUP) // LANES
     for r in T.unroll(ROUNDS):
@@ -159,7 +159,7 @@ def copy_rows(source, first_row, count, place, offset, first_channel, channels):
         at = T.alloc_var(T.int64, init=T.int64(0))
         if row < count:
             at = T.cast(first_row + row, T.int64)
-        copy_vectors(source, at, row < count, place, row, offset, first_channel, channels)
+        copy_vectors(source, at, row < count, target, row, offset, first_channel, channels)
 
 
 class Registers(NamedTuple):
@@ -251,12 +251,12 @@ def steps(width: int, slack: int) -> Steps:
                 r.out[h, c] *= r.factor[h]
 
     @T.macro
-    def leave_weights(r, place, barrier, ready):
+    def leave_weights(r, target, barrier, ready):
         """Weights for the other warpgroup. The tails of keys that were there have been read by all
         warps of this one."""
         if with_tail:
             T.sync_threads(barrier, WARPGROUP)
-        T.copy(r.weights, place)
+        T.copy(r.weights, target)
         T.fence_proxy_async()
         T.barrier_arrive(ready)
 

@@ -217,23 +217,23 @@ def sum_to_shared(count: int, threads: int) -> Any:
     """
 
     @T.macro
-    def summed(values, of_warps):
+    def summed(values, warp_sums):
         tx = T.get_thread_binding()
         for d in T.unroll(5):  # outside, so that shuffles do not wait for each other
             for i in T.unroll(count):
                 values[i] = T.ieee_add(values[i], T.shfl_xor(values[i], T.shift_left(1, d)))
         if tx % WARP == 0:
             for i in T.unroll(count):
-                of_warps[i, tx // WARP] = values[i]
+                warp_sums[i, tx // WARP] = values[i]
         T.sync_threads()
 
     return summed
 
 
 @T.macro
-def sum_of_warps(of_warps, i, warps):
+def sum_of_warps(warp_sums, i, warps):
     """Sum `i` over the warps, in order."""
-    total = T.alloc_var(T.float32, init=of_warps[i, 0])
+    total = T.alloc_var(T.float32, init=warp_sums[i, 0])
     for w in T.unroll(warps - 1):
-        total = T.ieee_add(total, of_warps[i, w + 1])
+        total = T.ieee_add(total, warp_sums[i, w + 1])
     return total

@@ -44,14 +44,14 @@ def local_arrays(dtype: Any, *sizes: int) -> tuple[Any, ...]:
 # ---- formats ------------------------------------------------------------------------------------
 
 
-def e2m1_prelude(way: str) -> str | None:
+def e2m1_prelude(conversion: str) -> str | None:
     """What a kernel with this conversion begins with."""
-    return E2M1_PRELUDE if way == INSTRUCTION else None
+    return E2M1_PRELUDE if conversion == INSTRUCTION else None
 
 
-def unit_of_factors(way: str) -> float:
+def unit_of_factors(conversion: str) -> float:
     """What factors of values are multiplied by; see `e2m1_word`."""
-    return 2.0**-14 if way == HALVES else 1.0
+    return 2.0**-14 if conversion == HALVES else 1.0
 
 
 def e2m1_pair(low: Any, high: Any) -> Any:
@@ -89,8 +89,8 @@ def saturated_half(value, start):
 
 
 @T.macro
-def e2m1_word(values, base, words, place):
-    """Eight values, from `base` on, to eight codes in the uint32 `words[place]`; twice as fast.
+def e2m1_word(values, base, words, index):
+    """Eight values, from `base` on, to eight codes in the uint32 `words[index]`; twice as fast.
 
     For products of a bfloat16 and 2**-14 times a power of two, of magnitudes up to 6 * 2**-14 or
     infinite, or NaN. There the bits of a float16 count as the codes do, with nine bits below: those
@@ -117,7 +117,7 @@ def e2m1_word(values, base, words, place):
         pairs[i] = (pairs[i] & T.uint32(0x0E000E00)) | (
             (pairs[i] >> T.uint32(3)) & T.uint32(0x10001000)
         )
-    words[place] = (
+    words[index] = (
         (pairs[0] >> T.uint32(9))
         | (pairs[1] >> T.uint32(5))
         | (pairs[2] >> T.uint32(1))
@@ -257,25 +257,25 @@ def write_scale(layout: str) -> Any:
 def scale_of_row(fmt: str, round_sf: bool, layout: str, threads: int, written: bool) -> Any:
     """A macro: `scale` of a row (see `scale_of`) by all threads of a block, each with its `amax`.
 
-    `of_warps` is shared, a float32 for each warp. If it is `written`, the scale goes to its place
-    in `sf`: zero, where the row does not exist.
+    `warp_maxima` is shared, a float32 for each warp. If it is `written`, the scale goes to `sf`,
+    as zero where the row does not exist.
     """
     warps = threads // LANES
     scaled = scale_of(fmt, round_sf)
     write = write_scale(layout)
 
     @T.macro
-    def scaled_row(amax, of_warps, clamp_min, scale, sf, row, exists):
+    def scaled_row(amax, warp_maxima, clamp_min, scale, sf, row, exists):
         tx = T.get_thread_binding()
-        most = T.alloc_var(T.float32, init=amax)
+        row_max = T.alloc_var(T.float32, init=amax)
         for d in T.unroll(5):
-            most = T.max(most, T.shfl_xor(most, T.shift_left(1, d)))
+            row_max = T.max(row_max, T.shfl_xor(row_max, T.shift_left(1, d)))
         if tx % LANES == 0:
-            of_warps[tx // LANES] = most
+            warp_maxima[tx // LANES] = row_max
         T.sync_threads()
         for w in T.unroll(warps):
-            most = T.max(most, of_warps[w])
-        scaled(most, clamp_min, scale)
+            row_max = T.max(row_max, warp_maxima[w])
+        scaled(row_max, clamp_min, scale)
         if written:
             if tx == 0:
                 shown = T.alloc_var(T.float32, init=scale[0])
@@ -443,8 +443,8 @@ def multiply_scales(count: int, block: tuple[int, int], packed: bool) -> Any:
 
 
 @T.macro
-def encode_e5m6(values, factor, words, place):
-    """Eight values times the factor to three words, from `place` on.
+def encode_e5m6(values, factor, words, index):
+    """Eight values times the factor to three words, from `index` on.
 
     From 2**-14 on, the six bits of mantissa are rounded by adding a number whose last bit is the
     sixth of the value's, and taking it away; that leaves the upper 12 bits of a float16. Smaller
@@ -454,11 +454,11 @@ def encode_e5m6(values, factor, words, place):
     halves = T.alloc_local((8,), T.float16)
     pairs = T.view(halves, (4,), T.uint32)
     bits = T.alloc_var(T.uint32)
-    least = T.alloc_var(T.uint32, init=T.uint32(0xFFFFFFFF))
+    smallest = T.alloc_var(T.uint32, init=T.uint32(0xFFFFFFFF))
     for v in T.unroll(8):
         values[v] = T.ieee_mul(values[v], factor)
         bits = T.reinterpret(values[v], T.uint32)
-        least = T.min(least, bits * T.uint32(2) - T.uint32(1))  # of those that are not zero
+        smallest = T.min(smallest, bits * T.uint32(2) - T.uint32(1))  # of those that are not zero
         middle = T.alloc_var(
             T.float32,
             init=T.reinterpret((bits & T.uint32(0x7F800000)) + T.uint32(0x08C00000), T.float32),
@@ -477,18 +477,18 @@ def encode_e5m6(values, factor, words, place):
         pairs[i] = ((pairs[i] >> T.uint32(8)) & T.uint32(0xFFF000)) | (
             (pairs[i] >> T.uint32(4)) & T.uint32(0xFFF)
         )
-    if least < T.uint32(2 * 0x38800000 - 1) or (large & T.uint32(0x80008000)) != T.uint32(0):
+    if smallest < T.uint32(2 * 0x38800000 - 1) or (large & T.uint32(0x80008000)) != T.uint32(0):
         for i in T.unroll(4):
             pairs[i] = T.cast(
                 (e5m6_code(values[2 * i]) << 12) | e5m6_code(values[2 * i + 1]), T.uint32
             )
-    words[place] = T.cast((pairs[0] << T.uint32(8)) | (pairs[1] >> T.uint32(16)), T.int32)
-    words[place + 1] = T.cast((pairs[1] << T.uint32(16)) | (pairs[2] >> T.uint32(8)), T.int32)
-    words[place + 2] = T.cast((pairs[2] << T.uint32(24)) | pairs[3], T.int32)
+    words[index] = T.cast((pairs[0] << T.uint32(8)) | (pairs[1] >> T.uint32(16)), T.int32)
+    words[index + 1] = T.cast((pairs[1] << T.uint32(16)) | (pairs[2] >> T.uint32(8)), T.int32)
+    words[index + 2] = T.cast((pairs[2] << T.uint32(24)) | pairs[3], T.int32)
 
 
 def store_values(target: str, width: int, count: int, vector: int, offset: int = 0) -> Any:
-    """A macro: `count` float32 values, from `base` on, rounded to their place in a row of `out`.
+    """A macro: `count` float32 values, from `base` on, rounded to their index in a row of `out`.
 
     For bfloat16 and float32.
     """
@@ -507,7 +507,7 @@ def store_values(target: str, width: int, count: int, vector: int, offset: int =
     return store
 
 
-def round_trip(fmt: str, count: int, way: str = ARITHMETIC) -> Any:
+def round_trip(fmt: str, count: int, conversion: str = ARITHMETIC) -> Any:
     """A macro: `count` values, from `base` on, as they come back from a cast to the format."""
 
     @T.macro
@@ -538,16 +538,16 @@ def round_trip(fmt: str, count: int, way: str = ARITHMETIC) -> Any:
                 values[base + i] = e5m6_value(e5m6_code(values[base + i]))
             values[base + i] = T.ieee_mul(values[base + i], scales[i // per])
 
-    return rounded_pairs if way == INSTRUCTION else rounded
+    return rounded_pairs if conversion == INSTRUCTION else rounded
 
 
 def encode_and_store(
-    fmt: str, width: int, count: int, vector: int, offset: int = 0, way: str = ARITHMETIC
+    fmt: str, width: int, count: int, vector: int, offset: int = 0, conversion: str = ARITHMETIC
 ) -> Any:
-    """A macro: `count` values times `inverse[i // per]`, encoded, to their place in a row of `out`.
+    """A macro: `count` values times `inverse[i // per]`, encoded, to their index in a row of `out`.
 
     The values are those from `base` on; they are changed. `per` of them share a factor, `vector` go
-    with one store. e4m3 and e2m1; `way` is the conversion to e2m1, with factors in its
+    with one store. e4m3 and e2m1; `conversion` is the conversion to e2m1, with factors in its
     `unit_of_factors`.
     """
     dtype, _ = storage(fmt)
@@ -564,14 +564,14 @@ def encode_and_store(
                 if fmt == "e4m3":
                     for v in T.vectorized(elements):
                         stored[v] = T.cast(values[base + c * vector + v], dtype)
-                elif way == HALVES:
+                elif conversion == HALVES:
                     words = T.view(stored, (elements // 4,), T.uint32)
                     for w in T.unroll(vector // 8):
                         e2m1_word(values, base + c * vector + 8 * w, words, w)
-                elif way == INSTRUCTION:
+                elif conversion == INSTRUCTION:
                     for v in T.unroll(elements):
-                        place = base + c * vector + 2 * v
-                        stored[v] = T.cast(e2m1_pair(values[place], values[place + 1]), dtype)
+                        index = base + c * vector + 2 * v
+                        stored[v] = T.cast(e2m1_pair(values[index], values[index + 1]), dtype)
                 else:
                     for v in T.unroll(vector):
                         codes[v] = e2m1_code(values[base + c * vector + v])

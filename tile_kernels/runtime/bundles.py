@@ -353,6 +353,6 @@ def store(key: Key, binary: Binary) -> None:
         folder = cache.open_cache("kernels")
         content = f"{_tilelang()}\n".encode() + binary.to_bytes()
         cache.write_atomically(_cached_path(folder, key), cache.sealed(content))
-        cache.evict(folder)
+        cache.keep_within_limit(folder)
     except EmulationError as error:
         logs.logger.warning("%s was compiled and is not cached: %s", key.name, error)

@@ -149,9 +149,9 @@ def integer(name: str, value: Any, low: int, high: int | None = None, *, because
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    most = _INT64_MAX if high is None else high
-    if value < low or value > most:
-        bounds = f"at least {low}" if high is None and value < low else f"in {low}..{most}"
+    bound = _INT64_MAX if high is None else high
+    if value < low or value > bound:
+        bounds = f"at least {low}" if high is None and value < low else f"in {low}..{bound}"
         raise ValueError(f"{name} must be {bounds}{because and ' ' + because}, got {shown(value)}")
     return value  # type: ignore[return-value]  # a SymInt under torch.compile
 
@@ -193,8 +193,10 @@ def boolean(name: str, value: Any) -> bool:
 def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """`value` is one of a few."""
     value = plain(value)
-    many = isinstance(value, torch.Tensor) or type(value).__module__ == "numpy"  # no truth value
-    if many or value not in allowed:
+    is_array = (
+        isinstance(value, torch.Tensor) or type(value).__module__ == "numpy"
+    )  # no truth value
+    if is_array or value not in allowed:
         listed = ", ".join(str(item) for item in allowed)
         raise ValueError(f"{name} must be one of {listed}, got {shown(value)}")
 

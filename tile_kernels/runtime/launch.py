@@ -215,9 +215,9 @@ class Kernel:
     def once(self, key: tuple[Any, ...], make: Callable[[], Handle]) -> Handle:
         """Make a handle exactly once, however many threads ask; the others wait for it."""
         with self._lock:
-            held = self._handles.get(key)
-            if held is not None:
-                return held
+            existing = self._handles.get(key)
+            if existing is not None:
+                return existing
             future = self._pending.get(key)
             mine = future is None
             if future is None:
@@ -225,17 +225,17 @@ class Kernel:
         if not mine:
             return future.result()
         try:
-            made = make()
+            handle = make()
         except BaseException as error:
             with self._lock:
                 del self._pending[key]
             future.set_exception(error)
             raise
         with self._lock:
-            self._handles[key] = made
+            self._handles[key] = handle
             del self._pending[key]
-        future.set_result(made)
-        return made
+        future.set_result(handle)
+        return handle
 
     def static_arguments(self, problem: tuple[Any, ...], device: Device) -> tuple[Any, ...]:
         """What the plan chooses for `problem` on `device`."""

@@ -104,7 +104,7 @@ class _Signature:
         self.name, self.params = lowered.name, lowered.params
         self.positions = {param.name: i for i, param in enumerate(lowered.params)}
         passed = {name for kernel in lowered.kernels for name, _ in kernel.args}
-        used = passed | {made.tensor for name, made in lowered.maps.items() if name in passed}
+        used = passed | {tma_map.tensor for name, tma_map in lowered.maps.items() if name in passed}
         self.slots: list[TensorSlot | Param] = [
             param if param.shape is None else TensorSlot(param, param.name in used)
             for param in lowered.params
@@ -124,8 +124,8 @@ class _Signature:
             names |= _names((*kernel.grid, *kernel.block, kernel.dyn_bytes))
             for name, kind in kernel.args:
                 if kind == "map":
-                    made = lowered.maps[name]
-                    names |= _names((*made.dims, *made.strides, *made.box))
+                    tma_map = lowered.maps[name]
+                    names |= _names((*tma_map.dims, *tma_map.strides, *tma_map.box))
                 elif kind == "tensor":
                     if name not in self.positions:
                         raise ValueError(f"{self.name}: no argument is {name}")
@@ -183,11 +183,11 @@ class _Frame(NamedTuple):
 class _Map:
     """A TMA descriptor, but for its sizes."""
 
-    def __init__(self, made: TensorMap, signature: _Signature) -> None:
-        self.position = signature.positions[made.tensor]
-        self._rank, self._kind = len(made.dims), made.kind
-        self._evaluate = compile_expressions((*made.dims, *made.strides, *made.box))
-        self._options = (made.interleave, made.swizzle, made.promotion, made.fill)
+    def __init__(self, tma_map: TensorMap, signature: _Signature) -> None:
+        self.position = signature.positions[tma_map.tensor]
+        self._rank, self._kind = len(tma_map.dims), tma_map.kind
+        self._evaluate = compile_expressions((*tma_map.dims, *tma_map.strides, *tma_map.box))
+        self._options = (tma_map.interleave, tma_map.swizzle, tma_map.promotion, tma_map.fill)
 
     def arguments(self, symbols: dict[str, Any]) -> tuple[Any, ...]:
         """What `Driver.tensor_map` takes after the address; byte strides start at dimension 1."""
@@ -242,7 +242,7 @@ class _Device:
 
     def getters(self, positions: Sequence[int]) -> _Getters:
         """For values of a call in which the arguments are at these positions."""
-        mapped = [made.position for made in self.maps]
+        mapped = [tma_map.position for tma_map in self.maps]
         groups = (self.tensors, self.scalars, mapped)
         return _Getters(*[getter([positions[i] for i in group]) for group in groups])
 
@@ -275,7 +275,7 @@ class _Launch:
         self.attributes, self.finish = device.attributes, None
         if device.maps:
             self.finish = self._finish
-            self._map_arguments = [made.arguments(symbols) for made in device.maps]
+            self._map_arguments = [tma_map.arguments(symbols) for tma_map in device.maps]
             self._encoded: dict[tuple[int, int], bytes] = {}
 
     def new_frame(self) -> _Frame:

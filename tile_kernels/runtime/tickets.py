@@ -28,7 +28,7 @@ class _Pool:
 
     def __init__(self, device: torch.device) -> None:
         self.counters = torch.zeros(_MAX_COUNTERS, dtype=torch.int32, device=device)
-        self.of_stream: dict[int, int] = {}
+        self.tickets_by_stream: dict[int, int] = {}
         self.unused = itertools.count()  # `next` of a C iterator: safe among threads
 
     def new(self) -> int:
@@ -54,10 +54,10 @@ def take(device: torch.device) -> tuple[Tensor, int]:
     if _is_capturing(device):
         return pool.counters, pool.new()
     stream = current_raw_stream(index)
-    ticket = pool.of_stream.get(stream)
+    ticket = pool.tickets_by_stream.get(stream)
     if ticket is None:
         with _lock:
-            ticket = pool.of_stream.setdefault(stream, pool.new())
+            ticket = pool.tickets_by_stream.setdefault(stream, pool.new())
     return pool.counters, ticket
 
 

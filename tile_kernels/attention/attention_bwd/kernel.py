@@ -94,12 +94,12 @@ def prepare_gradients(heads: int, with_sink: bool) -> Any:
                 joint = lse[row]
                 if with_sink:
                     own = T.alloc_var(T.float32, init=sink[row % heads])
-                    most = T.alloc_var(T.float32, init=T.max(joint, own))
-                    least = T.alloc_var(T.float32, init=T.min(joint, own))
+                    larger = T.alloc_var(T.float32, init=T.max(joint, own))
+                    smaller = T.alloc_var(T.float32, init=T.min(joint, own))
                     if joint <= T.infinity(T.float32):  # not a NaN
-                        joint = most
-                        if most < T.infinity(T.float32) and least > -T.infinity(T.float32):
-                            joint = most + T.log(1.0 + T.exp(least - most))
+                        joint = larger
+                        if larger < T.infinity(T.float32) and smaller > -T.infinity(T.float32):
+                            joint = larger + T.log(1.0 + T.exp(smaller - larger))
                     share[row] = T.float32(0)
                     if joint != T.infinity(T.float32):  # otherwise no key, or nothing but the sink
                         share[row] = -T.exp(own - joint) * total
@@ -399,8 +399,8 @@ def add_pieces(dim: int, groups: int) -> Any:
         with T.Kernel(T.ceildiv(num_rows, rows), threads=rows * columns) as block:
             tx = T.get_thread_binding()
             row = block * rows + tx // columns
-            place = tx % columns * VECTOR  # in a packed piece
-            channel = place // 32 * 32 + place % 32 // 4
+            offset = tx % columns * VECTOR  # in a packed piece
+            channel = offset // 32 * 32 + offset % 32 // 4
             padded = T.ceildiv(slots, TILE) * TILE
             total = T.alloc_local((VECTOR,), T.float32)
             loaded = T.alloc_local((at_once, groups, VECTOR), T.bfloat16)
@@ -433,7 +433,7 @@ def add_pieces(dim: int, groups: int) -> Any:
                         for g in T.unroll(groups):
                             for v in T.vectorized(VECTOR):
                                 loaded[p, g, v] = pieces[
-                                    (token[p] * groups + g) * padded + slot[p], place + v
+                                    (token[p] * groups + g) * padded + slot[p], offset + v
                                 ]
                 for p in T.unroll(at_once):
                     if token[p] < num_tokens:
@@ -446,7 +446,7 @@ def add_pieces(dim: int, groups: int) -> Any:
                 for u in T.unroll(VECTOR // 2):
                     for v in T.vectorized(2):
                         grad_kv[row, channel + u * 8 + v] = total[u * 2 + v]
-                if place == 0:
+                if offset == 0:
                     cursor[row] = at
 
     return pieces_to_rows

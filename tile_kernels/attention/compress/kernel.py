@@ -49,7 +49,7 @@ def compress(*static: Any) -> Any:
     geo = p.geometry
 
     @T.macro
-    def stored(window, num_windows, slot, group, lane, channel, entry, places, out):
+    def stored(window, num_windows, slot, group, lane, channel, entry, starts, out):
         written = T.alloc_local((geo.vector,), p.out_dtype)
         if group == 0 and window < num_windows and channel < p.channels:
             for v in T.unroll(geo.vector):
@@ -65,7 +65,7 @@ def compress(*static: Any) -> Any:
     def compress_windows(
         kv_a: given.rows(0), z_a: given.rows(1), bias_a: given.biases(0),
         kv_b: given.rows(2), z_b: given.rows(3), bias_b: given.biases(1),
-        places: T.Tensor[(num_windows, 3), T.int32],
+        starts: T.Tensor[(num_windows, 3), T.int32],
         out: T.Tensor[(num_windows, p.channels), p.out_dtype],
     ):  # fmt: skip
         with T.Kernel(
@@ -77,7 +77,7 @@ def compress(*static: Any) -> Any:
             T.annotate_min_blocks_per_sm(blocks_per_sm(geo))
             given.assume_rows()
             given.assume_biases()
-            walked(block, across, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, places, out)
+            walked(block, across, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, starts, out)
 
     return compress_windows
 
@@ -93,7 +93,7 @@ def place_windows(window: int) -> Any:
 
     The first kernel, one warp, makes the bounds increase inside `0..tokens` and counts windows; in
     the second a thread looks up its window's sequence. `counted[b]` windows are before sequence
-    `b`. Of a window `places` has its first row, that of the window before, and its position in its
+    `b`. Of a window `starts` has its first row, that of the window before, and its position in its
     sequence; -1 where there is none.
     """
     num_bounds, num_windows = T.dynamic("num_bounds num_windows")
@@ -111,7 +111,7 @@ def place_windows(window: int) -> Any:
         cu_seqlens: T.Tensor[(num_bounds,), T.int32],
         bounds: T.Tensor[(num_bounds,), T.int32],
         counted: T.Tensor[(num_bounds,), T.int32],
-        places: T.Tensor[(num_windows, 3), T.int32],
+        starts: T.Tensor[(num_windows, 3), T.int32],
         tokens: T.int32,
     ):
         with T.Kernel(1, threads=WARP) as _:
@@ -144,7 +144,7 @@ def place_windows(window: int) -> Any:
             low = T.alloc_var(T.int32, init=1)  # the first bound with more windows before it
             high = T.alloc_var(T.int32, init=num_bounds)
             middle = T.alloc_var(T.int32)
-            place = T.alloc_var(T.int32)
+            index = T.alloc_var(T.int32)
             first = T.alloc_local((3,), T.int32)
             if at < num_windows:
                 while low < high:
@@ -156,13 +156,13 @@ def place_windows(window: int) -> Any:
                 for i in T.unroll(3):
                     first[i] = -1
                 if low < num_bounds:
-                    place = at - counted[low - 1]
-                    first[2] = place * window
+                    index = at - counted[low - 1]
+                    first[2] = index * window
                     first[0] = bounds[low - 1] + first[2]
-                    if place > 0:
+                    if index > 0:
                         first[1] = first[0] - window
                 for i in T.unroll(3):
-                    places[at, i] = first[i]
+                    starts[at, i] = first[i]
 
     return placed_windows
 
@@ -203,18 +203,18 @@ def row_gradients(geo: Geometry, dtype: str, terms: bool) -> Any:
                     term = T.alloc_var(T.float32, init=seen[i * geo.part + e])
                     if not terms:
                         term = exp2_flushed(T.ieee_sub(term, top))
-                    of_value = T.alloc_var(
+                    value_grad = T.alloc_var(
                         T.float32, init=T.ieee_mul(T.ieee_mul(term, inverses[at]), grad[at])
                     )
-                    of_value = where_here(geo, s, first, item + r, of_value, T.float32(0))
+                    value_grad = where_here(geo, s, first, item + r, value_grad, T.float32(0))
                     value = T.cast(kv[i * geo.vector + at], T.float32)
-                    of_score = T.alloc_var(
-                        T.float32, init=T.ieee_mul(of_value, T.ieee_sub(value, entries[at]))
+                    score_grad = T.alloc_var(
+                        T.float32, init=T.ieee_mul(value_grad, T.ieee_sub(value, entries[at]))
                     )
-                    of_score = where_here(geo, s, first, item + r, of_score, T.float32(0))
-                    kv[i * geo.vector + at] = T.cast(of_value, dtype)
-                    z[i * geo.vector + at] = T.cast(of_score, dtype)
-                    seen[i * geo.part + e] = of_score
+                    score_grad = where_here(geo, s, first, item + r, score_grad, T.float32(0))
+                    kv[i * geo.vector + at] = T.cast(value_grad, dtype)
+                    z[i * geo.vector + at] = T.cast(score_grad, dtype)
+                    seen[i * geo.part + e] = score_grad
 
     return derived
 
@@ -223,9 +223,9 @@ def row_storer(geo: Geometry) -> Any:
     """A macro: a thread's rows to tensors, as `each_series` does, where there are any."""
 
     @T.macro
-    def store(target, row, channel, at, held):
+    def store(target, row, channel, at, regs):
         for v in T.vectorized(geo.vector):
-            target[row, channel + v] = held[at * geo.vector + v]
+            target[row, channel + v] = regs[at * geo.vector + v]
 
     return each_series(geo, each_row(geo, store))
 
@@ -241,8 +241,8 @@ def zero_rows(p: WindowPlan) -> Any:
         zeros = T.alloc_local((p.vector,), p.dtype)
         for v in T.unroll(p.vector):
             zeros[v] = T.cast(T.float32(0), p.dtype)
-        for turn in T.serial(T.ceildiv(T.max(end - begin - split, 0), SPLITS)):
-            row = T.alloc_var(T.int32, init=begin + turn * SPLITS + split)
+        for iteration in T.serial(T.ceildiv(T.max(end - begin - split, 0), SPLITS)):
+            row = T.alloc_var(T.int32, init=begin + iteration * SPLITS + split)
             for step in T.serial(-(-p.channels // (FINISHING_THREADS * p.vector))):
                 channel = (step * FINISHING_THREADS + T.get_thread_binding()) * p.vector
                 if channel < p.channels:
@@ -278,13 +278,13 @@ def bias_gradients(geo: Geometry) -> Any:
         channel = at % pieces * part
         read = T.alloc_local((IN_FLIGHT * part,), T.float32)
         total = T.alloc_local((part,), T.float32)
-        of_groups = T.alloc_shared((ADDING, LANES * part), T.float32)
+        group_sums = T.alloc_shared((ADDING, LANES * part), T.float32)
         for e in T.unroll(part):
             total[e] = T.float32(0)
         if at < positions:
-            for turn in T.serial(T.ceildiv(num_parts, ADDING * IN_FLIGHT)):
+            for iteration in T.serial(T.ceildiv(num_parts, ADDING * IN_FLIGHT)):
                 for i in T.unroll(IN_FLIGHT):
-                    one = (turn * ADDING + group) * IN_FLIGHT + i
+                    one = (iteration * ADDING + group) * IN_FLIGHT + i
                     for e in T.unroll(part):
                         read[i * part + e] = T.float32(0)
                     if one < num_parts:
@@ -294,12 +294,12 @@ def bias_gradients(geo: Geometry) -> Any:
                     for e in T.unroll(part):
                         total[e] = T.ieee_add(total[e], read[i * part + e])
         for e in T.vectorized(part):
-            of_groups[group, lane * part + e] = total[e]
+            group_sums[group, lane * part + e] = total[e]
         T.sync_threads()
         if group == 0 and at < positions:
             for g in T.unroll(ADDING - 1):
                 for e in T.unroll(part):
-                    total[e] = T.ieee_add(total[e], of_groups[g + 1, lane * part + e])
+                    total[e] = T.ieee_add(total[e], group_sums[g + 1, lane * part + e])
             if series == 0:
                 for e in T.vectorized(part):
                     grad_bias_a[item, channel + e] = total[e]
@@ -409,7 +409,7 @@ def gradients(*static: Any) -> Any:
         kv_b: given.rows(2), z_b: given.rows(3), bias_b: given.biases(1),
         bounds: T.Tensor[(num_bounds,), T.int32],
         counted: T.Tensor[(num_bounds,), T.int32],
-        places: T.Tensor[(num_windows, 3), T.int32],
+        starts: T.Tensor[(num_windows, 3), T.int32],
         grad_kv_a: results.rows(0), grad_z_a: results.rows(1),
         grad_kv_b: results.rows(2), grad_z_b: results.rows(3),
         grad_bias_a: results.biases(0), grad_bias_b: results.biases(1),
@@ -425,18 +425,18 @@ def gradients(*static: Any) -> Any:
             given.assume_biases()
             tx = T.get_thread_binding()
             lane, group, slot, channel = thread_place(geo, across)
-            biases, of_groups, of_window = shared_memory(geo)
+            biases, group_sums, window_sums = shared_memory(geo)
             own = T.alloc_shared(
                 (geo.rows * geo.parts, geo.threads * geo.part) if kept else (1, 1), T.float32
             )
             kv, z, scores, tops, totals, sums, first, coming = registers(geo, dtype)
-            kv_places, z_places = places_ahead(geo, dtype, p.ahead)
+            kv_staged, z_staged = places_ahead(geo, dtype, p.ahead)
             read = T.alloc_local((geo.vector,), p.out_dtype)
             grad = T.alloc_local((geo.vector,), T.float32)
             if p.ahead:
                 begin_rows(
-                    block * geo.slots + slot, num_windows, places, kv_a, z_a, kv_b, z_b, group,
-                    channel, kv_places, z_places, coming,
+                    block * geo.slots + slot, num_windows, starts, kv_a, z_a, kv_b, z_b, group,
+                    channel, kv_staged, z_staged, coming,
                 )  # fmt: skip
                 read_gradient(grad_out, block * geo.slots + slot, num_windows, channel, read)
             if kept:
@@ -452,11 +452,11 @@ def gradients(*static: Any) -> Any:
                 following = T.alloc_var(T.int32, init=window + num_parts * geo.slots)
                 if p.ahead:
                     turn_rows(
-                        following, num_windows, places, kv_a, z_a, kv_b, z_b, group, channel,
-                        kv_places, z_places, first, coming, kv, z,
+                        following, num_windows, starts, kv_a, z_a, kv_b, z_b, group, channel,
+                        kv_staged, z_staged, first, coming, kv, z,
                     )  # fmt: skip
                 else:
-                    found(places, window, num_windows, first)
+                    found(starts, window, num_windows, first)
                     read_gradient(grad_out, window, num_windows, channel, read)
                 if whole:
                     clear_sums(geo, tops, totals, sums)
@@ -465,7 +465,7 @@ def gradients(*static: Any) -> Any:
                         kv_a, z_a, bias_a, kv_b, z_b, bias_b, biases, first, group, lane, channel,
                         kv, z, scores, tops, totals, sums,
                     )  # fmt: skip
-                    joined(slot, group, lane, tops, totals, sums, of_groups, of_window)
+                    joined(slot, group, lane, tops, totals, sums, group_sums, window_sums)
                 for v in T.unroll(geo.vector):
                     grad[v] = T.cast(read[v], T.float32)
                 if p.ahead:

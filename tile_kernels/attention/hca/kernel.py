@@ -68,7 +68,7 @@ def attend_sequences(*static: Any) -> Any:
                 at[2] = T.max(0, T.min(TILE, work[6] - (tile - window_tiles) * TILE))
 
     @T.macro
-    def copy_part(rows, at, place, offset, first_channel, channels, ready, number):
+    def copy_part(rows, at, target, offset, first_channel, channels, ready, number):
         """Channels of a tile from `rows`; the arrival at `ready[number]` is left to the caller."""
         if at[2] == TILE:
             T.tma_copy(  # by one thread
@@ -76,24 +76,24 @@ def attend_sequences(*static: Any) -> Any:
                     at[1] : at[1] + TILE,
                     offset + first_channel : offset + first_channel + channels,
                 ],
-                place[:, first_channel : first_channel + channels],
+                target[:, first_channel : first_channel + channels],
                 barrier=ready[number],
                 cluster_mask=3 if cluster > 1 else None,
             )
         else:
-            copy_rows(rows, at[1], at[2], place, offset, first_channel, channels)
+            copy_rows(rows, at[1], at[2], target, offset, first_channel, channels)
 
     @T.macro
     def copy_channels(
-        window_kv, entries, at, place, offset, first_channel, channels, ready, number
+        window_kv, entries, at, target, offset, first_channel, channels, ready, number
     ):
         if with_entries:
             if at[0] == 1:
-                copy_part(entries, at, place, offset, first_channel, channels, ready, number)
+                copy_part(entries, at, target, offset, first_channel, channels, ready, number)
             else:
-                copy_part(window_kv, at, place, offset, first_channel, channels, ready, number)
+                copy_part(window_kv, at, target, offset, first_channel, channels, ready, number)
         else:
-            copy_part(window_kv, at, place, offset, first_channel, channels, ready, number)
+            copy_part(window_kv, at, target, offset, first_channel, channels, ready, number)
 
     @T.macro
     def copy_half(window_kv, entries, at, half, offset, ready, tail):

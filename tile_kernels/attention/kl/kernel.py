@@ -18,7 +18,7 @@ def divergence() -> Any:
     tokens, slots = T.dynamic("tokens slots")
 
     @T.macro
-    def sum_over_block(sums, of_warps):
+    def sum_over_block(sums, warp_sums):
         """Each of three sums over all threads, in a fixed order, in every thread."""
         tx = T.get_thread_binding()
         for d in T.unroll(5):
@@ -27,12 +27,12 @@ def divergence() -> Any:
         T.sync_threads()
         if tx % WARP == 0:
             for i in T.unroll(3):
-                of_warps[i, tx // WARP] = sums[i]
+                warp_sums[i, tx // WARP] = sums[i]
         T.sync_threads()
         for i in T.unroll(3):
-            sums[i] = of_warps[i, 0]
+            sums[i] = warp_sums[i, 0]
             for w in T.unroll(WARPS - 1):
-                sums[i] = sums[i] + of_warps[i, w + 1]
+                sums[i] = sums[i] + warp_sums[i, w + 1]
 
     @T.prim_func
     def divergence_of_queries(
@@ -43,8 +43,8 @@ def divergence() -> Any:
     ):
         with T.Kernel(tokens, threads=THREADS) as token:
             tx = T.get_thread_binding()
-            of_warps = T.alloc_shared((3, WARPS), T.float32)
-            most = T.alloc_var(T.float32, init=-T.infinity(T.float32))
+            warp_sums = T.alloc_shared((3, WARPS), T.float32)
+            largest = T.alloc_var(T.float32, init=-T.infinity(T.float32))
             sums = T.alloc_local((3,), T.float32)  # of exponentials, of p, of the loss
             steps = T.ceildiv(slots, THREADS)
             for i in T.unroll(3):
@@ -53,27 +53,27 @@ def divergence() -> Any:
                 if step * THREADS + tx < slots:
                     first = T.alloc_var(T.float32, init=logits[token, step * THREADS + tx])
                     if first <= T.infinity(T.float32):
-                        most = T.max(most, first)
+                        largest = T.max(largest, first)
                     else:  # NaN, which makes all results NaN
-                        most = T.infinity(T.float32)
+                        largest = T.infinity(T.float32)
             for d in T.unroll(5):
-                most = T.max(most, T.shfl_xor(most, T.shift_left(1, d)))
+                largest = T.max(largest, T.shfl_xor(largest, T.shift_left(1, d)))
             if tx % WARP == 0:
-                of_warps[0, tx // WARP] = most
+                warp_sums[0, tx // WARP] = largest
             T.sync_threads()
             for w in T.unroll(WARPS):
-                most = T.max(most, of_warps[0, w])
+                largest = T.max(largest, warp_sums[0, w])
             for step in T.serial(steps):
                 if step * THREADS + tx < slots:
                     own = T.alloc_var(T.float32, init=p[token, step * THREADS + tx])
                     logit = T.alloc_var(T.float32, init=logits[token, step * THREADS + tx])
-                    sums[0] = sums[0] + T.exp(logit - most)
+                    sums[0] = sums[0] + T.exp(logit - largest)
                     sums[1] = sums[1] + own
                     if own != T.float32(0):
-                        sums[2] = sums[2] + own * (T.log(own) - (logit - most))
-            sum_over_block(sums, of_warps)
+                        sums[2] = sums[2] + own * (T.log(own) - (logit - largest))
+            sum_over_block(sums, warp_sums)
             wanted = T.alloc_var(
-                T.bool, init=(most > -T.infinity(T.float32)) & (sums[1] != T.float32(0))
+                T.bool, init=(largest > -T.infinity(T.float32)) & (sums[1] != T.float32(0))
             )
             if tx == 0:
                 loss[token] = T.float32(0)
@@ -84,7 +84,7 @@ def divergence() -> Any:
                     own = T.alloc_var(T.float32, init=p[token, step * THREADS + tx])
                     logit = T.alloc_var(T.float32, init=logits[token, step * THREADS + tx])
                     grad[token, step * THREADS + tx] = T.if_then_else(
-                        wanted, T.exp(logit - most) / sums[0] - own, T.float32(0)
+                        wanted, T.exp(logit - largest) / sums[0] - own, T.float32(0)
                     )
 
     return divergence_of_queries

@@ -16,7 +16,7 @@ from tile_kernels.attention.list_primitives import NO_TYPED_SYNC
 from tile_kernels.attention.logits.pipelined import pipelined_scores
 from tile_kernels.attention.logits.plan import MAX_SCALE_BLOCKS, Plan
 from tile_kernels.attention.score_primitives import (
-    Held,
+    SharedTiles,
     Work,
     registers,
     score_macros,
@@ -49,12 +49,12 @@ def score_tiles(*static: Any) -> Any:
     tokens, num_keys = types.tokens, types.num_keys
 
     @T.macro
-    def store(out, first, number, held, scored):
+    def store(out, first, number, shared, scored):
         """A tile of logits, `-inf` outside of ranges, and everywhere if it was not scored."""
         for t, i in T.Parallel(queries, keys):
             key = number * keys + i
-            if scored and key >= held.bounds[0, t] and key < held.bounds[1, t]:
-                out[first + t, key] = T.cast(held.scores[number % 2, t, i], out_dtype)
+            if scored and key >= shared.bounds[0, t] and key < shared.bounds[1, t]:
+                out[first + t, key] = T.cast(shared.scores[number % 2, t, i], out_dtype)
             elif first + t < tokens and key < num_keys:
                 out[first + t, key] = T.cast(-T.infinity(T.float32), out_dtype)
 
@@ -66,21 +66,26 @@ def score_tiles(*static: Any) -> Any:
         share_keys: T.int32,
         block_queries: T.int32,
     ):  # fmt: skip
-        turns = T.max(block_queries // queries, 1) if role == MARKED else 1
-        with types.grid(tile, turns, share_keys) as (block, share):
+        iterations = T.max(block_queries // queries, 1) if role == MARKED else 1
+        with types.grid(tile, iterations, share_keys) as (block, share):
             T.annotate_min_blocks_per_sm(tile.blocks)
             tx = T.get_thread_binding()
-            held = Held(*shared_memory(tile, 2))
+            shared = SharedTiles(*shared_memory(tile, 2))
             work = Work(*registers(tile))
             wanted = T.alloc_var(T.bool, init=T.bool(True))
-            some = T.alloc_var(T.int32, init=turns)
+            num_iterations = T.alloc_var(T.int32, init=iterations)
             if role == MARKED:
-                if not steps.some_marked(
-                    marks, block * turns * queries, turns * queries, tokens, share, work.wide
+                if not steps.any_marked(
+                    marks,
+                    block * iterations * queries,
+                    iterations * queries,
+                    tokens,
+                    share,
+                    work.wide,
                 ):
-                    some = 0
-            for turn in T.serial(some if role == MARKED else 1):
-                first = (block * turns + turn) * queries
+                    num_iterations = 0
+            for iteration in T.serial(num_iterations if role == MARKED else 1):
+                first = (block * iterations + iteration) * queries
                 if role == MARKED:
                     T.sync_threads()
                     wanted = steps.marked(marks, first, tokens, share)
@@ -88,26 +93,26 @@ def score_tiles(*static: Any) -> Any:
                     steps.begin_marks(k_marks, num_keys, share, share_keys, work.wide)
                     steps.begin(
                         q, q_sf, weights, start, end, first, tokens, num_keys, share, share_keys,
-                        held, work,
+                        shared, work,
                     )  # fmt: skip
                     tiles = share_keys // keys
                     begin = T.alloc_var(T.int32, init=work.between[0])
                     last = T.alloc_var(T.int32, init=work.between[1])
                     for i in T.serial(tiles):
                         if share * tiles + i < begin or share * tiles + i >= last:
-                            store(out, first, share * tiles + i, held, False)
-                    steps.open_stream(k, k_sf, num_keys, begin, last, held, work)
+                            store(out, first, share * tiles + i, shared, False)
+                    steps.open_stream(k, k_sf, num_keys, begin, last, shared, work)
                     for number in T.serial(begin, last):
-                        steps.arrive(number, begin, last, held, work)
-                        steps.start_product(number % tile.slots, held, work)
-                        steps.forward(k, k_sf, num_keys, number, last, held, work)
+                        steps.arrive(number, begin, last, shared, work)
+                        steps.start_product(number % tile.slots, shared, work)
+                        steps.forward(k, k_sf, num_keys, number, last, shared, work)
                         if number > begin:
-                            store(out, first, number - 1, held, True)
-                        steps.finish_product(held, work)
-                        steps.scaled(number, held, work, number % 2)
+                            store(out, first, number - 1, shared, True)
+                        steps.finish_product(shared, work)
+                        steps.scaled(number, shared, work, number % 2)
                     T.sync_threads()
                     if begin < last:
-                        store(out, first, last - 1, held, True)
+                        store(out, first, last - 1, shared, True)
                     if role == MARKING:
                         if tx < queries and first + tx < tokens:
                             marks[first + tx, share] = work.wide[0]
@@ -131,19 +136,19 @@ def magnitude(value):
 
 
 @T.macro
-def max_over_block(most, of_warps):
-    """The three values of `most`, each the largest of all threads, in every thread. A barrier."""
+def max_over_block(maxima, warp_maxima):
+    """The three values of `maxima`, each the largest of all threads, in every thread. A barrier."""
     tx = T.get_thread_binding()
     for d in T.unroll(5):
         for i in T.unroll(3):
-            most[i] = T.max(most[i], T.shfl_xor(most[i], T.shift_left(1, d)))
+            maxima[i] = T.max(maxima[i], T.shfl_xor(maxima[i], T.shift_left(1, d)))
     if tx % WARP == 0:
         for i in T.unroll(3):
-            of_warps[i, tx // WARP] = most[i]
+            warp_maxima[i, tx // WARP] = maxima[i]
     T.sync_threads()
     for i in T.unroll(3):
         for w in T.unroll(WARPS):
-            most[i] = T.max(most[i], of_warps[i, w])
+            maxima[i] = T.max(maxima[i], warp_maxima[i, w])
     T.sync_threads()
 
 
@@ -178,7 +183,7 @@ def gradient_scale(source: str, heads: int, depth: int) -> Any:
                 counted[key, tx % depth] = T.int64(0)
 
     @T.macro
-    def of_token(q, k_sf, weights, indices, grad, token, most):
+    def token_maxima(q, k_sf, weights, indices, grad, token, maxima):
         tx = T.get_thread_binding()
         q_regs = T.alloc_local((VECTOR,), T.bfloat16)
         for step in T.serial(T.ceildiv(chosen, THREADS)):
@@ -188,7 +193,7 @@ def gradient_scale(source: str, heads: int, depth: int) -> Any:
                     value = T.alloc_var(T.float32, init=grad[token, step * THREADS + tx])
                     if scaled:
                         value = T.ieee_mul(value, k_sf[key])
-                    most[0] = T.max(most[0], magnitude(value))
+                    maxima[0] = T.max(maxima[0], magnitude(value))
         if tx < WARP:
             total = T.alloc_var(T.float32, init=T.float32(0))
             for step in T.unroll(-(-heads // WARP)):
@@ -196,7 +201,7 @@ def gradient_scale(source: str, heads: int, depth: int) -> Any:
                     total = T.ieee_add(total, T.abs(weights[token, step * WARP + tx]))
             for d in T.unroll(5):
                 total = T.ieee_add(total, T.shfl_xor(total, T.shift_left(1, d)))
-            most[1] = T.max(most[1], magnitude(total))
+            maxima[1] = T.max(maxima[1], magnitude(total))
         if not scaled:
             for step in T.unroll(-(-heads * depth // (VECTOR * THREADS))):
                 first = (step * THREADS + tx) * VECTOR
@@ -204,7 +209,7 @@ def gradient_scale(source: str, heads: int, depth: int) -> Any:
                     for v in T.vectorized(VECTOR):
                         q_regs[v] = q[token, first // depth, first % depth + v]
                     for v in T.unroll(VECTOR):
-                        most[2] = T.max(most[2], magnitude(T.cast(q_regs[v], T.float32)))
+                        maxima[2] = T.max(maxima[2], magnitude(T.cast(q_regs[v], T.float32)))
 
     @T.prim_func
     def scale_of_gradients(
@@ -223,31 +228,33 @@ def gradient_scale(source: str, heads: int, depth: int) -> Any:
         with T.Kernel(T.min(tokens, MAX_SCALE_BLOCKS), threads=THREADS) as block:
             tx = T.get_thread_binding()
             blocks = T.min(tokens, MAX_SCALE_BLOCKS)
-            most = T.alloc_local((3,), T.int32)
-            of_warps = T.alloc_shared((3, WARPS), T.int32)
+            maxima = T.alloc_local((3,), T.int32)
+            warp_maxima = T.alloc_shared((3, WARPS), T.int32)
             for i in T.unroll(3):
-                most[i] = 0
+                maxima[i] = 0
             clear(counted, block, blocks)
-            for turn in T.serial(T.ceildiv(tokens, blocks)):
-                if turn * blocks + block < tokens:
-                    of_token(q, k_sf, weights, indices, grad, turn * blocks + block, most)
-            max_over_block(most, of_warps)
+            for iteration in T.serial(T.ceildiv(tokens, blocks)):
+                if iteration * blocks + block < tokens:
+                    token_maxima(
+                        q, k_sf, weights, indices, grad, iteration * blocks + block, maxima
+                    )
+            max_over_block(maxima, warp_maxima)
             if tx == 0:
                 for i in T.unroll(3):
-                    partials[block, i] = most[i]
+                    partials[block, i] = maxima[i]
             if is_last_block(tickets, ticket, blocks):
                 for step in T.serial(T.ceildiv(blocks, THREADS)):
                     if step * THREADS + tx < blocks:
                         for i in T.unroll(3):
-                            most[i] = T.max(most[i], partials[step * THREADS + tx, i])
-                max_over_block(most, of_warps)
+                            maxima[i] = T.max(maxima[i], partials[step * THREADS + tx, i])
+                max_over_block(maxima, warp_maxima)
                 if tx == 0:
-                    largest = T.alloc_var(T.float32, init=T.reinterpret(most[0], T.float32))
-                    largest = T.ieee_mul(largest, T.reinterpret(most[1], T.float32))
+                    largest = T.alloc_var(T.float32, init=T.reinterpret(maxima[0], T.float32))
+                    largest = T.ieee_mul(largest, T.reinterpret(maxima[1], T.float32))
                     if scaled:
                         largest = T.ieee_mul(largest, T.float32(LARGEST_E4M3))
                     else:
-                        largest = T.ieee_mul(largest, T.reinterpret(most[2], T.float32))
+                        largest = T.ieee_mul(largest, T.reinterpret(maxima[2], T.float32))
                     exponent = T.alloc_var(T.float32, init=T.ceil(T.log2(largest)))
                     exponent = T.cast(sum_bits, T.float32) - exponent
                     exponent = T.max(T.min(exponent, T.float32(126)), T.float32(-126))
@@ -317,18 +324,18 @@ def selected_gradients(source: str, heads: int, padded: int, depth: int, fenced:
     ):
         with T.Kernel(tokens, threads=THREADS) as token:
             tx = T.get_thread_binding()
-            of_q = T.alloc_shared((padded, depth), T.bfloat16)
-            of_k = T.alloc_shared((KEYS, depth), T.bfloat16)
+            q_tile = T.alloc_shared((padded, depth), T.bfloat16)
+            k_tile = T.alloc_shared((KEYS, depth), T.bfloat16)
             passed = T.alloc_shared((KEYS, padded), T.bfloat16)
             rest = T.alloc_shared((KEYS, padded), T.bfloat16)
             ids = T.alloc_shared((KEYS,), T.int32)
             incoming = T.alloc_shared((KEYS,), T.float32)
             loaded_q = T.alloc_fragment((padded, depth), source)
             loaded_k = T.alloc_fragment((KEYS, depth), source)
-            of_weights = T.alloc_fragment((padded,), T.float32)
+            weight_regs = T.alloc_fragment((padded,), T.float32)
             products = T.alloc_fragment((KEYS, padded), T.float32)
             weighted = T.alloc_fragment((KEYS, padded), T.float32)
-            of_heads = T.alloc_fragment((padded,), T.float32)
+            head_sums = T.alloc_fragment((padded,), T.float32)
             new_q = T.alloc_fragment((padded, depth), T.float32)
             new_k = T.alloc_fragment((KEYS, depth), T.float32)
             factor = T.alloc_var(T.float32, init=scale[0])
@@ -341,12 +348,12 @@ def selected_gradients(source: str, heads: int, padded: int, depth: int, fenced:
                 else:
                     loaded_q[i, j] = T.cast(0, source)
             for i, j in T.Parallel(padded, depth):
-                of_q[i, j] = T.cast(loaded_q[i, j], T.bfloat16)
+                q_tile[i, j] = T.cast(loaded_q[i, j], T.bfloat16)
             for j in T.Parallel(padded):
                 if j < heads:
-                    of_weights[j] = weights[token, j]
+                    weight_regs[j] = weights[token, j]
                 else:
-                    of_weights[j] = T.float32(0)
+                    weight_regs[j] = T.float32(0)
             for tile in T.serial(T.ceildiv(chosen, KEYS)):
                 T.sync_threads()
                 if tx < KEYS:
@@ -366,17 +373,17 @@ def selected_gradients(source: str, heads: int, padded: int, depth: int, fenced:
                     else:
                         loaded_k[i, j] = T.cast(0, source)
                 for i, j in T.Parallel(KEYS, depth):
-                    of_k[i, j] = T.cast(loaded_k[i, j], T.bfloat16)
+                    k_tile[i, j] = T.cast(loaded_k[i, j], T.bfloat16)
                 publish()
                 T.gemm(
-                    of_k, of_q, products, transpose_B=True, clear_accum=True,
+                    k_tile, q_tile, products, transpose_B=True, clear_accum=True,
                     policy=T.GemmWarpPolicy.FullCol,
                 )  # fmt: skip
                 for i, j in T.Parallel(KEYS, padded):
                     weighted[i, j] = weighted[i, j] + incoming[i] * T.max(products[i, j], 0)
                 for i, j in T.Parallel(KEYS, padded):
                     products[i, j] = T.if_then_else(
-                        products[i, j] > 0, incoming[i] * of_weights[j], T.float32(0)
+                        products[i, j] > 0, incoming[i] * weight_regs[j], T.float32(0)
                     )
                 for i, j in T.Parallel(KEYS, padded):
                     passed[i, j] = T.cast(products[i, j], T.bfloat16)
@@ -386,15 +393,15 @@ def selected_gradients(source: str, heads: int, padded: int, depth: int, fenced:
                 publish()
                 T.clear(new_k)
                 for part in (passed, rest):
-                    T.gemm(part, of_k, new_q, transpose_A=True, policy=T.GemmWarpPolicy.FullCol)
-                    T.gemm(part, of_q, new_k, policy=T.GemmWarpPolicy.FullCol)
+                    T.gemm(part, k_tile, new_q, transpose_A=True, policy=T.GemmWarpPolicy.FullCol)
+                    T.gemm(part, q_tile, new_k, policy=T.GemmWarpPolicy.FullCol)
                 for i, j in T.Parallel(KEYS, depth):
                     if ids[i] >= 0:
                         T.atomic_add(grad_k[ids[i], j], T.cast(new_k[i, j] * factor, T.int64))
-            T.reduce_sum(weighted, of_heads, dim=0)
+            T.reduce_sum(weighted, head_sums, dim=0)
             for j in T.Parallel(padded):
                 if j < heads:
-                    grad_weights[token, j] = of_heads[j]
+                    grad_weights[token, j] = head_sums[j]
             for i, j in T.Parallel(padded, depth):
                 if i < heads:
                     grad_q[token, i, j] = new_q[i, j]

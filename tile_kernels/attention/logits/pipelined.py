@@ -204,7 +204,7 @@ def pipelined_scores(tile: Tile, out_dtype: str, role: str) -> Any:
                 T.tma_copy(
                     k[row : row + keys, 0 : tile.depth], m.keys[slot, :, :], barrier=m.landed[slot]
                 )
-                if tile.of_keys != BF16:
+                if tile.key_format != BF16:
                     T.tma_copy(k_sf[row : row + keys], m.k_factors[slot, :], barrier=m.landed[slot])
                 if thread == 0:
                     T.barrier_arrive(m.landed[slot])
@@ -240,14 +240,14 @@ def pipelined_scores(tile: Tile, out_dtype: str, role: str) -> Any:
         odd = T.alloc_var(T.bool, init=lane % 2 == 1)
         high = T.alloc_var(T.bool, init=lane % LANES >= 2)
         row = T.alloc_var(T.int32, init=tx % WARPGROUP // WARP * 16 + lane % 2 * 8 + lane // LANES)
-        of_block = T.alloc_var(T.int32)
-        of_block = group * tile.warpgroup_queries + lane % LANES // 2
+        first_query = T.alloc_var(T.int32)
+        first_query = group * tile.warpgroup_queries + lane % LANES // 2
         # Keys in range of all queries of the warpgroup.
-        least = T.alloc_var(T.int32, init=0)
-        most = T.alloc_var(T.int32, init=num_keys)
+        range_begin = T.alloc_var(T.int32, init=0)
+        range_end = T.alloc_var(T.int32, init=num_keys)
         for t in T.unroll(tile.warpgroup_queries):
-            least = T.max(least, m.bounds[0, group * tile.warpgroup_queries + t])
-            most = T.min(most, m.bounds[1, group * tile.warpgroup_queries + t])
+            range_begin = T.max(range_begin, m.bounds[0, group * tile.warpgroup_queries + t])
+            range_end = T.min(range_end, m.bounds[1, group * tile.warpgroup_queries + t])
         describe(m.queries, m.keys, group, operands)
         factor = T.alloc_var(T.float32, init=T.float32(1))
         slot = T.alloc_var(T.int32, init=0)
@@ -257,7 +257,7 @@ def pipelined_scores(tile: Tile, out_dtype: str, role: str) -> Any:
             multiply(operands, slot, r.products)
             T.wait_wgmma(0)
             T.warpgroup_fence_operand(r.products, num_regs=WARPGROUP_COLUMNS // 2)
-            if tile.of_keys != BF16:
+            if tile.key_format != BF16:
                 factor = m.k_factors[slot, row]
             T.sync_warp()
             if lane == 0:
@@ -270,10 +270,10 @@ def pipelined_scores(tile: Tile, out_dtype: str, role: str) -> Any:
             exchange(r, odd, high)
             key = number * keys + row
             for v in T.unroll(tile.warpgroup_queries // 2):
-                t = of_block + 2 * v
-                if tile.of_keys != BF16:
+                t = first_query + 2 * v
+                if tile.key_format != BF16:
                     r.found[v] = r.found[v] * factor
-                if number * keys >= least and (number + 1) * keys <= most:
+                if number * keys >= range_begin and (number + 1) * keys <= range_end:
                     out[first + t, key] = T.cast(r.found[v], out_dtype)
                 elif first + t < tokens and key < num_keys:
                     inside = key >= m.bounds[0, t] and key < m.bounds[1, t]

@@ -20,18 +20,18 @@ class Plan(NamedTuple):
 
 def plan(
     source: str,
-    of_keys: str,
+    key_format: str,
     heads: int,
     depth: int,
     out_dtype: str,
-    many: bool,
+    many_queries: bool,
     role: str,
     device: Device,
 ) -> tuple[Any, ...]:
-    """The fields of a `Plan`, those of its tile one by one. `many`: of queries, see `pipelined`."""
-    tile = pipelined_tile(source, of_keys, heads, depth, device) if many else None
+    """The fields of a `Plan`, those of its tile one by one; with `many_queries` see `pipelined`."""
+    tile = pipelined_tile(source, key_format, heads, depth, device) if many_queries else None
     if tile is None:
-        tile, _ = tile_plan(source, of_keys, role == MARKED, heads, depth, MAX_QUERIES, device)
+        tile, _ = tile_plan(source, key_format, role == MARKED, heads, depth, MAX_QUERIES, device)
     return flat(*Plan(tile, out_dtype, role))
 
 

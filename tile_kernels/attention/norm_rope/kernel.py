@@ -17,7 +17,7 @@ THREADS = 256
 class TailTypes(NamedTuple):
     """Types of the parameters of both kernels, beside what they read."""
 
-    places: Any
+    starts: Any
     weight: Any
     cos: Any
     sin: Any
@@ -44,7 +44,7 @@ def row_tail(p: FusedPlan | RowsPlan, lanes: int) -> Any:
     """A macro: a row of all channels, some in each of `lanes` threads, to its results.
 
     `lanes` is a power of two; all threads of a block call it, it is a barrier for rows of more than
-    a warp. `of_warps` is shared memory, `(slots, warps)`.
+    a warp. `warp_sums` is shared memory, `(slots, warps)`.
     """
     channels, vector = p.channels, p.vector
     plain = channels - p.rotated
@@ -53,7 +53,7 @@ def row_tail(p: FusedPlan | RowsPlan, lanes: int) -> Any:
     encode = encode_and_store("e4m3", plain, vector, vector)
 
     @T.macro
-    def summed(slot, lane, values, of_warps, total):
+    def summed(slot, lane, values, warp_sums, total):
         total[0] = T.float32(0)
         for v in T.unroll(vector):
             total[0] = T.ieee_fmaf(values[v], values[v], total[0])
@@ -61,11 +61,11 @@ def row_tail(p: FusedPlan | RowsPlan, lanes: int) -> Any:
             total[0] = T.ieee_add(total[0], T.shfl_xor(total[0], T.shift_left(1, d)))
         if warps > 1:
             if lane % WARP == 0:
-                of_warps[slot, lane // WARP] = total[0]
+                warp_sums[slot, lane // WARP] = total[0]
             T.sync_threads()
-            total[0] = of_warps[slot, 0]
+            total[0] = warp_sums[slot, 0]
             for w in T.unroll(warps - 1):
-                total[0] = T.ieee_add(total[0], of_warps[slot, w + 1])
+                total[0] = T.ieee_add(total[0], warp_sums[slot, w + 1])
             T.sync_threads()
 
     @T.macro
@@ -80,7 +80,7 @@ def row_tail(p: FusedPlan | RowsPlan, lanes: int) -> Any:
 
     @T.macro
     def finished(
-        at, num_windows, slot, lane, values, places, of_warps,
+        at, num_windows, slot, lane, values, starts, warp_sums,
         weight, cos, sin, data, sf, turned, eps,
     ):  # fmt: skip
         channel = lane * vector
@@ -95,7 +95,7 @@ def row_tail(p: FusedPlan | RowsPlan, lanes: int) -> Any:
         if channel < channels:
             for v in T.vectorized(vector):
                 weights[v] = weight[channel + v]
-        summed(slot, lane, values, of_warps, total)
+        summed(slot, lane, values, warp_sums, total)
         factor = T.alloc_var(
             T.float32,
             init=T.rsqrt(T.ieee_fmaf(total[0], T.float32(1 / channels), eps)),
@@ -112,7 +112,7 @@ def row_tail(p: FusedPlan | RowsPlan, lanes: int) -> Any:
             elif channel < channels:
                 position = at * p.window
                 if p.ragged:
-                    position = T.max(places[at, 2], 0)
+                    position = T.max(starts[at, 2], 0)
                 position = T.min(position, cos.shape[0] - 1)
                 rotate(values, position, (channel - plain) // 2, cos, sin)
                 for v in T.unroll(vector):
@@ -142,8 +142,8 @@ def compress_tail(*static: Any) -> Any:
     given, types = series_types(p, tokens), tail_types(p, num_windows, positions)
 
     @T.macro
-    def finish(at, num_windows, slot, group, lane, channel, entry, places, results):
-        tail(at, num_windows, slot, lane, entry, places, *results)
+    def finish(at, num_windows, slot, group, lane, channel, entry, starts, results):
+        tail(at, num_windows, slot, lane, entry, starts, *results)
 
     walked = window_walk(p.compress, finish)
 
@@ -151,7 +151,7 @@ def compress_tail(*static: Any) -> Any:
     def compress_norm_rope_cast(
         kv_a: given.rows(0), z_a: given.rows(1), bias_a: given.biases(0),
         kv_b: given.rows(2), z_b: given.rows(3), bias_b: given.biases(1),
-        places: types.places, weight: types.weight, cos: types.cos, sin: types.sin,
+        starts: types.starts, weight: types.weight, cos: types.cos, sin: types.sin,
         data: types.data, sf: types.sf, turned: types.turned, eps: T.float32,
     ):  # fmt: skip
         with T.Kernel(
@@ -162,10 +162,10 @@ def compress_tail(*static: Any) -> Any:
             T.annotate_min_blocks_per_sm(blocks_per_sm(geo))
             given.assume_rows()
             given.assume_biases()
-            of_warps = T.alloc_shared((geo.slots, max(1, geo.lanes // WARP)), T.float32)
+            warp_sums = T.alloc_shared((geo.slots, max(1, geo.lanes // WARP)), T.float32)
             walked(
-                block, 0, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, places,
-                (of_warps, weight, cos, sin, data, sf, turned, eps),
+                block, 0, num_windows, kv_a, z_a, bias_a, kv_b, z_b, bias_b, starts,
+                (warp_sums, weight, cos, sin, data, sf, turned, eps),
             )  # fmt: skip
 
     return compress_norm_rope_cast
@@ -193,7 +193,7 @@ def norm_rope_cast(*static: Any) -> Any:
     @T.prim_func
     def norm_rope_cast_rows(
         entries: T.Tensor[(num_windows, p.channels), T.float32],
-        places: types.places, weight: types.weight, cos: types.cos, sin: types.sin,
+        starts: types.starts, weight: types.weight, cos: types.cos, sin: types.sin,
         data: types.data, sf: types.sf, turned: types.turned, eps: T.float32,
     ):  # fmt: skip
         with T.Kernel(T.ceildiv(num_windows, slots), threads=slots * lanes) as block:
@@ -201,14 +201,14 @@ def norm_rope_cast(*static: Any) -> Any:
             slot = T.get_thread_binding() // lanes
             at = block * slots + slot
             values = T.alloc_local((p.vector,), T.float32)
-            of_warps = T.alloc_shared((slots, max(1, lanes // WARP)), T.float32)
+            warp_sums = T.alloc_shared((slots, max(1, lanes // WARP)), T.float32)
             for v in T.unroll(p.vector):
                 values[v] = T.float32(0)
             if at < num_windows and lane * p.vector < p.channels:
                 for v in T.vectorized(p.vector):
                     values[v] = entries[at, lane * p.vector + v]
             tail(
-                at, num_windows, slot, lane, values, places, of_warps,
+                at, num_windows, slot, lane, values, starts, warp_sums,
                 weight, cos, sin, data, sf, turned, eps,
             )  # fmt: skip
 

@@ -12,7 +12,7 @@ from tilelang import language as T
 from tile_kernels.attention.indexer_plan import BINS, E2M1, MARKED, MARKING, with_tile
 from tile_kernels.attention.list_primitives import FOUND, NO_TYPED_SYNC, keep_best, key_of
 from tile_kernels.attention.score_primitives import (
-    Held,
+    SharedTiles,
     Work,
     registers,
     score_macros,
@@ -45,7 +45,7 @@ def best_keys(*static: Any) -> Any:
     keys, queries = tile.keys, tile.queries
     warps, lanes = tile.threads // WARP, WARP // queries  # of a query
     per = TOGETHER * queries * keys // tile.threads  # keys of a query that a thread takes at a time
-    of_warp, vector = lanes * per, min(4, per)
+    warp_scores, vector = lanes * per, min(4, per)
     types, steps = score_types(tile), score_macros(tile)
     tokens, num_keys, shares = types.tokens, types.num_keys, types.shares
     ids_in = "uint16" if short else "int32"
@@ -61,16 +61,16 @@ def best_keys(*static: Any) -> Any:
         return slot
 
     @T.macro
-    def offer(of_scores, i, number, last, bounds, inner, floors, offered, place, passed):
+    def offer(score_tiles, i, number, last, bounds, inner, floors, offered, index, passed):
         """Of the scores of some tiles, from the `i`-th on, which is `number`: what is above the
         bound of its query's list, 0 for others, as many for each thread; where its first goes
         among those of the warp, and how many these are. `inner`: all keys are in range."""
         warp = T.get_thread_binding() // WARP
         lane = T.get_thread_binding() % WARP
         t = lane // lanes
-        of_tiles = warp * of_warp + lane % lanes * per
-        slot = T.alloc_var(T.int32, init=of_tiles // keys)
-        key = T.alloc_var(T.int32, init=number * keys + of_tiles)
+        offset = warp * warp_scores + lane % lanes * per
+        slot = T.alloc_var(T.int32, init=offset // keys)
+        key = T.alloc_var(T.int32, init=number * keys + offset)
         values = T.alloc_local((per,), T.float32)
         stop = T.alloc_var(T.int32)
         passing = T.alloc_var(T.int32, init=0)
@@ -79,7 +79,7 @@ def best_keys(*static: Any) -> Any:
             slot = slot_of(i)
         for c in T.unroll(per // vector):
             for e in T.vectorized(vector):
-                values[c * vector + e] = of_scores[slot, t, of_tiles % keys + c * vector + e]
+                values[c * vector + e] = score_tiles[slot, t, offset % keys + c * vector + e]
         for j in T.unroll(per):
             offered[j] = key_of(values[j])
         if not inner:
@@ -92,29 +92,29 @@ def best_keys(*static: Any) -> Any:
                 passing = passing + 1
             else:
                 offered[j] = T.uint32(0)
-        place[0] = -passing
+        index[0] = -passing
         for d in T.unroll(lanes.bit_length() - 1):
             other = T.shfl_up(passing, T.shift_left(1, d), lanes)
             if lane % lanes >= T.shift_left(1, d):
                 passing = passing + other
-        place[0] = place[0] + passing
+        index[0] = index[0] + passing
         if lane % lanes == lanes - 1:
             passed[t, warp] = T.cast(passing, T.uint8)
 
     @T.macro
-    def enter(number, turn, offered, place, passed, best, ids, counts):
+    def enter(number, iteration, offered, index, passed, best, ids, counts):
         """Append what was offered to the lists, keys in order; `number` from the block's first on.
 
         Counts are those before and after, in turn: all threads look at them."""
         warp = T.get_thread_binding() // WARP
         lane = T.get_thread_binding() % WARP
         t = lane // lanes
-        of_warps = T.alloc_local((warps,), T.uint8)
-        words = T.view(of_warps, (warps // 4,), T.int32)
-        count = T.alloc_var(T.int32, init=counts[turn, t])
-        at = T.alloc_var(T.int32, init=count + place[0])
+        warp_counts = T.alloc_local((warps,), T.uint8)
+        words = T.view(warp_counts, (warps // 4,), T.int32)
+        count = T.alloc_var(T.int32, init=counts[iteration, t])
+        at = T.alloc_var(T.int32, init=count + index[0])
         for w in T.vectorized(warps):
-            of_warps[w] = passed[t, w]
+            warp_counts[w] = passed[t, w]
         for w in T.unroll(warps // 4):
             # Bytes below that of the warp, of four warps.
             lower = T.alloc_var(T.int32, init=ALL_BYTES)
@@ -127,29 +127,31 @@ def best_keys(*static: Any) -> Any:
         for j in T.unroll(per):
             if offered[j] > T.uint32(0):
                 best[t, at] = offered[j]
-                ids[t, at] = T.cast(number * keys + warp * of_warp + lane % lanes * per + j, ids_in)
+                ids[t, at] = T.cast(
+                    number * keys + warp * warp_scores + lane % lanes * per + j, ids_in
+                )
                 at = at + 1
         if warp == 0 and lane % lanes == 0:
-            counts[1 - turn, t] = count
+            counts[1 - iteration, t] = count
 
     @T.macro
-    def shorten(best, ids, t, turn, spare, counts, floors, bins, found, of_warps):
+    def shorten(best, ids, t, iteration, spare, counts, floors, bins, found, warp_counts):
         """Keep the best of a list, and up to `spare` more; a barrier at the end."""
-        count = T.alloc_var(T.int32, init=counts[turn, t])
+        count = T.alloc_var(T.int32, init=counts[iteration, t])
         floor = T.alloc_var(T.uint32)
         kept = T.alloc_local((1,), T.int32)
-        floor = keep(best, ids, t, count, spare, floors[t], bins, found, of_warps, kept)
+        floor = keep(best, ids, t, count, spare, floors[t], bins, found, warp_counts, kept)
         if T.get_thread_binding() == 0:
-            counts[turn, t] = kept[0]
+            counts[iteration, t] = kept[0]
             floors[t] = floor
         T.sync_threads()
 
     @T.macro
-    def make_room(most, now, spare, best, ids, counts, floors, bins, found, of_warps):
-        """Shorten the lists that have more than `most` entries."""
+    def make_room(limit, now, spare, best, ids, counts, floors, bins, found, warp_counts):
+        """Shorten the lists that have more than `limit` entries."""
         for t in T.serial(queries):
-            if counts[now, t] > most:
-                shorten(best, ids, t, now, spare, counts, floors, bins, found, of_warps)
+            if counts[now, t] > limit:
+                shorten(best, ids, t, now, spare, counts, floors, bins, found, warp_counts)
 
     @T.prim_func
     def best_of_queries(
@@ -160,32 +162,37 @@ def best_keys(*static: Any) -> Any:
         share_keys: T.int32,
         block_queries: T.int32,
     ):  # fmt: skip
-        turns = T.max(block_queries // queries, 1) if role == MARKED else 1
-        with types.grid(tile, turns, share_keys) as (block, share):
+        iterations = T.max(block_queries // queries, 1) if role == MARKED else 1
+        with types.grid(tile, iterations, share_keys) as (block, share):
             T.annotate_min_blocks_per_sm(tile.blocks)
             tx = T.get_thread_binding()
-            held = Held(*shared_memory(tile, SLOTS))
+            shared = SharedTiles(*shared_memory(tile, SLOTS))
             best = T.alloc_shared((queries, capacity), T.uint32)
             ids = T.alloc_shared((queries, capacity), ids_in)
             counts = T.alloc_shared((2, queries), T.int32)
             passed = T.alloc_shared((queries, warps), T.uint8)
             offered = T.alloc_local((per,), T.uint32)
-            place = T.alloc_local((1,), T.int32)
+            index = T.alloc_local((1,), T.int32)
             floors = T.alloc_shared((queries,), T.uint32)
             bins = T.alloc_shared((BINS,), T.int32)
             found = T.alloc_shared((FOUND,), T.int32)
-            of_warps = T.alloc_shared((tile.threads // WARP,), T.int32)
+            warp_counts = T.alloc_shared((tile.threads // WARP,), T.int32)
             work = Work(*registers(tile))
             wanted = T.alloc_var(T.bool, init=T.bool(True))
             first = T.alloc_var(T.int32)
-            some = T.alloc_var(T.int32, init=turns)
+            num_iterations = T.alloc_var(T.int32, init=iterations)
             if role == MARKED:
-                if not steps.some_marked(
-                    marks, block * turns * queries, turns * queries, tokens, share, work.wide
+                if not steps.any_marked(
+                    marks,
+                    block * iterations * queries,
+                    iterations * queries,
+                    tokens,
+                    share,
+                    work.wide,
                 ):
-                    some = 0
-            for turn in T.serial(some if role == MARKED else 1):
-                first = (block * turns + turn) * queries
+                    num_iterations = 0
+            for iteration in T.serial(num_iterations if role == MARKED else 1):
+                first = (block * iterations + iteration) * queries
                 if role != MARKED:
                     first = (T.ceildiv(tokens, queries) - 1 - block) * queries
                 if role == MARKED:
@@ -201,41 +208,41 @@ def best_keys(*static: Any) -> Any:
                         bins[c * tile.threads + tx] = 0
                     for c in T.unroll(per):
                         offered[c] = T.uint32(0)
-                    place[0] = 0
+                    index[0] = 0
                     steps.begin(
                         q, q_sf, weights, start, end, first, tokens, num_keys, share, share_keys,
-                        held, work,
+                        shared, work,
                     )  # fmt: skip
                     begin = T.alloc_var(T.int32, init=work.between[0])
                     last = T.alloc_var(T.int32, init=work.between[1])
-                    steps.open_stream(k, k_sf, num_keys, begin, last, held, work)
+                    steps.open_stream(k, k_sf, num_keys, begin, last, shared, work)
                     # Keys in range of all queries.
-                    low = T.alloc_var(T.int32, init=held.bounds[0, 0])
-                    high = T.alloc_var(T.int32, init=T.min(held.bounds[1, 0], last * keys))
+                    low = T.alloc_var(T.int32, init=shared.bounds[0, 0])
+                    high = T.alloc_var(T.int32, init=T.min(shared.bounds[1, 0], last * keys))
                     for t in T.unroll(queries - 1):
-                        low = T.max(low, held.bounds[0, t + 1])
-                        high = T.min(high, held.bounds[1, t + 1])
+                        low = T.max(low, shared.bounds[0, t + 1])
+                        high = T.min(high, shared.bounds[1, t + 1])
                     for i in T.serial(last - begin):
                         number = T.alloc_var(T.int32, init=begin + i)
-                        steps.arrive(number, begin, last, held, work)
+                        steps.arrive(number, begin, last, shared, work)
                         now = i // TOGETHER % 2
                         if i % TOGETHER == 1:
                             make_room(
                                 capacity - TOGETHER * keys, now, SPARE, best, ids, counts, floors,
-                                bins, found, of_warps,
+                                bins, found, warp_counts,
                             )  # fmt: skip
-                        steps.start_product(number % tile.slots, held, work)
-                        steps.forward(k, k_sf, num_keys, number, last, held, work)
+                        steps.start_product(number % tile.slots, shared, work)
+                        steps.forward(k, k_sf, num_keys, number, last, shared, work)
                         if i >= TOGETHER and i % TOGETHER == 0:
                             offer(
-                                held.scores, i - TOGETHER, number - TOGETHER, last, held.bounds,
+                                shared.scores, i - TOGETHER, number - TOGETHER, last, shared.bounds,
                                 (number - TOGETHER) * keys >= low and number * keys <= high,
-                                floors, offered, place, passed,
+                                floors, offered, index, passed,
                             )  # fmt: skip
                         elif i > TOGETHER and i % TOGETHER == 1:
-                            enter(i - 1 - TOGETHER, now, offered, place, passed, best, ids, counts)
-                        steps.finish_product(held, work)
-                        steps.scaled(number, held, work, slot_of(i))
+                            enter(i - 1 - TOGETHER, now, offered, index, passed, best, ids, counts)
+                        steps.finish_product(shared, work)
+                        steps.scaled(number, shared, work, slot_of(i))
                     tiles = T.alloc_var(T.int32, init=T.max(last - begin, 0))
                     whole = T.alloc_var(T.int32, init=T.ceildiv(tiles, TOGETHER) * TOGETHER)
                     ending = T.alloc_var(T.int32, init=(whole // TOGETHER + 1) % 2)
@@ -245,15 +252,15 @@ def best_keys(*static: Any) -> Any:
                         if i % TOGETHER == 1 or i == whole + 2:
                             make_room(
                                 T.if_then_else(i == whole + 2, topk, capacity - TOGETHER * keys),
-                                now, 0, best, ids, counts, floors, bins, found, of_warps,
+                                now, 0, best, ids, counts, floors, bins, found, warp_counts,
                             )  # fmt: skip
                         if i >= TOGETHER and i % TOGETHER == 0:
                             offer(
-                                held.scores, i - TOGETHER, begin + i - TOGETHER, last, held.bounds,
-                                False, floors, offered, place, passed,
+                                shared.scores, i - TOGETHER, begin + i - TOGETHER, last,
+                                shared.bounds, False, floors, offered, index, passed,
                             )  # fmt: skip
                         elif i > TOGETHER and i % TOGETHER == 1:
-                            enter(i - 1 - TOGETHER, now, offered, place, passed, best, ids, counts)
+                            enter(i - 1 - TOGETHER, now, offered, index, passed, best, ids, counts)
                     for t in T.serial(queries):
                         for c in T.serial(-(-topk // tile.threads)):
                             position = c * tile.threads + tx

@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
 def plan(
     source: str,
-    of_keys: str,
+    key_format: str,
     heads: int,
     depth: int,
     topk: int,
@@ -49,7 +49,7 @@ def plan(
 ) -> tuple[Any, ...]:
     """The fields of a `Plan`, those of its tile one by one."""
 
-    def least(keys: int) -> int:
+    def min_entries(keys: int) -> int:
         """Entries of a list for each thread: for the best, what comes at a time, and some more."""
         return list_entries(topk + (TOGETHER + SPARE_TILES) * keys, 2 * keys)
 
@@ -57,19 +57,19 @@ def plan(
 
     def grown(entries: int, tile: Tile, left: int) -> int:
         """As many as fit into `left` bytes beyond the least, up to a bound."""
-        most = least(tile.keys) + left // (entry * tile.threads * tile.queries)
+        max_entries = min_entries(tile.keys) + left // (entry * tile.threads * tile.queries)
         while (more := list_entries((entries + 1) * tile.threads, tile.threads)) <= min(
-            most, MAX_OWN
+            max_entries, MAX_OWN
         ):
             entries = more
         return entries
 
     tile, left = tile_plan(
-        source, of_keys, role == MARKED, heads, depth, MAX_QUERIES, device,
-        query_bytes=lambda keys: entry * 2 * keys * least(keys) + 4 * (SLOTS - 2) * keys,
+        source, key_format, role == MARKED, heads, depth, MAX_QUERIES, device,
+        query_bytes=lambda keys: entry * 2 * keys * min_entries(keys) + 4 * (SLOTS - 2) * keys,
         shared_bytes=4 * BINS,
     )  # fmt: skip
-    entries = grown(least(tile.keys), tile, left)
+    entries = grown(min_entries(tile.keys), tile, left)
     for stages in STAGES[1:]:  # long lists are worth more than many keys in flight
         fewer = tile._replace(stages=stages)
         if stages < tile.stages and entries * tile.threads < 2 * (topk + tile.keys):

@@ -58,13 +58,13 @@ def attend_rows(*static: Any) -> Any:
                 index[0] = -1
 
     @T.macro
-    def copy_chunk(kv, rows, slot, tile, place, offset, first_channel, channels):
+    def copy_chunk(kv, rows, slot, tile, target, offset, first_channel, channels):
         """This thread's part of a tile; zeros where the row is negative."""
         place_row = (T.get_thread_binding() - 2 * WARPGROUP) // LANES
         for r in T.unroll(ROUNDS):
             row = T.alloc_var(T.int32, init=rows[slot, tile * TILE + r * ROWS + place_row])
             copy_vectors(
-                kv, T.cast(T.max(row, 0), T.int64), row >= 0, place, r * ROWS + place_row, offset,
+                kv, T.cast(T.max(row, 0), T.int64), row >= 0, target, r * ROWS + place_row, offset,
                 first_channel, channels,
             )  # fmt: skip
 
@@ -75,10 +75,10 @@ def attend_rows(*static: Any) -> Any:
             T.cp_async_barrier_noinc(ready[c])
 
     @T.macro
-    def copy_tail(kv, rows, slot, tile, place):
+    def copy_tail(kv, rows, slot, tile, target):
         """The rest of the channels; the arrival for the half tile that comes next covers them."""
         if with_tail:
-            copy_chunk(kv, rows, slot, tile, place, 2 * HALF, 0, TAIL)
+            copy_chunk(kv, rows, slot, tile, target, 2 * HALF, 0, TAIL)
 
     @T.macro
     def find(n, block, blocks, lengths, work):

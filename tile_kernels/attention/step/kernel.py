@@ -20,7 +20,7 @@ def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def append(*static: Any) -> Any:
     """A block per token: it writes the token's rows, and says which window they complete.
 
-    A state keeps the last window, with two series the last two in turns; `places` is as
+    A state keeps the last window, with two series the last two in turns; `starts` is as
     `place_windows` makes it, -1 where the window is not complete.
     """
     p = Plan(*static)
@@ -30,15 +30,15 @@ def append(*static: Any) -> Any:
     given = series_types(p, tokens)
 
     @T.macro
-    def copied(source, token, kept, slot, place, which):
-        held = T.alloc_local((p.vector,), p.dtype)
+    def copied(source, token, kept, slot, position, which):
+        regs = T.alloc_local((p.vector,), p.dtype)
         for step in T.serial(-(-p.channels // (threads * p.vector))):
             channel = (step * threads + T.get_thread_binding()) * p.vector
             if channel < p.channels:
                 for v in T.vectorized(p.vector):
-                    held[v] = source[token, channel + v]
+                    regs[v] = source[token, channel + v]
                 for v in T.vectorized(p.vector):
-                    kept[slot, place, which, channel + v] = held[v]
+                    kept[slot, position, which, channel + v] = regs[v]
 
     @T.prim_func
     def append_tokens(
@@ -49,7 +49,7 @@ def append(*static: Any) -> Any:
         z_a: given.rows(1),
         kv_b: given.rows(2),
         z_b: given.rows(3),
-        places: T.Tensor[(tokens, 3), T.int32],
+        starts: T.Tensor[(tokens, 3), T.int32],
         completed: T.Tensor[(tokens,), T.bool],
     ):
         with T.Kernel(tokens, threads=threads) as token:
@@ -81,6 +81,6 @@ def append(*static: Any) -> Any:
                     lengths[slot] = length + 1
                 completed[token] = first[0] >= 0
                 for i in T.unroll(3):
-                    places[token, i] = first[i]
+                    starts[token, i] = first[i]
 
     return append_tokens

@@ -47,7 +47,7 @@ def summed_weights(dim: int, heads: int, columns: int, normalize: bool) -> Any:
             k_r = T.alloc_shared([TILE, RIGHT], T.bfloat16)
             full = T.alloc_shared([columns], T.float32)
             valid = T.alloc_shared([2, TILE], "bool")
-            of_warps = T.alloc_shared([WARPS], T.float32)
+            warp_sums = T.alloc_shared([WARPS], T.float32)
             q_ready = T.alloc_barrier(CONSUMERS)
             k_l_ready = T.alloc_barrier(128)
             k_r_ready = T.alloc_barrier(128)
@@ -100,11 +100,11 @@ def summed_weights(dim: int, heads: int, columns: int, normalize: bool) -> Any:
                     for d in T.unroll(5):
                         total = total + T.shfl_xor(total, T.shift_left(1, d))
                     if tx % WARP == 0:
-                        of_warps[tx // WARP] = total
+                        warp_sums[tx // WARP] = total
                     T.sync_threads(3, CONSUMERS)
-                    total = of_warps[0]
+                    total = warp_sums[0]
                     for w in T.unroll(WARPS - 1):
-                        total = total + of_warps[w + 1]
+                        total = total + warp_sums[w + 1]
                     for step in T.serial(T.ceildiv(slots, CONSUMERS)):
                         if step * CONSUMERS + tx < slots:
                             if total != T.float32(0):

@@ -52,8 +52,8 @@ KEYS = "uint32"
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
-    made = Plan(*static)
-    return tuple(sorted({32, BITS[made.dtype] * made.vector})), 32
+    fields = Plan(*static)
+    return tuple(sorted({32, BITS[fields.dtype] * fields.vector})), 32
 
 
 @kernel(access_bits=access_bits, pass_configs={**NO_TYPED_SYNC, **EXPLICIT_GUARDS})
@@ -87,40 +87,40 @@ def best_of_rows(
         """What lists hold: the bits of a float32, or a key."""
         return value if named else T.reinterpret(T.cast(value, T.float32), T.uint32)
 
-    def part(of_units: Any, unit: Any) -> Any:
+    def part(num_units: Any, unit: Any) -> Any:
         """The byte of a unit."""
-        return T.cast((of_units >> T.cast(8 * unit, T.uint32)) & T.uint32(255), T.int32)
+        return T.cast((num_units >> T.cast(8 * unit, T.uint32)) & T.uint32(255), T.int32)
 
     @T.macro
-    def mark(values, unit, begin, stop, bound, least, inner, passed):
-        """The bits of what is above the bound: numbers from `least` on in an `inner` tile."""
+    def mark(values, unit, begin, stop, bound, threshold, inner, passed):
+        """The bits of what is above the bound: numbers from `threshold` on in an `inner` tile."""
         passed[0] = T.uint32(0)
         if bound > T.uint32(0) and inner:
             for e in T.unroll(OWN):
                 if named:
                     if values[e] > bound:
                         passed[0] = passed[0] | bit(e)
-                elif T.cast(values[e], T.float32) >= least:
+                elif T.cast(values[e], T.float32) >= threshold:
                     passed[0] = passed[0] | bit(e)
         else:
             for e in T.unroll(OWN):
-                place = (unit + e // UNIT * WARP) * UNIT + e % UNIT
-                if place >= begin and place < stop:
+                index = (unit + e // UNIT * WARP) * UNIT + e % UNIT
+                if index >= begin and index < stop:
                     if key(word(values[e])) > bound:
                         passed[0] = passed[0] | bit(e)
 
     @T.macro
-    def enter(values, unit, passed, turn, of_warps, words, ids, count):
+    def enter(values, unit, passed, iteration, warp_counts, words, ids, count):
         """Append what passed, in the order of places: warps, units, lanes. Has a barrier."""
         lane = T.get_thread_binding() % WARP
         warp = T.get_thread_binding() // WARP
         own = T.alloc_var(T.uint32, init=T.uint32(0))  # a byte for each unit: how many passed
         before = T.alloc_var(T.uint32)  # of the lanes before
         other = T.alloc_var(T.uint32)
-        of_warp = T.alloc_var(T.int32, init=0)
+        warp_count = T.alloc_var(T.int32, init=0)
         for u in T.unroll(UNITS):
-            some = (passed[0] >> T.uint32(u * UNIT)) & T.uint32(2**UNIT - 1)
-            own = own | (T.cast(T.popcount(some), T.uint32) << T.uint32(8 * u))
+            passed_of_unit = (passed[0] >> T.uint32(u * UNIT)) & T.uint32(2**UNIT - 1)
+            own = own | (T.cast(T.popcount(passed_of_unit), T.uint32) << T.uint32(8 * u))
         before = own
         for d in T.unroll(5):
             other = T.shfl_up(before, T.shift_left(1, d))
@@ -129,18 +129,18 @@ def best_of_rows(
         other = T.shfl_sync(before, WARP - 1)
         before = before - own
         for u in T.unroll(UNITS):
-            of_warp = of_warp + part(other, u)
+            warp_count = warp_count + part(other, u)
         if lane == 0:
-            of_warps[turn, warp] = of_warp
+            warp_counts[iteration, warp] = warp_count
         T.sync_threads()
-        of_warp = 0
+        warp_count = 0
         if lane < WARPS:
-            of_warp = of_warps[turn, lane]
+            warp_count = warp_counts[iteration, lane]
         at = T.alloc_var(T.int32, init=count[0])
-        count[0] = count[0] + T.warp_reduce_sum(of_warp)
+        count[0] = count[0] + T.warp_reduce_sum(warp_count)
         if lane >= warp:
-            of_warp = 0
-        at = at + T.warp_reduce_sum(of_warp)
+            warp_count = 0
+        at = at + T.warp_reduce_sum(warp_count)
         for u in T.unroll(UNITS):
             to = T.alloc_var(T.int32)
             to = at + part(before, u)
@@ -171,9 +171,9 @@ def best_of_rows(
                     own[u * UNIT + e] = key(word(values[u * UNIT + e]))
         rank = T.alloc_var(T.int32, init=topk * SAMPLE // (stop - begin))
         rank = rank + rank // 4 + SPARE_RANK
-        least = T.alloc_var(T.uint32)
-        least = least_of_sample(own, rank, 0, T.uint32(1), bins, found, sums)
-        return T.if_then_else(least > T.uint32(LOWEST), least - T.uint32(1), T.uint32(0))
+        threshold = T.alloc_var(T.uint32)
+        threshold = least_of_sample(own, rank, 0, T.uint32(1), bins, found, sums)
+        return T.if_then_else(threshold > T.uint32(LOWEST), threshold - T.uint32(1), T.uint32(0))
 
     @T.prim_func
     def best_entries(
@@ -193,7 +193,7 @@ def best_of_rows(
             bins = T.alloc_shared((BINS,), T.int32)
             found = T.alloc_shared((FOUND,), T.int32)
             sums = T.alloc_shared((WARPS,), T.int32)
-            of_warps = T.alloc_shared((2, WARPS), T.int32)
+            warp_counts = T.alloc_shared((2, WARPS), T.int32)
             values = T.alloc_local((OWN,), dtype)
             coming = T.alloc_local((OWN,), dtype)
             begin = T.alloc_var(T.int32, init=0)
@@ -201,7 +201,7 @@ def best_of_rows(
             count = T.alloc_local((1,), T.int32)
             passed = T.alloc_local((1,), T.uint32)  # a bit for each logit of the thread
             bound = T.alloc_var(T.uint32, init=T.uint32(0))
-            least = T.alloc_var(T.float32)  # the number above the bound
+            threshold = T.alloc_var(T.float32)  # the number above the bound
             unit = T.alloc_var(T.int32)  # the thread's first one in a tile
             again = T.alloc_var(T.bool, init=T.bool(True))
             if not named:
@@ -219,7 +219,7 @@ def best_of_rows(
                 if again:  # the same for all threads
                     T.sync_threads()
                     count[0] = 0
-                    least = number_of(bound + T.uint32(1))
+                    threshold = number_of(bound + T.uint32(1))
                     unit = begin // UNIT + tx // WARP * WARP * UNITS + lane
                     load_tile(logits, row, unit, stop, coming)
                     for tile in T.serial(tiles):
@@ -227,8 +227,8 @@ def best_of_rows(
                             values[e] = coming[e]
                         load_tile(logits, row, unit + TILE // UNIT, stop, coming)
                         inner = first + tile * TILE >= begin and first + (tile + 1) * TILE <= stop
-                        mark(values, unit, begin, stop, bound, least, inner, passed)
-                        enter(values, unit, passed, tile % 2, of_warps, words, ids, count)
+                        mark(values, unit, begin, stop, bound, threshold, inner, passed)
+                        enter(values, unit, passed, tile % 2, warp_counts, words, ids, count)
                         unit = unit + TILE // UNIT
                         # Before the list cannot take another tile, and at the end.
                         if count[0] > T.if_then_else(tile + 1 == tiles, topk, capacity - TILE):
@@ -236,7 +236,7 @@ def best_of_rows(
                             bound = keep(
                                 words, ids, 0, count[0], 0, bound, bins, found, sums, count
                             )
-                            least = number_of(bound + T.uint32(1))
+                            threshold = number_of(bound + T.uint32(1))
                             T.sync_threads()
                     again = count[0] < topk and bound > T.uint32(0)
                     bound = T.uint32(0)
@@ -260,8 +260,8 @@ def best_of_rows(
 
 
 def part_access_bits(*static: Any) -> tuple[tuple[int, ...], int]:
-    made = PartPlan(*static)
-    return tuple(sorted({32, BITS[made.dtype] * made.vector})), 32
+    fields = PartPlan(*static)
+    return tuple(sorted({32, BITS[fields.dtype] * fields.vector})), 32
 
 
 @kernel(access_bits=part_access_bits, pass_configs={**NO_TYPED_SYNC, **EXPLICIT_GUARDS})
@@ -283,13 +283,13 @@ def best_of_parts(topk: int, dtype: str, vector: int) -> Any:
         """Keys of the thread's entries, 0 for what is not in the row."""
         values = T.alloc_local((vector,), dtype)
         for c in T.unroll(own_entries // vector):
-            place = first + c * vector
-            if place < stop:
+            index = first + c * vector
+            if index < stop:
                 for e in T.vectorized(vector):
-                    values[e] = logits[row, place + e]
+                    values[e] = logits[row, index + e]
             for e in T.unroll(vector):
                 own[c * vector + e] = T.uint32(0)
-                if place + e >= begin and place + e < stop:
+                if index + e >= begin and index + e < stop:
                     if named:
                         own[c * vector + e] = values[e]
                     else:
@@ -334,16 +334,16 @@ def best_of_parts(topk: int, dtype: str, vector: int) -> Any:
             if before[1] > topk:  # the same for all threads
                 bound = find(own, topk, 0, T.uint32(1), bins, found, sums)
             choose(own, bound, topk, sums, stays, before, kept)
-            place = T.alloc_var(T.int32, init=before[0])
+            index = T.alloc_var(T.int32, init=before[0])
             for j in T.unroll(own_entries):
                 if (stays[j // 32] & bit(j)) != T.uint32(0):
                     if named:
-                        out[row, part, place] = names[row, first + j]
+                        out[row, part, index] = names[row, first + j]
                     else:
-                        out[row, part, place] = first + j
+                        out[row, part, index] = first + j
                     if parts > 1:
-                        out_keys[row, part, place] = own[j]
-                    place = place + 1
+                        out_keys[row, part, index] = own[j]
+                    index = index + 1
             for c in T.serial(-(-topk // THREADS)):
                 if c * THREADS + tx >= kept[0] and c * THREADS + tx < topk:
                     out[row, part, c * THREADS + tx] = -1

@@ -133,8 +133,8 @@ def plan_bwd(
     for group, per_sm in itertools.product(divisors, range(max_per_sm, 0, -1)):
         fitting = [cut for cut in cuts(hidden) if fits(*cut, group, per_sm, device)]
         if fitting:
-            least = fitting[0][0] * fitting[0][1]
-            threads, steps = max(cut for cut in fitting if cut[0] * cut[1] == least)
+            fewest = fitting[0][0] * fitting[0][1]
+            threads, steps = max(cut for cut in fitting if cut[0] * cut[1] == fewest)
             break
     else:
         threads, steps = long_cut(hidden)

@@ -49,5 +49,4 @@ def plan(dtype: str, columns: int, parts: int, vector: int, device: Device) -> P
     """
     shares = split(columns, parts, vector)
     few = shares.warps == MAX_WARPS and shares.at_once <= FEW_AT_ONCE
-    most = FEW_AT_ONCE if few else MAX_AT_ONCE
-    return Plan(dtype, vector, max(MIN_WARPS, shares.warps), most)
+    return Plan(dtype, vector, max(MIN_WARPS, shares.warps), FEW_AT_ONCE if few else MAX_AT_ONCE)

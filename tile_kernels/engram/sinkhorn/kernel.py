@@ -133,8 +133,8 @@ def step(*static: Any) -> Any:
             load_scales(col_scale, lane, column_scales)
             for i in T.unroll(per_lane):
                 sums[i] = T.float32(0)
-            for turn in T.serial(T.ceildiv(end - start, WARPS)):
-                row = T.alloc_var(T.int64, init=start + turn * WARPS + warp)
+            for iteration in T.serial(T.ceildiv(end - start, WARPS)):
+                row = T.alloc_var(T.int64, init=start + iteration * WARPS + warp)
                 if row < end:  # the same for the whole warp
                     scale = T.alloc_var(T.float32, init=row_scale[row])
                     norm = T.alloc_var(T.float32)

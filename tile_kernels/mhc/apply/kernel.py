@@ -67,10 +67,10 @@ def apply_mix_backward(*static: Any) -> Any:
             raw = T.alloc_local((streams, columns), T.bfloat16)
             there = T.alloc_local((streams if plan.added else 1, columns), T.bfloat16)
             weights = T.alloc_local((streams,), T.float32)
-            of_grad = T.alloc_local((columns,), T.float32)
+            grad_regs = T.alloc_local((columns,), T.float32)
             wide = T.alloc_local((columns,), T.float32)
             sums = T.alloc_local((streams,), T.float32)
-            of_warps = T.alloc_shared((streams, warps), T.float32)
+            warp_sums = T.alloc_shared((streams, warps), T.float32)
             load_mix(types.as_rows(mix), token, weights)
             for i in T.unroll(streams):
                 sums[i] = T.float32(0)
@@ -84,20 +84,20 @@ def apply_mix_backward(*static: Any) -> Any:
                     if plan.added:
                         for i in T.unroll(streams):
                             load(grad_x, token, i, first, there, i)
-                    widened(raw_grad, 0, of_grad)
+                    widened(raw_grad, 0, grad_regs)
                     for i in T.unroll(streams):
                         widened(raw, i, wide)
-                        add_products(of_grad, wide, sums, i, columns)
+                        add_products(grad_regs, wide, sums, i, columns)
                         if plan.added:
                             widened(there, i, wide)
                             for v in T.unroll(columns):
-                                wide[v] = T.ieee_fmaf(of_grad[v], weights[i], wide[v])
+                                wide[v] = T.ieee_fmaf(grad_regs[v], weights[i], wide[v])
                         else:
                             for v in T.unroll(columns):
-                                wide[v] = T.ieee_mul(of_grad[v], weights[i])
+                                wide[v] = T.ieee_mul(grad_regs[v], weights[i])
                         store(wide, grad_x, token, i, first)
-            summed(sums, of_warps)
+            summed(sums, warp_sums)
             if tx < streams:
-                grad_mix[token, tx, 0] = sum_of_warps(of_warps, tx, warps)
+                grad_mix[token, tx, 0] = sum_of_warps(warp_sums, tx, warps)
 
     return gradients

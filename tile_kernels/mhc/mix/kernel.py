@@ -134,13 +134,13 @@ def compute_mixes(streams: int, head: bool, vector: int) -> Any:
 def sum_columns(columns: int, threads: int) -> Any:
     """A macro: `totals[c]`, the sum of column `c` over `num_rows` rows, in a fixed order.
 
-    Threads beyond the columns take part of the rows, every `parts`-th; `of_parts`, shared, holds
+    Threads beyond the columns take part of the rows, every `parts`-th; `part_sums`, shared, holds
     their sums. It is a barrier before the totals are written.
     """
     parts = threads // columns
 
     @T.macro
-    def summed(rows, num_rows, of_parts, totals):
+    def summed(rows, num_rows, part_sums, totals):
         tx = T.get_thread_binding()
         column = tx % columns
         part = tx // columns
@@ -155,12 +155,12 @@ def sum_columns(columns: int, threads: int) -> Any:
                         loaded[i] = rows[row, column]
                 for i in T.unroll(BATCH):
                     total = T.ieee_add(total, loaded[i])
-            of_parts[part, column] = total
+            part_sums[part, column] = total
         T.sync_threads()
         if tx < columns:
-            total = of_parts[0, tx]
+            total = part_sums[0, tx]
             for p in T.unroll(parts - 1):
-                total = T.ieee_add(total, of_parts[p + 1, tx])
+                total = T.ieee_add(total, part_sums[p + 1, tx])
             totals[tx] = total
 
     return summed
@@ -229,8 +229,8 @@ def mixes_backward(streams: int, head: bool, vector: int) -> Any:
             sums = T.alloc_local((2, vector), T.float32)
             factor = T.alloc_var(T.float32, init=T.float32(0))
             weight = T.alloc_var(T.float32)
-            of_slots = T.alloc_shared((slots, 2 * count), T.float32)
-            of_parts = T.alloc_shared((parts, 2 * count), T.float32)
+            slot_sums = T.alloc_shared((slots, 2 * count), T.float32)
+            part_sums = T.alloc_shared((parts, 2 * count), T.float32)
             totals = T.alloc_shared((2 * count,), T.float32)
             for v in T.unroll(vector):
                 sums[0, v] = T.float32(0)
@@ -239,8 +239,8 @@ def mixes_backward(streams: int, head: bool, vector: int) -> Any:
                 factor = scale[kind(first)]
                 for v in T.vectorized(vector):
                     shift[v] = base[first + v]
-            for turn in T.serial(T.ceildiv(num_tokens, slots * chunks)):
-                token = T.alloc_var(T.int32, init=(turn * chunks + block) * slots + slot)
+            for iteration in T.serial(T.ceildiv(num_tokens, slots * chunks)):
+                token = T.alloc_var(T.int32, init=(iteration * chunks + block) * slots + slot)
                 if slot < slots and token < num_tokens:
                     for v in T.vectorized(vector):
                         x[v] = mixes[token, first + v]
@@ -261,15 +261,15 @@ def mixes_backward(streams: int, head: bool, vector: int) -> Any:
                         d_mixes[token, first + v] = grad[v]
             if slot < slots:
                 for v in T.unroll(vector):
-                    of_slots[slot, first + v] = sums[0, v]
-                    of_slots[slot, count + first + v] = sums[1, v]
+                    slot_sums[slot, first + v] = sums[0, v]
+                    slot_sums[slot, count + first + v] = sums[1, v]
             T.sync_threads()
-            sum_rows(of_slots, slots, of_parts, totals)
+            sum_rows(slot_sums, slots, part_sums, totals)
             T.sync_threads()
             if tx < 2 * count:
                 partials[block, tx] = totals[tx]
             if is_last_block(tickets, ticket, chunks):
-                sum_rows(partials, chunks, of_parts, totals)
+                sum_rows(partials, chunks, part_sums, totals)
                 T.sync_threads()
                 if tx < count:
                     d_base[tx] = totals[tx]

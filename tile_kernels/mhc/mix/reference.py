@@ -116,8 +116,8 @@ def mhc_pre_split_mixes_bwd(
     ]
     grad_mixes = torch.cat([dz * scale for dz, scale in zip(parts, mhc_scale)], -1)
     sums = [_sums(dz, x) for dz, x in zip(parts, (pre, post, comb))]
-    grad_scale = torch.stack([of_scale for of_scale, _ in sums])
-    return grad_mixes, grad_scale, torch.cat([of_base for _, of_base in sums])
+    grad_scale = torch.stack([scale_grad for scale_grad, _ in sums])
+    return grad_mixes, grad_scale, torch.cat([base_grad for _, base_grad in sums])
 
 
 def mhc_head_compute_mix(
@@ -173,5 +173,5 @@ def _sums(dz: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """`dz * x` over everything, and `dz` over the tokens, rounded once."""
     dims = tuple(range(dz.dim() - 1))
     wide = dz.double()
-    of_base = wide.sum(dims) if dims else wide
-    return (wide * x.double()).sum().to(dz.dtype), of_base.to(dz.dtype)
+    base_grad = wide.sum(dims) if dims else wide
+    return (wide * x.double()).sum().to(dz.dtype), base_grad.to(dz.dtype)

@@ -40,15 +40,15 @@ def tf32(value):
 
 
 @T.macro
-def in_two(value, high, low, place):
+def in_two(value, high, low, index):
     """`tf32(value) = high + low`, both exact; what is not finite in bfloat16 has no low part."""
     rounded = T.alloc_var(T.float32, init=tf32(value))
-    high[place] = T.cast(rounded, T.bfloat16)
-    low[place] = T.cast(T.ieee_sub(rounded, T.cast(high[place], T.float32)), T.bfloat16)
-    if (T.reinterpret(T.cast(high[place], T.float32), T.uint32) & T.uint32(0x7F800000)) == T.uint32(
+    high[index] = T.cast(rounded, T.bfloat16)
+    low[index] = T.cast(T.ieee_sub(rounded, T.cast(high[index], T.float32)), T.bfloat16)
+    if (T.reinterpret(T.cast(high[index], T.float32), T.uint32) & T.uint32(0x7F800000)) == T.uint32(
         0x7F800000
     ):
-        low[place] = T.bfloat16(0)
+        low[index] = T.bfloat16(0)
 
 
 def cut_weights(mixes: int, padded: int, columns: int, size: int, threads: int) -> Any:
@@ -64,11 +64,11 @@ def cut_weights(mixes: int, padded: int, columns: int, size: int, threads: int) 
         weights = T.alloc_local((WEIGHTS,), T.float32)
         high = T.alloc_local((WEIGHTS,), T.bfloat16)
         low = T.alloc_local((WEIGHTS,), T.bfloat16)
-        for turn in T.unroll(-(-padded * accesses // threads)):
-            place = turn * threads + T.get_thread_binding()
-            row = place // accesses
-            first = place % accesses * WEIGHTS
-            if place < padded * accesses:
+        for iteration in T.unroll(-(-padded * accesses // threads)):
+            index = iteration * threads + T.get_thread_binding()
+            row = index // accesses
+            first = index % accesses * WEIGHTS
+            if index < padded * accesses:
                 for e in T.vectorized(WEIGHTS):
                     weights[e] = T.float32(0)
                 if row < mixes and column + first < size:
@@ -84,7 +84,7 @@ def cut_weights(mixes: int, padded: int, columns: int, size: int, threads: int) 
     return cut
 
 
-def weight_turns(mixes: int, depth: int, threads: int) -> int:
+def weight_vectors(mixes: int, depth: int, threads: int) -> int:
     """How many vectors of `depth` columns of the weights a thread has."""
     return -(-mixes * depth // WEIGHTS // threads)
 
@@ -95,48 +95,48 @@ def weight_step(mixes: int, padded: int, size: int, depth: int, stages: int, thr
     Registers are `weights[buffer]`. A third macro clears the rows of padding of all stages.
     """
     accesses = depth // WEIGHTS  # of a row
-    turns = weight_turns(mixes, depth, threads)
+    num_vectors = weight_vectors(mixes, depth, threads)
 
     @T.macro
     def load(fn, column, tx, weights, buffer):
-        for turn in T.unroll(turns):
-            place = turn * threads + tx
-            inside = column + place % accesses * WEIGHTS
+        for iteration in T.unroll(num_vectors):
+            index = iteration * threads + tx
+            inside = column + index % accesses * WEIGHTS
             for e in T.vectorized(WEIGHTS):
-                weights[buffer, turn, e] = T.float32(0)
-            if place < mixes * accesses and inside < size:
+                weights[buffer, iteration, e] = T.float32(0)
+            if index < mixes * accesses and inside < size:
                 for e in T.vectorized(WEIGHTS):
-                    weights[buffer, turn, e] = fn[place // accesses, inside + e]
+                    weights[buffer, iteration, e] = fn[index // accesses, inside + e]
 
     @T.macro
-    def store(weights, buffer, tx, of_weights, slot):
+    def store(weights, buffer, tx, weight_tile, slot):
         high = T.alloc_local((WEIGHTS,), T.bfloat16)
         low = T.alloc_local((WEIGHTS,), T.bfloat16)
-        for turn in T.unroll(turns):
-            place = turn * threads + tx
-            row = place // accesses
-            first = place % accesses * WEIGHTS
-            if place < mixes * accesses:
+        for iteration in T.unroll(num_vectors):
+            index = iteration * threads + tx
+            row = index // accesses
+            first = index % accesses * WEIGHTS
+            if index < mixes * accesses:
                 for e in T.unroll(WEIGHTS):
-                    in_two(weights[buffer, turn, e], high, low, e)
+                    in_two(weights[buffer, iteration, e], high, low, e)
                 for e in T.vectorized(WEIGHTS):
-                    of_weights[slot, row, first + e] = high[e]
+                    weight_tile[slot, row, first + e] = high[e]
                 for e in T.vectorized(WEIGHTS):
-                    of_weights[slot, padded + row, first + e] = low[e]
+                    weight_tile[slot, padded + row, first + e] = low[e]
 
     @T.macro
-    def clear_padding(tx, of_weights):
+    def clear_padding(tx, weight_tile):
         rows = padded - mixes
         if rows > 0:
-            for turn in T.serial(-(-2 * stages * rows * accesses // threads)):
-                place = turn * threads + tx
-                if place < 2 * stages * rows * accesses:
-                    slot = place // (2 * rows * accesses)
-                    part = place // (rows * accesses) % 2
-                    row = place // accesses % rows
+            for iteration in T.serial(-(-2 * stages * rows * accesses // threads)):
+                index = iteration * threads + tx
+                if index < 2 * stages * rows * accesses:
+                    slot = index // (2 * rows * accesses)
+                    part = index // (rows * accesses) % 2
+                    row = index // accesses % rows
                     for e in T.vectorized(WEIGHTS):
-                        of_weights[
-                            slot, part * padded + mixes + row, place % accesses * WEIGHTS + e
+                        weight_tile[
+                            slot, part * padded + mixes + row, index % accesses * WEIGHTS + e
                         ] = T.bfloat16(0)
 
     return load, store, clear_padding
@@ -153,13 +153,13 @@ def fetch_rows(size: int, tile: int, depth: int, threads: int) -> Any:
     accesses = depth // VECTOR  # of a row
 
     @T.macro
-    def fetch(x, of_x, row, rows, column, slot):
+    def fetch(x, x_tile, row, rows, column, slot):
         tx = T.get_thread_binding()
-        for turn in T.unroll(tile * accesses // threads):
-            line = turn * (threads // accesses) + tx // accesses
+        for iteration in T.unroll(tile * accesses // threads):
+            line = iteration * (threads // accesses) + tx // accesses
             inside = tx % accesses * VECTOR
             T.ptx_cp_async(
-                T.access_ptr(of_x[slot, line, inside], "w", VECTOR),
+                T.access_ptr(x_tile[slot, line, inside], "w", VECTOR),
                 T.access_ptr(x[row + line, column + inside], "r", VECTOR),
                 VECTOR, row + line < rows and column + inside < size,
             )  # fmt: skip
@@ -170,19 +170,19 @@ def fetch_rows(size: int, tile: int, depth: int, threads: int) -> Any:
 def fetch_step(mixes: int, size: int, tile: int, depth: int) -> Any:
     """A macro: starts the copies of a step to `slot`, streams and weights, as one group."""
     threads = 2 * tile
-    of_weights = depth // WEIGHTS  # accesses
+    weight_tile = depth // WEIGHTS  # accesses
     fetch_streams = fetch_rows(size, tile, depth, threads)
 
     @T.macro
-    def fetch(x, fn, of_x, of_fn, row, rows, column, slot):
+    def fetch(x, fn, x_tile, fn_tile, row, rows, column, slot):
         tx = T.get_thread_binding()
-        fetch_streams(x, of_x, row, rows, column, slot)
-        for turn in T.unroll(-(-mixes * of_weights // threads)):
-            line = (turn * threads + tx) // of_weights
-            inside = (turn * threads + tx) % of_weights * WEIGHTS
+        fetch_streams(x, x_tile, row, rows, column, slot)
+        for iteration in T.unroll(-(-mixes * weight_tile // threads)):
+            line = (iteration * threads + tx) // weight_tile
+            inside = (iteration * threads + tx) % weight_tile * WEIGHTS
             if line < mixes:
                 T.ptx_cp_async(
-                    T.access_ptr(of_fn[slot, line, inside], "w", WEIGHTS),
+                    T.access_ptr(fn_tile[slot, line, inside], "w", WEIGHTS),
                     T.access_ptr(fn[line, column + inside], "r", WEIGHTS),
                     WEIGHTS, column + inside < size,
                 )  # fmt: skip
@@ -198,18 +198,18 @@ def multiply_step(padded: int, tile: int, depth: int, unit: int) -> Any:
     """
 
     @T.macro
-    def multiply(of_x, slot, parts, held, sums, squared):
+    def multiply(x_tile, slot, parts, x_regs, sums, squared):
         for first in tuple(range(0, depth, unit)):
             columns = slice(first, first + unit)
-            T.copy(of_x[slot, :, columns], held)
+            T.copy(x_tile[slot, :, columns], x_regs)
             for part in (0, padded):
                 T.gemm(
-                    held, parts[part : part + padded, columns], sums, transpose_B=True,
+                    x_regs, parts[part : part + padded, columns], sums, transpose_B=True,
                     policy=T.GemmWarpPolicy.FullRow,
                 )  # fmt: skip
             for i, j in T.Parallel(tile, unit):
                 squared[i, j] = T.fma(
-                    T.cast(held[i, j], T.float32), T.cast(held[i, j], T.float32), squared[i, j]
+                    T.cast(x_regs[i, j], T.float32), T.cast(x_regs[i, j], T.float32), squared[i, j]
                 )
 
     return multiply
@@ -219,18 +219,18 @@ def multiply_stage(padded: int, tile: int, depth: int, unit: int) -> Any:
     """Like `multiply_step`, by some warpgroups of a block; the squares while wgmma runs."""
 
     @T.macro
-    def multiply(of_x, of_weights, slot, held, sums, squared):
+    def multiply(x_tile, weight_tile, slot, x_regs, sums, squared):
         for first in tuple(range(0, depth, unit)):
             columns = slice(first, first + unit)
-            T.copy(of_x[slot, :, columns], held)
+            T.copy(x_tile[slot, :, columns], x_regs)
             for part in (0, padded):
                 T.wgmma_gemm(
-                    held, of_weights[slot, part : part + padded, columns], sums, transpose_B=True,
-                    policy=T.GemmWarpPolicy.FullRow,
+                    x_regs, weight_tile[slot, part : part + padded, columns], sums,
+                    transpose_B=True, policy=T.GemmWarpPolicy.FullRow,
                 )  # fmt: skip
             for i, j in T.Parallel(tile, unit):
                 squared[i, j] = T.fma(
-                    T.cast(held[i, j], T.float32), T.cast(held[i, j], T.float32), squared[i, j]
+                    T.cast(x_regs[i, j], T.float32), T.cast(x_regs[i, j], T.float32), squared[i, j]
                 )
             T.wait_wgmma(0)
 
@@ -241,16 +241,16 @@ def fold_leaf(tile: int, padded: int) -> Any:
     """A macro: adds the sums of a leaf to those of its part, of which it is number `leaf`."""
 
     @T.macro
-    def fold(leaf, sums, squared, of_rows, total, total_of_rows):
-        T.reduce_sum(squared, of_rows, dim=1)
+    def fold(leaf, sums, squared, row_sums, total, row_totals):
+        T.reduce_sum(squared, row_sums, dim=1)
         if leaf == 0:
             T.copy(sums, total)
-            T.copy(of_rows, total_of_rows)
+            T.copy(row_sums, row_totals)
         else:
             for i, j in T.Parallel(tile, padded):
                 total[i, j] = total[i, j] + sums[i, j]
             for i in T.Parallel(tile):
-                total_of_rows[i] = total_of_rows[i] + of_rows[i]
+                row_totals[i] = row_totals[i] + row_sums[i]
         T.clear(sums)
         T.clear(squared)
 
@@ -261,13 +261,13 @@ def write_part(tile: int, padded: int) -> Any:
     """A macro: the sums of a part to memory, for rows that exist."""
 
     @T.macro
-    def write(mul, squares, part, row, rows, total, total_of_rows):
+    def write(mul, squares, part, row, rows, total, row_totals):
         for i, j in T.Parallel(tile, padded):
             if row + i < rows:
                 mul[part, row + i, j] = total[i, j]
         for i in T.Parallel(tile):
             if row + i < rows:
-                squares[part, row + i] = total_of_rows[i]
+                squares[part, row + i] = row_totals[i]
 
     return write
 
@@ -316,16 +316,16 @@ def copied_products(plan: ProductPlan) -> Any:
             block,
             share,
         ):
-            of_x = T.alloc_shared((stages, tile, depth), T.bfloat16)
-            of_fn = T.alloc_shared((stages, mixes, depth), T.float32)
-            of_weights = T.alloc_shared((2 * padded, depth), T.bfloat16)
-            held = T.alloc_fragment((tile, unit), T.bfloat16)
+            x_tile = T.alloc_shared((stages, tile, depth), T.bfloat16)
+            fn_tile = T.alloc_shared((stages, mixes, depth), T.float32)
+            weight_tile = T.alloc_shared((2 * padded, depth), T.bfloat16)
+            x_regs = T.alloc_fragment((tile, unit), T.bfloat16)
             sums = T.alloc_fragment((tile, padded), T.float32)
             squared = T.alloc_fragment((tile, unit), T.float32)
-            of_rows = T.alloc_fragment((tile,), T.float32)
+            row_sums = T.alloc_fragment((tile,), T.float32)
             total = T.alloc_fragment((tile, padded), T.float32)
-            total_of_rows = T.alloc_fragment((tile,), T.float32)
-            T.annotate_layout({of_x: make_swizzled_layout(of_x)})
+            row_totals = T.alloc_fragment((tile,), T.float32)
+            T.annotate_layout({x_tile: make_swizzled_layout(x_tile)})
             row = block * tile
             first = share * run * fold  # leaf
             num_leaves = T.min(run * fold, leaves - first)
@@ -334,7 +334,7 @@ def copied_products(plan: ProductPlan) -> Any:
             T.clear(squared)
             for ahead in T.serial(stages - 1):
                 if ahead < steps:
-                    fetch(x, fn, of_x, of_fn, row, rows, start + ahead * depth, ahead)
+                    fetch(x, fn, x_tile, fn_tile, row, rows, start + ahead * depth, ahead)
                 else:
                     T.ptx_commit_group()
             for leaf in T.serial(num_leaves):
@@ -345,17 +345,17 @@ def copied_products(plan: ProductPlan) -> Any:
                     ahead = step + stages - 1
                     if ahead < steps:
                         column = start + ahead * depth
-                        fetch(x, fn, of_x, of_fn, row, rows, column, ahead % stages)
+                        fetch(x, fn, x_tile, fn_tile, row, rows, column, ahead % stages)
                     else:
                         T.ptx_commit_group()
-                    cut(of_fn, step % stages, 0, of_weights)
+                    cut(fn_tile, step % stages, 0, weight_tile)
                     if plan.fenced:
                         T.fence_proxy_async()
                     T.sync_threads()
-                    multiply(of_x, step % stages, of_weights, held, sums, squared)
-                fold_sums(leaf % fold, sums, squared, of_rows, total, total_of_rows)
+                    multiply(x_tile, step % stages, weight_tile, x_regs, sums, squared)
+                fold_sums(leaf % fold, sums, squared, row_sums, total, row_totals)
                 if leaf % fold == fold - 1 or leaf == num_leaves - 1:
-                    write(mul, squares, share * run + leaf // fold, row, rows, total, total_of_rows)
+                    write(mul, squares, share * run + leaf // fold, row, rows, total, row_totals)
 
     return product_tiles
 
@@ -377,32 +377,32 @@ def streamed_products(plan: ProductPlan) -> Any:
     multiply = multiply_stage(padded, tile, depth, unit)
     cutters = plan.threads - threads - WARP
     load, store, clear_padding = weight_step(mixes, padded, size, depth, stages, cutters)
-    turns = weight_turns(mixes, depth, cutters)
+    num_vectors = weight_vectors(mixes, depth, cutters)
 
     @T.macro
-    def copy_streams(x, of_x, full, empty, row, start, steps):
+    def copy_streams(x, x_tile, full, empty, row, start, steps):
         for step in T.serial(steps):
             slot = step % stages
             column = start + step * depth
             T.mbarrier_wait_parity(empty[slot], step // stages % 2 ^ 1)
             T.tma_copy(
-                x[row : row + tile, column : column + depth], of_x[slot, :, :], barrier=full[slot]
+                x[row : row + tile, column : column + depth], x_tile[slot, :, :], barrier=full[slot]
             )
             T.mbarrier_arrive(full[slot])  # all 32 lanes, the one that copies among them
 
     @T.macro
-    def bring_weights(fn, of_weights, full, empty, start, steps):
+    def bring_weights(fn, weight_tile, full, empty, start, steps):
         tx = T.get_thread_binding() - threads
-        weights = T.alloc_local((BUFFERS, turns, WEIGHTS), T.float32)
+        weights = T.alloc_local((BUFFERS, num_vectors, WEIGHTS), T.float32)
         for buffer in tuple(range(BUFFERS)):
             load(fn, start + buffer * depth, tx, weights, buffer)
-        clear_padding(tx, of_weights)
+        clear_padding(tx, weight_tile)
         for first in T.serial(steps // BUFFERS):
             for buffer in tuple(range(BUFFERS)):
                 step = first * BUFFERS + buffer
                 slot = step % stages
                 T.mbarrier_wait_parity(empty[slot], step // stages % 2 ^ 1)
-                store(weights, buffer, tx, of_weights, slot)
+                store(weights, buffer, tx, weight_tile, slot)
                 T.fence_proxy_async()  # the matrix units read what these threads wrote
                 T.mbarrier_arrive(full[slot])
                 if step + BUFFERS < steps:
@@ -421,27 +421,27 @@ def streamed_products(plan: ProductPlan) -> Any:
             block,
             share,
         ):
-            of_x = T.alloc_shared((stages, tile, depth), T.bfloat16)
-            of_weights = T.alloc_shared((stages, 2 * padded, depth), T.bfloat16)
+            x_tile = T.alloc_shared((stages, tile, depth), T.bfloat16)
+            weight_tile = T.alloc_shared((stages, 2 * padded, depth), T.bfloat16)
             full = T.alloc_barrier([cutters + WARP] * stages)
             empty = T.alloc_barrier([threads // WARP] * stages)
-            T.annotate_layout({of_x: make_swizzled_layout(of_x)})
+            T.annotate_layout({x_tile: make_swizzled_layout(x_tile)})
             row = block * tile
             first = share * run * fold  # leaf
             num_leaves = T.min(run * fold, leaves - first)
             start, steps = first * plan.leaf, num_leaves * leaf_steps
             if T.get_thread_binding() >= threads:
                 if T.get_thread_binding() >= threads + cutters:
-                    copy_streams(x, of_x, full, empty, row, start, steps)
+                    copy_streams(x, x_tile, full, empty, row, start, steps)
                 else:
-                    bring_weights(fn, of_weights, full, empty, start, steps)
+                    bring_weights(fn, weight_tile, full, empty, start, steps)
             else:
-                held = T.alloc_fragment((tile, unit), T.bfloat16)
+                x_regs = T.alloc_fragment((tile, unit), T.bfloat16)
                 sums = T.alloc_fragment((tile, padded), T.float32)
                 squared = T.alloc_fragment((tile, unit), T.float32)
-                of_rows = T.alloc_fragment((tile,), T.float32)
+                row_sums = T.alloc_fragment((tile,), T.float32)
                 total = T.alloc_fragment((tile, padded), T.float32)
-                total_of_rows = T.alloc_fragment((tile,), T.float32)
+                row_totals = T.alloc_fragment((tile,), T.float32)
                 part = T.alloc_var(T.int32, init=share * run)
                 folded = T.alloc_var(T.int32, init=0)  # leaves of the part
                 T.clear(sums)
@@ -451,15 +451,15 @@ def streamed_products(plan: ProductPlan) -> Any:
                         step = leaf * leaf_steps + inner
                         slot = step % stages
                         T.mbarrier_wait_parity(full[slot], step // stages % 2)
-                        multiply(of_x, of_weights, slot, held, sums, squared)
+                        multiply(x_tile, weight_tile, slot, x_regs, sums, squared)
                         T.sync_warp()
                         if T.get_thread_binding() % WARP == 0:
                             T.mbarrier_arrive(empty[slot])
                     T.warpgroup_fence_operand(sums, num_regs=tile * padded // threads)
-                    fold_sums(folded, sums, squared, of_rows, total, total_of_rows)
+                    fold_sums(folded, sums, squared, row_sums, total, row_totals)
                     folded = folded + 1
                     if folded == fold or leaf == num_leaves - 1:
-                        write(mul, squares, part, row, rows, total, total_of_rows)
+                        write(mul, squares, part, row, rows, total, row_totals)
                         part = part + 1
                         folded = 0
 
@@ -475,7 +475,7 @@ def single_products(plan: ProductPlan) -> Any:
     rows, parts = T.dynamic("rows parts")
     fetch = fetch_rows(size, tile, leaf, plan.threads)
     load, store, clear_padding = weight_step(mixes, padded, size, leaf, 1, plan.threads)
-    turns = weight_turns(mixes, leaf, plan.threads)
+    num_vectors = weight_vectors(mixes, leaf, plan.threads)
     multiply, write = multiply_stage(padded, tile, leaf, plan.unit), write_part(tile, padded)
 
     @T.prim_func
@@ -491,31 +491,31 @@ def single_products(plan: ProductPlan) -> Any:
             block,
             share,
         ):
-            of_x = T.alloc_shared((1, tile, leaf), T.bfloat16)
-            of_weights = T.alloc_shared((1, 2 * padded, leaf), T.bfloat16)
-            T.annotate_layout({of_x: make_swizzled_layout(of_x)})
+            x_tile = T.alloc_shared((1, tile, leaf), T.bfloat16)
+            weight_tile = T.alloc_shared((1, 2 * padded, leaf), T.bfloat16)
+            T.annotate_layout({x_tile: make_swizzled_layout(x_tile)})
             tx = T.get_thread_binding()
             part = share * run * fold
-            weights = T.alloc_local((1, turns, WEIGHTS), T.float32)
+            weights = T.alloc_local((1, num_vectors, WEIGHTS), T.float32)
             load(fn, part * leaf, tx, weights, 0)
-            fetch(x, of_x, block * tile, rows, part * leaf, 0)
+            fetch(x, x_tile, block * tile, rows, part * leaf, 0)
             T.ptx_commit_group()
-            clear_padding(tx, of_weights)
-            store(weights, 0, tx, of_weights, 0)
+            clear_padding(tx, weight_tile)
+            store(weights, 0, tx, weight_tile, 0)
             T.fence_proxy_async()  # the matrix units read what these threads wrote
             T.ptx_wait_group(0)
             T.sync_threads()
             if tx < WARPGROUP:
-                held = T.alloc_fragment((tile, plan.unit), T.bfloat16)
+                x_regs = T.alloc_fragment((tile, plan.unit), T.bfloat16)
                 sums = T.alloc_fragment((tile, padded), T.float32)
                 squared = T.alloc_fragment((tile, plan.unit), T.float32)
-                of_rows = T.alloc_fragment((tile,), T.float32)
+                row_sums = T.alloc_fragment((tile,), T.float32)
                 T.clear(sums)
                 T.clear(squared)
-                multiply(of_x, of_weights, 0, held, sums, squared)
+                multiply(x_tile, weight_tile, 0, x_regs, sums, squared)
                 T.warpgroup_fence_operand(sums, num_regs=tile * padded // WARPGROUP)
-                T.reduce_sum(squared, of_rows, dim=1)
-                write(mul, squares, part, block * tile, rows, sums, of_rows)
+                T.reduce_sum(squared, row_sums, dim=1)
+                write(mul, squares, part, block * tile, rows, sums, row_sums)
 
     return product_leaf
 
@@ -552,9 +552,9 @@ def sum_of_products(size: int) -> Any:
         else:
             group = T.alloc_local((2,), T.float32)
             # Two passes: the loads of all leaves at once take more registers than there are.
-            for turn in T.serial(2):
+            for iteration in T.serial(2):
                 for i in tuple(range(half)):
-                    leaf = turn * half + i
+                    leaf = iteration * half + i
                     if leaf < columns.leaves:
                         if i % columns.fold == 0:
                             group[0] = mul[leaf, token, mix]
@@ -652,7 +652,7 @@ def mix_gradients(mixes: int, padded: int, size: int) -> Any:
         mul: T.Tensor[(rows, mixes), T.float32],
         squares: T.Tensor[(rows,), T.float32],
         parts: T.Tensor[(2, rows, padded), T.bfloat16],
-        of_squares: T.Tensor[(rows,), T.float32],
+        square_grads: T.Tensor[(rows,), T.float32],
         eps: T.float32,
     ):
         with T.Kernel(T.ceildiv(rows, GRADIENT_WARPS), threads=GRADIENT_WARPS * WARP) as block:
@@ -680,7 +680,7 @@ def mix_gradients(mixes: int, padded: int, size: int) -> Any:
                 for d in T.unroll(5):
                     total = T.ieee_add(total, T.shfl_xor(total, T.shift_left(1, d)))
                 if lane == 0:
-                    of_squares[row] = T.ieee_fdiv(
+                    square_grads[row] = T.ieee_fdiv(
                         -total * inverse, T.ieee_fmaf(eps, T.float32(size), square)
                     )
 
@@ -696,18 +696,18 @@ def product_gradients(mixes: int, padded: int, size: int, accumulate: bool, stag
     copies = 5 if accumulate else 4  # for a tile
 
     @T.macro
-    def fetch(sources, places, chunk, first, tile, tiles):
+    def fetch(sources, tiles_shared, chunk, first, tile, tiles):
         """Start the copies of a tile, each a group."""
-        x, parts, of_squares, grad_x = sources
-        of_x, high, low, squared, old = places
+        x, parts, square_grads, grad_x = sources
+        x_tile, high, low, squared, old = tiles_shared
         if tile < tiles:
             row = (first + tile) * height
             slot = tile % stages
             columns = slice(chunk * width, (chunk + 1) * width)
-            T.async_copy(x[row : row + height, columns], of_x[slot, :, :])
+            T.async_copy(x[row : row + height, columns], x_tile[slot, :, :])
             T.async_copy(parts[0, row : row + height, 0:padded], high[slot, :, :])
             T.async_copy(parts[1, row : row + height, 0:padded], low[slot, :, :])
-            T.async_copy(of_squares[row : row + height], squared[slot, :])
+            T.async_copy(square_grads[row : row + height], squared[slot, :])
             if accumulate:
                 T.async_copy(grad_x[row : row + height, columns], old[slot, :, :])
         else:
@@ -719,14 +719,14 @@ def product_gradients(mixes: int, padded: int, size: int, accumulate: bool, stag
         x: T.Tensor[(rows, size), T.bfloat16],
         fn: T.Tensor[(mixes, size), T.float32],
         parts: T.Tensor[(2, rows, padded), T.bfloat16],
-        of_squares: T.Tensor[(rows,), T.float32],
+        square_grads: T.Tensor[(rows,), T.float32],
         grad_x: T.Tensor[(rows, size), T.bfloat16],
         grad_fn: T.Tensor[(splits, mixes, size), T.float32],
         tiles: T.int32,
     ):
         with T.Kernel(-(-size // width), splits, threads=128) as (chunk, split):
-            of_weights = T.alloc_shared((2 * padded, width), T.bfloat16)
-            of_x = T.alloc_shared((stages, height, width), T.bfloat16)
+            weight_tile = T.alloc_shared((2 * padded, width), T.bfloat16)
+            x_tile = T.alloc_shared((stages, height, width), T.bfloat16)
             old = T.alloc_shared((stages, height, width if accumulate else 1), T.bfloat16)
             high = T.alloc_shared((stages, height, padded), T.bfloat16)
             low = T.alloc_shared((stages, height, padded), T.bfloat16)
@@ -734,35 +734,35 @@ def product_gradients(mixes: int, padded: int, size: int, accumulate: bool, stag
             new_x = T.alloc_fragment((height, width), T.float32)
             sums = T.alloc_fragment((width, padded), T.float32)
             total = T.alloc_fragment((width, padded), T.float32)
-            sources = (x, parts, of_squares, grad_x)
-            places = (of_x, high, low, squared, old)
+            sources = (x, parts, square_grads, grad_x)
+            tiles_shared = (x_tile, high, low, squared, old)
             T.clear(sums)
             T.clear(total)
-            cut(T.reshape(fn, (1, mixes, size)), 0, chunk * width, of_weights)
+            cut(T.reshape(fn, (1, mixes, size)), 0, chunk * width, weight_tile)
             for ahead in T.serial(stages - 1):
-                fetch(sources, places, chunk, split * tiles, ahead, tiles)
+                fetch(sources, tiles_shared, chunk, split * tiles, ahead, tiles)
             for tile in T.serial(tiles):
-                fetch(sources, places, chunk, split * tiles, tile + stages - 1, tiles)
+                fetch(sources, tiles_shared, chunk, split * tiles, tile + stages - 1, tiles)
                 T.ptx_wait_group(copies * (stages - 1))
                 T.sync_threads()
                 slot = tile % stages
                 T.clear(new_x)
-                T.gemm(high[slot, :, :], of_weights[0:padded, :], new_x)
-                T.gemm(low[slot, :, :], of_weights[0:padded, :], new_x)
-                T.gemm(high[slot, :, :], of_weights[padded : 2 * padded, :], new_x)
-                T.gemm(of_x[slot, :, :], high[slot, :, :], sums, transpose_A=True)
-                T.gemm(of_x[slot, :, :], low[slot, :, :], sums, transpose_A=True)
+                T.gemm(high[slot, :, :], weight_tile[0:padded, :], new_x)
+                T.gemm(low[slot, :, :], weight_tile[0:padded, :], new_x)
+                T.gemm(high[slot, :, :], weight_tile[padded : 2 * padded, :], new_x)
+                T.gemm(x_tile[slot, :, :], high[slot, :, :], sums, transpose_A=True)
+                T.gemm(x_tile[slot, :, :], low[slot, :, :], sums, transpose_A=True)
                 for i, j in T.Parallel(height, width):
                     new_x[i, j] = T.fma(
-                        T.cast(of_x[slot, i, j], T.float32), squared[slot, i], new_x[i, j]
+                        T.cast(x_tile[slot, i, j], T.float32), squared[slot, i], new_x[i, j]
                     )
                 if accumulate:
                     for i, j in T.Parallel(height, width):
                         new_x[i, j] = T.cast(old[slot, i, j], T.float32) + new_x[i, j]
-                T.copy(new_x, of_x[slot, :, :])  # which all have read by now
+                T.copy(new_x, x_tile[slot, :, :])  # which all have read by now
                 row = (split * tiles + tile) * height
                 columns = slice(chunk * width, (chunk + 1) * width)
-                T.copy(of_x[slot, :, :], grad_x[row : row + height, columns], disable_tma=True)
+                T.copy(x_tile[slot, :, :], grad_x[row : row + height, columns], disable_tma=True)
                 T.sync_threads()
                 if tile % GRADIENT_TILES == GRADIENT_TILES - 1 or tile == tiles - 1:
                     for i, j in T.Parallel(width, padded):

@@ -229,7 +229,7 @@ class BackwardArguments(NamedTuple):
         tokens, shares = _count_tokens(self), _shares(self)[0]
         return (
             Out("parts", (2, tokens, padded(self.fn.shape[0])), torch.bfloat16),
-            Out("of_squares", (tokens,), torch.float32),
+            Out("square_grads", (tokens,), torch.float32),
             *([Out("partials", (shares, *self.fn.shape), torch.float32)] if shares > 1 else []),
         )
 
@@ -249,7 +249,7 @@ def _sum_shares(partials: Tensor, out: Tensor) -> None:
 
 
 def _launches_backward(
-    a: Any, accumulate: bool, grad_residual: Any, grad_fn: Spec, parts: Spec, of_squares: Spec,
+    a: Any, accumulate: bool, grad_residual: Any, grad_fn: Spec, parts: Spec, square_grads: Spec,
     *partials: Spec,
 ) -> list[Launch | Host]:  # fmt: skip
     if a.residual.numel() == 0:
@@ -263,11 +263,11 @@ def _launches_backward(
     sums = partials[0] if partials else grad_fn.view(1, mixes, size)
     steps: list[Launch | Host] = [
         Launch(
-            _MIX_GRADIENTS, (mixes, width, size), (*grads, parts, of_squares, float(a.eps))
+            _MIX_GRADIENTS, (mixes, width, size), (*grads, parts, square_grads, float(a.eps))
         ),
         Launch(
             _GRADIENTS, (mixes, width, size, accumulate),
-            (rows, fn, parts, of_squares, grad_buffer, sums, tiles),
+            (rows, fn, parts, square_grads, grad_buffer, sums, tiles),
         ),
     ]  # fmt: skip
     if grad_buffer is not grad_rows:

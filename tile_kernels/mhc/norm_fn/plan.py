@@ -229,6 +229,6 @@ def plan_product_gradients(
     width = gradient_columns(padded)
     weights = 2 * padded * width * BF16
     tile = GRADIENT_ROWS * ((width * (1 + accumulate) + 2 * padded) * BF16 + 4)
-    most = ADDING_STAGES if accumulate else GRADIENT_STAGES
-    stages = max(1, min(most, (device.smem_per_block - 1024 - weights) // tile))
+    max_stages = ADDING_STAGES if accumulate else GRADIENT_STAGES
+    stages = max(1, min(max_stages, (device.smem_per_block - 1024 - weights) // tile))
     return ProductGradientPlan(mixes, padded, size, accumulate, stages)

@@ -36,12 +36,12 @@ def post(*static: int) -> Any:
             token = block // parts
             raw_x = T.alloc_local((1, columns), T.bfloat16)
             raw = T.alloc_local((streams, columns), T.bfloat16)
-            of_post = T.alloc_local((streams,), T.float32)
-            of_comb = T.alloc_local((streams * streams,), T.float32)
+            post_regs = T.alloc_local((streams,), T.float32)
+            comb_regs = T.alloc_local((streams * streams,), T.float32)
             output = T.alloc_local((columns,), T.float32)
             total = T.alloc_local((columns,), T.float32)
-            load_post(types.as_rows(post_mix), token, of_post)
-            load_comb(types.as_rows(comb_mix), token, of_comb)
+            load_post(types.as_rows(post_mix), token, post_regs)
+            load_comb(types.as_rows(comb_mix), token, comb_regs)
             first = (block % parts * threads + T.get_thread_binding()) * columns
             if first < hidden:
                 load(types.as_streams(x), token, 0, first, raw_x, 0)
@@ -49,7 +49,7 @@ def post(*static: int) -> Any:
                     load(residual, token, i, first, raw, i)
                 widened(raw_x, 0, output)
                 for j in T.unroll(streams):
-                    write(j, output, of_post, of_comb, raw, total)
+                    write(j, output, post_regs, comb_regs, raw, total)
                     store(total, out, token, j, first)
 
     return written
@@ -79,15 +79,15 @@ def post_backward(*static: Any) -> Any:
             raw_x = T.alloc_local((1, columns), T.bfloat16)
             raw = T.alloc_local((streams, columns), T.bfloat16)
             raw_grad = T.alloc_local((streams, columns), T.bfloat16)
-            of_post = T.alloc_local((streams,), T.float32)
-            of_comb = T.alloc_local((streams * streams,), T.float32)
+            post_regs = T.alloc_local((streams,), T.float32)
+            comb_regs = T.alloc_local((streams * streams,), T.float32)
             total = T.alloc_local((columns,), T.float32)
             wide = T.alloc_local((columns,), T.float32)
-            of_grad = T.alloc_local((columns,), T.float32)
+            grad_regs = T.alloc_local((columns,), T.float32)
             sums = T.alloc_local((count,), T.float32)
-            of_warps = T.alloc_shared((count, warps), T.float32)
-            load_post(types.as_rows(post_mix), token, of_post)
-            load_comb(types.as_rows(comb_mix), token, of_comb)
+            warp_sums = T.alloc_shared((count, warps), T.float32)
+            load_post(types.as_rows(post_mix), token, post_regs)
+            load_comb(types.as_rows(comb_mix), token, comb_regs)
             for i in T.unroll(count):
                 sums[i] = T.float32(0)
             for s in T.serial(plan.steps):
@@ -102,27 +102,27 @@ def post_backward(*static: Any) -> Any:
                         total[v] = T.float32(0)
                     widened(raw_x, 0, wide)
                     for j in T.unroll(streams):
-                        widened(raw_grad, j, of_grad)
-                        add_weighted(of_post[j], of_grad, total, columns)
-                        add_products(wide, of_grad, sums, j, columns)
+                        widened(raw_grad, j, grad_regs)
+                        add_weighted(post_regs[j], grad_regs, total, columns)
+                        add_products(wide, grad_regs, sums, j, columns)
                     store(total, types.as_streams(d_x), token, 0, first)
                     for i in T.unroll(streams):
                         for v in T.unroll(columns):
                             total[v] = T.float32(0)
                         widened(raw, i, wide)
                         for j in T.unroll(streams):
-                            widened(raw_grad, j, of_grad)
-                            add_weighted(of_comb[i * streams + j], of_grad, total, columns)
-                            add_products(wide, of_grad, sums, (i + 1) * streams + j, columns)
+                            widened(raw_grad, j, grad_regs)
+                            add_weighted(comb_regs[i * streams + j], grad_regs, total, columns)
+                            add_products(wide, grad_regs, sums, (i + 1) * streams + j, columns)
                         store(total, d_residual, token, i, first)
-            summed(sums, of_warps)
+            summed(sums, warp_sums)
             if tx < streams:
-                d_post[token, tx, 0] = sum_of_warps(of_warps, tx, warps)
-            for turn in T.unroll(-(-streams * streams // threads)):
-                place = turn * threads + tx
-                if place < streams * streams:
-                    d_comb[token, place // streams, place % streams] = sum_of_warps(
-                        of_warps, streams + place, warps
+                d_post[token, tx, 0] = sum_of_warps(warp_sums, tx, warps)
+            for step in T.unroll(-(-streams * streams // threads)):
+                index = step * threads + tx
+                if index < streams * streams:
+                    d_comb[token, index // streams, index % streams] = sum_of_warps(
+                        warp_sums, streams + index, warps
                     )
 
     return gradients

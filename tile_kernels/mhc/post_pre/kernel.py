@@ -32,9 +32,9 @@ def cut_weights(*static: Any) -> Any:
         parts: T.Tensor[(2 * plan.padded, plan.size), T.bfloat16],
     ):
         with T.Kernel(T.ceildiv(plan.padded * accesses, CUT_THREADS), threads=CUT_THREADS) as block:
-            place = block * CUT_THREADS + T.get_thread_binding()
-            row = place // accesses
-            first = place % accesses * WEIGHTS
+            index = block * CUT_THREADS + T.get_thread_binding()
+            row = index // accesses
+            first = index % accesses * WEIGHTS
             weights = T.alloc_local((WEIGHTS,), T.float32)
             high = T.alloc_local((WEIGHTS,), T.bfloat16)
             low = T.alloc_local((WEIGHTS,), T.bfloat16)
@@ -78,10 +78,10 @@ def write_and_project(*static: Any) -> Any:
     rows, parts = T.dynamic("rows parts")
 
     @T.macro
-    def copy_tiles(sources, places, barriers, row, start, steps):
+    def copy_tiles(sources, targets, barriers, row, start, steps):
         """Streams of a step as soon as their stage is free, weights some steps later."""
         x, residual, weights = sources
-        of_x, tiles, of_weights = places
+        x_tile, tiles, weight_tile = targets
         full, empty, weights_full, weights_empty = barriers
         for step in T.serial(steps + lag):
             if step < steps:
@@ -96,7 +96,7 @@ def write_and_project(*static: Any) -> Any:
                         tiles[slot, s * TILE : (s + 1) * TILE, :], barrier=full[slot],
                     )  # fmt: skip
                 T.tma_copy(
-                    x[row : row + TILE, column : column + DEPTH], of_x[slot, :, :],
+                    x[row : row + TILE, column : column + DEPTH], x_tile[slot, :, :],
                     barrier=full[slot],
                 )  # fmt: skip
                 T.mbarrier_arrive(full[slot])
@@ -110,7 +110,7 @@ def write_and_project(*static: Any) -> Any:
                         weights[
                             :, s * hidden + column_late : s * hidden + column_late + DEPTH
                         ],
-                        of_weights[at * streams + s, :, :], barrier=weights_full[at],
+                        weight_tile[at * streams + s, :, :], barrier=weights_full[at],
                     )  # fmt: skip
                 T.mbarrier_arrive(weights_full[at])
 
@@ -121,28 +121,28 @@ def write_and_project(*static: Any) -> Any:
     def load_mixes(post_mix, comb_mix, row, mixes):
         """The mixes of the tile to shared memory; 0 for tokens that do not exist."""
         for step in T.unroll(-(-TILE * mix_pitch // consumers)):
-            place = step * consumers + T.get_thread_binding()
-            token = row + place // mix_pitch
-            mix = place % mix_pitch
-            if place < TILE * mix_pitch:
-                mixes[place // mix_pitch, mix] = T.float32(0)
+            index = step * consumers + T.get_thread_binding()
+            token = row + index // mix_pitch
+            mix = index % mix_pitch
+            if index < TILE * mix_pitch:
+                mixes[index // mix_pitch, mix] = T.float32(0)
                 if token < rows and mix < streams * (streams + 1):
                     if mix < streams:
-                        mixes[place // mix_pitch, mix] = post_mix[token, mix]
+                        mixes[index // mix_pitch, mix] = post_mix[token, mix]
                     else:
-                        mixes[place // mix_pitch, mix] = comb_mix[token, mix - streams]
+                        mixes[index // mix_pitch, mix] = comb_mix[token, mix - streams]
 
     @T.macro
-    def compute(of_x, tiles, slot, mixes):
+    def compute(x_tile, tiles, slot, mixes):
         """The next streams of the columns of a thread, in the place of those that it has read."""
         raw_x = T.alloc_local((1, VECTOR), T.bfloat16)
         raw = T.alloc_local((streams, VECTOR), T.bfloat16)
         output = T.alloc_local((VECTOR,), T.float32)
         value = T.alloc_local((VECTOR,), T.float32)
         rounded = T.alloc_local((VECTOR,), T.bfloat16)
-        of_token = T.alloc_local((mix_pitch,), T.float32)
-        of_post = T.alloc_local((streams,), T.float32)
-        of_comb = T.alloc_local((streams * streams,), T.float32)
+        mix_regs = T.alloc_local((mix_pitch,), T.float32)
+        post_regs = T.alloc_local((streams,), T.float32)
+        comb_regs = T.alloc_local((streams * streams,), T.float32)
         for i in T.unroll(items):
             item = i * consumers + T.get_thread_binding()
             token = item // CHUNKS
@@ -150,19 +150,19 @@ def write_and_project(*static: Any) -> Any:
             if item < TILE * CHUNKS:
                 for step in T.unroll(mix_pitch // MIX_VECTOR):
                     for v in T.vectorized(MIX_VECTOR):
-                        of_token[step * MIX_VECTOR + v] = mixes[token, step * MIX_VECTOR + v]
+                        mix_regs[step * MIX_VECTOR + v] = mixes[token, step * MIX_VECTOR + v]
                 for j in T.unroll(streams):
-                    of_post[j] = of_token[j]
+                    post_regs[j] = mix_regs[j]
                 for j in T.unroll(streams * streams):
-                    of_comb[j] = of_token[streams + j]
+                    comb_regs[j] = mix_regs[streams + j]
                 for v in T.vectorized(VECTOR):
-                    raw_x[0, v] = of_x[slot, token, first + v]
+                    raw_x[0, v] = x_tile[slot, token, first + v]
                 for s in T.unroll(streams):
                     for v in T.vectorized(VECTOR):
                         raw[s, v] = tiles[slot, s * TILE + token, first + v]
                 widened(raw_x, 0, output)
                 for j in T.unroll(streams):
-                    write(j, output, of_post, of_comb, raw, value)
+                    write(j, output, post_regs, comb_regs, raw, value)
                     for v in T.vectorized(VECTOR):
                         rounded[v] = T.cast(value[v], T.bfloat16)
                     for v in T.vectorized(VECTOR):
@@ -184,17 +184,17 @@ def write_and_project(*static: Any) -> Any:
         with T.Kernel(
             T.ceildiv(rows, TILE), T.ceildiv(parts // streams, run), threads=plan.threads
         ) as (block, share):
-            of_x = T.alloc_shared((stages, TILE, DEPTH), T.bfloat16)
+            x_tile = T.alloc_shared((stages, TILE, DEPTH), T.bfloat16)
             tiles = T.alloc_shared((stages, height, DEPTH), T.bfloat16)
-            of_weights = T.alloc_shared((weight_stages * streams, 2 * padded, DEPTH), T.bfloat16)
+            weight_tile = T.alloc_shared((weight_stages * streams, 2 * padded, DEPTH), T.bfloat16)
             mixes = T.alloc_shared((TILE, mix_pitch), T.float32)
-            total_of_rows = T.alloc_shared((height,), T.float32)
+            row_totals = T.alloc_shared((height,), T.float32)
             full = T.alloc_barrier([WARP] * stages)
             empty = T.alloc_barrier([consumers // WARP] * stages)
             weights_full = T.alloc_barrier([WARP] * weight_stages)
             weights_empty = T.alloc_barrier([consumers // WARP] * weight_stages)
             T.annotate_layout(
-                {tile: make_swizzled_layout(tile) for tile in (of_x, tiles, of_weights)}
+                {tile: make_swizzled_layout(tile) for tile in (x_tile, tiles, weight_tile)}
             )
             row = block * TILE
             first = share * run * fold  # leaf
@@ -205,7 +205,7 @@ def write_and_project(*static: Any) -> Any:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if tx < consumers + WARP:
                     copy_tiles(
-                        (x, residual, weights), (of_x, tiles, of_weights),
+                        (x, residual, weights), (x_tile, tiles, weight_tile),
                         (full, empty, weights_full, weights_empty), row, start, steps,
                     )  # fmt: skip
             else:
@@ -213,7 +213,7 @@ def write_and_project(*static: Any) -> Any:
                 values = T.alloc_fragment((height, DEPTH), T.bfloat16)
                 sums = T.alloc_fragment((height, padded), T.float32)
                 squared = T.alloc_fragment((height, DEPTH), T.float32)
-                of_rows = T.alloc_fragment((height,), T.float32)
+                row_sums = T.alloc_fragment((height,), T.float32)
                 total = T.alloc_fragment((height, padded), T.float32)
                 load_mixes(post_mix, comb_mix, row, mixes)
                 T.sync_threads(1, consumers)
@@ -224,7 +224,7 @@ def write_and_project(*static: Any) -> Any:
                         step = leaf * leaf_steps + inner
                         slot = step % stages
                         T.mbarrier_wait_parity(full[slot], step // stages % 2)
-                        compute(of_x, tiles, slot, mixes)
+                        compute(x_tile, tiles, slot, mixes)
                         T.fence_proxy_async()  # all writers, then the thread that starts the copy
                         T.sync_threads(1, consumers)
                         column = start + step * DEPTH
@@ -242,7 +242,7 @@ def write_and_project(*static: Any) -> Any:
                         mine = at * streams + tx // 128
                         for low in (0, padded):
                             T.wgmma_gemm(
-                                values, of_weights[mine, low : low + padded, :], sums,
+                                values, weight_tile[mine, low : low + padded, :], sums,
                                 transpose_B=True, policy=T.GemmWarpPolicy.FullRow,
                             )  # fmt: skip
                         for i, c in T.Parallel(height, DEPTH):
@@ -257,30 +257,34 @@ def write_and_project(*static: Any) -> Any:
                             T.mbarrier_arrive(weights_empty[at])
                             T.mbarrier_arrive(empty[slot])
                     T.warpgroup_fence_operand(sums, num_regs=height * padded // consumers)
-                    T.reduce_sum(squared, of_rows, dim=1)
+                    T.reduce_sum(squared, row_sums, dim=1)
                     if leaf % fold == 0:
                         T.copy(sums, total)
                     else:
                         for i, j in T.Parallel(height, padded):
                             total[i, j] = total[i, j] + sums[i, j]
                         for i in T.Parallel(height):
-                            of_rows[i] = total_of_rows[i] + of_rows[i]
+                            row_sums[i] = row_totals[i] + row_sums[i]
                     T.sync_warp()
                     for i in T.Parallel(height):
                         if tx % 4 == 0:  # one of the lanes that have the sum of a row
-                            total_of_rows[i] = of_rows[i]
+                            row_totals[i] = row_sums[i]
                     T.sync_warp()
                     T.clear(sums)
                     T.clear(squared)
                     if leaf % fold == fold - 1 or leaf == num_leaves - 1:
-                        of_stream = parts // streams
+                        stream_parts = parts // streams
                         part = share * run + leaf // fold  # of each stream
                         for i, j in T.Parallel(height, padded):
                             if row + i % TILE < rows:
-                                mul[i // TILE * of_stream + part, row + i % TILE, j] = total[i, j]
+                                mul[i // TILE * stream_parts + part, row + i % TILE, j] = total[
+                                    i, j
+                                ]
                         for i in T.Parallel(height):
                             if row + i % TILE < rows:
-                                squares[i // TILE * of_stream + part, row + i % TILE] = of_rows[i]
+                                squares[i // TILE * stream_parts + part, row + i % TILE] = row_sums[
+                                    i
+                                ]
                 T.tma_store_wait()
 
     return write_tiles

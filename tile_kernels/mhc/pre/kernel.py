@@ -151,8 +151,8 @@ def read_from_products(*static: Any) -> Any:
             saved = (saved_mixes, saved_mul, saved_squares, saved_pre, saved_logits)
             # The first loads, while the mixes are made.
             load_streams(residual, token, (part * plan.steps * threads + tx) * columns, raw)
-            for turn in T.unroll(-(-count // threads)):
-                mix = turn * threads + tx
+            for iteration in T.unroll(-(-count // threads)):
+                mix = iteration * threads + tx
                 if mix < count:
                     summed(mul, squares, token, mix, fold, rms_eps, totals)
                     placed(

@@ -248,8 +248,11 @@ def mhc_pre_big_fuse(
 def cost(residual: Tensor, fn: Tensor, **_: Any) -> Cost:
     m = residual.shape[-2]
     tokens = residual.numel() // fn.shape[1]
-    least = cost_big_fuse(residual, fn)
-    return Cost(least.bytes + 4 * tokens * (2 * fn.shape[0] + 1 + m * (m + 1)), least.flops)
+    projection_cost = cost_big_fuse(residual, fn)
+    return Cost(
+        projection_cost.bytes + 4 * tokens * (2 * fn.shape[0] + 1 + m * (m + 1)),
+        projection_cost.flops,
+    )
 
 
 class BackwardArguments(NamedTuple):

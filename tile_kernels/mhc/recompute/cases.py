@@ -19,8 +19,8 @@ def _recompute(
     *lead, m, h = shape
 
     def normal(count: int, *last: int, dtype: torch.dtype = FP32) -> Any:
-        made = (torch.randn(*lead, *last, device=device).to(dtype) for _ in range(count))
-        return [misaligned(x) if shift else x for x in made]
+        normals = (torch.randn(*lead, *last, device=device).to(dtype) for _ in range(count))
+        return [misaligned(x) if shift else x for x in normals]
 
     return {
         "initial_residual": normal(1, m, h, dtype=BF16)[0],

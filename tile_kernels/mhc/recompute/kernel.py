@@ -67,7 +67,7 @@ def recompute(*static: int) -> Any:
             pre = [T.alloc_local((streams,), T.float32) for _ in range(2)]
             post = [T.alloc_local((streams,), T.float32) for _ in range(2)]
             combined = [T.alloc_local((streams * streams,), T.float32) for _ in range(2)]
-            of_y = T.alloc_local((columns,), T.float32)
+            y_regs = T.alloc_local((columns,), T.float32)
             total = T.alloc_local((columns,), T.float32)
             first = (block % plan.parts * threads + T.get_thread_binding()) * columns
             if first < hidden:
@@ -86,9 +86,9 @@ def recompute(*static: int) -> Any:
                         read(pre[now], raw, total)
                         store(total, inputs[layer], token, 0, first)
                     if layer >= 0 and layer < writes:
-                        widened(raw_y[now], 0, of_y)
+                        widened(raw_y[now], 0, y_regs)
                         for j in T.unroll(streams):
-                            write(j, of_y, post[now], combined[now], raw, total)
+                            write(j, y_regs, post[now], combined[now], raw, total)
                             store(total, residuals[layer], token, j, first)
                             for v in T.vectorized(columns):
                                 next_raw[j, v] = T.cast(total[v], T.bfloat16)

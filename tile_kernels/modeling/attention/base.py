@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from tile_kernels import attention, quant
 from tile_kernels.attention.windows import MAX_WINDOW
-from tile_kernels.modeling.attention.entries import EntryCompressor
-from tile_kernels.modeling.attention.entries import rms_norm as float_norm
+from tile_kernels.modeling.attention.entries import EntryCompressor, float32_rms_norm
 from tile_kernels.modeling.attention.rope import Angles, Rope, angles_at, rotate_tail
 from tile_kernels.modeling.attention.sequences import Places, Sequences
 from tile_kernels.modeling.attention.state import LAYOUTS, PAGE, AttentionState
@@ -150,7 +149,7 @@ class WindowAttention(nn.Module):
         compressed = rms_norm(self.wq_a(x), self.q_norm.weight, self.norm_eps)
         q = self.wq_b(compressed).unflatten(-1, (self.heads, self.head_dim))
         q = rotate_tail(rms_norm(q, None, self.norm_eps), angles).bfloat16()
-        row = float_norm(self.wkv(x).float(), self.kv_norm.weight, self.norm_eps)
+        row = float32_rms_norm(self.wkv(x).float(), self.kv_norm.weight, self.norm_eps)
         return Projected(x, compressed, q, self.round_rows(row, angles), angles)
 
     def round_rows(self, rows: Tensor, angles: Angles) -> Tensor:

@@ -13,7 +13,7 @@ from tile_kernels.modeling.attention.sequences import Sequences
 from tile_kernels.modeling.bf16_experts import without_autocast
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def float32_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The RMS norm of the last dimension, computed in float32, with the dtype of `x`."""
     return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
 
@@ -89,7 +89,7 @@ class EntryCompressor(nn.Module):
         if state is not None:
             rows = series(kv, gate, self.channels)
             state.prefill(*rows, cu_seqlens=sequences.cu_seqlens, slots=slots)
-        return rms_norm(entries, self.norm.weight, self.norm_eps)
+        return float32_rms_norm(entries, self.norm.weight, self.norm_eps)
 
     def step(self, x: Tensor, state: KVCompressorState, slots: Tensor | None) -> Tensor:
         """The entries that one more token of each sequence completes, other rows without meaning.
@@ -100,7 +100,7 @@ class EntryCompressor(nn.Module):
         bias_a, *bias_b = halves(self.ape.float(), self.channels)
         arguments = (kv_a, z_a, bias_a, *series_b, *bias_b)
         entries, _ = attention.kv_compress_step(state, *arguments, slots=slots)
-        return rms_norm(entries, self.norm.weight, self.norm_eps)
+        return float32_rms_norm(entries, self.norm.weight, self.norm_eps)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Values and scores of tokens."""

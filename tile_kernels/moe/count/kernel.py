@@ -15,9 +15,9 @@ from tile_kernels.runtime.launch import kernel
 ROWS_AT_ONCE = 8
 
 
-def num_chunks(count: Any, most: int) -> Any:
-    """Blocks that share `count` indices: one for each step of a block, up to `most`."""
-    return T.min(T.ceildiv(count, INDICES_PER_CHUNK), most)
+def num_chunks(count: Any, limit: int) -> Any:
+    """Blocks that share `count` indices: one for each step of a block, up to `limit`."""
+    return T.min(T.ceildiv(count, INDICES_PER_CHUNK), limit)
 
 
 @T.macro

@@ -79,11 +79,11 @@ def slope_of(scoring: int) -> Any:
     """A macro: the derivative of a score by its logit, from the score; not for softmax."""
 
     @T.macro
-    def of_sigmoid(score):
+    def sigmoid_slope(score):
         return T.ieee_mul(score, T.ieee_sub(T.float32(1), score))
 
     @T.macro
-    def of_sqrtsoftplus(score):
+    def sqrtsoftplus_slope(score):
         slope = T.alloc_var(T.float32, init=T.ieee_mul(score, T.float32(0.5)))
         if not score < T.float32(2.0**-12):  # below, the next term of the series is lost
             square = T.ieee_mul(score, score)
@@ -91,7 +91,7 @@ def slope_of(scoring: int) -> Any:
             slope = T.ieee_fdiv(-below_one, T.ieee_mul(T.float32(2), score))
         return slope
 
-    return of_sigmoid if scoring == SIGMOID else of_sqrtsoftplus
+    return sigmoid_slope if scoring == SIGMOID else sqrtsoftplus_slope
 
 
 def backward_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -104,13 +104,13 @@ def sort_pairs(levels: int, threads: int) -> Any:
     ends with a barrier.
     """
     size = 1 << levels
-    held = max(1, size // threads)  # pairs of a thread
-    of_thread = held.bit_length() - 1  # bits of an index within a thread,
-    of_warp = of_thread + LANES.bit_length() - 1  # and within a warp
+    pairs_per_thread = max(1, size // threads)  # pairs of a thread
+    thread_bits = pairs_per_thread.bit_length() - 1  # bits of an index within a thread,
+    warp_bits = thread_bits + LANES.bit_length() - 1  # and within a warp
     neighbours = [
         (shift, low, low + (1 << shift))
-        for shift in reversed(range(of_thread))
-        for low in range(held)
+        for shift in reversed(range(thread_bits))
+        for low in range(pairs_per_thread)
         if not low >> shift & 1
     ]
 
@@ -119,7 +119,7 @@ def sort_pairs(levels: int, threads: int) -> Any:
         tx = T.get_thread_binding()
         low = T.alloc_var(T.int64)
         high = T.alloc_var(T.int64)
-        for sub in T.serial(level - of_warp + 1):
+        for sub in T.serial(level - warp_bits + 1):
             shift = level - sub
             stride = T.shift_left(1, shift)
             for step in T.serial(T.ceildiv(size // 2, threads)):
@@ -137,11 +137,11 @@ def sort_pairs(levels: int, threads: int) -> Any:
     @T.macro
     def exchange_by_lanes(mine, first, level):
         other = T.alloc_var(T.int64)
-        top = T.min(level, of_warp - 1)
-        for sub in T.serial(T.max(top - of_thread + 1, 0)):
+        top = T.min(level, warp_bits - 1)
+        for sub in T.serial(T.max(top - thread_bits + 1, 0)):
             shift = top - sub
-            for r in T.unroll(held):
-                other = T.shfl_xor(mine[r], T.shift_left(1, shift - of_thread))
+            for r in T.unroll(pairs_per_thread):
+                other = T.shfl_xor(mine[r], T.shift_left(1, shift - thread_bits))
                 descending = ((first + r) & T.shift_left(2, level)) == 0
                 is_low = ((first + r) & T.shift_left(1, shift)) == 0
                 if (mine[r] < other) == (descending == is_low):
@@ -160,21 +160,21 @@ def sort_pairs(levels: int, threads: int) -> Any:
 
     @T.macro
     def sort(pairs):
-        mine = T.alloc_local((held,), T.int64)
-        first = T.alloc_var(T.int32, init=T.get_thread_binding() * held)
-        for r in T.unroll(held):
+        mine = T.alloc_local((pairs_per_thread,), T.int64)
+        first = T.alloc_var(T.int32, init=T.get_thread_binding() * pairs_per_thread)
+        for r in T.unroll(pairs_per_thread):
             mine[r] = T.int64(0)
         for level in T.serial(levels):  # runs of 2 << level become sorted, in turns
-            if level >= of_warp:
+            if level >= warp_bits:
                 exchange_in_memory(pairs, level)
-            if first < size and (level == 0 or level >= of_warp):
-                for r in T.unroll(held):
+            if first < size and (level == 0 or level >= warp_bits):
+                for r in T.unroll(pairs_per_thread):
                     mine[r] = pairs[first + r]
             exchange_by_lanes(mine, first, level)
             exchange_in_thread(mine, first, level)
-            if level >= of_warp - 1 or level == levels - 1:
+            if level >= warp_bits - 1 or level == levels - 1:
                 if first < size:
-                    for r in T.unroll(held):
+                    for r in T.unroll(pairs_per_thread):
                         pairs[first + r] = mine[r]
                 T.sync_threads()
 
@@ -248,11 +248,11 @@ def topk_gate_select(num_experts: int, num_topk: int, threads: int) -> Any:
     @T.macro
     def total(count, counts, step):
         """The sum of `count` over the block: `counts[step]`, which was 0."""
-        of_warp = T.alloc_var(
+        warp_bits = T.alloc_var(
             T.int32, init=T.call_extern(T.int32, "__reduce_add_sync", T.uint32(FULL_WARP), count)
         )
         if T.get_thread_binding() % LANES == 0:
-            T.atomic_add(counts[step], of_warp)
+            T.atomic_add(counts[step], warp_bits)
         T.sync_threads()
         return counts[step]
 
@@ -267,10 +267,10 @@ def topk_gate_select(num_experts: int, num_topk: int, threads: int) -> Any:
             keys = T.alloc_local((per_thread,), T.uint32)
             count = T.alloc_var(T.int32)
             found = T.alloc_var(T.int32)
-            place = T.alloc_var(T.int32)
-            least = T.alloc_var(T.uint32, init=T.uint32(0))
+            candidate_index = T.alloc_var(T.int32)
+            threshold = T.alloc_var(T.uint32, init=T.uint32(0))
             candidate = T.alloc_var(T.uint32)
-            above = T.alloc_var(T.int32, init=0)  # keys larger than `least`
+            above = T.alloc_var(T.int32, init=0)  # keys larger than `threshold`
             reached = T.alloc_var(T.int32, init=num_experts)  # keys that are not smaller than it
             last = T.alloc_var(T.int32, init=0)  # of an index counted from the end
             tx = T.get_thread_binding()
@@ -290,7 +290,7 @@ def topk_gate_select(num_experts: int, num_topk: int, threads: int) -> Any:
             T.sync_threads()
             for step in T.serial(KEY_BITS):
                 if reached != num_topk:  # the same for the whole block
-                    candidate = least | T.shift_left(
+                    candidate = threshold | T.shift_left(
                         T.uint32(1), T.cast(KEY_BITS - 1 - step, T.uint32)
                     )
                     count = 0
@@ -298,26 +298,28 @@ def topk_gate_select(num_experts: int, num_topk: int, threads: int) -> Any:
                         count = count + T.if_then_else(keys[i] >= candidate, 1, 0)
                     found = total(count, counts, step)
                     if found >= num_topk:
-                        least = candidate
+                        threshold = candidate
                         reached = found
                     else:
                         above = found
             if reached != num_topk:
                 for step in T.serial(index_bits):
-                    place = last | T.shift_left(1, index_bits - 1 - step)
+                    candidate_index = last | T.shift_left(1, index_bits - 1 - step)
                     count = 0
                     for i in T.unroll(per_thread):
                         from_end = num_experts - 1 - (i * threads + tx)
-                        count = count + T.if_then_else(keys[i] == least and from_end >= place, 1, 0)
+                        count = count + T.if_then_else(
+                            keys[i] == threshold and from_end >= candidate_index, 1, 0
+                        )
                     found = total(count, counts, KEY_BITS + step)
                     if found >= num_topk - above:
-                        last = place
+                        last = candidate_index
             for i in T.unroll(per_thread):
                 e = i * threads + tx
-                if keys[i] > least or (keys[i] == least and num_experts - 1 - e >= last):
+                if keys[i] > threshold or (keys[i] == threshold and num_experts - 1 - e >= last):
                     if e < num_experts:
-                        place = T.atomic_add(counts[steps], 1, return_prev=True)
-                        pairs[place] = rank_pair(
+                        candidate_index = T.atomic_add(counts[steps], 1, return_prev=True)
+                        pairs[candidate_index] = rank_pair(
                             T.reinterpret(keys[i] ^ T.uint32(0x80000000), T.int32), e, num_experts
                         )
             T.sync_threads()

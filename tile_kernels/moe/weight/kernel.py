@@ -55,11 +55,11 @@ def slope_of(scoring: int) -> Any:
     sigmoid = score_of(SIGMOID)
 
     @T.macro
-    def of_sigmoid(logit, value):
+    def sigmoid_slope(logit, value):
         return T.ieee_mul(sigmoid(logit, logit), sigmoid(-logit, logit))
 
     @T.macro
-    def of_sqrtsoftplus(logit, value):
+    def sqrtsoftplus_slope(logit, value):
         slope = T.alloc_var(T.float32)
         if logit < T.float32(-80):  # where the quotient is 0 by 0
             slope = T.ieee_mul(T.exp(T.ieee_mul(logit, T.float32(0.5))), T.float32(0.5))
@@ -67,7 +67,7 @@ def slope_of(scoring: int) -> Any:
             slope = T.ieee_fdiv(sigmoid(logit, logit), T.ieee_mul(T.float32(2), value))
         return slope
 
-    return of_sigmoid if scoring == SIGMOID else of_sqrtsoftplus
+    return sigmoid_slope if scoring == SIGMOID else sqrtsoftplus_slope
 
 
 def backward_access_bits(

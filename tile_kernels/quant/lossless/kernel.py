@@ -164,7 +164,7 @@ def cast_lossless(*static: Any) -> Any:
             row = T.alloc_var(T.int32)
             raw = T.alloc_local((elements * (steps if keep else 1),), in_dtype)
             exponents = T.alloc_local((lookups * (steps if keep else 1),), T.int32)
-            most = T.alloc_var(T.int32, init=0)
+            max_exponent = T.alloc_var(T.int32, init=0)
             # Past an edge: the last row again, which is in the same block.
             for s in T.unroll(steps) if keep else T.serial(steps):
                 inside = T.min(s * tile.at_a_time + top, plan.rows - 1)
@@ -172,8 +172,8 @@ def cast_lossless(*static: Any) -> Any:
                 base = s if keep else 0
                 load_row(x, x_sf, row, first, raw, exponents, base)
                 for i in T.unroll(lookups):
-                    most = T.max(most, exponents[base * lookups + i])
-            out_exponent = T.alloc_var(T.int32, init=T.max(largest(most, tx) - SHIFT, 1))
+                    max_exponent = T.max(max_exponent, exponents[base * lookups + i])
+            out_exponent = T.alloc_var(T.int32, init=T.max(largest(max_exponent, tx) - SHIFT, 1))
             if top == 0 and tx % tile.sharing == 0:
                 if m * plan.rows < rows and first < plan.width:
                     written(

@@ -121,8 +121,8 @@ def norm_rows(*static: Any) -> Any:
     columns = -(-groups // 4) if is_packed(plan.layout) else groups
     by_rows = is_by_rows(plan.layout)
     amax_of, scaled = group_amax(chunk, group), scale_of(fmt, plan.round_sf)
-    encode = encode_and_store(fmt, width, chunk, plan.store, way=plan.way)
-    unit_factor = unit_of_factors(plan.way)
+    encode = encode_and_store(fmt, width, chunk, plan.store, conversion=plan.conversion)
+    unit_factor = unit_of_factors(plan.conversion)
     write_scales = write_group_scales(plan.layout, width, chunk, group, batched=True)
     store_plain = store_values(plan.plain or source, width, chunk, plan.load)
     rows, x_stride, residual_stride = T.dynamic("rows x_stride residual_stride")
@@ -186,7 +186,7 @@ def norm_rows(*static: Any) -> Any:
         block_m: T.int32,
     ):
         with T.Kernel(
-            T.ceildiv(count, plan.rows), threads=plan.threads, prelude=e2m1_prelude(plan.way)
+            T.ceildiv(count, plan.rows), threads=plan.threads, prelude=e2m1_prelude(plan.conversion)
         ) as block:
             T.assume(x_stride % plan.load == 0)
             if plan.residual:

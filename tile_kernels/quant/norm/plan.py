@@ -50,7 +50,7 @@ class Plan(NamedTuple):
     store: int
     threads: int
     rows: int
-    way: str  # the conversion to e2m1
+    conversion: str  # the conversion to e2m1
     early: bool  # weights are loaded before the sum of squares
 
 
@@ -85,10 +85,10 @@ def plan(
     # 54.3, late 51.2. Without a cast there is no difference.
     early = bool(fmt) and residual
     # Powers of two times bfloat16.
-    way = e2m1_conversion(fmt, source == "bfloat16" and round_sf and store % 8 == 0, device)
+    conversion = e2m1_conversion(fmt, source == "bfloat16" and round_sf and store % 8 == 0, device)
     return Plan(
         source, width, weight, residual, plain, fmt, group, layout, round_sf, mega, scaled, batched,
-        chunk, load, load_weight, store, threads, rows, way, early,
+        chunk, load, load_weight, store, threads, rows, conversion, early,
     )  # fmt: skip
 
 

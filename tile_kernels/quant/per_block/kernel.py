@@ -35,8 +35,8 @@ def cast_blocks(*static: Any) -> Any:
     largest = team_max(tile, teams, "float32")
     scaled = scale_of(plan.fmt, plan.round_sf)
     written = write_block_scale(plan.layout, groups)
-    encode = encode_and_store(plan.fmt, plan.width, chunk, plan.store, way=plan.way)
-    unit = unit_of_factors(plan.way)
+    encode = encode_and_store(plan.fmt, plan.width, chunk, plan.store, conversion=plan.conversion)
+    unit = unit_of_factors(plan.conversion)
 
     rows, blocks, padded = T.dynamic("rows blocks padded")
     row_stride, sf_stride = T.dynamic("row_stride sf_stride")
@@ -52,7 +52,7 @@ def cast_blocks(*static: Any) -> Any:
         with T.Kernel(
             T.ceildiv(T.ceildiv(rows, plan.rows) * tiles, teams),
             threads=plan.threads,
-            prelude=e2m1_prelude(plan.way),
+            prelude=e2m1_prelude(plan.conversion),
         ) as block:
             T.assume(row_stride % plan.load == 0)
             tx = T.get_thread_binding()

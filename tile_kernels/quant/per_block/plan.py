@@ -78,7 +78,7 @@ class Plan(NamedTuple):
     round_sf: bool
     task: str
     threads: int
-    way: str  # the conversion to e2m1
+    conversion: str  # the conversion to e2m1
 
 
 def plan(
@@ -103,5 +103,5 @@ def plan(
     store = access(fmt, width, out_alignment, chunk)
     # Powers of two times bfloat16.
     exact = source == "bfloat16" and round_sf and task != GIVEN and store == chunk
-    way = e2m1_conversion(fmt, exact, device)
-    return Plan(source, fmt, width, *tile, load, store, layout, round_sf, task, threads, way)
+    conversion = e2m1_conversion(fmt, exact, device)
+    return Plan(source, fmt, width, *tile, load, store, layout, round_sf, task, threads, conversion)

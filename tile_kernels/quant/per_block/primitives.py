@@ -40,19 +40,19 @@ def team_max(tile: Tile, teams: int, dtype: str) -> Any:
 
     @T.macro
     def reduced(value, tx):
-        most = T.alloc_var(dtype, init=value)
+        largest = T.alloc_var(dtype, init=value)
         for d in distances:
-            most = T.max(most, T.shfl_xor(most, d))
+            largest = T.max(largest, T.shfl_xor(largest, d))
         if warps > 1:
             shared = T.alloc_shared((teams * warps, blocks), dtype)
-            place = tx % tile.lanes // tile.sharing
+            column = tx % tile.lanes // tile.sharing
             lane = tx % LANES
             if lane % min(tile.sharing, LANES) == 0 and lane < tile.lanes:
-                shared[tx // LANES, place] = most
+                shared[tx // LANES, column] = largest
             T.sync_threads()
             for w in T.unroll(warps):
-                most = T.max(most, shared[tx // tile.team * warps + w, place])
-        return most
+                largest = T.max(largest, shared[tx // tile.team * warps + w, column])
+        return largest
 
     return reduced
 

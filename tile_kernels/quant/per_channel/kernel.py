@@ -45,10 +45,15 @@ def cast_columns(*static: Any) -> Any:
     all banks at once, and 8 threads read back all of a channel.
     """
     plan = Plan(*static)
-    chunk, held, across, lanes = plan.chunk, plan.held, plan.across, plan.lanes
+    chunk, rows_per_thread, across, lanes = (
+        plan.chunk,
+        plan.rows_per_thread,
+        plan.across,
+        plan.lanes,
+    )
     load, store, group = plan.load, plan.store, plan.group
     tile_rows, columns = TILE_ROWS, across * chunk
-    row_groups = tile_rows // held
+    row_groups = tile_rows // rows_per_thread
     threads = across * row_groups
     scale_rows = tile_rows // group
     per_scale = row_groups // scale_rows
@@ -103,7 +108,7 @@ def cast_columns(*static: Any) -> Any:
     def values_of(kept, row_scales, r, values):
         """A row of the thread as float32."""
         if paired:  # whole words: the compiler would keep each half in a register of its own
-            words = T.view(kept, (held, chunk // 2), T.uint32)
+            words = T.view(kept, (rows_per_thread, chunk // 2), T.uint32)
             for v in T.unroll(chunk // 2):
                 values[2 * v] = low_half(words[r, v])
                 values[2 * v + 1] = high_half(words[r, v])
@@ -149,7 +154,7 @@ def cast_columns(*static: Any) -> Any:
         if activated:
             left = T.alloc_local((AHEAD, chunk), dtype)
             right = T.alloc_local((AHEAD, chunk), dtype)
-            for batch in T.unroll(held // AHEAD):
+            for batch in T.unroll(rows_per_thread // AHEAD):
                 for r in T.unroll(AHEAD):
                     load_row(x, first_row + batch * AHEAD + r, first, 0, left, r)
                     load_row(x, first_row + batch * AHEAD + r, first, width, right, r)
@@ -163,36 +168,36 @@ def cast_columns(*static: Any) -> Any:
                         kept[batch * AHEAD + r, v] = T.cast(values[v], kept_dtype)
         else:
             if plan.gathered:
-                tokens = T.alloc_local((held,), T.int32)
-                for r in T.unroll(held):
+                tokens = T.alloc_local((rows_per_thread,), T.int32)
+                for r in T.unroll(rows_per_thread):
                     tokens[r] = -1
                     if first_row + r < rows:
                         tokens[r] = pos_to_token[first_row + r]
             if scaled:
                 # Always true, but no load is moved out of it and down to its use: an eighth faster.
                 if x_rows > 0:
-                    for r in T.unroll(held):
+                    for r in T.unroll(rows_per_thread):
                         token = tokens[r] if plan.gathered else first_row + r
                         load_row(x, token, first, 0, kept, r)
                         group_of_row = T.min(first // plan.scale_columns, groups - 1)
                         row_scales[r] = read(x_sf, existing(token), group_of_row)
             else:
-                for r in T.unroll(held):  # of at least one row, the host sees to that
+                for r in T.unroll(rows_per_thread):  # of at least one row, the host sees to that
                     load_row(x, tokens[r] if plan.gathered else first_row + r, first, 0, kept, r)
-            for r in T.unroll(held):
+            for r in T.unroll(rows_per_thread):
                 token = tokens[r] if plan.gathered else first_row + r
                 blank_row(token, kept, r)
                 if scaled:
                     if token < 0 or token >= x_rows:
                         row_scales[r] = T.float32(0)
             if paired:  # two at once
-                words = T.view(kept, (held, chunk // 2), T.uint32)
+                words = T.view(kept, (rows_per_thread, chunk // 2), T.uint32)
                 magnitudes = T.alloc_local((chunk,), kept_dtype)
                 magnitude_words = T.view(magnitudes, (chunk // 2,), T.uint32)
                 largest = T.alloc_local((chunk,), kept_dtype)
                 for v in T.vectorized(chunk):
                     largest[v] = T.cast(T.float32(0), kept_dtype)
-                for r in T.unroll(held):
+                for r in T.unroll(rows_per_thread):
                     for v in T.unroll(chunk // 2):
                         magnitude_words[v] = words[r, v] & T.uint32(0x7FFF7FFF)
                     for v in T.vectorized(chunk):
@@ -200,7 +205,7 @@ def cast_columns(*static: Any) -> Any:
                 for v in T.vectorized(chunk):
                     peak[v] = T.cast(largest[v], T.float32)
             else:
-                for r in T.unroll(held):
+                for r in T.unroll(rows_per_thread):
                     values_of(kept, row_scales, r, values)
                     for v in T.unroll(chunk):
                         peak[v] = T.max(peak[v], T.abs(values[v]))
@@ -209,7 +214,7 @@ def cast_columns(*static: Any) -> Any:
     def store_rows(kept, row_scales, inverse, out, first_row, first):
         values = T.alloc_local((chunk,), T.float32)
         codes = T.alloc_local((chunk,), out_dtype)
-        for r in T.unroll(held):
+        for r in T.unroll(rows_per_thread):
             if first_row + r < rows:
                 values_of(kept, row_scales, r, values)
                 for v in T.unroll(chunk):
@@ -222,37 +227,37 @@ def cast_columns(*static: Any) -> Any:
                             out[first_row + r, first + c * store + v] = codes[c * store + v]
 
     @T.macro
-    def turn_channel(column, factor, tile, place, channel):
+    def transpose_channel(column, factor, tile, position, channel):
         """The values of the thread's rows in one channel to the transposed tile."""
-        codes = T.alloc_local((held,), out_dtype)
-        for r in T.unroll(held):
+        codes = T.alloc_local((rows_per_thread,), out_dtype)
+        for r in T.unroll(rows_per_thread):
             column[r] = T.ieee_mul(column[r], factor)
-        for r in T.vectorized(held):
+        for r in T.vectorized(rows_per_thread):
             codes[r] = T.cast(column[r], out_dtype)
-        for r in T.vectorized(held):
-            tile[channel, place + r] = codes[r]
+        for r in T.vectorized(rows_per_thread):
+            tile[channel, position + r] = codes[r]
 
     @T.macro
-    def turn(kept, row_scales, inverse, tile, row, g):
+    def transpose_group(kept, row_scales, inverse, tile, row, g):
         """The thread's rows to the transposed tile, channel by channel."""
-        column = T.alloc_local((held,), T.float32)
-        place = ((row // slots) ^ (g % chunks)) * slots + row % slots
+        column = T.alloc_local((rows_per_thread,), T.float32)
+        position = ((row // slots) ^ (g % chunks)) * slots + row % slots
         if paired:
-            words = T.view(kept, (held, chunk // 2), T.uint32)
+            words = T.view(kept, (rows_per_thread, chunk // 2), T.uint32)
             for v in T.unroll(chunk // 2):
-                for r in T.unroll(held):
+                for r in T.unroll(rows_per_thread):
                     column[r] = low_half(words[r, v])
-                turn_channel(column, inverse[2 * v], tile, place, g * chunk + 2 * v)
-                for r in T.unroll(held):
+                transpose_channel(column, inverse[2 * v], tile, position, g * chunk + 2 * v)
+                for r in T.unroll(rows_per_thread):
                     column[r] = high_half(words[r, v])
-                turn_channel(column, inverse[2 * v + 1], tile, place, g * chunk + 2 * v + 1)
+                transpose_channel(column, inverse[2 * v + 1], tile, position, g * chunk + 2 * v + 1)
         else:
             for v in T.unroll(chunk):
-                for r in T.unroll(held):
+                for r in T.unroll(rows_per_thread):
                     column[r] = T.cast(kept[r, v], T.float32)
                     if scaled:
                         column[r] = T.ieee_mul(column[r], row_scales[r])
-                turn_channel(column, inverse[v], tile, place, g * chunk + v)
+                transpose_channel(column, inverse[v], tile, position, g * chunk + v)
 
     @T.macro
     def store_turned(tile, out, first_row, first_col, tx):
@@ -295,9 +300,9 @@ def cast_columns(*static: Any) -> Any:
             row_group = warp // (across // lanes) * (LANES // lanes) + lane // lanes
             first_row = (bx if plan.rows_on_x else by) * tile_rows
             first_col = (by if plan.rows_on_x else bx) * columns
-            row = row_group * held
-            kept = T.alloc_local((held, chunk), kept_dtype)
-            row_scales = T.alloc_local((held,), T.float32)
+            row = row_group * rows_per_thread
+            kept = T.alloc_local((rows_per_thread, chunk), kept_dtype)
+            row_scales = T.alloc_local((rows_per_thread,), T.float32)
             peak = T.alloc_local((chunk,), T.float32)
             inverse = T.alloc_local((chunk,), T.float32)
             scale = T.alloc_local((2,), T.float32)
@@ -329,7 +334,7 @@ def cast_columns(*static: Any) -> Any:
                 inverse[v] = meeting[row_groups + row // group, g * chunk + v]
             if plan.transposed:
                 tile = T.alloc_shared((columns, tile_rows), out_dtype)
-                turn(kept, row_scales, inverse, tile, row, g)
+                transpose_group(kept, row_scales, inverse, tile, row, g)
                 T.sync_threads()
                 store_turned(tile, out, first_row, first_col, tx)
             else:

@@ -30,7 +30,7 @@ ROWS_AND_BLOCKS = {
 
 
 class Plan(NamedTuple):
-    """A thread holds `held` rows of `chunk` channels; `across` threads lie along a row.
+    """A thread has `rows_per_thread` rows of `chunk` channels; `across` threads lie along a row.
 
     `lanes` of them are neighbours in a warp. `load` and `store` are values per global access.
     """
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     gathered: bool
     scale_columns: int  # channels of a scale of a quantized source
     packed: bool  # its scales are exponents, four in a word
-    held: int
+    rows_per_thread: int
     chunk: int
     across: int
     lanes: int

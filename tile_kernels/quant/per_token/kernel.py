@@ -67,8 +67,10 @@ def finish(plan: Plan) -> Any:
     if stochastic:
         seeded = plan.rounding == SEEDED
         rounded_to = round_and_store(plan.fmt, plan.width, plan.chunk, plan.store, seeded)
-    encode = encode_and_store(plan.fmt, plan.width, plan.chunk, plan.store, way=plan.way)
-    rounded = round_trip(plan.fmt, plan.chunk, plan.way)
+    encode = encode_and_store(
+        plan.fmt, plan.width, plan.chunk, plan.store, conversion=plan.conversion
+    )
+    rounded = round_trip(plan.fmt, plan.chunk, plan.conversion)
     store = store_values(plan.source, plan.width, plan.chunk, plan.store)
 
     @T.macro
@@ -110,7 +112,7 @@ def signature(plan: Plan, body: Any, grid: Any) -> Any:
         clamp_min: T.float32,
     ):
         with T.Kernel(
-            grid(to_write), threads=plan.threads, prelude=e2m1_prelude(plan.way)
+            grid(to_write), threads=plan.threads, prelude=e2m1_prelude(plan.conversion)
         ) as block:
             T.assume(row_stride % units(plan.source, plan.load) == 0)
             if plan.fmt == "e5m6":
@@ -143,7 +145,7 @@ def cast_groups(*static: Any) -> Any:
     scaled = scale_of(plan.fmt, plan.round_sf)
     e4m3_scaled = e4m3_scale_of(plan.fmt, has_factor)
     finished = finish(plan)
-    unit = unit_of_factors(plan.way)
+    unit = unit_of_factors(plan.conversion)
     amax_of = group_amax(chunk, group)
     write_scales = write_group_scales(plan.layout, plan.width, chunk, group)
 
@@ -218,7 +220,7 @@ def cast_whole_rows(*static: Any) -> Any:
         plan.fmt, plan.round_sf, plan.layout, threads, written=plan.task == CAST
     )
     finished = None if packed else finish(plan)
-    unit = unit_of_factors(plan.way)
+    unit = unit_of_factors(plan.conversion)
     row_words, words_of_step = units("e5m6", width), units("e5m6", chunk * threads)
     at_once = 4 if packed and plan.store == 32 else 1
 
@@ -239,7 +241,7 @@ def cast_whole_rows(*static: Any) -> Any:
         values = T.alloc_local((chunk,), T.float32)
         scale = T.alloc_local((2,), T.float32)
         inverse = T.alloc_local((1,), T.float32)
-        of_warps = T.alloc_shared((threads // LANES,), T.float32)
+        warp_maxima = T.alloc_shared((threads // LANES,), T.float32)
         amax = T.alloc_var(T.float32, init=T.float32(0))
         if block < rows:
             if keep:
@@ -253,7 +255,7 @@ def cast_whole_rows(*static: Any) -> Any:
                     multiplied(x_sf, block, (s * threads + tx) * chunk, width, values)
                 for v in T.unroll(chunk):
                     amax = T.max(amax, T.abs(values[v]))
-        scaled_row(amax, of_warps, clamp_min, scale, sf, block, block < rows)
+        scaled_row(amax, warp_maxima, clamp_min, scale, sf, block, block < rows)
         inverse[0] = T.ieee_mul(scale[1], T.float32(unit)) if unit != 1 else scale[1]
         if block < rows:
             if packed:

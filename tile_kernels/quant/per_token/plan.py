@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     has_factor: bool  # of all scales
     rounding: str
     threads: int
-    way: str  # the conversion to e2m1
+    conversion: str  # the conversion to e2m1
 
 
 def is_whole(fmt: str, width: int, group: int) -> bool:
@@ -80,8 +80,8 @@ def plan(
         threads = threads_of_row(width, chunk, MAX_KEPT)
     # Powers of two times bfloat16.
     exact = source == "bfloat16" and round_sf and task == CAST and store % 8 == 0
-    way = e2m1_conversion(fmt, exact, device) if rounding == NEAREST else ARITHMETIC
+    conversion = e2m1_conversion(fmt, exact, device) if rounding == NEAREST else ARITHMETIC
     return Plan(
         source, fmt, width, group, chunk, load, store, layout, round_sf, task, *block,
-        source_scales, has_factor, rounding, threads, way,
+        source_scales, has_factor, rounding, threads, conversion,
     )  # fmt: skip

@@ -157,18 +157,18 @@ def add_counts(threads: int, counters: int) -> Any:
 
     @T.macro
     def added(counts, totals):
-        of_warps = T.alloc_shared((counters, warps), T.int32)
+        warp_values = T.alloc_shared((counters, warps), T.int32)
         tx = T.get_thread_binding()
         total = T.alloc_var(T.int32, init=0)
         for i in T.unroll(counters):
             total = T.call_extern(T.int32, "__reduce_add_sync", T.uint32(FULL_WARP), counts[i])
             if tx % LANES == 0:
-                of_warps[i, tx // LANES] = total
+                warp_values[i, tx // LANES] = total
         T.sync_threads()
         if tx < counters:
             total = 0
             for w in T.unroll(warps):
-                total = total + of_warps[tx, w]
+                total = total + warp_values[tx, w]
             if total > 0:
                 T.atomic_add(totals[tx], T.cast(total, T.int64))
 
@@ -324,7 +324,7 @@ def swiglu_whole_rows(*static: Any) -> Any:
     def step(row, rows, to_write, x, which, out, sf, clamp, clamp_min, counts):
         tx = T.get_thread_binding()
         values, scale, inverse = local_arrays(T.float32, CHUNK * (steps if keep else 1), 2, 1)
-        of_warps = T.alloc_shared((threads // LANES,), T.float32)
+        warp_values = T.alloc_shared((threads // LANES,), T.float32)
         amax = T.alloc_var(T.float32, init=T.float32(0))
         weight = T.alloc_var(T.float32, init=T.float32(0))
         exists = which.is_read(row)  # the same for the whole block
@@ -340,7 +340,7 @@ def swiglu_whole_rows(*static: Any) -> Any:
         else:
             for v in T.unroll(CHUNK * (steps if keep else 1)):
                 values[v] = T.float32(0)
-        scaled_row(amax, of_warps, clamp_min, scale, sf, row, exists)
+        scaled_row(amax, warp_values, clamp_min, scale, sf, row, exists)
         inverse[0] = scale[1]
         written = T.alloc_var(T.bool, init=row < rows)
         if not plan.fill:
@@ -431,7 +431,7 @@ def swiglu_backward(*static: Any) -> Any:
     steps = -(-hidden // (PART * threads))
     warps = threads // LANES
     lanes = group // PART
-    of_half = hidden // group
+    half_groups = hidden // group
     fetch_left = fetch_values("e4m3", hidden, PART, plan.load)
     fetch_right = fetch_values("e4m3", hidden, PART, plan.load, offset=hidden)
     fetch_grad = fetch_values("bfloat16", hidden, PART, plan.load_grad)
@@ -459,7 +459,7 @@ def swiglu_backward(*static: Any) -> Any:
                 if not found[0]:
                     scale[0] = T.float32(0)
             if lane % lanes == 0 and first < hidden:
-                write_sf(sf, row, half * of_half + first // group, scale[0])
+                write_sf(sf, row, half * half_groups + first // group, scale[0])
             encode(values, 0, inverse, PART, codes, row, first)
 
         return quantised
@@ -477,7 +477,7 @@ def swiglu_backward(*static: Any) -> Any:
     @T.prim_func
     def swiglu_gradient_rows(
         x: T.Tensor[(rows, 2 * hidden), T.float8_e4m3fn],
-        x_sf: T.Tensor[(rows, 2 * of_half), T.float32],
+        x_sf: T.Tensor[(rows, 2 * half_groups), T.float32],
         grad_out: T.Tensor[(rows, hidden), T.bfloat16],
         weights: T.Tensor[(num_weights,), T.float32],
         index: T.Tensor[(rows,), T.int32],
@@ -500,7 +500,7 @@ def swiglu_backward(*static: Any) -> Any:
             raw_left, raw_right = local_arrays(T.float8_e4m3fn, PART, PART)
             raw_grad = T.alloc_local((PART,), T.bfloat16)
             left, right, grad = local_arrays(T.float32, PART, PART, PART)
-            of_warps = T.alloc_shared((warps,), T.float32)
+            warp_values = T.alloc_shared((warps,), T.float32)
             total, weight = local_arrays(T.float32, 1, 1)
             found = T.alloc_local((1,), T.bool)
             total[0] = T.float32(0)
@@ -527,7 +527,7 @@ def swiglu_backward(*static: Any) -> Any:
                         fetch_grad(grad_out, block, first, raw_grad, 0)
                         if first < hidden:
                             left_scale = x_sf[block, first // group]
-                            right_scale = x_sf[block, of_half + first // group]
+                            right_scale = x_sf[block, half_groups + first // group]
                         widen(raw_left, 0, left)
                         widen(raw_right, 0, right)
                         widen_grad(raw_grad, 0, grad)
@@ -548,7 +548,7 @@ def swiglu_backward(*static: Any) -> Any:
                     for d in T.unroll(5):
                         total[0] = T.ieee_add(total[0], T.shfl_xor(total[0], T.shift_left(1, d)))
                     if lane == 0:
-                        of_warps[tx // LANES] = total[0]
+                        warp_values[tx // LANES] = total[0]
                     T.sync_threads()
                     if tx == 0:
                         mine = T.alloc_var(T.int32, init=block)
@@ -558,23 +558,23 @@ def swiglu_backward(*static: Any) -> Any:
                                 if inverse_index[mine] != block:
                                     mine = -1
                         if mine >= 0 and mine < num_weights:
-                            total[0] = of_warps[0]
+                            total[0] = warp_values[0]
                             for w in T.unroll(warps - 1):
-                                total[0] = T.ieee_add(total[0], of_warps[w + 1])
+                                total[0] = T.ieee_add(total[0], warp_values[w + 1])
                             weight_grad[mine] = T.ieee_mul(total[0], factor)
             elif block < to_write:  # columns of scales are longer than there are rows
                 for i in T.serial(T.ceildiv(groups, threads)):
                     if i * threads + tx < groups:
                         write_sf(sf, block, i * threads + tx, T.float32(0))
             elif indexed:
-                place = T.alloc_var(T.int32, init=(block - to_write) * threads + tx)
-                if place < num_weights:
-                    row = T.alloc_var(T.int32, init=inverse_index[place])
+                weight_index = T.alloc_var(T.int32, init=(block - to_write) * threads + tx)
+                if weight_index < num_weights:
+                    row = T.alloc_var(T.int32, init=inverse_index[weight_index])
                     served = T.alloc_var(T.bool, init=T.bool(False))
                     if row >= 0 and row < rows:
-                        served = index[row] == place
+                        served = index[row] == weight_index
                     if not served:
-                        weight_grad[place] = T.float32(0)
+                        weight_grad[weight_index] = T.float32(0)
 
     return swiglu_gradient_rows
 
@@ -596,17 +596,17 @@ def weight_of_plain(rows: str, weighted: bool) -> Any:
     def located(
         row, index, weights, num_weights, ends, num_experts, alignment, factor, found, weight
     ):
-        place = T.alloc_var(T.int32, init=row)
+        weight_index = T.alloc_var(T.int32, init=row)
         found[0] = T.bool(True)
         if rows == INDEXED:
-            place = index[row]
-            found[0] = place >= 0 and place < num_weights
+            weight_index = index[row]
+            found[0] = weight_index >= 0 and weight_index < num_weights
         elif rows == RANGES:
             found[0] = in_ranges(ends, num_experts, alignment, row)
         weight[0] = T.float32(0)
         if found[0]:
             if weighted:
-                weight[0] = T.ieee_mul(weights[place], factor)
+                weight[0] = T.ieee_mul(weights[weight_index], factor)
             else:
                 weight[0] = T.float32(1)
 
@@ -750,7 +750,7 @@ def swiglu_plain_backward(*static: Any) -> Any:
             tx = T.get_thread_binding()
             raw_left, raw_right, raw_grad = local_arrays(source_dtype, PART, PART, PART)
             left, right, grad = local_arrays(T.float32, PART, PART, PART)
-            of_warps = T.alloc_shared((warps,), T.float32)
+            warp_values = T.alloc_shared((warps,), T.float32)
             total, weight = local_arrays(T.float32, 1, 1)
             found = T.alloc_local((1,), T.bool)
             total[0] = T.float32(0)
@@ -787,29 +787,29 @@ def swiglu_plain_backward(*static: Any) -> Any:
                     for d in T.unroll(5):
                         total[0] = T.ieee_add(total[0], T.shfl_xor(total[0], T.shift_left(1, d)))
                     if tx % LANES == 0:
-                        of_warps[tx // LANES] = total[0]
+                        warp_values[tx // LANES] = total[0]
                     T.sync_threads()
                     if tx == 0:
-                        place = T.alloc_var(T.int32, init=block)
+                        weight_index = T.alloc_var(T.int32, init=block)
                         if indexed:
-                            place = -1
+                            weight_index = -1
                             if found[0]:
-                                place = index[block]
-                                if inverse_index[place] != block:
-                                    place = -1
-                        if place >= 0:
-                            total[0] = of_warps[0]
+                                weight_index = index[block]
+                                if inverse_index[weight_index] != block:
+                                    weight_index = -1
+                        if weight_index >= 0:
+                            total[0] = warp_values[0]
                             for w in T.unroll(warps - 1):
-                                total[0] = T.ieee_add(total[0], of_warps[w + 1])
-                            weight_grad[place] = T.ieee_mul(total[0], factor)
+                                total[0] = T.ieee_add(total[0], warp_values[w + 1])
+                            weight_grad[weight_index] = T.ieee_mul(total[0], factor)
             elif indexed:
-                place = T.alloc_var(T.int32, init=(block - rows) * threads + tx)
-                if place < num_weights:
-                    row = T.alloc_var(T.int32, init=inverse_index[place])
+                weight_index = T.alloc_var(T.int32, init=(block - rows) * threads + tx)
+                if weight_index < num_weights:
+                    row = T.alloc_var(T.int32, init=inverse_index[weight_index])
                     served = T.alloc_var(T.bool, init=T.bool(False))
                     if row >= 0 and row < rows:
-                        served = index[row] == place
+                        served = index[row] == weight_index
                     if not served:
-                        weight_grad[place] = T.float32(0)
+                        weight_grad[weight_index] = T.float32(0)
 
     return swiglu_plain_gradient_rows

@@ -37,9 +37,9 @@ def is_last_block(tickets, ticket, blocks):
 
 
 @T.macro
-def stage(place, source, count):
-    """Start the copy of `count` elements, 16 bytes, from global `source` to shared `place`."""
-    T.ptx_cp_async(T.access_ptr(place, "w", count), T.access_ptr(source, "r", count), count)
+def stage(target, source, count):
+    """Start the copy of `count` elements, 16 bytes, from global `source` to shared `target`."""
+    T.ptx_cp_async(T.access_ptr(target, "w", count), T.access_ptr(source, "r", count), count)
 
 
 @T.macro
@@ -67,7 +67,7 @@ def free_stage():
 def sum_over_block(count: int, threads: int) -> Any:
     """A macro: `count` sums over all threads, in place, in every thread, in a fixed order.
 
-    `of_warps` is shared memory of shape `(2, count, threads // 32)`; `turn` counts the calls, so
+    `warp_sums` is shared memory of shape `(2, count, threads // 32)`; `call` counts the calls, so
     that two calls in a row use different halves and one barrier each is enough.
     """
     warps = threads // WARP
@@ -76,7 +76,7 @@ def sum_over_block(count: int, threads: int) -> Any:
     at_once = WARP // width  # sums that the lanes of a warp finish together
 
     @T.macro
-    def summed(values, of_warps, turn):
+    def summed(values, warp_sums, call):
         lane = T.get_thread_binding() % WARP
         for i in T.unroll(count):
             for d in T.unroll(5):
@@ -84,13 +84,13 @@ def sum_over_block(count: int, threads: int) -> Any:
         if warps > 1:
             if lane == 0:
                 for i in T.unroll(count):
-                    of_warps[turn % 2, i, T.get_thread_binding() // WARP] = values[i]
+                    warp_sums[call % 2, i, T.get_thread_binding() // WARP] = values[i]
             T.sync_threads()
             for r in T.unroll(-(-count // at_once)):
                 total = T.alloc_var(T.float32, init=T.float32(0))
                 value = r * at_once + lane // width
                 if lane % width < warps and value < count:
-                    total = of_warps[turn % 2, value, lane % width]
+                    total = warp_sums[call % 2, value, lane % width]
                 for d in T.unroll(steps):
                     total = total + T.shfl_xor(total, T.shift_left(1, d))
                 for i in T.unroll(at_once):
