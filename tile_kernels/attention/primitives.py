@@ -412,8 +412,8 @@ def over_groups(geo: Geometry) -> Any:
             for e in T.vectorized(geo.part):
                 group_sums[2, group, base + q * geo.lanes * geo.part + e] = sums[q * geo.part + e]
         T.sync_threads()
-        for advance in T.unroll(-(-positions // geo.threads)):
-            at = advance * geo.threads + tx
+        for step in T.unroll(-(-positions // geo.threads)):
+            at = step * geo.threads + tx
             if at < positions:
                 top = T.alloc_var(T.float32, init=group_sums[0, 0, at])
                 for g in T.unroll(geo.groups - 1):
