@@ -98,6 +98,34 @@ def test_the_least_amax(ground: tuple[str, str]) -> None:
     assert plain[0].float().unique().tolist() == [448.0]
 
 
+@pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
+@each_ground
+def test_a_scale_in_e4m3_is_never_zero(fmt: str, ground: tuple[str, str]) -> None:
+    """A least amax that would round to a scale of 0 counts as that of the least scale: a group of
+    zeros stays one."""
+    backend, device = ground
+    x = torch.zeros(2, 32, device=device)
+    x[1] = 1e-3
+    kind: dict[str, Any] = {"use_e4m3_sf": True}
+    with tile_kernels.backend(backend):
+        expected = quant.per_token_cast(x, fmt, 16, **kind)
+        assert expected[1].float().min() == 2.0**-9
+        for value in (1e-10, 0.4 * config.get_amax_clamp_for_quant(fmt, True)):
+            given = quant.per_token_cast(x, fmt, 16, **kind, amax_min=value)
+            with config.quant_amax_min(value):
+                by_setting = quant.per_token_cast(x, fmt, 16, **kind)
+                reference = tile_kernels.torch.cast(x, fmt, (1, 16), **kind)
+                sf = quant.per_token_cast_with_sf_only(x, fmt, 16, **kind)
+                fake = quant.fake_cast(x, fmt, 16, **kind)
+            for found in (given, by_setting, reference):
+                for one, other in zip(found, expected):
+                    assert torch.equal(bytes_of(one), bytes_of(other))
+            assert torch.equal(bytes_of(sf), bytes_of(expected[1]))
+            assert not fake[0].any()
+    with pytest.raises(ValueError, match="amax_min must be in"):
+        quant.per_token_cast(x, fmt, 16, **kind, amax_min=0.0)
+
+
 def test_settings_are_restored() -> None:
     before = config.get_amax_clamp_for_quant("e2m1", True)
     assert before == 0.01171875

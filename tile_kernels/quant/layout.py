@@ -164,13 +164,20 @@ def check_amax_min(amax_min: float, fmt: str) -> None:
 
 
 def least_amax(fmt: Any, use_e4m3_sf: Any, amax_min: Any) -> Any:
-    """The least amax of a cast: what was given, or the setting of `tile_kernels.config`."""
-    if amax_min is not None:
-        return checks.plain(amax_min)
+    """The least amax of a cast: what was given, or the setting of `tile_kernels.config`.
+
+    For scales in e4m3 at least what gives the least of them: a scale of 0 has no inverse.
+    """
     use_e4m3_sf = checks.plain(use_e4m3_sf)
-    if isinstance(fmt, str) and isinstance(use_e4m3_sf, bool) and fmt in FORMATS:
-        return config.amax_min(fmt, use_e4m3_sf)
-    return 1.0  # the checks refuse the format
+    known = isinstance(fmt, str) and isinstance(use_e4m3_sf, bool) and fmt in FORMATS
+    if amax_min is None:
+        amax_min = config.amax_min(fmt, use_e4m3_sf) if known else 1.0  # the checks refuse it
+    amax_min = checks.plain(amax_min)
+    if known and use_e4m3_sf and isinstance(amax_min, (int, float, torch.SymFloat)):
+        least = formats.e4m3_amax_min(FORMATS[fmt])
+        if FORMATS[fmt].max * 2.0**-126 <= amax_min < least:  # less is for the checks to refuse
+            return least
+    return amax_min
 
 
 def as_scalar(value: Any, x: Any, dtype: torch.dtype) -> Any:

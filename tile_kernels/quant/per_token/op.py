@@ -260,7 +260,8 @@ def per_token_cast(
             then padded to multiples of 16 tokens.
         global_sf: A float32 with one element, or a number: a factor of all scales in e4m3.
         amax_min: The least `a`. By default that of `config.set_amax_clamp_for_quant`: 1e-4, for
-            e2m1 6 * 2**-126; with scales in e4m3 what gives the least scale, `2**-9`.
+            e2m1 6 * 2**-126; with scales in e4m3, and there at least, what gives the least scale,
+            `2**-9`.
         stochastic_cast: Rounds stochastically; for e4m3 and e2m1 in groups of 16 to 128.
         seed: An int, or an int64 tensor with one element, which may change between replays of a
             CUDA graph. By default the random bits are a hash of four neighbouring values and their
