@@ -95,17 +95,20 @@ def test_buffers_of_other_rows_are_filled() -> None:
     assert torch.equal(buffer, quant.norm_forward(x, None, 1e-6)[0])
 
 
-def test_the_view_of_a_mega_moe_buffer() -> None:
+@pytest.mark.parametrize(
+    ("tokens", "width"), [(200, 256), (200, 128), (1, 128), (1, 256), (0, 128), (0, 256)]
+)
+def test_the_view_of_a_mega_moe_buffer(tokens: int, width: int) -> None:
     """The scales go to the rows of the buffer, also behind those that the view shows."""
-    x = rows(200, 256)
+    x = rows(tokens, width)
     flags = {"round_sf": True, "mega_moe_block_m": 192}
-    buffer = torch.zeros(2, 512, dtype=torch.int32)
+    buffer = torch.zeros(width // 128, 512, dtype=torch.int32)
     quant.norm_forward_and_per_token_cast(x, None, 1e-6, "e4m3", 32, mega_moe_sf=buffer, **flags)
-    memory = torch.zeros(2, 512, dtype=torch.int32)
-    view = memory.T[:200]
+    memory = torch.zeros(width // 128, 512, dtype=torch.int32)
+    view = memory.T[:tokens]
     quant.norm_forward_and_per_token_cast(x, None, 1e-6, "e4m3", 32, mega_moe_sf=view, **flags)
     assert torch.equal(memory, buffer)
-    assert (buffer != 0).sum() == 2 * 200
+    assert (buffer != 0).sum() == width // 128 * tokens
 
 
 def test_parts_do_not_depend_on_the_device() -> None:

@@ -50,6 +50,32 @@ def test_a_global_scale_extends_the_range(ground: tuple[str, str]) -> None:
         assert (lost - x).norm() / x.norm() > 0.5
 
 
+@pytest.mark.parametrize("factor", [0.0, -1.0, 1e-40, float("nan"), float("inf")])
+def test_a_useless_global_scale(factor: float) -> None:
+    """Kernels and reference agree on it, bit for bit."""
+    x = torch.zeros(2, 16)
+    x[1] = 1e-3
+    pairs = []
+    for backend in ("torch", "emulate"):
+        with tile_kernels.backend(backend):
+            pairs.append(
+                quant.per_token_cast(
+                    x, "e2m1", 16, use_e4m3_sf=True, global_sf=torch.tensor(factor)
+                )
+            )
+    for one, other in zip(*pairs):
+        assert torch.equal(bytes_of(one), bytes_of(other))
+
+
+def test_a_global_scale_of_zeros() -> None:
+    """As the documents compute it."""
+    x = torch.zeros(2, 16)
+    global_sf = (x.abs().max() / (6 * 448)).clamp(min=1e-30)
+    for fmt in ("e4m3", "e2m1"):
+        kind: dict[str, Any] = {"use_e4m3_sf": True, "global_sf": global_sf}
+        assert not quant.fake_cast(x, fmt, 16, **kind).any()
+
+
 @each_ground
 def test_requantizing_from_e4m3_scales(ground: tuple[str, str]) -> None:
     backend, device = ground

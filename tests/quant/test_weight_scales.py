@@ -63,6 +63,34 @@ def test_bad_arguments() -> None:
         quant.batched_transpose_weight_sf([ROWS], 32, [])
 
 
+def test_bad_buffers() -> None:
+    sf0, sf1 = torch.zeros(128, 1, dtype=torch.int32), torch.zeros(128, 1, dtype=torch.int32)
+    for wrong, error, message in (
+        (sf0, TypeError, r"outs\[0\] must be two tensors, or None, got Tensor"),
+        ((sf0,), TypeError, r"outs\[0\] must be two tensors, or None, got 1"),
+        ((sf0.float(), sf1), TypeError, r"outs\[0\]\[0\] must be int32"),
+        ((sf0, sf1.T), ValueError, r"outs\[0\]\[1\] must have shape \[128, 1\], got \(1, 128\)"),
+        ((sf0[None], sf1), ValueError, r"outs\[0\]\[0\] must"),
+        ((sf0, sf1.to("meta")), ValueError, r"outs\[0\]\[1\] must be on cpu like sf, got meta"),
+    ):
+        with pytest.raises(error, match=message):
+            quant.batched_transpose_weight_sf([ROWS], 32, [False], [wrong])  # type: ignore[list-item]
+    assert not sf0.any()
+    assert not sf1.any()
+
+
+def test_without_graph_breaks() -> None:
+    torch._dynamo.reset()
+    run = torch.compile(quant.batched_transpose_weight_sf, fullgraph=True, backend="aot_eager")
+    outs = tuple(torch.zeros(128, 1, dtype=torch.int32) for _ in range(2))
+    pairs = run([ROWS, ROWS[None]], 32, [False, True], [outs, None])
+    expected = quant.batched_transpose_weight_sf([ROWS, ROWS[None]], 32, [False, True])
+    for pair, wanted in zip(pairs, expected):
+        for one, other in zip(pair, wanted):
+            assert torch.equal(one, other)
+    assert torch.equal(outs[0], expected[0][0])
+
+
 def test_blocked_order() -> None:
     torch.manual_seed(0)
     sf = torch.randint(1, 256, (200, 6), dtype=torch.uint8)

@@ -316,7 +316,7 @@ def e4m3_scale_from_amax(
     `amax` is finite float32 of any shape, `global_sf` a float32 that all scales are multiplied by.
     Returns `(sf, inv)` of that shape, `sf` in float8_e4m3fn: `amax / (fmt.max * global_sf)`, but at
     least `clamp_min / fmt.max` and `2**-9`, to the nearest e4m3, at most 448; and
-    `inv = 1 / (sf * global_sf)`.
+    `inv = 1 / (sf * global_sf)`. A quotient of zeros counts as the least.
 
     >>> sf, inv = e4m3_scale_from_amax(torch.tensor([6.0, 600.0, 0.0]), E2M1)
     >>> sf.float().tolist(), inv.tolist()
@@ -325,6 +325,6 @@ def e4m3_scale_from_amax(
     least = torch.full_like(amax, max(e4m3_amax_min(fmt), clamp_min or 0.0))
     largest = torch.full_like(amax, fmt.max)
     divisor = largest if global_sf is None else largest * global_sf
-    sf = encode_e4m3(torch.maximum(amax / divisor, least / largest))
+    sf = encode_e4m3(torch.fmax(amax / divisor, least / largest))
     scale = sf.float() if global_sf is None else sf.float() * global_sf
     return sf, torch.ones_like(scale) / scale

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.quant import formats
-from tile_kernels.runtime import checks
+from tile_kernels.runtime import backends, checks
 from tile_kernels.utils import align, ceil_div
 
 __all__ = ["batched_transpose_weight_sf", "blocked_scales"]
@@ -32,17 +32,43 @@ def _packed_rows(exponents: Tensor, block_size: int) -> Tensor:
     return words.repeat_interleave(block_size, dim=-1).transpose(-1, -2)
 
 
-def _check(index: int, sf: object, block_size: int) -> None:
+def _check(index: int, sf: Tensor, block_size: int) -> None:
     name = f"sf[{index}]"
     batched = isinstance(sf, Tensor) and sf.dim() == 3
     dims = ("groups", "row_blocks", "column_blocks") if batched else ("row_blocks", "column_blocks")
     checks.tensor(name, sf, dims, torch.float32, contiguous=True)
-    for size in sf.shape[-2:]:  # type: ignore[attr-defined]
+    for size in sf.shape[-2:]:
         if size * block_size % _TILE:
             raise ValueError(
                 f"{name} must be of a weight whose sizes are multiples of {_TILE}, got "
                 f"{size} blocks of {block_size}"
             )
+    is_seen = not torch.compiler.is_compiling() and not sf.is_meta
+    if (
+        is_seen
+        and (sf.is_cpu or backends.is_checked())
+        and (sf.view(torch.int32) & 0x807FFFFF != 0).any()
+    ):
+        raise ValueError(f"{name} must hold powers of two")
+
+
+def _check_buffers(index: int, buffers: object, sf: Tensor, block_size: int, flag: bool) -> None:
+    """Two tensors with the shapes of the results; their strides are free."""
+    name = f"outs[{index}]"
+    if not (isinstance(buffers, (tuple, list)) and len(buffers) == 2):
+        given = len(buffers) if isinstance(buffers, (tuple, list)) else type(buffers).__name__
+        raise TypeError(f"{name} must be two tensors, or None, got {given}")
+    *groups, rows, columns = sf.shape
+    shapes = (
+        (*groups, rows * block_size, ceil_div(columns, _PER_WORD)),
+        (*groups, columns * block_size, ceil_div(rows, _PER_WORD)),
+    )
+    for i, (buffer, shape) in enumerate(zip(buffers, shapes)):
+        wanted = (*shape[:-2], shape[-1], shape[-2]) if i == 1 and flag else shape
+        dims = ("...",) * len(wanted)
+        checks.tensor(f"{name}[{i}]", buffer, dims, torch.int32, shape=wanted)
+        if buffer.device != sf.device:
+            raise ValueError(f"{name}[{i}] must be on {sf.device} like sf, got {buffer.device}")
 
 
 def batched_transpose_weight_sf(
@@ -89,11 +115,11 @@ def batched_transpose_weight_sf(
                 f"transpose_sf1s and outs must have an entry for each of {len(sf)} weights, got "
                 f"{len(transpose_sf1s)} and {len(given)}"
             )
-        for index, (each, flag) in enumerate(zip(sf, transpose_sf1s)):
+        for index, (each, flag, buffers) in enumerate(zip(sf, transpose_sf1s, given)):
             _check(index, each, block_size)
             checks.boolean(f"transpose_sf1s[{index}]", flag)
-            if each.is_cpu and (each.view(torch.int32) & 0x807FFFFF != 0).any():
-                raise ValueError(f"sf[{index}] must hold powers of two")
+            if buffers is not None:
+                _check_buffers(index, buffers, each, block_size, flag)
     results = []
     for each, flag, buffers in zip(sf, transpose_sf1s, given):
         exponents = formats.encode_ue8m0(each)

@@ -527,10 +527,10 @@ def _as_mega_buffer(x: Any, mega_moe_sf: Any) -> Any:
     if not (isinstance(mega_moe_sf, Tensor) and isinstance(x, Tensor) and x.dim() == 2):
         return mega_moe_sf
     num_tokens, words = x.shape[0], x.shape[1] // 128
-    if mega_moe_sf.is_contiguous() or tuple(mega_moe_sf.shape) != (num_tokens, words):
+    if tuple(mega_moe_sf.shape) != (num_tokens, words):
         return mega_moe_sf
-    rows = mega_moe_sf.stride(1)
-    if mega_moe_sf.stride(0) != 1 or rows < num_tokens:
+    by_token, rows = mega_moe_sf.stride()
+    if by_token != 1 or rows < num_tokens:  # a buffer of as many rows as there are words
         return mega_moe_sf
     return mega_moe_sf.as_strided((words, rows), (rows, 1))
 

@@ -258,7 +258,8 @@ def per_token_cast(
         out: Buffers `(data, scales)` that are filled and returned.
         use_e4m3_sf: Rounds scales to e4m3; for e4m3 and e2m1 in groups of 16 to 128. Columns are
             then padded to multiples of 16 tokens.
-        global_sf: A float32 with one element, or a number: a factor of all scales in e4m3.
+        global_sf: A float32 with one element, or a number: a factor of all scales in e4m3. Below
+            `2**-117` inverses may be infinite, and zeros become NaN or the largest code.
         amax_min: The least `a`. By default that of `config.set_amax_clamp_for_quant`: 1e-4, for
             e2m1 6 * 2**-126; with scales in e4m3, and there at least, what gives the least scale,
             `2**-9`.
