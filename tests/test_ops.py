@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tile_kernels
 from tests.requirements import CUDA, EMULATED_IN_FULL, GROUNDS, TORCH
 from tests.selection import emulated_by_default, operators
-from tile_kernels.runtime import emulation
+from tile_kernels.runtime import emulation, registry
 from tile_kernels.runtime.cases import (
     Arguments,
     Reject,
@@ -381,6 +381,48 @@ def test_no_gradient_is_lost(op: Operator) -> None:
         return
     assert all(name.startswith("GeneratedBackwardFor_tile_kernels_") for name in nodes)
     assert bool(nodes) == (bool(wanted) and bool(results))
+
+
+# Operators with a gradient: their own formula, or that of an operator that serves them.
+TRAINED = [
+    op
+    for op in OPS
+    if any(
+        each.custom_op._backward_fn is not None
+        for each in registry.operators()
+        if op.name in (each.name, each.serves)
+    )
+]
+
+
+# Arguments that are documented to have no gradient, although the operator has one.
+CONSTANTS = {"attention.indexer_kl": ("p",), "attention.indexer_logits": ("k",)}
+
+
+def gradients(op: Operator, function: Callable[..., Any]) -> list[torch.Tensor | None]:
+    """Of the tensors that are not written, in the ordinary sample, with other gradients for each
+    result."""
+    arguments = op.cases.ordinary().build("cpu")
+    frozen = (*op.mutates, *CONSTANTS.get(op.name, ()))
+    read = {name: value for name, value in arguments.items() if name not in frozen}
+    trained = (torch.float32, torch.bfloat16)
+    leaves = [x.requires_grad_() for x in tensors_in(read) if x.dtype in trained]
+    results = [x for x in tensors_in(function(**arguments)) if x.requires_grad]
+    assert results
+    grads = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) for x in results]
+    torch.autograd.backward(results, [g.to(x.dtype) for g, x in zip(grads, results)])
+    return [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("op", TRAINED, ids=lambda op: op.name)
+def test_gradients_under_compile(op: Operator) -> None:
+    """The same as without it: the backward passes its dispatcher all that it takes."""
+    expected = gradients(op, op.function)
+    assert any(grad is not None for grad in expected)
+    torch._dynamo.reset()
+    found = gradients(op, torch.compile(op.function, fullgraph=True, backend="aot_eager"))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -15,8 +16,55 @@ from tile_kernels import mhc, quant, v2
 from tile_kernels.mhc.partials.cases import CASES as PARTIALS
 from tile_kernels.quant.swiglu.cases import CASES as SWIGLU
 
-# Parameters with defaults, as TileKernels 2.1.0 has them; `...` is any default.
+# What the packages of TileKernels 2.1.0 export, with parameters and defaults.
 SIGNATURES = {
+    "": """
+get_amax_clamp_for_quant(fmt, use_e4m3_sf)
+get_deterministic_algorithms()
+get_device_num_sms()
+get_max_smem_per_sm()
+get_max_ub_per_vector_core(use_simt=True)
+get_num_ai_cores()
+get_num_cube_cores()
+get_num_sms()
+get_num_vec_cores()
+get_pdl()
+get_token_alignment()
+set_amax_clamp_for_quant(fmt, use_e4m3_sf, clamp_min_value)
+set_num_sms(num_sms)
+set_pdl(use_pdl)
+set_token_alignment(token_alignment)
+use_deterministic_algorithms(enabled)
+""",
+    "config": """
+get_amax_clamp_for_quant(fmt, use_e4m3_sf)
+get_deterministic_algorithms()
+get_device()
+get_device_num_sms()
+get_max_smem_per_sm()
+get_max_ub_per_vector_core(use_simt=True)
+get_num_ai_cores()
+get_num_cube_cores()
+get_num_sms()
+get_num_vec_cores()
+get_pdl()
+get_token_alignment()
+is_ascend()
+reset_runtime_config()
+set_amax_clamp_for_quant(fmt, use_e4m3_sf, clamp_min_value)
+set_num_sms(num_sms)
+set_pdl(use_pdl)
+set_token_alignment(token_alignment)
+use_deterministic_algorithms(enabled)
+""",
+    "utils": """
+align(x, y)
+ceil_div(x, y)
+dtype_to_str(dtype)
+is_power_of_two(x)
+next_power_of_two(x)
+str_to_dtype(fmt)
+""",
     "moe": """
 moe_topk_gate_forward(logits, num_topk, use_shared_as_routed, num_shared_experts, routed_scaling_factor, ep_rank, scoring_func='sqrtsoftplus', mask=None, bias=None, image_bias=None, image_token_mask=None, fix_routing_mask=None, to_physical_map=None, logical_count=None, unmapped_topk_idx=None, force_random=None, out=None, scores=None)
 moe_topk_gate(logits, num_topk, use_shared_as_routed, num_shared_experts, routed_scaling_factor, ep_rank, scoring_func='sqrtsoftplus', mask=None, bias=None, image_bias=None, image_token_mask=None, fix_routing_mask=None, to_physical_map=None, logical_count=None, unmapped_topk_idx=None, force_random=None, out=None, scores=None)
@@ -30,8 +78,15 @@ per_token_cast_with_sf_only(x, fmt, num_per_channels, use_tma_aligned_col_major_
 per_token_cast_with_precomputed_sf(x, fmt, num_per_channels, sf, use_tma_aligned_col_major_sf=False, round_sf=False, use_packed_ue8m0=False, use_e4m3_sf=False, out=None)
 per_token_cast_and_cast_back(x, fmt, num_per_channels, round_sf=False, use_e4m3_sf=False)
 cast(x, dtype, stochastic_rounding=False)
+per_block_cast(x, fmt, block_size, use_tma_aligned_col_major_sf=False, round_sf=False, use_packed_ue8m0=False, out=None)
+per_block_cast_with_sf_only(x, fmt, block_size, use_tma_aligned_col_major_sf=False, round_sf=False, use_packed_ue8m0=False, out_sf=None)
+per_block_cast_with_precomputed_sf(x, fmt, block_size, sf, use_tma_aligned_col_major_sf=False, round_sf=False, use_packed_ue8m0=False, out=None)
+per_block_cast_lossless(x, fmt, x_block_size, out_block_size, use_tma_aligned_col_major_sf=False, round_sf=False, use_packed_ue8m0=False)
+cast_back(x, fmt, x_block_size, x_special_fmt=None)
+per_token_cast_back(x, fmt, num_per_channels, x_special_fmt=None)
+unpack_from_e2m1fn_x2(x, out_dtype=torch.float32)
 per_channel_cast(x, fmt, num_per_tokens, round_sf=False, num_per_channels=None, use_packed_ue8m0=False)
-batched_transpose_weight_sf(sf, block_size, transpose_sf1s, outs=None)
+batched_transpose_weight_sf(sf, block_size, transpose_sf1s, outs)
 norm_forward(x, weight, eps, residual=None, out_scale=1.0, out=None, residual_out=None, with_rstd=False)
 norm_forward_and_per_token_cast(x, weight, eps, fmt, num_per_channels, residual=None, out_scale=1.0, use_tma_aligned_col_major_sf=False, round_sf=False, use_packed_ue8m0=False, with_out_bf16=False, out=None, out_bf16=None, residual_out=None, mega_moe_sf=None, mega_moe_block_m=0, with_rstd=False)
 norm_backward(out_grad, x, weight, rstd, residual_out_grad=None, out_scale=1.0, weight_grad=None)
@@ -47,6 +102,8 @@ apply_rotary(query, cos_sin_cache, key=None, positions=None, interleaved=False, 
 engram_gate_fwd(hidden_states, kv, weight_fused, eps, clamp_value, save_for_backward=True, image_token_mask=None, inplace=False)
 engram_gate_bwd(grad_out, hidden_states, kv, weight_fused, dot, gate_score, rstd_x, rstd_k, clamp_value, image_token_mask=None)
 engram_hash(ngram_token_ids, multipliers, vocab_sizes, offsets, image_token_mask=None)
+fused_weight(weight_hidden, weight_embed)
+grad_w_reduce(grad_w_partial, weight_hidden, weight_embed, grad_weight_hidden, grad_weight_embed)
 engram_sinkhorn_momentum_update(grad, momentum_buffer, beta1, nesterov=True)
 engram_sinkhorn_step(matrix, row_scale, col_scale, eps)
 engram_sinkhorn_step_reduce(col_sumsq_partial, col_sumsq)
@@ -56,6 +113,9 @@ engram_sinkhorn_finalize(matrix, row_scale, col_scale, eps, alpha, out=None)
 engram_gate(hidden, kv, weight_hidden, weight_embed, clamp_value, eps, image_token_mask)
 """,
     "mhc": """
+mhc_post_fwd(x, residual, post_layer_mix, comb_res_mix, out=None)
+mhc_post_bwd(x, residual, post_layer_mix, comb_res_mix, d_o)
+mhc_multilayer_recompute(initial_residual, pre_mix_list, layer_output_list, post_mix_list, comb_mix_list, layer_input_list, residual_list)
 expand_to_mhc_fwd(x, o)
 expand_to_mhc_bwd(o_grad, x_grad)
 mhc_pre_apply_mix_fwd(x, mix, o)
@@ -73,29 +133,104 @@ mhc_reduce_partials_and_rmsnorm_bwd(out_grad, out_mul, sqrsum, out_mul_grad, sqr
 mhc_pre_big_fuse_fwd(gemm_out_mul, gemm_out_sqrsum, mhc_scale, mhc_base, residual, post_mix, comb_mix, layer_input, rms_eps, mhc_pre_eps, mhc_sinkhorn_eps, mhc_post_mult_value, sinkhorn_repeat, n_splits=16)
 """,
     "rand": """
-randn_like(x)
+randn(*size, dtype=None, device=None)
+randn_like(input)
 set_seed(seed)
+""",
+    "testing": """
+clear_unused_sf(sf, hidden, num_per_channels)
+clear_unused_sf_col_pack(sf, num_tokens, num_per_tokens)
+""",
+    "testing.numeric": """
+assert_equal(x, y, check_dtype=True, check_shape=True, check_stride=True)
+calc_diff(x, y)
+check_bias(x, ref_x)
+count_bytes(*tensors)
+""",
+    "testing.quant": """
+clear_unused_sf(sf, hidden, num_per_channels)
+clear_unused_sf_col_pack(sf, num_tokens, num_per_tokens)
+quant_level_rank(xc, fmt)
+""",
+    "torch": """
+batched_transpose_weight_sf(sf, block_size, transpose_sf1s)
+cast(x, fmt, block_size=(32, 32), sf=None, x_block_size=None, round_sf=False, use_tma_aligned_col_major_sf=False, use_packed_ue8m0=False, use_e4m3_sf=False)
+cast_back(x, fmt, block_size=(32, 32))
+make_offsets(vocab_sizes)
+engram_hash_ref(ngram_token_ids, multipliers, vocab_sizes, offsets, image_token_mask=None)
+engram_gate_ref(hidden_states, kv, weight_hidden, weight_embed, clamp_value, eps, save_for_backward=False, image_token_mask=None)
+engram_sinkhorn_momentum_update_ref(grad, momentum_buffer, beta1, nesterov=True)
+engram_sinkhorn_step_ref(matrix, row_scale, col_scale, col_sumsq, eps)
+engram_sinkhorn_finalize_ref(matrix, row_scale, col_scale, eps, alpha, out=None)
+expand_to_mhc_ref(hidden, mhc_mult)
+mhc_head_compute_mix_ref(input_mix, mhc_scale, mhc_base, mhc_pre_eps)
+mhc_post_ref(x, residual, post_layer_mix, comb_res_mix)
+mhc_pre_apply_mix_ref(x, mix)
+mhc_pre_norm_fn_partials_ref(residual, fn, n_splits)
+mhc_pre_norm_fn_ref(residual, mhc_fn, mhc_norm_weight, mhc_norm_eps)
+mhc_pre_split_mixes_ref(input_mixes, mhc_scale, mhc_base, mhc_mult, mhc_post_mult_value, mhc_pre_eps)
+sinkhorn_normalize_ref(x, repeat=10, eps=1e-06)
+reduce_fused(x, topk_weights, token_topk_to_pos, fp8_format='', sf=None)
+rotary_embedding_ref(x, cos, sin, positions=None, seqlen_offsets=0, interleaved=False, conjugate=False)
+get_mapping_from_psum(x, psum_num_tokens_per_expert)
+swiglu_forward(x, psum_num_tokens_per_expert=None, topk_weights=None, routed_scaling_factor=None, clamp_value=None, clamped_count=None)
+swiglu_backward(x, grad_out, psum_num_tokens_per_expert=None, topk_weights=None, routed_scaling_factor=None, clamp_value=None, alignment=None)
+stable_topk(scores, num_topk)
+moe_topk_gate_forward(logits, num_topk, use_shared_as_routed, num_shared_experts, routed_scaling_factor, ep_rank, scoring_func, mask=None, bias=None, image_bias=None, image_token_mask=None, fix_routing_mask=None, to_physical_map=None, logical_count=None, unmapped_topk_idx=None, out=None)
+moe_topk_gate_backward(scores, topk_idx, topk_weights, grad_topk_weights, routed_scaling_factor, scoring_func, mask=None, grad_scores_sum=None)
+mask_indices_by_tp(indices, n, num_ep_ranks, tp_rank, num_tp_ranks)
+normalize_weight(topk_weights)
+norm_forward_ref(x, weight, eps, residual=None, out_scale=1.0)
+norm_backward_ref(out_grad, x, weight, rstd, residual_out_grad=None, out_scale=1.0)
 """,
 }  # fmt: skip
 ALL = [(module, line) for module, lines in SIGNATURES.items() for line in lines.split("\n") if line]
 
 
+def parameters_of(line: str) -> list[tuple[str, Any, str]]:
+    """Name, kind and default (or an empty string) of the parameters of a signature in text."""
+    ((definition,),) = [ast.parse(f"def {line}: ...").body]
+    assert isinstance(definition, ast.FunctionDef)
+    given = definition.args
+    missing = [None] * (len(given.args) - len(given.defaults))
+    kinds = inspect.Parameter
+    found: list[tuple[str, Any, str]] = []
+    for each, default in zip(given.args, [*missing, *given.defaults], strict=True):
+        text = "" if default is None else ast.unparse(default)
+        found.append((each.arg, kinds.POSITIONAL_OR_KEYWORD, text))
+    if given.vararg is not None:
+        found.append((given.vararg.arg, kinds.VAR_POSITIONAL, ""))
+    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        found.append(
+            (each.arg, kinds.KEYWORD_ONLY, "" if default is None else ast.unparse(default))
+        )
+    return found
+
+
 @pytest.mark.parametrize(("module", "line"), ALL, ids=lambda x: x.partition("(")[0])
 def test_signature(module: str, line: str) -> None:
-    """Those that are positional are the same; more may be given by keyword."""
+    """Every call that is valid there means the same here.
+
+    Parameters have the same names, order, kinds and defaults; one without a default may have one
+    here. More may follow that have defaults.
+    """
     name = line.partition("(")[0]
-    function = getattr(importlib.import_module(f"tile_kernels.v2.{module}"), name)
-    found = [
-        p.name if p.default is p.empty else f"{p.name}={p.default!r}"
-        for p in inspect.signature(function).parameters.values()
-        if p.kind is p.POSITIONAL_OR_KEYWORD
-    ]
-    assert f"{name}({', '.join(found)})" == line
+    home = importlib.import_module(f"tile_kernels.v2.{module}".rstrip("."))
+    found = list(inspect.signature(getattr(home, name)).parameters.values())
+    expected = parameters_of(line)
+    for ours, (theirs, kind, default) in zip(found, expected):
+        assert (ours.name, ours.kind) == (theirs, kind)
+        assert not default or repr(ours.default) == default
+    assert len(found) >= len(expected)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for more in found[len(expected) :]:
+        assert more.default is not more.empty or more.kind in variadic
 
 
 def test_submodules() -> None:
     for name in v2.SUBMODULES:
         assert getattr(v2, name).__name__ == f"tile_kernels.v2.{name}"
+    assert {module.partition(".")[0] for module in SIGNATURES} - {""} == set(v2.SUBMODULES)
     assert v2.get_token_alignment() == 128
     with pytest.raises(AttributeError):
         v2.transpose  # noqa: B018
@@ -130,6 +265,11 @@ def test_casts() -> None:
     assert torch.equal(sf, other[1])
     data = v2.quant.per_token_cast_with_precomputed_sf(x, "e4m3", 32, sf, False, True)
     assert torch.equal(data.float(), other[0].float())
+    buffer = torch.empty(1, 4)
+    sf = v2.quant.per_block_cast_with_sf_only(x, "e4m3", (128, 32), round_sf=True, out_sf=buffer)
+    assert sf is buffer
+    expected = quant.per_block_cast_with_sf_only(x, "e4m3", (128, 32), round_sf=True)
+    assert torch.equal(sf, expected)
 
 
 def test_the_least_amax_is_a_setting(settings: None) -> None:
@@ -174,12 +314,23 @@ def test_swiglu(alignment: int) -> None:
     arguments, (expected, count) = vector("swiglu_forward", 1)
     torch.testing.assert_close(v2.quant.swiglu_forward(**arguments), expected)
     assert torch.equal(arguments["clamped_count"], count)
+    del arguments["fmt"]
     torch.testing.assert_close(v2.torch.swiglu_forward(**arguments), expected)
     assert torch.equal(arguments["clamped_count"], 2 * count)
     arguments, expected = vector("swiglu_backward", 0)
-    for functions in (v2.quant, v2.torch):
-        for one, other in zip(functions.swiglu_backward(**arguments), expected, strict=True):
-            torch.testing.assert_close(one, other)
+    found = v2.quant.swiglu_backward(**arguments)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    for name in ("fmt", "do_recompute"):
+        arguments.pop(name, None)
+    tensors = arguments.pop("x"), arguments.pop("act_x_grad")
+    out, *grads = v2.torch.swiglu_backward(*tensors, **arguments)
+    torch.testing.assert_close(out, v2.torch.swiglu_forward(tensors[0], **arguments))
+    for one, other in zip(grads, expected, strict=False):
+        torch.testing.assert_close(one, other)
+    assert len(grads) == 2
+    del arguments["topk_weights"], arguments["routed_scaling_factor"]
+    assert len(v2.torch.swiglu_backward(*tensors, **arguments)) == 2
     arguments, ((data, sf), _) = vector("swiglu_forward_and_per_token_cast", 0)
     found = v2.quant.swiglu_forward_and_per_token_cast(**arguments)
     assert torch.equal(found[0].float(), data.float())
@@ -195,7 +346,7 @@ def test_quantized_swiglu_gradient(alignment: int) -> None:
         x, grad, "e4m3", 32, psum, weights, 2.5, round_sf=True, do_recompute=True
     )
     plain = quant.per_token_cast_back(x, "fp32", 32)
-    wide = v2.torch.swiglu_backward(plain, grad.float(), "fp32", psum, weights, 2.5, None, True)
+    wide = v2.quant.swiglu_backward(plain, grad.float(), "fp32", psum, weights, 2.5, None, True)
     torch.testing.assert_close(x_grad, wide[0].bfloat16(), rtol=2**-7, atol=1e-6)
     torch.testing.assert_close(weight_grad, wide[1], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(act, wide[2].bfloat16(), rtol=2**-7, atol=1e-6)
@@ -209,21 +360,103 @@ def test_quantized_swiglu_gradient(alignment: int) -> None:
     assert len(v2.quant.swiglu_backward_and_per_token_cast(x, grad, "e4m3", 32)) == 2
 
 
-def test_engram() -> None:
+def engram_inputs() -> list[torch.Tensor]:
     torch.manual_seed(4)
-    x = torch.randn(2, 3, 2, 16).bfloat16().requires_grad_()
-    kv = torch.randn(2, 3, 3 * 16).bfloat16().requires_grad_()
-    weight = torch.rand(2, 16)
-    mask = torch.tensor([[False, True, False], [False, False, True]])
-    out = v2.modeling.engram.engram_gate(x, kv, weight, weight, 1e-6, 1e-6, mask)
+    x, kv = torch.randn(2, 3, 2, 16).bfloat16(), torch.randn(2, 3, 3 * 16).bfloat16()
+    weights = torch.rand(2, 16), torch.rand(2, 16)
+    return [each.requires_grad_() for each in (x, kv, *weights)]
+
+
+IMAGES = torch.tensor([[False, True, False], [False, False, True]])
+
+
+@pytest.mark.parametrize("form", ["function", "class", "compiled"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_engram(form: str, masked: bool) -> None:
+    mask = IMAGES if masked else None
+    inputs = engram_inputs()
+    torch._dynamo.reset()
+    gate = {
+        "function": v2.modeling.engram.engram_gate,
+        "class": v2.modeling.engram.EngramGateFn.apply,
+        "compiled": torch.compile(
+            v2.modeling.engram.engram_gate, fullgraph=True, backend="aot_eager"
+        ),
+    }[form]
+    out = gate(*inputs, 1e-6, 1e-6, mask)
+    plain = [each.detach().clone().requires_grad_() for each in inputs]
     expected = v2.torch.engram_gate_ref(
-        x, kv.view(2, 3, 3, 16), weight, weight, 1e-6, 1e-6, image_token_mask=mask
+        plain[0], plain[1].view(2, 3, 3, 16), *plain[2:], 1e-6, 1e-6, image_token_mask=mask
     )
     torch.testing.assert_close(out, expected)
-    out.sum().backward()
-    assert kv.grad is not None
-    assert not kv.grad[mask].any()
-    assert kv.grad[~mask].any()
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    expected.backward(grad)
+    for one, other in zip(inputs, plain):
+        torch.testing.assert_close(one.grad, other.grad, rtol=2e-2, atol=2e-2)
+    if masked:
+        assert torch.equal(out[IMAGES], inputs[0][IMAGES])
+        assert inputs[1].grad is not None
+        assert not inputs[1].grad[IMAGES].any()
+
+
+def test_engram_adds_to_main_grad() -> None:
+    plain, inputs = engram_inputs(), engram_inputs()
+    inputs[2].main_grad = torch.ones(2, 16)  # type: ignore[attr-defined]
+    for each in (plain, inputs):
+        v2.modeling.engram.engram_gate(*each, 1e-6, 1e-6, IMAGES).float().sum().backward()
+    assert inputs[2].grad is None
+    total = inputs[2].main_grad - 1  # type: ignore[attr-defined]
+    torch.testing.assert_close(total, plain[2].grad, rtol=1e-4, atol=1e-5)
+    assert torch.equal(inputs[3].grad, plain[3].grad)  # type: ignore[arg-type]
+
+
+def test_engram_refuses_other_shapes() -> None:
+    x, _, *weights = engram_inputs()
+    with pytest.raises(
+        ValueError, match=r"kv must have the elements of \[2, 3, 3, 16\] for hidden"
+    ):
+        v2.modeling.engram.engram_gate(x, x, *weights, 1e-6, 1e-6, None)
+
+
+# ---- references ----------------------------------------------------------------------------------
+
+
+def test_references_into_buffers() -> None:
+    torch.manual_seed(5)
+    logits = torch.randn(4, 8)
+    expected = v2.moe.moe_topk_gate(logits, 2, False, 0, 1.5, 0)
+    out = torch.empty(4, 2, dtype=torch.int64), torch.empty(4, 2)
+    found = v2.torch.moe_topk_gate_forward(logits, 2, False, 0, 1.5, 0, "sqrtsoftplus", out=out)
+    for one, other, buffer in zip(found, expected, out):
+        assert one is buffer
+        torch.testing.assert_close(one, other)
+
+    matrix, scale, other = torch.randn(6, 8), torch.ones(6), torch.ones(6)
+    sums, total, columns = torch.empty(8), torch.empty(8), torch.rand(8)
+    norms = v2.torch.engram_sinkhorn_step_ref(matrix, scale, columns, sums, 1e-20)
+    same, partial = v2.engram.engram_sinkhorn_step(matrix, other, columns, 1e-20)
+    v2.engram.engram_sinkhorn_step_reduce(partial, total)
+    torch.testing.assert_close(norms, same)
+    torch.testing.assert_close(scale, other)
+    torch.testing.assert_close(sums, total)
+    expected = v2.engram.engram_sinkhorn_finalize(matrix, scale, columns, 1e-20, 2.0)
+    result = v2.torch.engram_sinkhorn_finalize_ref(matrix, scale, columns, 1e-20, 2.0, matrix)
+    assert result is matrix
+    torch.testing.assert_close(matrix, expected)
+
+    x, residual = torch.randn(3, 8), torch.randn(3, 8)
+    expected = v2.quant.norm_forward(x, None, 1e-6, residual, with_rstd=True)
+    for one, other in zip(v2.torch.norm_forward_ref(x, None, 1e-6, residual), expected):
+        torch.testing.assert_close(one, other)
+
+
+def test_hash_reference() -> None:
+    ids = torch.tensor([[5, 7, 11], [5, 7, 11]], dtype=torch.int32)
+    sizes = torch.tensor([[[10, 11], [12, 13]]], dtype=torch.int32)
+    arguments = ids, torch.tensor([[3, 5, 7]]), sizes, v2.torch.make_offsets(sizes)
+    found = v2.torch.engram_hash_ref(*arguments, torch.tensor([False, True]))
+    assert found.tolist() == [[[4, 10, 22, 39], [-1] * 4]]
 
 
 # ---- mHC ----------------------------------------------------------------------------------------

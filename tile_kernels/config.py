@@ -165,37 +165,41 @@ def amax_min(fmt: str, use_e4m3_sf: bool) -> float:
     return _amax_min.get((fmt, use_e4m3_sf), 1e-4)
 
 
-def _checked_amax_min(owner: str, fmt: object, use_e4m3_sf: object, value: object) -> float:
+def _checked_amax_min(
+    owner: str, fmt: object, use_e4m3_sf: object, value: object, name: str = "value"
+) -> float:
     if fmt not in _LARGEST:
         raise ValueError(f"{owner}: fmt must be e4m3 or e2m1, got {fmt!r}")
     if not isinstance(use_e4m3_sf, bool):
         kind = type(use_e4m3_sf).__name__
         raise TypeError(f"{owner}: use_e4m3_sf must be a bool, got {kind}")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{owner}: value must be a number, got {type(value).__name__}")
+        raise TypeError(f"{owner}: {name} must be a number, got {type(value).__name__}")
     smallest = _LARGEST[str(fmt)] * 2.0**-126
     if not smallest <= value < math.inf:
         raise ValueError(
-            f"{owner}: value must be finite and at least {smallest}, so that scales are normal "
+            f"{owner}: {name} must be finite and at least {smallest}, so that scales are normal "
             f"numbers, got {value}"
         )
     return float(value)
 
 
-def set_amax_clamp_for_quant(fmt: str, use_e4m3_sf: bool, value: float) -> None:
+def set_amax_clamp_for_quant(fmt: str, use_e4m3_sf: bool, clamp_min_value: float) -> None:
     """Sets the least amax of casts to `fmt`, for the process; `quant_amax_min` sets it for a block.
 
     Args:
         fmt: `"e4m3"` or `"e2m1"`.
         use_e4m3_sf: Of casts with scales in e4m3, or of the others.
-        value: Finite, and so large that the scale of a group of zeros is a normal float32.
+        clamp_min_value: Finite, and so large that the scale of a group of zeros is a normal
+            float32. Scales in e4m3 are at least `2**-9` in any case.
 
     Raises:
         TypeError: If an argument has another type.
         ValueError: If the format is another one, or the value is out of range.
     """
     global _amax_min  # noqa: PLW0603 - module state by contract: it is process-wide
-    value = _checked_amax_min("set_amax_clamp_for_quant", fmt, use_e4m3_sf, value)
+    owner, name = "set_amax_clamp_for_quant", "clamp_min_value"
+    value = _checked_amax_min(owner, fmt, use_e4m3_sf, clamp_min_value, name)
     with _lock:
         _amax_min = {**_amax_min, (fmt, use_e4m3_sf): value}
 
@@ -258,19 +262,21 @@ _pdl = False
 _deterministic = False
 
 
-def set_token_alignment(alignment: int) -> None:
+def set_token_alignment(token_alignment: int) -> None:
     """Sets the alignment of the ranges of experts in buffers sorted by expert; by default 128.
 
     Args:
-        alignment: Ranges start at multiples of this number of rows.
+        token_alignment: Ranges start at multiples of this number of rows.
     """
     global _token_alignment  # noqa: PLW0603 - module state by contract: it is process-wide
-    if isinstance(alignment, bool) or not isinstance(alignment, int):
-        kind = type(alignment).__name__
-        raise TypeError(f"set_token_alignment: alignment must be an int, got {kind}")
-    if alignment < 1:
-        raise ValueError(f"set_token_alignment: alignment must be at least 1, got {alignment}")
-    _token_alignment = alignment
+    if isinstance(token_alignment, bool) or not isinstance(token_alignment, int):
+        kind = type(token_alignment).__name__
+        raise TypeError(f"set_token_alignment: token_alignment must be an int, got {kind}")
+    if token_alignment < 1:
+        raise ValueError(
+            f"set_token_alignment: token_alignment must be at least 1, got {token_alignment}"
+        )
+    _token_alignment = token_alignment
 
 
 def get_token_alignment() -> int:
@@ -278,20 +284,20 @@ def get_token_alignment() -> int:
     return _token_alignment
 
 
-def _checked_bool(owner: str, value: object) -> bool:
+def _checked_bool(owner: str, name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"{owner}: the setting must be a bool, got {type(value).__name__}")
+        raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
     return value
 
 
-def set_pdl(enabled: bool) -> None:
+def set_pdl(use_pdl: bool) -> None:
     """Stores whether programmatic dependent launch is wanted; no kernel of this package uses it.
 
     Args:
-        enabled: The setting.
+        use_pdl: The setting.
     """
     global _pdl  # noqa: PLW0603 - module state by contract: it is process-wide
-    _pdl = _checked_bool("set_pdl", enabled)
+    _pdl = _checked_bool("set_pdl", "use_pdl", use_pdl)
 
 
 def get_pdl() -> bool:
@@ -306,7 +312,7 @@ def use_deterministic_algorithms(enabled: bool) -> None:
         enabled: The setting.
     """
     global _deterministic  # noqa: PLW0603 - module state by contract: it is process-wide
-    _deterministic = _checked_bool("use_deterministic_algorithms", enabled)
+    _deterministic = _checked_bool("use_deterministic_algorithms", "enabled", enabled)
 
 
 def get_deterministic_algorithms() -> bool:

@@ -36,13 +36,13 @@ def randn(
     return torch.randn(shape, dtype=dtype, device=device)
 
 
-def randn_like(x: Tensor) -> Tensor:
-    """Returns normal numbers with the shape, dtype and device of `x`: `torch.randn_like`.
+def randn_like(input: Tensor) -> Tensor:  # noqa: A002 - its name in TileKernels and PyTorch
+    """Returns normal numbers with the shape, dtype and device of a tensor: `torch.randn_like`.
 
     Args:
-        x: A tensor of any shape.
+        input: A tensor of any shape.
     """
-    return torch.randn_like(x)
+    return torch.randn_like(input)
 
 
 def set_seed(seed: int) -> None:

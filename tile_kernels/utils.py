@@ -96,16 +96,16 @@ def dtype_to_str(dtype: torch.dtype) -> str:
     raise ValueError(f"dtype_to_str: dtype must be one of {[*_DTYPES.values()]}, got {dtype}")
 
 
-def str_to_dtype(name: str) -> torch.dtype:
+def str_to_dtype(fmt: str) -> torch.dtype:
     """Returns the dtype that stores a format.
 
     Args:
-        name: `"fp32"`, `"bf16"`, `"e4m3"`, or `"e2m1"`, which is stored in int8.
+        fmt: `"fp32"`, `"bf16"`, `"e4m3"`, or `"e2m1"`, which is stored in int8.
 
     Example:
         >>> str_to_dtype("e2m1")
         torch.int8
     """
-    if name not in _DTYPES:
-        raise ValueError(f"str_to_dtype: name must be one of {[*_DTYPES]}, got {name!r}")
-    return _DTYPES[name]
+    if fmt not in _DTYPES:
+        raise ValueError(f"str_to_dtype: fmt must be one of {[*_DTYPES]}, got {fmt!r}")
+    return _DTYPES[fmt]

@@ -189,7 +189,7 @@ def test_other_settings() -> None:
     assert not config.is_ascend()
     assert config.get_num_vec_cores() == 2 * config.get_num_ai_cores()
     for wrong in (0, -1):
-        with pytest.raises(ValueError, match="alignment must be at least 1"):
+        with pytest.raises(ValueError, match="token_alignment must be at least 1"):
             config.set_token_alignment(wrong)
     with pytest.raises(TypeError, match="must be an int"):
         config.set_token_alignment(True)

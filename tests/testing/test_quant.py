@@ -2,7 +2,13 @@ import pytest
 import torch
 
 import tile_kernels.testing
-from tile_kernels.testing.quant import clear_unused_sf
+from tile_kernels import quant
+from tile_kernels.quant import formats
+from tile_kernels.testing.quant import (
+    clear_unused_sf,
+    clear_unused_sf_col_pack,
+    quant_level_rank,
+)
 
 
 def test_exposed_by_the_package():
@@ -56,3 +62,44 @@ def test_one_word_of_a_column() -> None:
     sf = torch.tensor([[0x04030201, 0, 0, 0]], dtype=torch.int32).T[:1]
     assert sf.stride() == (1, 4) or sf.shape == (1, 1)
     assert clear_unused_sf(sf, hidden=128, num_per_channels=64).tolist() == [[1, 2, 0, 0]]
+
+
+def test_words_along_tokens() -> None:
+    for blocks, kept in ((4, 0xFFFFFFFF), (5, 0xFF), (7, 0xFFFFFF)):
+        sf = torch.full((-(-blocks // 4), 3), -1, dtype=torch.int32)
+        assert clear_unused_sf_col_pack(sf, 32 * blocks - 5, 32) is sf
+        assert [word & 0xFFFFFFFF for word in sf[-1].tolist()] == [kept] * 3
+        assert (sf[:-1] == -1).all()
+    with pytest.raises(ValueError, match="must be int32 with 2 rows of words"):
+        clear_unused_sf_col_pack(torch.zeros(1, 3, dtype=torch.int32), 640, 128)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e2m1", "bf16"])
+def test_ranks_are_in_the_order_of_values(fmt: str) -> None:
+    """Those of neighbours differ by 1."""
+    if fmt == "e2m1":
+        codes = formats.pack_e2m1(torch.arange(16, dtype=torch.uint8))
+        values = formats.decode_e2m1(codes)
+    elif fmt == "e4m3":
+        codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        values = codes.float()
+    else:
+        codes = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+        values = codes.float()
+    ranks = quant_level_rank(codes, fmt)[~values.isnan()]
+    order = values[~values.isnan()].argsort()
+    steps = ranks[order].diff()
+    assert steps.min() == 0  # between the zeros alone
+    assert (steps == 1).sum() == len(steps) - 1
+
+
+def test_ranks_of_stochastic_rounding() -> None:
+    x = torch.randn(8, 64)
+    for fmt in ("e4m3", "e2m1"):
+        nearest, sf = quant.per_token_cast(x, fmt, 32)
+        data, same = quant.per_token_cast(x, fmt, 32, stochastic_cast=True, seed=1)
+        assert torch.equal(sf, same)
+        off = (quant_level_rank(data, fmt) - quant_level_rank(nearest, fmt)).abs()
+        assert off.max() == 1
+    with pytest.raises(ValueError, match="fmt must be e4m3, bf16 or e2m1, got 'e5m6'"):
+        quant_level_rank(nearest, "e5m6")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from tile_kernels.quant.formats import unpack_e2m1
 from tile_kernels.utils import align, ceil_div
 
-__all__ = ["align", "ceil_div", "clear_unused_sf"]
+__all__ = [
+    "align", "ceil_div", "clear_unused_sf", "clear_unused_sf_col_pack", "quant_level_rank",
+]  # fmt: skip
 
 
 def clear_unused_sf(sf: torch.Tensor, hidden: int, num_per_channels: int) -> torch.Tensor:
@@ -48,3 +51,59 @@ def clear_unused_sf(sf: torch.Tensor, hidden: int, num_per_channels: int) -> tor
     data = flat.view(torch.uint8).view(-1, num_columns)
     data[:, num_used:] = 0
     return data
+
+
+def clear_unused_sf_col_pack(
+    sf: torch.Tensor, num_tokens: int, num_per_tokens: int
+) -> torch.Tensor:
+    """Zero the padding bytes of scale exponents that are packed along tokens.
+
+    Args:
+        sf: `[rows, hidden]`, int32: byte `i` of a word in row `r` is of block `4 r + i`.
+        num_tokens: Rows of the data.
+        num_per_tokens: Rows of a block.
+
+    Returns:
+        `sf`, which is changed in place.
+
+    >>> sf = torch.full((1, 2), 0x01020304, dtype=torch.int32)
+    >>> [hex(word) for word in clear_unused_sf_col_pack(sf, 256, 128)[0].tolist()]
+    ['0x304', '0x304']
+    """
+    num_used = ceil_div(num_tokens, num_per_tokens)
+    if sf.dtype != torch.int32 or sf.dim() != 2 or sf.shape[0] != ceil_div(num_used, 4):
+        raise ValueError(
+            f"clear_unused_sf_col_pack: sf must be int32 with {ceil_div(num_used, 4)} rows of "
+            f"words, got {sf.dtype} {tuple(sf.shape)}"
+        )
+    if num_used % 4:
+        sf[-1] &= (1 << 8 * (num_used % 4)) - 1
+    return sf
+
+
+def quant_level_rank(xc: torch.Tensor, fmt: str) -> torch.Tensor:
+    """The position of every value among those of its format; both zeros have 0.
+
+    The ranks of two roundings of a number, each to one of its neighbours, differ by at most 1.
+
+    Args:
+        xc: `[..., hidden]`: float8_e4m3fn, bfloat16, or int8 that holds two e2m1 each.
+        fmt: `"e4m3"`, `"bf16"` or `"e2m1"`.
+
+    Returns:
+        `[..., hidden]`, int32: negative for negative values.
+
+    >>> quant_level_rank(torch.tensor([-1.0, 0.0, 2**-9]).to(torch.float8_e4m3fn), "e4m3").tolist()
+    [-56, 0, 1]
+    """
+    if fmt == "e2m1":
+        codes, sign_bit = unpack_e2m1(xc), 3
+    elif fmt == "e4m3":
+        codes, sign_bit = xc.view(torch.uint8), 7
+    elif fmt == "bf16":
+        codes, sign_bit = xc.view(torch.int16).int() & 0xFFFF, 15
+    else:
+        raise ValueError(f"quant_level_rank: fmt must be e4m3, bf16 or e2m1, got {fmt!r}")
+    codes = codes.int()
+    magnitude = codes & ((1 << sign_bit) - 1)
+    return torch.where(codes >> sign_bit == 1, -magnitude, magnitude)

@@ -4,7 +4,8 @@
 
 TileKernels 2.x gave several names other arguments or another meaning than 1.0; this package keeps
 those of 1.0. Here they have those of 2.1, in the same submodules. All functions run the operators
-of this package; where these have more arguments, those are by keyword.
+of this package. Where a function has more arguments than there, those are by keyword, or come last
+and have defaults.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 from tile_kernels.config import (
     get_amax_clamp_for_quant,
     get_deterministic_algorithms,
+    get_device_num_sms,
+    get_max_smem_per_sm,
     get_max_ub_per_vector_core,
     get_num_ai_cores,
     get_num_cube_cores,
@@ -30,13 +33,16 @@ from tile_kernels.config import (
 )
 
 SUBMODULES = (
-    "config", "engram", "mhc", "modeling", "moe", "quant", "rand", "torch", "transform", "utils",
+    "config", "engram", "mhc", "modeling", "moe", "quant", "rand", "testing", "torch", "transform",
+    "utils",
 )  # fmt: skip
 
 __all__ = [
     "SUBMODULES",
     "get_amax_clamp_for_quant",
     "get_deterministic_algorithms",
+    "get_device_num_sms",
+    "get_max_smem_per_sm",
     "get_max_ub_per_vector_core",
     "get_num_ai_cores",
     "get_num_cube_cores",

@@ -4,6 +4,8 @@ from tile_kernels.config import (
     get_amax_clamp_for_quant as get_amax_clamp_for_quant,
     get_deterministic_algorithms as get_deterministic_algorithms,
     get_device as get_device,
+    get_device_num_sms as get_device_num_sms,
+    get_max_smem_per_sm as get_max_smem_per_sm,
     get_max_ub_per_vector_core as get_max_ub_per_vector_core,
     get_num_ai_cores as get_num_ai_cores,
     get_num_cube_cores as get_num_cube_cores,

@@ -25,7 +25,6 @@ from tile_kernels.quant.norm.op import (
 from tile_kernels.quant.per_block.op import (
     per_block_cast as per_block_cast,
     per_block_cast_with_precomputed_sf as per_block_cast_with_precomputed_sf,
-    per_block_cast_with_sf_only as per_block_cast_with_sf_only,
 )
 from tile_kernels.quant.plain.op import cast as cast
 from tile_kernels.quant.types import QuantTensor
@@ -86,6 +85,21 @@ def per_token_cast_with_precomputed_sf(
         x, fmt, num_per_channels, sf, None, use_tma_aligned_col_major_sf, round_sf,
         use_packed_ue8m0, out, use_e4m3_sf=use_e4m3_sf,
     )  # fmt: skip
+
+
+def per_block_cast_with_sf_only(
+    x: Tensor,
+    fmt: str,
+    block_size: tuple[int, int],
+    use_tma_aligned_col_major_sf: bool = False,
+    round_sf: bool = False,
+    use_packed_ue8m0: bool = False,
+    out_sf: Tensor | None = None,
+) -> Tensor:
+    """`tile_kernels.quant.per_block_cast_with_sf_only`, whose buffer has the name `out`."""
+    return quant.per_block_cast_with_sf_only(
+        x, fmt, block_size, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, out_sf
+    )
 
 
 def per_channel_cast(

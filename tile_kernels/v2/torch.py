@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,15 +11,18 @@ from tile_kernels.torch import *  # isort: skip
 from tile_kernels.config import get_token_alignment
 from tile_kernels.engram.gate.reference import engram_gate_ref as _engram_gate_ref
 from tile_kernels.engram.sinkhorn.reference import (
-    engram_sinkhorn_finalize as engram_sinkhorn_finalize_ref,
+    engram_sinkhorn_finalize as _engram_sinkhorn_finalize,
     engram_sinkhorn_momentum_update as engram_sinkhorn_momentum_update_ref,
-    engram_sinkhorn_step as engram_sinkhorn_step_ref,
+    engram_sinkhorn_step as _engram_sinkhorn_step,
     engram_sinkhorn_step_reduce as engram_sinkhorn_step_reduce_ref,
 )
-from tile_kernels.moe.moe_topk.reference import moe_topk_gate_backward, moe_topk_gate_forward
+from tile_kernels.moe.moe_topk.reference import (
+    moe_topk_gate_backward as moe_topk_gate_backward,
+    moe_topk_gate_forward as _moe_topk_gate_forward,
+)
 from tile_kernels.quant.norm.reference import (
     norm_backward as norm_backward_ref,
-    norm_forward as norm_forward_ref,
+    norm_forward as _norm_forward,
 )
 from tile_kernels.quant.swiglu.reference import (
     rows_in_ranges,
@@ -61,28 +62,151 @@ def engram_gate_ref(
     return (output, *saved) if save_for_backward else output
 
 
-def get_mapping_from_psum(x: Tensor, psum: Tensor, alignment: int | None = None) -> Tensor:
+def engram_sinkhorn_step_ref(
+    matrix: Tensor, row_scale: Tensor, col_scale: Tensor, col_sumsq: Tensor, eps: float
+) -> Tensor:
+    """The norms of rows; their scales and the sums of squares of columns are written.
+
+    >>> import torch
+    >>> matrix, scale, sums = torch.tensor([[3.0, -4.0]]), torch.ones(1), torch.empty(2)
+    >>> engram_sinkhorn_step_ref(matrix, scale, torch.ones(2), sums, 0.0), scale, sums
+    (tensor([5.]), tensor([0.2000]), tensor([0.3600, 0.6400]))
+    """
+    norms, partial = _engram_sinkhorn_step(matrix, row_scale, col_scale, eps, 1)
+    engram_sinkhorn_step_reduce_ref(partial, col_sumsq)
+    return norms
+
+
+def engram_sinkhorn_finalize_ref(
+    matrix: Tensor,
+    row_scale: Tensor,
+    col_scale: Tensor,
+    eps: float,
+    alpha: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`tile_kernels.torch.engram_sinkhorn_finalize` with a buffer for the result.
+
+    >>> import torch
+    >>> matrix = torch.tensor([[3.0, -4.0]])
+    >>> engram_sinkhorn_finalize_ref(matrix, torch.ones(1), torch.ones(2), 0.0, 10.0, matrix)
+    tensor([[ 6., -8.]])
+    """
+    result = _engram_sinkhorn_finalize(matrix, row_scale, col_scale, eps, alpha)
+    return result if out is None else out.copy_(result)
+
+
+def moe_topk_gate_forward(
+    logits: Tensor,
+    num_topk: int,
+    use_shared_as_routed: bool,
+    num_shared_experts: int,
+    routed_scaling_factor: float,
+    ep_rank: int,
+    scoring_func: str = "sqrtsoftplus",
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    image_bias: Tensor | None = None,
+    image_token_mask: Tensor | None = None,
+    fix_routing_mask: Tensor | None = None,
+    to_physical_map: Tensor | None = None,
+    logical_count: Tensor | None = None,
+    unmapped_topk_idx: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """`tile_kernels.torch.moe_topk_gate_forward` with buffers for the results.
+
+    >>> import torch
+    >>> logits = torch.tensor([[0.0, 1.0, 2.0, 2.0]])
+    >>> out = torch.empty(1, 2, dtype=torch.int64), torch.empty(1, 2)
+    >>> moe_topk_gate_forward(logits, 2, False, 0, 1.5, 0, out=out)[0] is out[0], out
+    (True, (tensor([[2, 3]]), tensor([[0.7500, 0.7500]])))
+    """
+    idx, weights, *scores = _moe_topk_gate_forward(
+        logits, num_topk, use_shared_as_routed, num_shared_experts, routed_scaling_factor, ep_rank,
+        scoring_func, mask, bias, image_bias, image_token_mask, fix_routing_mask, to_physical_map,
+        logical_count, unmapped_topk_idx, **options,
+    )  # fmt: skip
+    if out is not None:
+        idx, weights = out[0].copy_(idx), out[1].copy_(weights)
+    return idx, weights, *scores
+
+
+def norm_forward_ref(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    residual: Tensor | None = None,
+    out_scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(out, rstd, norm_input)` of `tile_kernels.torch.norm_forward`.
+
+    >>> import torch
+    >>> norm_forward_ref(torch.tensor([[2.0, 2.0]]), None, 0.0)
+    (tensor([[1., 1.]]), tensor([0.5000]), tensor([[2., 2.]]))
+    """
+    result: Any = _norm_forward(x, weight, eps, residual, out_scale, with_rstd=True)
+    return result
+
+
+def get_mapping_from_psum(
+    x: Tensor, psum_num_tokens_per_expert: Tensor, *, alignment: int | None = None
+) -> Tensor:
     """Which rows of `x` belong to an expert, bool; the alignment is the setting by default.
 
     >>> import torch
-    >>> get_mapping_from_psum(torch.zeros(6, 1), torch.tensor([2, 4, 5]), 4).tolist()
+    >>> get_mapping_from_psum(torch.zeros(6, 1), torch.tensor([2, 4, 5]), alignment=4).tolist()
     [True, True, False, False, True, False]
     """
-    return rows_in_ranges(psum, alignment or get_token_alignment(), x.shape[0])
+    alignment = alignment or get_token_alignment()
+    return rows_in_ranges(psum_num_tokens_per_expert, alignment, x.shape[0])
 
 
-def _aligned_by_setting(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """A reference with rows of experts whose alignment is the setting unless it is given."""
+def swiglu_forward(
+    x: Tensor,
+    psum_num_tokens_per_expert: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    routed_scaling_factor: float | None = None,
+    clamp_value: float | None = None,
+    clamped_count: Tensor | None = None,
+    *,
+    alignment: int | None = None,
+) -> Tensor:
+    """`tile_kernels.quant.swiglu_forward` to float32; the alignment is the setting by default.
 
-    @functools.wraps(reference)
-    def call(*args: Any, alignment: int | None = None, **named: Any) -> Any:
-        return reference(*args, alignment=alignment or get_token_alignment(), **named)
+    >>> import torch
+    >>> swiglu_forward(torch.tensor([[1.0, 3.0]]), None, torch.tensor([2.0]))
+    tensor([[4.3864]])
+    """
+    return swiglu_rows_forward(
+        x, "fp32", psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, clamp_value,
+        clamped_count, alignment=alignment or get_token_alignment(),
+    )  # fmt: skip
 
-    return call
 
+def swiglu_backward(
+    x: Tensor,
+    grad_out: Tensor,
+    psum_num_tokens_per_expert: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    routed_scaling_factor: float | None = None,
+    clamp_value: float | None = None,
+    alignment: int | None = None,
+) -> tuple[Tensor, ...]:
+    """`(out, x_grad)`, with weights `(out, x_grad, weight_grad)`, in float32.
 
-swiglu_forward = _aligned_by_setting(swiglu_rows_forward)
-swiglu_backward = _aligned_by_setting(swiglu_rows_backward)
+    `out` is what `swiglu_forward` returns. The alignment is the setting by default.
+
+    >>> import torch
+    >>> swiglu_backward(torch.tensor([[1.0, 3.0]]), torch.ones(1, 1), None, torch.tensor([2.0]))
+    (tensor([[4.3864]]), tensor([[5.5660, 1.4621]]), tensor([2.1932]))
+    """
+    x_grad, *weight_grad, out = swiglu_rows_backward(
+        x, grad_out, "fp32", psum_num_tokens_per_expert, topk_weights, routed_scaling_factor,
+        clamp_value, True, alignment=alignment or get_token_alignment(),
+    )  # fmt: skip
+    return (out, x_grad, *weight_grad)
 
 
 def mhc_pre_norm_fn_partials_ref(

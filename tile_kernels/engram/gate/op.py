@@ -516,7 +516,7 @@ def _save_packed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 def _backward_packed(ctx: Any, grad_out: Tensor, *_saved: Any) -> tuple[Any, ...]:
     *saved, mask = ctx.saved_tensors
-    *grads, partial = ENGRAM_GATE_PACKED_BWD(grad_out, *saved, ctx.clamp_value, mask)
+    *grads, partial = ENGRAM_GATE_PACKED_BWD(grad_out, *saved, ctx.clamp_value, mask, True)
     grads = [*grads, partial.sum(0)]
     message = "engram_gate_packed_fwd: there is no second derivative"
     inputs = (grad_out, *saved[:3])

@@ -72,7 +72,11 @@ def engram_hash(
 
 
 def engram_hash_ref(
-    ngram_token_ids: Tensor, multipliers: Tensor, vocab_sizes: Tensor, offsets: Tensor
+    ngram_token_ids: Tensor,
+    multipliers: Tensor,
+    vocab_sizes: Tensor,
+    offsets: Tensor,
+    image_token_mask: Tensor | None = None,
 ) -> Tensor:
     """Computes `engram_hash`, under the name that TileKernels gave its reference.
 
@@ -81,5 +85,6 @@ def engram_hash_ref(
         multipliers: As in `engram_hash`.
         vocab_sizes: As in `engram_hash`.
         offsets: As in `engram_hash`.
+        image_token_mask: As in `engram_hash`.
     """
-    return engram_hash(ngram_token_ids, multipliers, vocab_sizes, offsets)
+    return engram_hash(ngram_token_ids, multipliers, vocab_sizes, offsets, image_token_mask)

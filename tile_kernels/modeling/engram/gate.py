@@ -20,15 +20,15 @@ class EngramGateFn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         """The output; dot products, gates and norms are kept, so that nothing is computed twice."""
-        hidden_states, k, v, weight_hidden, weight_embed, *numbers = arguments
-        clamp_value, eps, add_residual = (*numbers, True)[:3]  # add_residual may be left out
+        hidden_states, k, v, weight_hidden, weight_embed, clamp_value, eps, *options = arguments
+        add_residual, mask = (*options, *(True, None)[len(options) :])  # may be left out
         x, key, value, kv = _rows(hidden_states, k, v)
         fused = ops.fused_weight(weight_hidden, weight_embed)
         output, *saved = ops.engram_gate_fwd(
-            x, key, value, fused, eps, clamp_value, True, add_residual
+            x, key, value, fused, eps, clamp_value, True, add_residual, image_token_mask=mask
         )
         keys = (key, value) if kv is None else (kv, None)
-        ctx.save_for_backward(x, *keys, weight_hidden, weight_embed, fused, *saved)
+        ctx.save_for_backward(x, *keys, weight_hidden, weight_embed, fused, *saved, mask)
         # The objects that a caller gave `main_grad` to: hooks on saved tensors may replace others.
         ctx.weights = weight_hidden, weight_embed
         ctx.settings = clamp_value, add_residual
@@ -42,23 +42,23 @@ class EngramGateFn(torch.autograd.Function):
             grads = EngramGateFn._gradients(ctx, grad_out)
         message = "engram_gate: there is no second derivative of the gate"
         inputs = (grad_out, *(x for x in ctx.saved_tensors[:5] if x is not None))
-        return *last_gradients(message, grads, inputs), None, None, None
+        return *last_gradients(message, grads, inputs), None, None, None, None
 
     @staticmethod
     def _gradients(ctx: Any, grad_out: Tensor) -> list[Tensor | None]:
-        x, key, value, weight_hidden, weight_embed, fused, *saved = ctx.saved_tensors
+        x, key, value, weight_hidden, weight_embed, fused, *saved, mask = ctx.saved_tensors
         dot, gate_score, rstd_x, rstd_k = saved
         grad_out = grad_out.reshape(x.shape).contiguous()
         clamp_value, add_residual = ctx.settings
         if value is None:
             *grads, partial = ops.engram_gate_packed_bwd(
-                grad_out, x, key, fused, dot, gate_score, rstd_x, rstd_k, clamp_value,
+                grad_out, x, key, fused, dot, gate_score, rstd_x, rstd_k, clamp_value, mask,
                 add_residual=add_residual,
             )  # fmt: skip
         else:
             *grads, partial = ops.engram_gate_bwd(
                 grad_out, x, key, value, fused, dot, gate_score, rstd_x, rstd_k, clamp_value,
-                add_residual,
+                add_residual, image_token_mask=mask,
             )  # fmt: skip
         needed = ctx.needs_input_grad
         input_grads: list[Tensor | None] = [
@@ -84,6 +84,8 @@ def engram_gate(
     clamp_value: float,
     eps: float,
     add_residual: bool = True,
+    *,
+    image_token_mask: Tensor | None = None,
 ) -> Tensor:
     """Adds a value to each residual stream, scaled by how well the stream matches its key.
 
@@ -106,6 +108,8 @@ def engram_gate(
         clamp_value: The least absolute value of `s` under the square root.
         eps: The epsilon of both norms.
         add_residual: Whether `hidden_states` is added.
+        image_token_mask: bool, an element for each token, True for those that take no value; or
+            None.
 
     Returns:
         `[*, hc, H]`, bfloat16.
@@ -120,6 +124,7 @@ def engram_gate(
     """
     tensors = (hidden_states, k, v, weight_hidden, weight_embed)
     weights = (weight_hidden, weight_embed)
+    mask = None if image_token_mask is None else image_token_mask.reshape(-1)
     if torch.compiler.is_compiling():
         for name, weight in zip(_WEIGHTS, weights):
             if weight.requires_grad and getattr(weight, "main_grad", None) is not None:
@@ -129,11 +134,16 @@ def engram_gate(
     elif torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in tensors
     ):
-        result: Tensor = EngramGateFn.apply(*tensors, clamp_value, eps, add_residual)
+        result: Tensor = EngramGateFn.apply(*tensors, clamp_value, eps, add_residual, mask)
         return result
-    output = ops.engram_gate(
-        *_rows(hidden_states, k, v)[:3], *weights, clamp_value, eps, add_residual
-    )
+    fused = ops.fused_weight(*weights)
+    x, key, value, kv = _rows(hidden_states, k, v)
+    if kv is None or not add_residual:
+        output, *_ = ops.engram_gate_fwd(
+            x, key, value, fused, eps, clamp_value, False, add_residual, image_token_mask=mask
+        )
+    else:
+        output, *_ = ops.engram_gate_packed_fwd(x, kv, fused, eps, clamp_value, False, mask)
     return output.view(hidden_states.shape)
 
 
