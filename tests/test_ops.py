@@ -163,7 +163,7 @@ def results_of(op: Operator, arguments: Arguments) -> tuple[torch.Tensor, ...]:
 
     A result that an option adds, such as `with_scores`, has no buffer.
     """
-    results = tuple(tensors_in(op.function(**arguments)))[: op.num_results]
+    results = tuple(tensors_in(op.function(**copies(arguments))))[: op.num_results]
     for result in results:
         (result.view(torch.uint8) if result.itemsize == 1 else result).fill_(1)
     return results
@@ -176,9 +176,9 @@ def test_results_into_buffers(op: Operator, ground: tuple[str, str]) -> None:
     for sample in emulated_by_default(op)[:8] if backend == "emulate" else op.cases.small:
         arguments = sample.build(device)
         with tile_kernels.backend(backend):
-            expected = op.function(**arguments)
+            expected = op.function(**copies(arguments))
             buffers = results_of(op, arguments)
-            written = op.function(**arguments, **op.buffers(*buffers))
+            written = op.function(**copies(arguments), **op.buffers(*buffers))
             assert_equal_results(written, expected)
         for one, other in zip(tensors_in(written), buffers):
             assert one is other
@@ -227,7 +227,7 @@ def test_buffers_on_meta(op: Operator) -> None:
 @each_writing_op
 def test_buffers_under_compile(op: Operator) -> None:
     arguments = op.cases.ordinary().build("cpu")
-    expected = op.function(**arguments)
+    expected = op.function(**copies(arguments))
     buffers = results_of(op, arguments)
     torch._dynamo.reset()
     compiled = torch.compile(op.function, fullgraph=True, backend="aot_eager")

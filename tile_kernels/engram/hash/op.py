@@ -100,6 +100,7 @@ ENGRAM_HASH = Operator(
     reference=reference.engram_hash,
     cost=cost,
     dynamic={"ngram_token_ids": 1, "image_token_mask": 0},
+    out=("out",),
     differentiable=False,
 )
 
@@ -111,6 +112,8 @@ def engram_hash(
     vocab_sizes: Tensor,
     offsets: Tensor,
     image_token_mask: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Computes the row of each n-gram in each table of each layer.
 
@@ -129,6 +132,7 @@ def engram_hash(
             each table.
         image_token_mask: `[num_tokens]`, bool, contiguous, or None: tokens that look up nothing
             have -1 in all columns.
+        out: A buffer for the result, which is filled and returned.
 
     Returns:
         `[num_layers, num_tokens, (N - 1) * num_tables]`, dtype of `offsets`, contiguous.
@@ -144,4 +148,6 @@ def engram_hash(
         >>> engram_hash(ids, torch.tensor([[3, 5, 9]]), sizes, offsets).tolist()
         [[[4, 15, 34, 43], [7, 20, 23, 42]]]
     """
-    return ENGRAM_HASH(ngram_token_ids, multipliers, vocab_sizes, offsets, image_token_mask)
+    return ENGRAM_HASH(
+        ngram_token_ids, multipliers, vocab_sizes, offsets, image_token_mask, out=out
+    )

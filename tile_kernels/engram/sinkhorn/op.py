@@ -85,12 +85,18 @@ MOMENTUM_UPDATE = Operator(
     reference=reference.engram_sinkhorn_momentum_update,
     cost=momentum_cost,
     mutates=("momentum_buffer",),
+    out=("out",),
 )
 
 
 @MOMENTUM_UPDATE.public()
 def engram_sinkhorn_momentum_update(
-    grad: Tensor, momentum_buffer: Tensor, beta1: float, nesterov: bool = True
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    beta1: float,
+    nesterov: bool = True,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Adds a gradient to its momentum, in place, and returns the matrix of the update.
 
@@ -102,6 +108,7 @@ def engram_sinkhorn_momentum_update(
         momentum_buffer: Like `grad`, bfloat16 or float32; written in place.
         beta1: The share of the old momentum, in 0 to 1.
         nesterov: Whether the result looks a step ahead.
+        out: A buffer for the result, which is filled and returned.
 
     Returns:
         Shape of `grad`, float32, contiguous.
@@ -115,7 +122,7 @@ def engram_sinkhorn_momentum_update(
         >>> engram_sinkhorn_momentum_update(torch.tensor([1.0, -2.0]), buffer, 0.9), buffer
         (tensor([0.5950, 0.4300]), tensor([0.5500, 0.7000]))
     """
-    return MOMENTUM_UPDATE(grad, momentum_buffer, beta1, nesterov)
+    return MOMENTUM_UPDATE(grad, momentum_buffer, beta1, nesterov, out=out)
 
 
 # ---- rows ---------------------------------------------------------------------------------------
@@ -143,7 +150,7 @@ class StepArguments(NamedTuple):
     def outputs(self) -> tuple[Out, Out]:
         rows, columns = self.matrix.shape
         return (
-            Out("row_norm", (rows,), torch.float32),
+            Out("out", (rows,), torch.float32),
             Out("col_sumsq_partial", (PARTS, columns), torch.float32),
         )
 
@@ -167,6 +174,7 @@ STEP = Operator(
     cost=step_cost,
     mutates=("row_scale",),
     dynamic={"matrix": 1, "row_scale": 0},
+    out=("out", "col_sumsq_partial"),
 )
 
 
@@ -176,7 +184,12 @@ def _public_step(matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: floa
 
 @STEP.public(reference=_public_step)
 def engram_sinkhorn_step(
-    matrix: Tensor, row_scale: Tensor, col_scale: Tensor, eps: float
+    matrix: Tensor,
+    row_scale: Tensor,
+    col_scale: Tensor,
+    eps: float,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scales the rows of `x = (row_scale * matrix) * col_scale` to norm 1; the matrix is only read.
 
@@ -190,6 +203,7 @@ def engram_sinkhorn_step(
         row_scale: `[rows]`, float32, contiguous; written in place.
         col_scale: `[columns]`, float32, contiguous.
         eps: Added to norms; finite and not negative.
+        out: Buffers for the results, which are filled and returned.
 
     Returns:
         `(row_norm, col_sumsq_partial)`: `[rows]`, the norms before; `[512, columns]`; float32.
@@ -204,7 +218,7 @@ def engram_sinkhorn_step(
         >>> norms, scale
         (tensor([5., 0.]), tensor([0.2000, 1.0000]))
     """
-    return STEP(matrix, row_scale, col_scale, eps)
+    return STEP(matrix, row_scale, col_scale, eps, out=out)
 
 
 class ReduceArguments(NamedTuple):
