@@ -272,6 +272,31 @@ def test_casts() -> None:
     assert torch.equal(sf, expected)
 
 
+def test_what_this_package_adds_is_by_keyword() -> None:
+    torch.manual_seed(1)
+    x = torch.randn(4, 128)
+    seeded: dict[str, Any] = {"stochastic_cast": True, "seed": 3}
+    pairs = [each.per_token_cast(x, "e4m3", 32, **seeded) for each in (v2.quant, quant)]
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(*pairs))
+    for sf in (
+        v2.quant.per_token_cast_with_sf_only(x, "e4m3", 32, amax_min=448.0),
+        v2.quant.per_block_cast_with_sf_only(x, "e4m3", (128, 128), amax_min=448.0),
+        v2.quant.per_channel_cast(x.repeat(32, 1), "e4m3", 32, amax_min=448.0)[1],
+        v2.quant.swiglu_forward_and_per_token_cast(x, "e4m3", 32, amax_min=448.0)[1],
+    ):
+        assert (sf == 1).all()
+    kind: dict[str, Any] = {"use_e4m3_sf": True, "global_sf": 0.5}
+    data, sf = v2.quant.per_token_cast(x, "e2m1", 16, **kind)
+    same = v2.quant.per_token_cast_with_precomputed_sf(x, "e2m1", 16, sf, **kind)
+    assert torch.equal(data, same)
+    ends, out = torch.tensor([1, 3], dtype=torch.int32), torch.empty(4, 64)
+    result = v2.quant.swiglu_forward(x, "fp32", ends, alignment=2, out=out)
+    assert result is out
+    assert out.any(1).tolist() == [True, False, True, False]
+    (x_grad,) = v2.quant.swiglu_backward(x, torch.ones(4, 64), "fp32", ends, alignment=2)
+    assert x_grad.any(1).tolist() == [True, False, True, False]
+
+
 def test_the_least_amax_is_a_setting(settings: None) -> None:
     """Of the operators and of their references; `reset_runtime_config` restores it."""
     v2.set_amax_clamp_for_quant("e4m3", False, 1.0)
@@ -542,6 +567,16 @@ def test_mhc_gradients() -> None:
     v2.mhc.mhc_fn_normw_merge_bwd(fn, normw, torch.ones(8, 16), fn_grad, normw_grad)
     torch.testing.assert_close(fn_grad, 1 + normw.expand(8, 16))
     torch.testing.assert_close(normw_grad, 1 + fn.sum(0))
+    merges = v2.mhc.mhc_fn_normw_merge_fwd, v2.mhc.mhc_fn_normw_merge_bwd
+    with pytest.raises(
+        ValueError, match=r"mhc_fn_normw_merge_fwd: out_fn must have shape \[8, 16\]"
+    ):
+        merges[0](fn, normw, product[:1])
+    with pytest.raises(
+        ValueError, match=r"mhc_fn_normw_merge_bwd: normw_grad must have shape \[16\]"
+    ):
+        merges[1](fn, normw, product, fn_grad, normw_grad[:1])
+    torch.testing.assert_close(fn_grad, 1 + normw.expand(8, 16))
 
 
 def test_mhc_mixes_of_the_head() -> None:

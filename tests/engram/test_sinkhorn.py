@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import threading
+from typing import Any
+
 import pytest
 import torch
 
@@ -64,6 +68,36 @@ def test_a_table_learns_and_untouched_rows_stay() -> None:
         assert (weight - target)[touched].norm() < 0.3 * before
         found.append(weight)
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
+
+
+def test_ranks_that_share_a_table_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads with half of the rows each make the steps of one that has all of them."""
+    torch.manual_seed(4)
+    start, grad = torch.randn(6, 16), torch.randn(6, 16)
+    together, sums = threading.Barrier(2, timeout=60), {}
+
+    def all_reduce(x: torch.Tensor, group: Any) -> None:
+        assert group == "both"
+        sums[threading.get_ident()] = x.clone()
+        together.wait()
+        x.copy_(sum(sums.values()))
+        together.wait()
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+
+    def train(rows: slice, group: Any) -> torch.Tensor:
+        table = torch.nn.Parameter(start[rows].clone())
+        optimizer = SinkhornMomentum([table], lr=0.1, process_group=group)
+        for _ in range(2):
+            table.grad = grad[rows].clone()
+            optimizer.step()
+        return table.detach()
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        parts = pool.map(train, (slice(0, 2), slice(2, 6)), ("both", "both"))
+    expected = train(slice(0, 6), None)
+    torch.testing.assert_close(torch.cat([*parts]), expected)
+    assert not torch.allclose(train(slice(0, 2), None), expected[:2])  # the sums matter
 
 
 @pytest.mark.parametrize(

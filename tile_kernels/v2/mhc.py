@@ -11,6 +11,7 @@ from torch import Tensor
 from tile_kernels import mhc
 from tile_kernels.mhc.post.op import mhc_post_bwd as mhc_post_bwd, mhc_post_fwd as mhc_post_fwd
 from tile_kernels.mhc.recompute.op import mhc_multilayer_recompute as mhc_multilayer_recompute
+from tile_kernels.runtime import checks
 
 
 # ---- expansion, weighted sum ---------------------------------------------------------------------
@@ -126,8 +127,19 @@ def mhc_sinkhorn_bwd(
 # ---- projection ---------------------------------------------------------------------------------
 
 
+def _check_merge(owner: str, fn: Tensor, normw: Tensor, **others: Tensor) -> None:
+    """`normw` belongs to the rows of `fn`; the others have the shape that their names say."""
+    with checks.named(owner):
+        checks.tensor("fn", fn, ("mixes", "hidden"))
+        for name, value in {"normw": normw, **others}.items():
+            shape = tuple(fn.shape[-1:] if name.startswith("normw") else fn.shape)
+            dims = ("mixes", "hidden")[-len(shape) :]
+            checks.tensor(name, value, dims, shape=shape)
+
+
 def mhc_fn_normw_merge_fwd(fn: Tensor, normw: Tensor, out_fn: Tensor) -> None:
     """`fn * normw`."""
+    _check_merge("mhc_fn_normw_merge_fwd", fn, normw, out_fn=out_fn)
     torch.mul(fn, normw, out=out_fn)
 
 
@@ -135,6 +147,8 @@ def mhc_fn_normw_merge_bwd(
     fn: Tensor, normw: Tensor, out_fn_grad: Tensor, fn_grad: Tensor, normw_grad: Tensor
 ) -> None:
     """Adds the gradients of `fn` and of `normw` to the buffers."""
+    buffers = {"out_fn_grad": out_fn_grad, "fn_grad": fn_grad, "normw_grad": normw_grad}
+    _check_merge("mhc_fn_normw_merge_bwd", fn, normw, **buffers)
     fn_grad.add_(out_fn_grad * normw)
     normw_grad.add_((out_fn_grad * fn).sum(0))
 

@@ -1,10 +1,13 @@
 """Casts, norms and SwiGLU with the arguments of TileKernels 2.1.
 
-Names whose arguments did not change are those of `tile_kernels.quant`. In the SwiGLU functions the
-alignment of expert ranges is the setting `get_token_alignment`.
+Names whose arguments did not change are those of `tile_kernels.quant`. What the others add to the
+arguments of TileKernels, such as `amax_min` and `seed`, is by keyword here too (`options`). In the
+SwiGLU functions the alignment of expert ranges is the setting `get_token_alignment`, unless given.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -44,11 +47,12 @@ def per_token_cast(
     use_e4m3_sf: bool = False,
     stochastic_cast: bool = False,
     out: QuantTensor | None = None,
+    **options: Any,
 ) -> QuantTensor:
     """`tile_kernels.quant.per_token_cast`; two of its arguments by keyword are positional here."""
     return quant.per_token_cast(
         x, fmt, num_per_channels, x_block_size, use_tma_aligned_col_major_sf, round_sf,
-        use_packed_ue8m0, out, use_e4m3_sf=use_e4m3_sf, stochastic_cast=stochastic_cast,
+        use_packed_ue8m0, out, use_e4m3_sf=use_e4m3_sf, stochastic_cast=stochastic_cast, **options,
     )  # fmt: skip
 
 
@@ -61,11 +65,12 @@ def per_token_cast_with_sf_only(
     use_packed_ue8m0: bool = False,
     use_e4m3_sf: bool = False,
     out_sf: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """`tile_kernels.quant.per_token_cast_with_sf_only` without `x_block_size`."""
     return quant.per_token_cast_with_sf_only(
         x, fmt, num_per_channels, None, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0,
-        out_sf, use_e4m3_sf=use_e4m3_sf,
+        out_sf, use_e4m3_sf=use_e4m3_sf, **options,
     )  # fmt: skip
 
 
@@ -79,11 +84,12 @@ def per_token_cast_with_precomputed_sf(
     use_packed_ue8m0: bool = False,
     use_e4m3_sf: bool = False,
     out: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """`tile_kernels.quant.per_token_cast_with_precomputed_sf` without `x_block_size`."""
     return quant.per_token_cast_with_precomputed_sf(
         x, fmt, num_per_channels, sf, None, use_tma_aligned_col_major_sf, round_sf,
-        use_packed_ue8m0, out, use_e4m3_sf=use_e4m3_sf,
+        use_packed_ue8m0, out, use_e4m3_sf=use_e4m3_sf, **options,
     )  # fmt: skip
 
 
@@ -95,11 +101,13 @@ def per_block_cast_with_sf_only(
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,
     out_sf: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """`tile_kernels.quant.per_block_cast_with_sf_only`, whose buffer has the name `out`."""
     return quant.per_block_cast_with_sf_only(
-        x, fmt, block_size, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, out_sf
-    )
+        x, fmt, block_size, use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, out_sf,
+        **options,
+    )  # fmt: skip
 
 
 def per_channel_cast(
@@ -109,12 +117,17 @@ def per_channel_cast(
     round_sf: bool = False,
     num_per_channels: int | None = None,
     use_packed_ue8m0: bool = False,
+    **options: Any,
 ) -> QuantTensor:
     """`tile_kernels.quant.per_channel_cast` with two arguments of it that are by keyword there."""
     return quant.per_channel_cast(
         x, fmt, num_per_tokens, round_sf, num_per_channels=num_per_channels,
-        use_packed_ue8m0=use_packed_ue8m0,
+        use_packed_ue8m0=use_packed_ue8m0, **options,
     )  # fmt: skip
+
+
+def _aligned(options: dict[str, Any]) -> dict[str, Any]:
+    return {"alignment": get_token_alignment(), **options}
 
 
 def swiglu_forward(
@@ -125,11 +138,12 @@ def swiglu_forward(
     routed_scaling_factor: float | None = None,
     clamp_value: float | None = None,
     clamped_count: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """`tile_kernels.quant.swiglu_forward`. Rows that do not exist are zeros."""
     return quant.swiglu_forward(
         x, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, clamp_value,
-        clamped_count, alignment=get_token_alignment(),
+        clamped_count, **_aligned(options),
     )  # fmt: skip
 
 
@@ -145,13 +159,14 @@ def swiglu_forward_and_per_token_cast(
     use_packed_ue8m0: bool = False,
     clamp_value: float | None = None,
     clamped_count: Tensor | None = None,
+    **options: Any,
 ) -> QuantTensor:
     """`tile_kernels.quant.swiglu_forward_and_per_token_cast` with a weight for every row."""
     return quant.swiglu_forward_and_per_token_cast(
         x, fmt, num_per_channels, None, topk_weights, None, use_tma_aligned_col_major_sf, round_sf,
         use_packed_ue8m0, clamp_value, clamped_count,
         psum_num_tokens_per_expert=psum_num_tokens_per_expert,
-        routed_scaling_factor=routed_scaling_factor, alignment=get_token_alignment(),
+        routed_scaling_factor=routed_scaling_factor, **_aligned(options),
     )  # fmt: skip
 
 
@@ -164,11 +179,12 @@ def swiglu_backward(
     routed_scaling_factor: float | None = None,
     clamp_value: float | None = None,
     do_recompute: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, ...]:
     """`tile_kernels.quant.swiglu_backward`."""
     return quant.swiglu_backward(
         x, act_x_grad, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor,
-        clamp_value, do_recompute, alignment=get_token_alignment(),
+        clamp_value, do_recompute, **_aligned(options),
     )  # fmt: skip
 
 
@@ -185,6 +201,7 @@ def swiglu_backward_and_per_token_cast(
     use_packed_ue8m0: bool = False,
     clamp_value: float | None = None,
     do_recompute: bool = False,
+    **options: Any,
 ) -> tuple[Tensor | QuantTensor, ...]:
     """`tile_kernels.quant.swiglu_backward_and_per_token_cast`, with results in another order.
 
@@ -201,8 +218,7 @@ def swiglu_backward_and_per_token_cast(
         x, act_x_grad, topk_weights, None, None, num_per_channels, round_sf, clamp_value,
         use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf,
         use_packed_ue8m0=use_packed_ue8m0, psum_num_tokens_per_expert=psum_num_tokens_per_expert,
-        routed_scaling_factor=routed_scaling_factor, alignment=get_token_alignment(),
-        do_recompute=do_recompute,
+        routed_scaling_factor=routed_scaling_factor, do_recompute=do_recompute, **_aligned(options),
     )  # fmt: skip
     weights = () if topk_weights is None else (weight_grad,)
     return (x_grad, codes, *weights, *((act,) if do_recompute else ()))
