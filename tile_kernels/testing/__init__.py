@@ -7,11 +7,12 @@ pytest side (`-p tile_kernels.testing.pytest_plugin`).
 from __future__ import annotations
 
 from tile_kernels.testing import bench, generator, numeric, poison, quant, timing
-from tile_kernels.testing.quant import clear_unused_sf
+from tile_kernels.testing.quant import clear_unused_sf, clear_unused_sf_col_pack
 
 __all__ = [
     "bench",
     "clear_unused_sf",
+    "clear_unused_sf_col_pack",
     "generator",
     "numeric",
     "poison",

@@ -96,7 +96,7 @@ def per_token_cast_with_precomputed_sf(
 def per_block_cast_with_sf_only(
     x: Tensor,
     fmt: str,
-    block_size: tuple[int, int],
+    block_size: list[int],
     use_tma_aligned_col_major_sf: bool = False,
     round_sf: bool = False,
     use_packed_ue8m0: bool = False,

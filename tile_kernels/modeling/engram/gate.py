@@ -21,7 +21,8 @@ class EngramGateFn(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         """The output; dot products, gates and norms are kept, so that nothing is computed twice."""
         hidden_states, k, v, weight_hidden, weight_embed, clamp_value, eps, *options = arguments
-        add_residual, mask = (*options, *(True, None)[len(options) :])  # may be left out
+        add_residual = options[0] if options else True  # both options may be left out
+        mask = options[1] if len(options) > 1 else None
         x, key, value, kv = _rows(hidden_states, k, v)
         fused = ops.fused_weight(weight_hidden, weight_embed)
         output, *saved = ops.engram_gate_fwd(

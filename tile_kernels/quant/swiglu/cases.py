@@ -149,6 +149,7 @@ _SWIGLU_FORWARD_AND_CAST = Cases(
         Sample("6x96.32.all", _forward(6, 96, 32, **_ALL, clamp=2.0, counted=True)),
         Sample("0x128", _forward(0, 128, 128)),
         Sample("0x128.all", _forward(0, 128, 128, **_ALL, clamp=1.0, counted=True, flags=PACKED)),
+        Sample("0x64.ranges", _forward(0, 64, 32, weighted=True, kind="ranges")),
         Sample("1x256", _forward(1, 256, 128)),
         *(
             Sample(f"{t}x{h}.{g}.{name}", _forward(t, h, g, flags=flags, clamp=4.0, **_ALL))
@@ -407,6 +408,7 @@ _SWIGLU_BACKWARD_AND_CAST = Cases(
     small=[
         Sample("6x128.32", _backward(6, 128, 32, round_sf=True, clamp=1.0)),
         Sample("0x64", _backward(0, 64, 32)),
+        *(Sample(f"0x64.{kind}", _backward(0, 64, 32, kind=kind)) for kind in ("ranges", "all")),
         Sample("1x32", _backward(1, 32, 32, 1, 1)),
         *(
             Sample(f"{t}x{h}.{g}.{c}", _backward(t, h, g, round_sf=c is None, clamp=c))

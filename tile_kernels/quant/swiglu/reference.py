@@ -498,7 +498,7 @@ def swiglu_backward_and_per_token_cast(
     else:
         rows = dequantize((x[0].flatten(0, -2), x[1].flatten(0, -2)), block)
         x_grad, weight_grad, out = swiglu_rows_gradients(
-            rows, grad_out.reshape(rows.shape[0], -1), "fp32", psum_num_tokens_per_expert, weight,
+            rows, grad_out.flatten(0, -2), "fp32", psum_num_tokens_per_expert, weight,
             routed_scaling_factor, swiglu_clamp_value, True, alignment,
         )  # fmt: skip
         data, sf = quantize(x_grad, formats.E4M3, block, flags, amax_min)
