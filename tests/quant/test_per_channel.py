@@ -14,6 +14,7 @@ from tests.quant.helpers import (
 )
 from tile_kernels import torch as references
 from tile_kernels.quant import (
+    cast_back,
     per_channel_cast,
     per_channel_cast_and_transpose,
     per_channel_cast_fused,
@@ -47,6 +48,30 @@ def test_gathered_channels() -> None:
     ):
         assert hex_rows(found[0]) == "77 79 / 00 00 / 68 68 / 7C F8"
         assert found[1].tolist() == [[2**-4, 2**-4], [2**-7, 2**-6]]
+
+
+@pytest.mark.parametrize(("tokens", "block"), [(128, 32), (384, 128), (140, 32)])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_scales_packed_along_tokens(quantized: bool, tokens: int, block: int) -> None:
+    """Byte `i` of word `[r, h]` is of block `4 r + i`; `cast_back` reads such words."""
+    torch.manual_seed(0)
+    x: Any = torch.randn(tokens, 24).bfloat16()
+    groups = None
+    if quantized:
+        x, groups = references.per_token_cast(x, "e4m3", 32), 32
+    options: dict[str, Any] = {"num_per_channels": groups}
+    data, sf = per_channel_cast(x, "e4m3", block, True, **options)
+    same, words = per_channel_cast(x, "e4m3", block, True, **options, use_packed_ue8m0=True)
+    assert_equal(same, data)
+    assert (words.dtype, words.shape) == (torch.int32, (-(-len(sf) // 4), 24))
+    assert words.is_contiguous()
+    exponents = sf.view(torch.int32) >> 23
+    for m in range(4 * len(words)):
+        byte = words[m // 4] >> 8 * (m % 4) & 0xFF
+        assert_equal(byte, exponents[m] if m < len(sf) else torch.zeros_like(byte))
+    for fmt in ("fp32", "bf16"):
+        back = cast_back((same, words), fmt, (block, 1))
+        assert_equal(back, cast_back((data, sf), fmt, (block, 1)))
 
 
 def test_no_tokens_along_channels() -> None:
