@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 
 import tile_kernels
+from tests.signatures import check_signature, lines_of
 from tile_kernels import mhc, quant, v2
 from tile_kernels.mhc.partials.cases import CASES as PARTIALS
 from tile_kernels.quant.swiglu.cases import CASES as SWIGLU
@@ -184,47 +182,12 @@ norm_forward_ref(x, weight, eps, residual=None, out_scale=1.0)
 norm_backward_ref(out_grad, x, weight, rstd, residual_out_grad=None, out_scale=1.0)
 """,
 }  # fmt: skip
-ALL = [(module, line) for module, lines in SIGNATURES.items() for line in lines.split("\n") if line]
-
-
-def parameters_of(line: str) -> list[tuple[str, Any, str]]:
-    """Name, kind and default (or an empty string) of the parameters of a signature in text."""
-    ((definition,),) = [ast.parse(f"def {line}: ...").body]
-    assert isinstance(definition, ast.FunctionDef)
-    given = definition.args
-    missing = [None] * (len(given.args) - len(given.defaults))
-    kinds = inspect.Parameter
-    found: list[tuple[str, Any, str]] = []
-    for each, default in zip(given.args, [*missing, *given.defaults], strict=True):
-        text = "" if default is None else ast.unparse(default)
-        found.append((each.arg, kinds.POSITIONAL_OR_KEYWORD, text))
-    if given.vararg is not None:
-        found.append((given.vararg.arg, kinds.VAR_POSITIONAL, ""))
-    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        found.append(
-            (each.arg, kinds.KEYWORD_ONLY, "" if default is None else ast.unparse(default))
-        )
-    return found
+ALL = lines_of(SIGNATURES)
 
 
 @pytest.mark.parametrize(("module", "line"), ALL, ids=lambda x: x.partition("(")[0])
 def test_signature(module: str, line: str) -> None:
-    """Every call that is valid there means the same here.
-
-    Parameters have the same names, order, kinds and defaults; one without a default may have one
-    here. More may follow that have defaults.
-    """
-    name = line.partition("(")[0]
-    home = importlib.import_module(f"tile_kernels.v2.{module}".rstrip("."))
-    found = list(inspect.signature(getattr(home, name)).parameters.values())
-    expected = parameters_of(line)
-    for ours, (theirs, kind, default) in zip(found, expected):
-        assert (ours.name, ours.kind) == (theirs, kind)
-        assert not default or repr(ours.default) == default
-    assert len(found) >= len(expected)
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    for more in found[len(expected) :]:
-        assert more.default is not more.empty or more.kind in variadic
+    check_signature("tile_kernels.v2", module, line)
 
 
 def test_submodules() -> None:
