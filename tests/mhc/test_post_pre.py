@@ -13,6 +13,7 @@ from tests.mhc.helpers import BF16, grounds, sublayer
 from tile_kernels import mhc, quant
 from tile_kernels.mhc.post_pre import op
 from tile_kernels.mhc.post_pre.plan import FEW_TOKENS, divide, fits
+from tile_kernels.runtime.cases import misaligned
 from tile_kernels.runtime.launch import recording
 
 NUMBERS = 1e-6, 1e-6, 1e-6, 2.0, 5
@@ -107,6 +108,21 @@ def test_norm_and_cast_follow_the_read(
     assert (normed[3][0] != alone).float().mean() < 0.01
     assert torch.equal(cast[3][0][0].view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(cast[3][1][0], scales)
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(
+    ("backend", "device", "n", "m", "h"), grounds([(66, 2, 256)], [(66, 2, 256)])
+)
+def test_addresses_that_bulk_copies_do_not_take(
+    backend: str, device: str, n: int, m: int, h: int
+) -> None:
+    given = arguments(n, m, h, device)
+    with tile_kernels.backend(backend):
+        expected = mhc.mhc_post_pre(*given, *NUMBERS)
+        results = mhc.mhc_post_pre(*map(misaligned, given), *NUMBERS)
+    for result, wanted in zip(results, expected, strict=True):
+        assert torch.equal(result, wanted)
 
 
 def test_launches() -> None:
