@@ -218,9 +218,21 @@ LAYER_RUNS = ("layers", "layers_attention", "layers_demo")  # results of separat
 
 
 def layer_runs() -> list[dict[str, Any]]:
-    """What `benchmarks.layers` wrote, run by run."""
+    """What `benchmarks.layers` wrote, run by run: the last run of each case."""
     paths = [RESULTS.parent / f"{stem}.{RESULTS.name}.json" for stem in LAYER_RUNS]
-    return [json.loads(path.read_text()) for path in paths if path.exists()]
+    return newest([json.loads(path.read_text()) for path in paths if path.exists()])
+
+
+def newest(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs by date, each with the cases that no later one has, so that none mixes two runs."""
+    runs = sorted(runs, key=lambda run: run["machine"]["date"])
+    kept = []
+    for i, run in enumerate(runs):
+        later = {result["case"] for other in runs[i + 1 :] for result in other["results"]}
+        results = [result for result in run["results"] if result["case"] not in later]
+        if results:
+            kept.append({**run, "results": results})
+    return kept
 
 
 def layer_times(runs: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
