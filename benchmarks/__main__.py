@@ -1,4 +1,4 @@
-"""All measurements that the documents quote, with one command:
+"""The times of operators, layers and communication that the documents quote, with one command:
 
     python -m benchmarks                       lists the parts, their results and their dates
     python -m benchmarks run [PART ...]        measures some or all, the oldest results first

@@ -1,11 +1,13 @@
 """TileLang's own examples on the emulator: the tests of the examples in its source distribution.
 
     pip download --no-deps --no-binary tilelang tilelang==0.1.14    # and unpack it
-    pip install --target FOLDER --no-deps tilelang==0.1.14 apache-tvm-ffi==0.1.12 z3-solver==4.15.4
+    pip install --target FOLDER --no-deps tilelang==0.1.14 apache-tvm-ffi==0.1.12 einops triton
+    pip install --target FOLDER --no-deps z3-solver==4.15.4
     python benchmarks/emulator_examples.py SOURCES/examples [--tilelang FOLDER] [--only FILE ...]
 
 Each test runs unmodified in check mode, at the sizes that it has for a GPU, and compares the result
-with PyTorch itself. One that exceeds the time limit counts as too slow. Writes
+with PyTorch itself. One that exceeds the time limit counts as too slow, one that needs a package
+that is missing, or Triton's kernels, as skipped. Writes
 `benchmarks/results/emulator_examples.json`. Needs no GPU.
 """
 
@@ -18,6 +20,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -72,11 +75,8 @@ class Recorder:
         except pytest.skip.Exception as error:
             outcome, text = "skipped", str(error)
             raise
-        except AssertionError as error:
-            outcome, text = "wrong", str(error)
-            raise
         except Exception as error:
-            outcome, text = "other error", f"{type(error).__name__}: {error}"
+            outcome, text = _fault(error), f"{type(error).__name__}: {error}"
             raise
         finally:
             if outcome == "right" and self.session.launches == launches:
@@ -92,7 +92,17 @@ class Recorder:
     def pytest_collectreport(self, report: Any) -> None:
         """Note files that cannot be imported."""
         if report.failed:
-            self.note(report.nodeid, "other error", report.longreprtext[-1000:])
+            text = report.longreprtext[-1000:]
+            missing = "ModuleNotFoundError" in text
+            self.note(report.nodeid, "skipped" if missing else "other error", text)
+
+
+def _fault(error: Exception) -> str:
+    """How a test ended; without Triton's GPU or another package it does not count."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, ModuleNotFoundError) or "triton" in Path(last.filename).parts:
+        return "skipped"
+    return "wrong" if isinstance(error, AssertionError) else "other error"
 
 
 def child(options: argparse.Namespace) -> None:

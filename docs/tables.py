@@ -12,7 +12,7 @@ import statistics
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,9 +218,21 @@ LAYER_RUNS = ("layers", "layers_attention", "layers_demo")  # results of separat
 
 
 def layer_runs() -> list[dict[str, Any]]:
-    """What `benchmarks.layers` wrote, run by run."""
+    """What `benchmarks.layers` wrote, run by run: the last run of each case."""
     paths = [RESULTS.parent / f"{stem}.{RESULTS.name}.json" for stem in LAYER_RUNS]
-    return [json.loads(path.read_text()) for path in paths if path.exists()]
+    return newest([json.loads(path.read_text()) for path in paths if path.exists()])
+
+
+def newest(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs by date, each with the cases that no later one has, so that none mixes two runs."""
+    runs = sorted(runs, key=lambda run: run["machine"]["date"])
+    kept = []
+    for i, run in enumerate(runs):
+        later = {result["case"] for other in runs[i + 1 :] for result in other["results"]}
+        results = [result for result in run["results"] if result["case"] not in later]
+        if results:
+            kept.append({**run, "results": results})
+    return kept
 
 
 def layer_times(runs: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
@@ -551,6 +563,54 @@ def corpus() -> list[str]:
     ]
 
 
+def _short(message: str) -> str:
+    """A message of the emulator without the kernel's name and the place in the launch."""
+    text = message.partition("\n")[0].partition(" [block")[0]
+    return re.sub(r"^\w*kernel\w*: ", "", text)
+
+
+def elsewhere() -> list[str]:
+    """How kernels of other projects end (`emulator_foreign.py`, `emulator_examples.py`)."""
+    ends = ("right", "reported", "refused", "wrong", "too slow", "other error")
+    packages = json.loads((RESULTS.parent / "emulator_foreign.json").read_text())
+    examples = json.loads((RESULTS.parent / "emulator_examples.json").read_text())
+    counted, rows, others = Counter[str](), [], []
+
+    def row(name: str, version: str, counts: Mapping[str, int]) -> None:
+        counted.update({end: counts.get(end, 0) for end in ends})
+        called = sum(counts.get(end, 0) for end in ends)
+        cells = [name, version, called, *(counts.get(end, 0) for end in ends)]
+        rows.append("| " + " | ".join(map(str, cells)) + " |")
+
+    for version, package in sorted(packages.items(), reverse=True):
+        runs = {o["run"]["tilelang"]: o["run"] for o in package["operators"].values()}
+        row(f"operators of TileKernels {version}", ", ".join(runs), package["summary"]["operators"])
+        for name, operator in sorted(package["operators"].items()):
+            texts = {f"{c['outcome']}: {_short(c['text'])}" for c in operator["calls"]
+                     if c["outcome"] != "right"}  # fmt: skip
+            others += [f"- `{name}` of {version}, {text}" for text in sorted(texts)]
+    run = examples["run"]
+    row("tests of TileLang's examples", run["tilelang"], examples["summary"])
+    for file, tests in sorted(examples["files"].items()):
+        for test, entry in sorted(tests.items()):
+            if entry["outcome"] in ends[1:]:
+                name = f"{file.partition('/')[0]}: {test.rpartition('::')[2]}"
+                others.append(f"- `{name}`, {entry['outcome']}: {_short(entry['text'])}")
+    share = 100 * counted["right"] / counted.total()
+    return [
+        f"Check mode, torch {run['torch']}, {run['time']}: {counted['right']} of {counted.total()} "
+        f"ran right, {share:.1f} %.",
+        "",
+        "| kernels | TileLang | run | " + " | ".join(ends) + " |",
+        "|---" * (3 + len(ends)) + "|",
+        *rows,
+        "",
+        "Those that did not run right:",
+        "",
+        *others,
+    ]
+
+
 def sanitizer() -> list[str]:
     """What compute-sanitizer says about the planted bugs (`benchmarks/sanitizer.py`)."""
     run = json.loads((RESULTS.parent / "sanitizer.nvidia-h200.json").read_text())
@@ -621,6 +681,7 @@ TABLES["startup"] = (ROOT / "docs" / "precompiled.md", startup)
 TABLES["emulator"] = (ROOT / "docs" / "finding-bugs.md", emulator)
 TABLES["sanitizer"] = (ROOT / "docs" / "finding-bugs.md", sanitizer)
 TABLES["sparse_attention"] = (ROOT / "docs" / "attention.md", sparse_attention)
+TABLES["elsewhere"] = (ROOT / "docs" / "finding-bugs.md", elsewhere)
 TABLES["corpus"] = (ROOT / "docs" / "finding-bugs.md", corpus)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import runpy
@@ -39,6 +40,16 @@ def test_generated_tables_are_fresh(name: str) -> None:
     assert tables["updated"](name) == tables["TABLES"][name][0].read_text(), "docs/tables.py"
 
 
+def test_a_layer_is_shown_as_its_last_run_measured_it() -> None:
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+
+    def run(date: str, *cases: str) -> dict[str, Any]:
+        return {"machine": {"date": date}, "results": [{"case": case} for case in cases]}
+
+    late, early, over = run("03", "demo", "moe"), run("02", "demo", "mhc"), run("01", "moe")
+    assert tables["newest"]([late, early, over]) == [run("02", "mhc"), late]
+
+
 def test_pictures_show_the_results() -> None:
     """Each case and its time are in the text of the family's picture."""
     for r in benchmark.load_all(RESULTS).results:
@@ -50,6 +61,27 @@ def test_pictures_show_the_results() -> None:
     for case, there, here in tables["compared"]():
         assert f">{case}<" in picture
         assert f">{there:.1f} → {here:.1f} us<" in picture, case
+    picture = (ROOT / "docs" / "measured" / f"{RESULTS.name}.rivals.svg").read_text()
+    for bar in tables["rivals"]():
+        name = bar.name.replace("nn.functional.", "")
+        assert f">{name} {bar.other_us / bar.us:.2f}x<" in picture, bar
+        assert f">{bar.case} ({bar.us:.3g} us)<" in picture, bar
+
+
+def test_times_of_decoding_are_those_of_the_results() -> None:
+    path = RESULTS.parent / f"decode.{RESULTS.name}.json"
+    times = {
+        (row["case"], row["splits"]): row["us"] for row in json.loads(path.read_text())["rows"]
+    }
+    page = (ROOT / "docs" / "serving.md").read_text()
+    rows = re.findall(r"^\| (\d+) x (\d) \|(.*)\|$", page, re.M)
+    assert len(rows) == 4
+    for requests, queries, cells in rows:
+        case = f"b{requests}.s{queries}.h128.128+1024"
+        columns = zip(("fixed", 640, 384, 256, 128, "plan"), cells.split("|"), strict=True)
+        for splits, cell in columns:
+            if cell.strip():
+                assert abs(float(cell) - times[case, splits]) < 0.06, (case, splits)
 
 
 # ---- examples -----------------------------------------------------------------------------------

@@ -179,6 +179,18 @@ def test_tensors_on_the_gpu_are_cpu_tensors_that_behave() -> None:
         with torch.random.fork_rng(devices=[0]):
             drawn = torch.rand(2, device="cuda")
         assert torch.equal(torch.rand(2, device="cuda"), drawn)
+        torch.manual_seed(3)  # of the CPU and of the GPU, whose states are separate
+        drawn = torch.rand(2)
+        torch.manual_seed(3)
+        first = torch.randn(4, device="cuda")
+        with torch.device("cuda"):
+            torch.randint(9, (3,))
+        torch.empty(2, device="cuda").normal_()
+        torch.rand_like(first)
+        assert torch.equal(torch.rand(2), drawn)
+        torch.cuda.manual_seed(3)
+        assert torch.equal(torch.randn(4, device="cuda"), first)
+        assert not torch.equal(torch.randn(4, device="cuda"), first)
         assert torch.cuda.get_device_capability() == (8, 0)
         assert torch.cuda.get_device_properties(0).multi_processor_count == 7
         whole = torch.arange(1, 100, device="cuda")

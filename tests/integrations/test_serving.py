@@ -631,7 +631,15 @@ def test_mistakes_are_named() -> None:
         ),
         (
             lambda: sglang.mhc_pre(*streams("cpu"), norm_weight=torch.ones(64)),
-            "mhc_pre: norm_eps must be given with norm_weight",
+            "^mhc_pre: norm_eps must be given with norm_weight",
+        ),
+        (
+            lambda: vllm.mhc_pre(*streams("cpu"), n_splits=0),
+            "^mhc_pre: n_splits must be at least 1, got 0",
+        ),
+        (
+            lambda: sglang.mhc_pre(streams("cpu")[0].float(), *streams("cpu")[1:]),
+            "^mhc_pre_big_fuse: residual must be bfloat16, got float32",
         ),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

@@ -10,9 +10,12 @@ from torch import Tensor
 
 import tile_kernels
 from tests.mhc.helpers import BF16, grounds, sublayer
-from tile_kernels import mhc, quant
+from tile_kernels import config, mhc, quant
 from tile_kernels.mhc.post_pre import op
 from tile_kernels.mhc.post_pre.plan import FEW_TOKENS, divide, fits
+from tile_kernels.runtime.cases import misaligned
+from tile_kernels.runtime.declaration import Spec
+from tile_kernels.runtime.device import described
 from tile_kernels.runtime.launch import recording
 
 NUMBERS = 1e-6, 1e-6, 1e-6, 2.0, 5
@@ -109,6 +112,21 @@ def test_norm_and_cast_follow_the_read(
     assert torch.equal(cast[3][1][0], scales)
 
 
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(
+    ("backend", "device", "n", "m", "h"), grounds([(66, 2, 256)], [(66, 2, 256)])
+)
+def test_addresses_that_bulk_copies_do_not_take(
+    backend: str, device: str, n: int, m: int, h: int
+) -> None:
+    given = arguments(n, m, h, device)
+    with tile_kernels.backend(backend):
+        expected = mhc.mhc_post_pre(*given, *NUMBERS)
+        results = mhc.mhc_post_pre(*map(misaligned, given), *NUMBERS)
+    for result, wanted in zip(results, expected, strict=True):
+        assert torch.equal(result, wanted)
+
+
 def test_launches() -> None:
     """Three kernels; the first two at once for many tokens, where the projection fits."""
 
@@ -124,6 +142,17 @@ def test_launches() -> None:
     assert kernels(many, 4, 256) == kernels(10 * many, 4, 256) == at_once
     assert kernels(1, 4, 256) == kernels(FEW_TOKENS, 4, 256) == in_turn
     assert kernels(many, 4, 264) == kernels(many, 8, 256) == in_turn
+
+
+def test_other_gpus_than_hopper_write_and_project_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [x.to("meta") for x in arguments(FEW_TOKENS + 1, 4, 256, "cpu")]
+    cuda = torch.device("cuda", 0)
+    residual = Spec(tuple(tensors[1].shape), tensors[1].stride(), BF16, cuda)
+    record = op.Arguments(tensors[0], residual, *tensors[2:], *NUMBERS, None, 0.0, 0, False, 0.0)  # type: ignore[arg-type]
+    for arch, sizes in (("sm_90a", ["mul", "squares", "weights"]), ("sm_100a", ["mul", "squares"])):
+        device = described(arch)
+        monkeypatch.setattr(config, "planned_device", lambda _, device=device: device)
+        assert [out.name for out in record.scratch()] == sizes
 
 
 def test_divisions_are_whole_parts_of_a_stream() -> None:

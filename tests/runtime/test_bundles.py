@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
@@ -260,9 +261,10 @@ def test_sources_of_kernels_change_the_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "tile_kernels"
-    for name in ("runtime/kernels/common.py", "runtime/arithmetic.py", "runtime/launch.py",
-                 "runtime/launcher.py", "emulator/lowering.py", "moe/gate/kernel.py",
-                 "moe/gate/op.py", "moe/gate/plan.py"):  # fmt: skip
+    for name in ("runtime/kernels/common.py", "runtime/arithmetic.py", "runtime/device.py",
+                 "runtime/launch.py", "runtime/launcher.py", "runtime/philox.py",
+                 "emulator/lowering.py", "moe/gate/kernel.py", "moe/gate/op.py",
+                 "moe/gate/plan.py"):  # fmt: skip
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(name)
     monkeypatch.setattr(bundles, "__file__", str(root / "runtime/bundles.py"))
@@ -271,6 +273,23 @@ def test_sources_of_kernels_change_the_digest(
     assert bundles.source_digest.__wrapped__() == before
     (root / "moe/gate/kernel.py").write_text("changed")
     assert bundles.source_digest.__wrapped__() != before
+
+
+def test_what_kernels_import_is_among_the_sources() -> None:
+    root = Path(tile_kernels.__file__).parent.parent
+    sources = bundles.sources()
+    imported = set()
+    for file in sources:
+        text = file.read_text()
+        if "tilelang" in text and file.parent.name != "runtime" and file.name != "lowering.py":
+            for line in ast.walk(ast.parse(text)):
+                if isinstance(line, ast.ImportFrom) and str(line.module).startswith("tile_kernels"):
+                    module = root.joinpath(*str(line.module).split("."))
+                    for name in line.names:
+                        part = module / f"{name.name}.py"
+                        imported.add(part if part.exists() else module.with_suffix(".py"))
+    assert len(imported) > 20
+    assert imported <= set(sources)
 
 
 def test_operators_run_on_a_cpu_without_tilelang() -> None:

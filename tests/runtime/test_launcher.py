@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from tests.requirements import needs_nvcc
 from tests.runtime.fake_driver import STREAM, FakeDriver, FakeTensor, fake, parameters
 from tile_kernels.emulator.lowering import Kernel, Lowered, Param, TensorMap
-from tile_kernels.runtime import launcher, warmup
+from tile_kernels.runtime import launch, launcher, warmup
 from tile_kernels.runtime.device import described
 from tile_kernels.runtime.driver import attributes
 from tile_kernels.runtime.launcher import Binary, Launcher
@@ -85,6 +86,10 @@ PRODUCT = Lowered(
     },
     cooperative=False,
 )
+IMAGE = TensorMap(
+    "x", 6, ("64", "8", "8", "1"), ("4", "256", "2048", "16384"), ("64", "32"), 0, 3, 0,
+    pixels=((1, 1, 1, 1), (0, 0), (0, 0)),
+)  # fmt: skip
 CPU_ROWS = torch.zeros(4, 64, dtype=torch.bfloat16)
 DESCRIPTOR = "iiQ5Q4Q5I4i4x"  # Described in fake_cuda.c
 
@@ -258,6 +263,30 @@ def test_each_device_has_its_function_and_the_code_is_loaded_once(cuda: FakeDriv
         run(x, bias, y.as_subclass(Second), alpha, flag)
 
 
+def test_shared_memory_is_that_of_the_largest_launch(cuda: FakeDriver) -> None:
+    """Calls of two sizes, each the first one of its thread, set the attribute in any order."""
+    for _ in range(8):
+        run = make(replace(ROWS, kernels=ROWS.kernels[:1]), cuda)
+        with run._lock:
+            threads = [threading.Thread(target=run, args=rows(n)) for n in (40, 4)]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.05)  # both have found no function
+        for thread in threads:
+            thread.join()
+        assert cuda.library.dynamic_shared() == 40 * 16
+
+
+def test_the_driver_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TILE_KERNELS_LAUNCHER")
+    assert launch.uses_driver()
+    monkeypatch.setenv("TILE_KERNELS_LAUNCHER", "tilelang")
+    assert not launch.uses_driver()
+    monkeypatch.setenv("TILE_KERNELS_LAUNCHER", "cuda")
+    with pytest.raises(ValueError, match="must be tilelang or driver, got 'cuda'"):
+        launch.uses_driver()
+
+
 def test_descriptions_survive_a_file() -> None:
     for lowered in (ROWS, PRODUCT):
         binary = Binary(lowered, b"\x7fELF and more")
@@ -267,7 +296,8 @@ def test_descriptions_survive_a_file() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"workspaces": (Param("w", "float32", ("4",)),)}, "memory of the host code"),
+        ({"workspaces": (Param("w", "float32", ("4",)),)}, "alloc_global.*LAUNCHER=tilelang"),
+        ({"maps": {"x_map": IMAGE}}, "im2col.*LAUNCHER=tilelang"),
         ({"params": ROWS.params[1:]}, "no argument is x"),
         ({"params": (*ROWS.params[:3], ROWS.params[4])}, "no argument determines alpha"),
     ],

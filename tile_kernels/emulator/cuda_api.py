@@ -120,12 +120,12 @@ class _DeviceMode(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         device = kwargs.get("device")
-        if device is None:
-            return tag(func(*args, **kwargs)) if _any_on_cuda(args) else func(*args, **kwargs)
-        cuda = is_cuda_device(device)
-        if cuda:
+        cuda = _any_on_cuda(args) if device is None else is_cuda_device(device)
+        if cuda and device is not None:
             kwargs["device"] = "cpu"
-        return tag(func(*args, **kwargs), cuda)
+        with _random_state(func, cuda and "generator" not in kwargs):
+            result = func(*args, **kwargs)
+        return result if device is None and not cuda else tag(result, cuda)
 
 
 def _divided(tensor: torch.Tensor, number: Any) -> torch.Tensor | None:
@@ -237,6 +237,28 @@ class _DeviceContext:
 _TorchGenerator = torch.Generator  # the name in torch is replaced while the block runs
 
 
+_GPU_RANDOM = _TorchGenerator()  # what is drawn on the GPU leaves the CPU's state alone
+_DRAWS = {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like",
+          "normal", "bernoulli", "multinomial", "poisson", "dropout", "normal_", "uniform_",
+          "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_",
+          "geometric_"}  # fmt: skip
+
+
+@contextlib.contextmanager
+def _random_state(func: Any, cuda: bool) -> Iterator[None]:
+    """The GPU's random state for a function that draws on the GPU."""
+    if not cuda or getattr(func, "__name__", "") not in _DRAWS:
+        yield
+        return
+    before = torch.get_rng_state()
+    torch.set_rng_state(_GPU_RANDOM.get_state())
+    try:
+        yield
+    finally:
+        _GPU_RANDOM.set_state(torch.get_rng_state())
+        torch.set_rng_state(before)
+
+
 class _Generator(torch.Generator):
     """A generator that was asked for on the GPU."""
 
@@ -283,7 +305,7 @@ def properties(arch: str, num_sms: int | None = None) -> SimpleNamespace:
 
 
 def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
+    _GPU_RANDOM.manual_seed(int(seed))
 
 
 def _answers(arch: str, num_sms: int | None) -> dict[str, Callable[..., Any]]:
@@ -304,13 +326,15 @@ def _answers(arch: str, num_sms: int | None) -> dict[str, Callable[..., Any]]:
     answers |= {n: constant(0) for n in zero}
     answers |= {n: constant(True) for n in yes}
     answers |= {
-        # The CPU's generator is the only one: a seed for the GPU seeds it.
         "manual_seed": _seed,
         "manual_seed_all": _seed,
-        "get_rng_state": lambda *_args: torch.get_rng_state(),
-        "get_rng_state_all": lambda: [torch.get_rng_state()],
-        "set_rng_state": lambda state, *_args: torch.set_rng_state(state),
-        "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
+        "seed": _GPU_RANDOM.seed,
+        "seed_all": _GPU_RANDOM.seed,
+        "initial_seed": _GPU_RANDOM.initial_seed,
+        "get_rng_state": lambda *_args: _GPU_RANDOM.get_state(),
+        "get_rng_state_all": lambda: [_GPU_RANDOM.get_state()],
+        "set_rng_state": lambda state, *_args: _GPU_RANDOM.set_state(state),
+        "set_rng_state_all": lambda states: _GPU_RANDOM.set_state(states[0]),
         "device_count": constant(1),
         "is_current_stream_capturing": constant(False),
         "get_device_name": constant(device.name),
@@ -362,8 +386,10 @@ def cuda_on_cpu(
         self: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         created = func in _device._device_constructors() and not (kwargs or {}).get("device")
-        result = context_call(self, func, types, args, kwargs)
-        return tag(result) if created and self.stands_for_cuda else result
+        cuda = created and self.stands_for_cuda
+        with _random_state(func, cuda and "generator" not in (kwargs or {})):
+            result = context_call(self, func, types, args, kwargs)
+        return tag(result) if cuda else result
 
     def compile_nothing(model: Any = None, **_kwargs: Any) -> Any:
         note("torch.compile is left out: the function runs as it is")
@@ -380,6 +406,7 @@ def cuda_on_cpu(
         patches.set(torch, "Event", _Event)
         patches.set(_device.DeviceContext, "__init__", device_context)
         patches.set(_device.DeviceContext, "__torch_function__", default_device)
+        _GPU_RANDOM.manual_seed(torch.initial_seed())
         with _DeviceMode():
             yield
     finally:

@@ -483,10 +483,30 @@ def group_quant(
 # ---- hyper-connections --------------------------------------------------------------------------
 
 
-def no_effect(**counts: int) -> None:
-    """Raises for arguments of an engine's own kernels, which have no effect here, below 1."""
-    for name, value in counts.items():
-        checks.integer(name, value, 1)
+def checked_eps(
+    owner: str, norm_weight: Tensor | None, norm_eps: float | None, **counts: int
+) -> float:
+    """Checks what an engine's function `owner` has beside the arguments of `pre`.
+
+    Args:
+        owner: The name in messages.
+        norm_weight: As for `pre`.
+        norm_eps: That of the norm; None only without it.
+        **counts: Arguments of the engine's own kernels, which have no effect here: at least 1.
+
+    Returns:
+        `norm_eps` for `pre`.
+
+    Raises:
+        TypeError: If a count is no int.
+        ValueError: If a count is below 1, or `norm_eps` is missing.
+    """
+    with checks.named(owner):
+        for name, value in counts.items():
+            checks.integer(name, value, 1)
+        if norm_weight is not None and norm_eps is None:
+            raise ValueError("norm_eps must be given with norm_weight")
+    return 0.0 if norm_eps is None else norm_eps
 
 
 def pre(
@@ -500,7 +520,7 @@ def pre(
     hc_post_mult_value: float,
     sinkhorn_repeat: int,
     norm_weight: Tensor | None,
-    norm_eps: float | None,
+    norm_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`mhc.mhc_pre_big_fuse`, and the RMS norm that follows it: `quant.norm_forward`.
 
@@ -516,22 +536,20 @@ def pre(
         sinkhorn_repeat: Steps of the normalisation.
         norm_weight: `[h]`, bfloat16 or float32: the weight of an RMS norm of the layer input; or
             None: no norm.
-        norm_eps: Of that norm; None only without it.
+        norm_eps: Of that norm.
 
     Returns:
         `(post, comb, layer_input)`: `[..., m, 1]` and `[..., m, m]`, float32; `[..., h]`, bfloat16.
 
     Raises:
         TypeError: If a dtype differs.
-        ValueError: If a shape differs, or `norm_eps` is missing.
+        ValueError: If a shape differs.
     """
-    if norm_weight is not None and norm_eps is None:
-        raise ValueError("norm_eps must be given with norm_weight")
     post, comb, layer_input = mhc.mhc_pre_big_fuse(
         residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
         sinkhorn_repeat,
     )  # fmt: skip
-    if norm_weight is not None and norm_eps is not None:
+    if norm_weight is not None:
         rows = layer_input.flatten(0, -2)
         layer_input = quant.norm_forward(rows, norm_weight, norm_eps)[0].view_as(layer_input)
     return post, comb, layer_input
@@ -559,7 +577,7 @@ def fused_post_pre(
 
     Raises:
         TypeError: If a dtype differs.
-        ValueError: If a shape differs, or `norm_eps` is missing.
+        ValueError: If a shape differs.
     """
     streams = mhc.mhc_post(x, residual, post_layer_mix, comb_res_mix)
     return streams, *pre(streams, *rest)

@@ -305,12 +305,13 @@ def mhc_pre(
     norm_eps: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `serving.pre`; `n_splits` and `n_splits_pre` have no effect."""
-    with checks.named("mhc_pre"):
-        serving.no_effect(n_splits=n_splits, n_splits_pre=n_splits_pre)
-        return serving.pre(
-            residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps,
-            hc_post_mult_value, sinkhorn_repeat, norm_weight, norm_eps,
-        )  # fmt: skip
+    eps = serving.checked_eps(
+        "mhc_pre", norm_weight, norm_eps, n_splits=n_splits, n_splits_pre=n_splits_pre
+    )
+    return serving.pre(
+        residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
+        sinkhorn_repeat, norm_weight, eps,
+    )  # fmt: skip
 
 
 def mhc_fused_post_pre(
@@ -333,12 +334,13 @@ def mhc_fused_post_pre(
     norm_eps: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `serving.fused_post_pre`; `n_splits` and `tile_n` have no effect."""
-    with checks.named("mhc_fused_post_pre"):
-        serving.no_effect(n_splits=n_splits, tile_n=tile_n)
-        return serving.fused_post_pre(
-            x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, rms_eps, hc_pre_eps,
-            hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_weight, norm_eps,
-        )  # fmt: skip
+    eps = serving.checked_eps(
+        "mhc_fused_post_pre", norm_weight, norm_eps, n_splits=n_splits, tile_n=tile_n
+    )
+    return serving.fused_post_pre(
+        x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, rms_eps, hc_pre_eps,
+        hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_weight, eps,
+    )  # fmt: skip
 
 
 def fused_hc_head(

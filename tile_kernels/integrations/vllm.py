@@ -424,10 +424,10 @@ def mhc_pre(
     norm_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `serving.pre`; `n_splits` has no effect."""
-    serving.no_effect(n_splits=n_splits)
+    eps = serving.checked_eps("mhc_pre", norm_weight, norm_eps, n_splits=n_splits)
     return serving.pre(
         residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
-        sinkhorn_repeat, norm_weight, norm_eps,
+        sinkhorn_repeat, norm_weight, eps,
     )  # fmt: skip
 
 
@@ -450,10 +450,12 @@ def mhc_fused_post_pre(
     norm_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `serving.fused_post_pre`; `n_splits` and `tile_n` have no effect."""
-    serving.no_effect(n_splits=n_splits, tile_n=tile_n)
+    eps = serving.checked_eps(
+        "mhc_fused_post_pre", norm_weight, norm_eps, n_splits=n_splits, tile_n=tile_n
+    )
     return serving.fused_post_pre(
         x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, rms_eps, hc_pre_eps,
-        hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_weight, norm_eps,
+        hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_weight, eps,
     )  # fmt: skip
 
 

@@ -488,9 +488,9 @@ def encode_e5m6(values, factor, words, index):
 
 
 def store_values(target: str, width: int, count: int, vector: int, offset: int = 0) -> Any:
-    """A macro: `count` float32 values, from `base` on, rounded to their index in a row of `out`.
+    """A macro: `count` float32 values, from `base` on, to a row of `out`, from channel `first` on.
 
-    For bfloat16 and float32.
+    They are rounded if `target` is bfloat16, the other one is float32.
     """
     dtype, _ = storage(target)
 
@@ -544,11 +544,11 @@ def round_trip(fmt: str, count: int, conversion: str = ARITHMETIC) -> Any:
 def encode_and_store(
     fmt: str, width: int, count: int, vector: int, offset: int = 0, conversion: str = ARITHMETIC
 ) -> Any:
-    """A macro: `count` values times `inverse[i // per]`, encoded, to their index in a row of `out`.
+    """A macro: `count` values times `inverse[i // per]`, encoded, to a row of `out`.
 
-    The values are those from `base` on; they are changed. `per` of them share a factor, `vector` go
-    with one store. e4m3 and e2m1; `conversion` is the conversion to e2m1, with factors in its
-    `unit_of_factors`.
+    The values are those from `base` on; they are changed. They go to the channels from `first` on.
+    `per` of them share a factor, `vector` go with one store. e4m3 and e2m1; `conversion` is the
+    conversion to e2m1, with factors in its `unit_of_factors`.
     """
     dtype, _ = storage(fmt)
     elements = units(fmt, vector)

@@ -46,6 +46,7 @@ _PACKAGE = "tile_kernels"
 _SUFFIX = ".kernel"
 # Files that no kernel depends on; all others in the folders of operators count as sources.
 _NOT_SOURCES = {"op.py", "cases.py", "reference.py"}
+_SOURCES_OF_RUNTIME = ("arithmetic", "device", "launch", "launcher", "philox")
 _SOURCE_FOLDERS = (
     "attention",
     "engram",
@@ -87,16 +88,22 @@ class Key(NamedTuple):
         return self.module.partition(".")[0] == _PACKAGE
 
 
-@functools.cache
-def source_digest() -> str:
-    """A hash of every file of this package on which the machine code of a kernel may depend."""
+def sources() -> list[Path]:
+    """Every file of this package on which the machine code of a kernel may depend."""
     root = Path(__file__).parent.parent
-    runtime = [root / "runtime" / name for name in ("arithmetic.py", "launch.py", "launcher.py")]
+    runtime = [root / "runtime" / f"{name}.py" for name in _SOURCES_OF_RUNTIME]
     files = [*runtime, *(root / "runtime" / "kernels").glob("*.py"), root / "emulator/lowering.py"]
     for folder in _SOURCE_FOLDERS:
         files += [each for each in (root / folder).rglob("*.py") if each.name not in _NOT_SOURCES]
+    return sorted(files)
+
+
+@functools.cache
+def source_digest() -> str:
+    """A hash of `sources`."""
+    root = Path(__file__).parent.parent
     hashed = hashlib.sha256()
-    for file in sorted(files):
+    for file in sources():
         content = file.read_bytes()
         hashed.update(f"{file.relative_to(root)} {len(content)}\n".encode())
         hashed.update(content)

@@ -13,7 +13,7 @@ import ctypes
 import itertools
 import struct
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -99,8 +99,11 @@ class _Signature:
     """The arguments of a prim_func, and the symbols that they determine."""
 
     def __init__(self, lowered: Lowered) -> None:
-        if lowered.workspaces:
-            raise ValueError(f"{lowered.name}: memory of the host code is not supported")
+        for reason in _unsupported(lowered):
+            raise ValueError(
+                f"{lowered.name}: {reason}, which only TileLang's own launch supports: set "
+                "TILE_KERNELS_LAUNCHER=tilelang"
+            )
         self.name, self.params = lowered.name, lowered.params
         self.positions = {param.name: i for i, param in enumerate(lowered.params)}
         passed = {name for kernel in lowered.kernels for name, _ in kernel.args}
@@ -163,6 +166,14 @@ class _Signature:
                 values = ", ".join(f"{name} = {found[name]}" for name in sorted(_names([text])))
                 raise ValueError(f"{self.name}: {text} does not hold for {values}")
         return found
+
+
+def _unsupported(lowered: Lowered) -> Iterator[str]:
+    """What a launch needs and a `Launcher` cannot do."""
+    if lowered.workspaces:
+        yield "the host code allocates memory (T.alloc_global)"
+    if any(tma_map.pixels is not None for tma_map in lowered.maps.values()):
+        yield "the host code describes images for TMA (im2col)"
 
 
 def _names(expressions: Iterable[str]) -> set[str]:
@@ -401,19 +412,23 @@ class Launcher:
             sizes = device.launch_sizes(symbols)
             if 0 in sizes[:3]:  # no blocks
                 continue
-            function, shared = self._functions.get((index, device.name), (None, -1))
-            if function is None or sizes[6] > shared:
-                function = self._load(cuda, device.name, index, sizes[6])
+            function = self._function(cuda, device.name, index, sizes[6])
             found.append(_Launch(device, sizes, symbols, function, cuda, index, each))
         return index, cuda.launch, tuple(found)
 
-    def _load(self, cuda: Driver, name: str, index: int, dynamic_shared: int) -> Any:
-        """A function on a device, as an argument of the driver."""
+    def _function(self, cuda: Driver, name: str, index: int, dynamic_shared: int) -> Any:
+        """A function on a device, as an argument of the driver.
+
+        It may have as much dynamic shared memory as the largest of its launches needs, whichever
+        thread comes first.
+        """
         with self._lock:
-            cuda.need_context(index)
-            if self._library is None:
-                self._library = cuda.load(self.binary.code)
-            loaded = cuda.kernel(self._library, name, index, dynamic_shared)
-            function = argument(loaded.value or 0)
-            self._functions[index, name] = function, dynamic_shared
-        return function
+            function, allowed = self._functions.get((index, name), (None, -1))
+            if function is None or dynamic_shared > allowed:
+                cuda.need_context(index)
+                if self._library is None:
+                    self._library = cuda.load(self.binary.code)
+                kernel = cuda.kernel(self._library, name, index, dynamic_shared)
+                function = argument(kernel.value or 0)
+                self._functions[index, name] = function, dynamic_shared
+            return function

@@ -276,13 +276,15 @@ class Operator(registry.Registered):
         Returns:
             All results.
         """
-        record = self.arguments(*args)
-        self.require(self.check, record)
-        outs = self._results(record)
-        wanted = wanted or (True,) * len(outs)
+        wanted = wanted or (True,) * self.num_results
         given = out if isinstance(out, (tuple, list)) else (out,)
         if len(given) != sum(wanted):
             raise TypeError(f"{self._label}: out must be {sum(wanted)} tensors, got {len(given)}")
+        if all(wanted) and all(buffer is not None for buffer in given):
+            return self(*args, out=tuple(given))  # a cached call, if there was one before
+        record = self.arguments(*args)
+        self.require(self.check, record)
+        outs = self._results(record)
         rest = iter(given)
         buffers = [next(rest) if each else None for each in wanted]
         device = tensors_in(args)[0].device

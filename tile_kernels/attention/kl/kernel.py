@@ -18,7 +18,7 @@ def divergence() -> Any:
     tokens, slots = T.dynamic("tokens slots")
 
     @T.macro
-    def sum_over_block(sums, warp_sums):
+    def sum_over_block(sums, warp_values):
         """Each of three sums over all threads, in a fixed order, in every thread."""
         tx = T.get_thread_binding()
         for d in T.unroll(5):
@@ -27,12 +27,12 @@ def divergence() -> Any:
         T.sync_threads()
         if tx % WARP == 0:
             for i in T.unroll(3):
-                warp_sums[i, tx // WARP] = sums[i]
+                warp_values[i, tx // WARP] = sums[i]
         T.sync_threads()
         for i in T.unroll(3):
-            sums[i] = warp_sums[i, 0]
+            sums[i] = warp_values[i, 0]
             for w in T.unroll(WARPS - 1):
-                sums[i] = sums[i] + warp_sums[i, w + 1]
+                sums[i] = sums[i] + warp_values[i, w + 1]
 
     @T.prim_func
     def divergence_of_queries(
@@ -43,7 +43,7 @@ def divergence() -> Any:
     ):
         with T.Kernel(tokens, threads=THREADS) as token:
             tx = T.get_thread_binding()
-            warp_sums = T.alloc_shared((3, WARPS), T.float32)
+            warp_values = T.alloc_shared((3, WARPS), T.float32)
             largest = T.alloc_var(T.float32, init=-T.infinity(T.float32))
             sums = T.alloc_local((3,), T.float32)  # of exponentials, of p, of the loss
             steps = T.ceildiv(slots, THREADS)
@@ -59,10 +59,10 @@ def divergence() -> Any:
             for d in T.unroll(5):
                 largest = T.max(largest, T.shfl_xor(largest, T.shift_left(1, d)))
             if tx % WARP == 0:
-                warp_sums[0, tx // WARP] = largest
+                warp_values[0, tx // WARP] = largest
             T.sync_threads()
             for w in T.unroll(WARPS):
-                largest = T.max(largest, warp_sums[0, w])
+                largest = T.max(largest, warp_values[0, w])
             for step in T.serial(steps):
                 if step * THREADS + tx < slots:
                     own = T.alloc_var(T.float32, init=p[token, step * THREADS + tx])
@@ -71,7 +71,7 @@ def divergence() -> Any:
                     sums[1] = sums[1] + own
                     if own != T.float32(0):
                         sums[2] = sums[2] + own * (T.log(own) - (logit - largest))
-            sum_over_block(sums, warp_sums)
+            sum_over_block(sums, warp_values)
             wanted = T.alloc_var(
                 T.bool, init=(largest > -T.infinity(T.float32)) & (sums[1] != T.float32(0))
             )

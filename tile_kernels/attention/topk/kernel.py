@@ -87,9 +87,9 @@ def best_of_rows(
         """What lists hold: the bits of a float32, or a key."""
         return value if named else T.reinterpret(T.cast(value, T.float32), T.uint32)
 
-    def part(num_units: Any, unit: Any) -> Any:
+    def part(unit_counts: Any, unit: Any) -> Any:
         """The byte of a unit."""
-        return T.cast((num_units >> T.cast(8 * unit, T.uint32)) & T.uint32(255), T.int32)
+        return T.cast((unit_counts >> T.cast(8 * unit, T.uint32)) & T.uint32(255), T.int32)
 
     @T.macro
     def mark(values, unit, begin, stop, bound, threshold, inner, passed):

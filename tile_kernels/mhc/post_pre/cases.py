@@ -193,7 +193,8 @@ _CAST = StreamCases(
             Sample(f"{group}.5x2x{h}", _arguments(5, 2, h, weight=BF16, num_per_channels=group))
             for group, h in ((16, 96), (32, 1088), (64, 320), (128, 1280))
         ),
-        Sample("at once.70x4x256", _arguments(70, 4, 256, weight=FP32)),
+        Sample("few.70x4x256", _arguments(70, 4, 256, weight=FP32)),
+        Sample(f"at once.{_MANY}x2x256", _arguments(_MANY, 2, 256, weight=FP32)),
         Sample("rounded.5x3x256", _arguments(5, 3, 256, weight=FP32, round_sf=True)),
         Sample("misaligned.5x2x64", _arguments(5, 2, 64, shift=True, num_per_channels=64)),
     ],

@@ -1,8 +1,8 @@
 """`mhc_post_pre`: all that happens to the streams between two sublayers, for inference.
 
 A kernel writes the next residual and projects it while it is on the chip, a second one reads it for
-the input of the sublayer. Where the first kernel does not fit the sizes, and for few tokens,
-`mhc_post` and the projection are launched one after the other: the bits are the same.
+the input of the sublayer. Where the first kernel does not fit the sizes or the GPU, and for few
+tokens, `mhc_post` and the projection are launched one after the other: the bits are the same.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tile_kernels.mhc.post_pre.plan import (
     padded_mixes,
     plan_cut,
     plan_write,
+    projects_while_writing,
 )
 from tile_kernels.mhc.pre import op as pre_op
 from tile_kernels.mhc.pre.plan import plan_read_normed
@@ -137,7 +138,7 @@ def _count_tokens(a: Any) -> int:
 
 
 def _fits(a: Arguments) -> bool:
-    return fits(*a.residual.shape[-2:])
+    return fits(*a.residual.shape[-2:]) and projects_while_writing(a.residual.device)
 
 
 def _division(a: Any) -> Division:
@@ -270,7 +271,8 @@ def mhc_post_pre(
     The results have the bits of the two, and of `quant.norm_forward` where there is a norm, but for
     the order of its sum. Up to 4 streams whose columns are a multiple of 256 (of 512 if
     `m * h` is 65536) are projected while they are written: they are read once, written once
-    and read once more. That needs a Hopper GPU.
+    and read once more. Up to 1024 tokens, and on other GPUs than Hopper, the kernels of the two
+    operators are launched instead.
 
     Args:
         x: `[..., h]`, bfloat16, contiguous: the output of the sublayer before; `h` is a multiple of

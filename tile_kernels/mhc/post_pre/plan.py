@@ -36,6 +36,11 @@ def fits(streams: int, hidden: int) -> bool:
     return streams <= MAX_STREAMS and hidden % cut_columns(streams * hidden).leaf == 0
 
 
+def projects_while_writing(device: torch.device) -> bool:
+    """Whether that kernel runs on a device. Tensors that are on no GPU are planned for Hopper."""
+    return device.type != "cuda" or config.planned_device(device.index).arch == HOPPER
+
+
 class Division(NamedTuple):
     """As that of the projection: a stream has `parts` sums of `fold` leaves, a block does `run`."""
 

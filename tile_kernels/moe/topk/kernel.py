@@ -104,7 +104,7 @@ def sort_pairs(levels: int, threads: int) -> Any:
     ends with a barrier.
     """
     size = 1 << levels
-    pairs_per_thread = max(1, size // threads)  # pairs of a thread
+    pairs_per_thread = max(1, size // threads)
     thread_bits = pairs_per_thread.bit_length() - 1  # bits of an index within a thread,
     warp_bits = thread_bits + LANES.bit_length() - 1  # and within a warp
     neighbours = [
@@ -248,11 +248,11 @@ def topk_gate_select(num_experts: int, num_topk: int, threads: int) -> Any:
     @T.macro
     def total(count, counts, step):
         """The sum of `count` over the block: `counts[step]`, which was 0."""
-        warp_bits = T.alloc_var(
+        warp_sum = T.alloc_var(
             T.int32, init=T.call_extern(T.int32, "__reduce_add_sync", T.uint32(FULL_WARP), count)
         )
         if T.get_thread_binding() % LANES == 0:
-            T.atomic_add(counts[step], warp_bits)
+            T.atomic_add(counts[step], warp_sum)
         T.sync_threads()
         return counts[step]
 
@@ -267,7 +267,7 @@ def topk_gate_select(num_experts: int, num_topk: int, threads: int) -> Any:
             keys = T.alloc_local((per_thread,), T.uint32)
             count = T.alloc_var(T.int32)
             found = T.alloc_var(T.int32)
-            candidate_index = T.alloc_var(T.int32)
+            index = T.alloc_var(T.int32)
             threshold = T.alloc_var(T.uint32, init=T.uint32(0))
             candidate = T.alloc_var(T.uint32)
             above = T.alloc_var(T.int32, init=0)  # keys larger than `threshold`
@@ -304,22 +304,22 @@ def topk_gate_select(num_experts: int, num_topk: int, threads: int) -> Any:
                         above = found
             if reached != num_topk:
                 for step in T.serial(index_bits):
-                    candidate_index = last | T.shift_left(1, index_bits - 1 - step)
+                    index = last | T.shift_left(1, index_bits - 1 - step)
                     count = 0
                     for i in T.unroll(per_thread):
                         from_end = num_experts - 1 - (i * threads + tx)
                         count = count + T.if_then_else(
-                            keys[i] == threshold and from_end >= candidate_index, 1, 0
+                            keys[i] == threshold and from_end >= index, 1, 0
                         )
                     found = total(count, counts, KEY_BITS + step)
                     if found >= num_topk - above:
-                        last = candidate_index
+                        last = index
             for i in T.unroll(per_thread):
                 e = i * threads + tx
                 if keys[i] > threshold or (keys[i] == threshold and num_experts - 1 - e >= last):
                     if e < num_experts:
-                        candidate_index = T.atomic_add(counts[steps], 1, return_prev=True)
-                        pairs[candidate_index] = rank_pair(
+                        index = T.atomic_add(counts[steps], 1, return_prev=True)
+                        pairs[index] = rank_pair(
                             T.reinterpret(keys[i] ^ T.uint32(0x80000000), T.int32), e, num_experts
                         )
             T.sync_threads()
