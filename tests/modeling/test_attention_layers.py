@@ -143,6 +143,24 @@ def test_few_tokens() -> None:
             assert distance(layer(x), by_formula(layer, x)[0]) < 6e-3
 
 
+@each_layer
+def test_no_sequences(make: Any) -> None:
+    """An empty batch has an empty result, and changes nothing in a state."""
+    layer = make()
+    x = tokens(0, 5).requires_grad_()
+    y = layer(x)
+    assert y.shape == (0, 5, HIDDEN)
+    y.sum().backward()
+    assert x.grad is not None
+    state = layer.state(2, 16)
+    layer(tokens(2, 4), state=state)
+    assert layer(tokens(0, 4), state=state).shape == (0, 4, HIDDEN)
+    assert state.lengths.tolist() == [4, 4]
+    empty = layer.state(0, 16)
+    assert layer.step(tokens(0), empty).shape == (0, HIDDEN)
+    assert layer(tokens(0, 0), state=empty).shape == (0, 0, HIDDEN)
+
+
 def test_old_tokens_reach_a_query_through_entries_alone() -> None:
     """Behind the window: not at all without compression, and with it they do."""
     x, other = tokens(40), tokens(40)
@@ -438,6 +456,15 @@ def test_arguments_are_explained() -> None:
         layer(tokens(2, 4), cu_seqlens=torch.tensor([0, 4], dtype=torch.int32))
     with pytest.raises(TypeError, match="x must be float32 like the weights"):
         layer(tokens(4).bfloat16())
+    for name, given in (
+        ("cu_seqlens", {"cu_seqlens": torch.tensor([0, 4], dtype=torch.int32, device="meta")}),
+        ("slots", {"state": layer.state(1, 8), "slots": torch.zeros(1, device="meta").int()}),
+        ("state.lengths", {"state": csa().to("meta").state(1, 8)}),
+    ):
+        with pytest.raises(ValueError, match=f"CompressedSparseAttention: {name} must be on cpu"):
+            layer(tokens(4), **given)
+    with pytest.raises(ValueError, match="slots must be on cpu"):
+        layer.step(tokens(1), layer.state(1, 8), torch.zeros(1, device="meta").int())
     with pytest.raises(ValueError, match="slots need a state"):
         layer(tokens(4), slots=torch.zeros(1).int())
     assert "heads=4, window=8, ratio=4, cache='bf16', topk=3" in repr(layer)
