@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import tile_kernels
 from tests.modeling.attention_formulas import Layer, by_formula, frequencies_of
@@ -414,6 +415,30 @@ def test_layer_compiles_as_one_graph(make: Any) -> None:
     expected.square().sum().backward()
     for one, other in zip(compiled.parameters(), layer.parameters()):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("make", [csa, hca])
+def test_new_lengths_do_not_compile_again(make: Any) -> None:
+    """Of prompts in training, and of sequences that are decoded."""
+    layer, counter = make(), CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    run = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    compiled = []
+    for length in (37, 50, 61):  # several entries of 16 tokens each
+        x = tokens(2, length).requires_grad_()
+        y = run(x)
+        torch.testing.assert_close(y, layer(x))
+        y.sum().backward()
+        compiled.append(counter.frame_count)
+    assert compiled == compiled[:1] * 3
+    state, other = layer.state(2, 64), layer.state(2, 64)
+    step = torch.compile(lambda x: layer.step(x, state), fullgraph=True, backend=counter)
+    compiled = []
+    for t in range(6):
+        x = tokens(2, seed=t)
+        torch.testing.assert_close(step(x), layer.step(x, other))
+        compiled.append(counter.frame_count)
+    assert compiled == compiled[:1] * 6
 
 
 def test_loss_compiles_as_one_graph() -> None:
