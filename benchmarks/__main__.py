@@ -4,9 +4,9 @@
     python -m benchmarks run [PART ...]        measures some or all, the oldest results first
     python -m benchmarks run --minutes 25      as much of it as fits
 
-Each part is a script of this folder in a process of its own, and writes its results itself. A part
-whose last run took longer than what is left of the time is not started. The others are ended when
-the time is over; what they have written by then stays.
+Each part is a script in a process of its own, most of them of this folder, and writes its results
+itself. A part whose last run took longer than what is left of the time is not started. The others
+are ended when the time is over; what they have written by then stays.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ PARTS = {
         "attention over selected keys, forward and backward",
     ),
     "decode": Part("benchmarks.decode", "decode.{device}.json", "decoding against paged caches"),
+    "long_context": Part(
+        "examples.long_context", "long_context.{device}.json",
+        "sparse attention beside dense attention in long texts",
+    ),
     "gemm": Part("benchmarks.gemm", "gemm.{device}.json", "matrix products of experts"),
     "rivals": Part(
         "benchmarks.rivals", "rivals.{device}.json", "other libraries beside this one",

@@ -40,10 +40,14 @@ from benchmarks.plain_layers import (
     PlainMoE,
 )
 from examples.tiny_v4.model import Attention, Config, TinyV4
-from examples.tiny_v4.plain import PlainTinyV4
+from examples.tiny_v4.plain import PlainTinyV4, attended
 from examples.tiny_v4.speed import captured
 from tile_kernels import attention
-from tile_kernels.modeling.attention import KVCompressor
+from tile_kernels.modeling.attention import (
+    CompressedSparseAttention,
+    HeavilyCompressedAttention,
+    KVCompressor,
+)
 from tile_kernels.modeling.engram import EngramHasher, EngramModule
 from tile_kernels.modeling.mhc import HyperConnection
 from tile_kernels.modeling.moe import MoELayer
@@ -84,8 +88,8 @@ class Case(NamedTuple):
     """
 
     build: Callable[..., Forms]
-    sizes: dict[str, int]
-    small: dict[str, int]
+    sizes: dict[str, Any]
+    small: dict[str, Any]
     modes: tuple[str, ...] = ()
     steps: tuple[str, ...] = STEPS
 
@@ -207,6 +211,64 @@ def block(
     return Forms(plain, ours, inputs, {"bf16": 0.05, "fp8": 0.1})
 
 
+class PlainAttention(nn.Module):
+    """A layer of attention over compressed entries, over all rows with a mask."""
+
+    def __init__(self, layer: CompressedSparseAttention | HeavilyCompressedAttention) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[batch, length, hidden]` to the same."""
+        return attended(self.layer, x)
+
+
+def attention_layer(
+    hidden: int, heads: int, rank: int, groups: int, ratio: int, topk: int, index_heads: int
+) -> CompressedSparseAttention | HeavilyCompressedAttention:
+    """Compressed sparse attention; with `topk` 0 over all entries."""
+    sizes: dict[str, Any] = {
+        "heads": heads, "q_rank": rank, "out_groups": groups, "out_rank": rank, "ratio": ratio,
+        "device": DEVICE, "dtype": BF16,
+    }  # fmt: skip
+    if not topk:
+        return HeavilyCompressedAttention(hidden, **sizes)
+    return CompressedSparseAttention(hidden, topk=topk, index_heads=index_heads, **sizes)
+
+
+def sparse(tokens: int, hidden: int, **sizes: int) -> Forms:
+    """Attention over a window and compressed entries; the loss of the indexer is not part of it."""
+    ours = attention_layer(hidden, **sizes)
+    inputs = (streams(1, tokens, hidden),)
+    return Forms(PlainAttention(ours), {"kernels": ours}, inputs, {"kernels": 0.05})
+
+
+def v4_block(
+    tokens: int, mult: int, hidden: int, intermediate: int, experts: int, topk: int,
+    attention: dict[str, int],
+) -> Forms:  # fmt: skip
+    """Compressed sparse attention and a mixture of experts, both between residual streams."""
+    norms = [nn.RMSNorm(hidden, device=DEVICE, dtype=BF16) for _ in range(2)]
+    attend = attention_layer(hidden, **attention)
+    first = HyperConnection(Normed(norms[0], attend), hidden, mult, device=DEVICE)
+    ours: dict[str, nn.Module] = {}
+    for precision in ("bf16", "fp8"):
+        layer = MoELayer(
+            hidden, intermediate, experts, topk, num_shared_experts=1, precision=precision,
+            device=DEVICE, dtype=BF16,
+        )  # fmt: skip
+        second = HyperConnection(Normed(norms[1], layer), hidden, mult, device=DEVICE)
+        ours[precision] = nn.Sequential(first, second)
+    ours["fp8"].load_state_dict(ours["bf16"].state_dict())
+    inner = ours["bf16"][1]  # type: ignore[index]
+    plain = nn.Sequential(
+        PlainConnection(first, Normed(norms[0], PlainAttention(attend))),
+        PlainConnection(inner, Normed(norms[1], PlainMoE(inner.block.block))),
+    )
+    inputs = (streams(1, tokens, mult, hidden),)
+    return Forms(plain, ours, inputs, {"bf16": 0.05, "fp8": 0.1})
+
+
 class Loss(nn.Module):
     """The loss of a language model."""
 
@@ -260,6 +322,30 @@ CASES = {
         {"tokens": 4096, "keys": 8192, "heads": 64, "depth": 128, "topk": 512},
         {"tokens": 8, "keys": 32, "heads": 2, "depth": 32, "topk": 4},
         steps=("forward",),
+    ),
+    # The sizes of V4's smaller model, a prompt in which the window and 1024 entries are visible.
+    "attention.csa": Case(
+        sparse,
+        {"tokens": 4096, "hidden": 4096, "heads": 64, "rank": 1024, "groups": 8, "ratio": 4,
+         "topk": 512, "index_heads": 64},
+        {"tokens": 40, "hidden": 32, "heads": 2, "rank": 16, "groups": 1, "ratio": 4, "topk": 4,
+         "index_heads": 2},
+    ),
+    "attention.hca": Case(
+        sparse,
+        {"tokens": 4096, "hidden": 4096, "heads": 64, "rank": 1024, "groups": 8, "ratio": 128,
+         "topk": 0, "index_heads": 0},
+        {"tokens": 40, "hidden": 32, "heads": 2, "rank": 16, "groups": 1, "ratio": 8, "topk": 0,
+         "index_heads": 0},
+    ),
+    "block.v4": Case(
+        v4_block,
+        {"tokens": 4096, "mult": 4, "hidden": 4096, "intermediate": 1536, "experts": 64, "topk": 6,
+         "attention": {"heads": 64, "rank": 1024, "groups": 8, "ratio": 4, "topk": 512,
+                       "index_heads": 64}},
+        {"tokens": 40, "mult": 2, "hidden": 128, "intermediate": 128, "experts": 4, "topk": 2,
+         "attention": {"heads": 2, "rank": 32, "groups": 1, "ratio": 4, "topk": 4,
+                       "index_heads": 2}},
     ),
     "block.4096": Case(
         block,

@@ -257,6 +257,8 @@ def in_graphs(forms: dict[str, dict[str, Any]], name: str) -> dict[str, Any] | N
     return min(others, key=lambda result: result["wall_us"], default=None)
 
 
+# What compiled PyTorch's wall time is to be, as a multiple of that with kernels.
+LAYER_GOALS = {"mhc": 3.0, "moe": 1.5, "engram": 3.0, "block": 1.7, "demo": 1.0}
 OURS = ("kernels", "bf16", "fp8")  # forms with the kernels of this package
 PLAIN = ("plain", "compiled")  # and those without
 
@@ -273,8 +275,9 @@ def layers() -> list[str]:
     times = layer_times(runs)
     lines += [
         "",
-        "| layer | step | plain | compiled | graph | kernels | graph | speedup | best/best |",
-        "|---" * 9 + "|",
+        "| layer | step | plain | compiled | graph | kernels | graph | speedup | best/best "
+        "| goal |",
+        "|---" * 10 + "|",
     ]
     for (case, step), forms in times.items():
         rivals = [result for form, result in forms.items() if form.split(", ")[0] in PLAIN]
@@ -288,8 +291,11 @@ def layers() -> list[str]:
             compiled = forms.get("compiled", forms["plain"])["wall_us"]
             label = f"`{case}`" if name == "kernels" else f"`{case}`, {name}"
             shown = " | ".join(f"{r['wall_us'] / 1e3:.2f}" if r else "-" for r in columns)
-            ratios = f"{compiled / forms[name]['wall_us']:.2f}x | {rival / best:.2f}x"
-            lines.append(f"| {label} | {step} | {shown} | {ratios} |")
+            speedups = compiled / forms[name]["wall_us"], rival / best
+            ratios = " | ".join(f"{ratio:.2f}x" for ratio in speedups)
+            wanted = LAYER_GOALS.get(case.partition(".")[0])
+            goal = marked(max(speedups), wanted, "x", lower_is_better=False)
+            lines.append(f"| {label} | {step} | {shown} | {ratios} | {goal} |")
     lines += [
         "",
         "| layer | step | compiled: host, device, MiB | kernels: host, device, MiB |",
@@ -643,6 +649,14 @@ def sanitizer() -> list[str]:
     ]
 
 
+def marked(value: float, goal: float | None, unit: str = "", *, lower_is_better: bool) -> str:
+    """A goal, and whether a measurement misses it; empty without one."""
+    if goal is None:
+        return ""
+    missed = value > goal if lower_is_better else value < goal
+    return f"{goal:g}{unit}" + " (missed)" * missed
+
+
 def sparse_attention() -> list[str]:
     """Attention over chosen rows, forward and backward (`benchmarks/sparse_attention.py`)."""
     run = json.loads((RESULTS.parent / "sparse_attention.nvidia-h200.json").read_text())
@@ -652,7 +666,7 @@ def sparse_attention() -> list[str]:
         direction, _, name = r["case"].partition(".")
         if direction == "decode":  # on the page on serving, by splits
             continue
-        goal = "" if r["goal_tflops"] is None else f"{r['goal_tflops']:.0f}"
+        goal = marked(r["tflops"], r["goal_tflops"], lower_is_better=False)
         rows.append(f"| {direction} | {name} | {r['us']:.0f} | {r['tflops']:.0f} | {goal} |")
     return [
         f"{machine['device']}, torch {machine['torch']}, tilelang {machine['tilelang']}, "
@@ -662,6 +676,73 @@ def sparse_attention() -> list[str]:
         "|---|---|---|---|---|",
         *rows,
     ]
+
+
+# The goal of decoding is the larger of two times: of the products at this rate, and of a copy of
+# the bytes at 85 % of the bandwidth with this added.
+DECODE_TFLOPS, DECODE_LATENCY_US = 400.0, 10.0
+SPLITS: dict[str | int, str] = {"fixed": "default", "plan": '`"balanced"`'}
+SPLITS |= {keys: str(keys) for keys in (640, 384, 256, 128)}
+LAYOUT_NAMES = {"bf16": "bfloat16 pages", "v3.2": '`"v3.2"`'}
+
+
+def decode() -> list[str]:
+    """Decoding by splits (`benchmarks/decode.py`): times, and the best of a row beside a goal."""
+    run = json.loads((RESULTS.parent / f"decode.{RESULTS.name}.json").read_text())
+    machine = run["machine"]
+    cases: dict[str, dict[Any, dict[str, Any]]] = {}
+    for r in run["rows"]:
+        # Splits of this length leave a list in one piece, as the default does.
+        whole = r["splits"] == (2048 if r["case"].endswith("v3.2") else 1152)
+        name = "fixed" if whole and not r["case"].endswith("+8192") else r["splits"]
+        cases.setdefault(r["case"], {}).setdefault(name, r)
+    rows = []
+    for case, found in cases.items():
+        requests, queries, heads, rest = case.split(".", 3)
+        layout = next((name for name in LAYOUT_NAMES if rest.endswith(name)), "")
+        keys = rest.removesuffix(layout).strip(".") or "128+1024"
+        best = min(found.values(), key=lambda r: r["us"])
+        products = best["us"] * best["tflops"] / DECODE_TFLOPS
+        goal = max(products, best["copy_us"] + DECODE_LATENCY_US)
+        times = [f"{found[name]['us']:.1f}" if name in found else "" for name in SPLITS]
+        label = f"{requests[1:]} x {queries[1:]}, {heads[1:]} heads, {keys}"
+        label += f", {LAYOUT_NAMES[layout]}" if layout else ""
+        shown = marked(best["us"], round(goal, 1), lower_is_better=True)
+        rows.append(f"| {label} | {' | '.join(times)} | {best['tflops']:.0f} | {shown} |")
+    return [
+        f"{machine['device']}, torch {machine['torch']}, tilelang {machine['tilelang']}, "
+        f"{machine['date']}; microseconds of a call inside a CUDA graph, TFLOP/s of the fastest, "
+        "and the goal in microseconds:",
+        "",
+        f"| requests x queries, heads, keys | {' | '.join(SPLITS.values())} | TFLOP/s | goal |",
+        "|---" * (len(SPLITS) + 3) + "|",
+        *rows,
+    ]
+
+
+def long_context() -> list[str]:
+    """What `examples/long_context.py` found: keys in new texts, and sizes of caches."""
+    run = json.loads((ROOT / "docs" / "measured" / "long_context.json").read_text())
+    machine, sizes, kinds = run["machine"], run["sizes"], list(run["measured"])
+    lines = [
+        f"{machine['device']}, torch {machine['torch']}, {machine['date']}; texts of up to "
+        f"{sizes['length']} tokens, models of {sizes['hidden']} channels; caches of a layer of "
+        "4096 channels:",
+        "",
+    ]
+    lines += ["| | " + " | ".join(kinds) + " |", "|---" * (1 + len(kinds)) + "|"]
+
+    def row(name: str, values: list[str]) -> None:
+        lines.append(f"| {name} | {' | '.join(values)} |")
+
+    trained = [run["trained"][kind] for kind in kinds]
+    row("keys found in new texts", [f"{100 * each['found']:.0f} %" for each in trained])
+    row("steps of training", [str(len(each["losses"])) for each in trained])
+    for length in run["caches"]["dense"]:
+        if int(length) >= 2**14 and int(length).bit_length() % 2 == 1:
+            values = [f"{run['caches'][kind][length] / 2**20:.1f}" for kind in kinds]
+            row(f"cache of {length} tokens, MiB", values)
+    return lines
 
 
 TABLES = {"operators": (ROOT / "docs" / "operators.md", operators)}
@@ -682,6 +763,8 @@ TABLES["emulator"] = (ROOT / "docs" / "finding-bugs.md", emulator)
 TABLES["sanitizer"] = (ROOT / "docs" / "finding-bugs.md", sanitizer)
 TABLES["sparse_attention"] = (ROOT / "docs" / "attention.md", sparse_attention)
 TABLES["elsewhere"] = (ROOT / "docs" / "finding-bugs.md", elsewhere)
+TABLES["decode"] = (ROOT / "docs" / "serving.md", decode)
+TABLES["long_context"] = (ROOT / "docs" / "attention.md", long_context)
 TABLES["corpus"] = (ROOT / "docs" / "finding-bugs.md", corpus)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -146,6 +147,21 @@ def test_fixed_splits_do_not_depend_on_the_batch(k: int) -> None:
     assert torch.equal(alone[1][0], lse[7])
 
 
+@each_ground
+@pytest.mark.parametrize(("num_pages", "k"), [(0, 3), (1, 0), (0, 0)])
+def test_no_row_gives_zeros_whatever_the_query(
+    ground: tuple[str, str], num_pages: int, k: int
+) -> None:
+    backend, device = ground
+    cache = attention.kv_cache_empty(num_pages, 4, device=device)
+    q = torch.full((2, 1, 3, 512), math.nan, device=device).bfloat16()
+    indices = torch.full((2, 1, k), -1, dtype=torch.int32, device=device)
+    with tile_kernels.backend(backend):
+        out, lse = attention.sparse_attention_decode(q, cache, indices, SCALE)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert (lse == math.inf).all()
+
+
 def test_alias_of_flash_mla() -> None:
     cache, slots = cache_of(torch.randn(9, 512).bfloat16(), 3)
     q, sink = torch.randn(2, 1, 4, 512).bfloat16(), torch.randn(4)
@@ -182,3 +198,15 @@ def test_dense_calls_are_refused(changes: dict[str, Any], argument: str) -> None
     }
     with pytest.raises(ValueError, match=f"^flash_mla_with_kvcache: .*{argument}"):
         attention.flash_mla_with_kvcache(**given)
+
+
+def test_arguments_of_the_alias_are_explained() -> None:
+    cache, indices = attention.kv_cache_empty(1, 2), torch.zeros(1, 1, 4).int()
+    given: dict[str, Any] = {"k_cache": cache, "is_fp8_kvcache": True, "indices": indices}
+    for q in (None, [1.0]):
+        message = f"q must be a torch.Tensor, got {type(q).__name__}"
+        with pytest.raises(TypeError, match=message):
+            attention.flash_mla_with_kvcache(q, **given)  # type: ignore[arg-type]
+    flat = torch.zeros(512).bfloat16()
+    with pytest.raises(ValueError, match="q must have 4 dimensions"):
+        attention.flash_mla_with_kvcache(flat, **given)

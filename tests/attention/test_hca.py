@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,10 +10,18 @@ import torch
 from torch import Tensor
 
 import tile_kernels
+from tests.requirements import CUDA, EMULATED
 from tile_kernels import torch as references
-from tile_kernels.attention import attention_indices, hca_attention, sparse_attention
+from tile_kernels.attention import (
+    attention_indices,
+    hca_attention,
+    hca_attention_bwd,
+    sparse_attention,
+)
+from tile_kernels.attention.attention_bwd.cases import hca_arguments
 from tile_kernels.attention.hca.cases import arguments
 from tile_kernels.attention.softmax_samples import compare
+from tile_kernels.runtime.cases import Sample
 
 CPU = torch.device("cpu")
 
@@ -76,6 +85,44 @@ def test_full_tiles_are_copied_at_once() -> None:
     finally:
         tile_kernels.set_num_sms(before)
     compare(results, references.hca_attention(**given))
+
+
+# Sequences, heads, tokens of an entry, and of a window.
+SIZES = {"cpu": ((0, 3, 5), 2, 2, 3), "cuda": ((0, 700, 701, 1500, 4000), 128, 4, 128)}
+
+
+@pytest.mark.parametrize("ground", [EMULATED, CUDA])
+def test_a_sequence_has_the_same_bits_in_any_batch(ground: tuple[str, str]) -> None:
+    """Results and gradients of a sequence alone are those beside the others."""
+    backend, device = ground
+    bounds, heads, ratio, window = SIZES[device]
+    build = hca_arguments(bounds, bounds[-1], heads, ratio=ratio, window=window, sink="normal")
+    given = Sample("batch", build).build(device)
+    counts = [(end - begin) // ratio for begin, end in itertools.pairwise(bounds)]
+    firsts = [0, *itertools.accumulate(counts)]
+    with tile_kernels.backend(backend):
+        results, grads = forward_and_backward(given)
+        for i, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            tokens, entries = slice(begin, end), slice(firsts[i], firsts[i + 1])
+            alone = {
+                name: x[tokens] if name in ("q", "window_kv", "grad") else x
+                for name, x in given.items()
+            }
+            alone["entries"] = given["entries"][entries]
+            alone["cu_seqlens"] = torch.tensor([0, end - begin], device=device).int()
+            found, found_grads = forward_and_backward(alone)
+            for one, other in zip(found, results):
+                assert torch.equal(one, other[tokens])
+            for one, other, rows in zip(found_grads, grads, (tokens, tokens, entries)):
+                assert torch.equal(one, other[rows])
+
+
+def forward_and_backward(given: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Results, and the gradients of queries, rows and entries; that of a sink is a sum."""
+    operands = {name: x for name, x in given.items() if name not in ("grad", "out", "lse")}
+    out, top, lse = hca_attention(**operands, return_stats=True)
+    grads = hca_attention_bwd(**operands, grad=given["grad"], out=out, lse=lse)
+    return [out, top, lse], list(grads[:3])
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import tile_kernels
+from tests.attention.helpers import each_ground
 from tests.requirements import needs_nvcc
 from tile_kernels.attention import (
     attention_indices,
@@ -52,6 +53,24 @@ def test_reference_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("tile_kernels.attention.softmax_reference.ELEMENTS_AT_ONCE", 1)
     for one, other in zip(tile_kernels.torch.sparse_attention(**given), whole):
         torch.testing.assert_close(one, other)
+
+
+@each_ground
+@pytest.mark.parametrize(("num_rows", "k"), [(0, 3), (4, 0), (0, 0), (4, 2)])
+def test_no_row_gives_zeros_whatever_the_query(
+    ground: tuple[str, str], num_rows: int, k: int
+) -> None:
+    """NaN and infinities in a query need a row to have an effect."""
+    backend, device = ground
+    q = torch.full((2, 3, 512), math.nan, device=device).bfloat16()
+    q[0] = math.inf
+    kv = torch.full((num_rows, 512), math.nan, device=device).bfloat16()
+    indices = torch.full((2, k), -1, dtype=torch.int32, device=device)
+    with tile_kernels.backend(backend):
+        out, top, lse = sparse_attention(q, kv, indices, 1.0, return_stats=True)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert (top == -math.inf).all()
+    assert (lse == math.inf).all()
 
 
 def test_forms_of_the_arguments() -> None:

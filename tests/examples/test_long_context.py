@@ -11,6 +11,7 @@ import torch
 
 from examples import long_context
 from examples.long_context import CPU, MARKER, NUM_KEYS, batch_of, texts
+from tile_kernels.modeling.attention import CompressedSparseAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,11 +56,22 @@ def test_runs_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     result = json.loads(path.read_text())
     assert (tmp_path / "long_context.svg").read_text().count("<svg") == 1
     assert {"device", "torch", "date"} <= result["machine"].keys()
+    assert result["caches"] == long_context.caches()
     for kind in ("sparse", "dense"):
         assert len(result["trained"][kind]["losses"]) == 2
         assert 0 <= result["trained"][kind]["found"] <= 1
         assert list(result["measured"][kind]) == ["16", "32"]
         assert all(found["ms"] > 0 for found in result["measured"][kind].values())
+
+
+def test_caches_are_computed_for_a_million_tokens() -> None:
+    """A key and a value of 32 heads of 128 in bfloat16, and what a layer's state has."""
+    found = long_context.caches((4096, 2**20))
+    assert found["dense"] == {"4096": 4096 * 2 * 4096 * 2, str(2**20): 2**20 * 2 * 4096 * 2}
+    layer = CompressedSparseAttention(4096, index_heads=1, cache="fp8", device="meta")
+    with torch.device("meta"):
+        assert found["sparse"]["4096"] == layer.state(1, 4096).num_bytes
+    assert 90 * found["sparse"][str(2**20)] < found["dense"][str(2**20)]
 
 
 @pytest.mark.full

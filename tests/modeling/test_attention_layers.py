@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import tile_kernels
 from tests.modeling.attention_formulas import Layer, by_formula, frequencies_of
@@ -141,6 +142,24 @@ def test_few_tokens() -> None:
         for length in (1, 3, 4):
             x = tokens(length)
             assert distance(layer(x), by_formula(layer, x)[0]) < 6e-3
+
+
+@each_layer
+def test_no_sequences(make: Any) -> None:
+    """An empty batch has an empty result, and changes nothing in a state."""
+    layer = make()
+    x = tokens(0, 5).requires_grad_()
+    y = layer(x)
+    assert y.shape == (0, 5, HIDDEN)
+    y.sum().backward()
+    assert x.grad is not None
+    state = layer.state(2, 16)
+    layer(tokens(2, 4), state=state)
+    assert layer(tokens(0, 4), state=state).shape == (0, 4, HIDDEN)
+    assert state.lengths.tolist() == [4, 4]
+    empty = layer.state(0, 16)
+    assert layer.step(tokens(0), empty).shape == (0, HIDDEN)
+    assert layer(tokens(0, 0), state=empty).shape == (0, 0, HIDDEN)
 
 
 def test_old_tokens_reach_a_query_through_entries_alone() -> None:
@@ -398,6 +417,30 @@ def test_layer_compiles_as_one_graph(make: Any) -> None:
         torch.testing.assert_close(one.grad, other.grad)
 
 
+@pytest.mark.parametrize("make", [csa, hca])
+def test_new_lengths_do_not_compile_again(make: Any) -> None:
+    """Of prompts in training, and of sequences that are decoded."""
+    layer, counter = make(), CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    run = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    compiled = []
+    for length in (37, 50, 61):  # several entries of 16 tokens each
+        x = tokens(2, length).requires_grad_()
+        y = run(x)
+        torch.testing.assert_close(y, layer(x))
+        y.sum().backward()
+        compiled.append(counter.frame_count)
+    assert compiled == compiled[:1] * 3
+    state, other = layer.state(2, 64), layer.state(2, 64)
+    step = torch.compile(lambda x: layer.step(x, state), fullgraph=True, backend=counter)
+    compiled = []
+    for t in range(6):
+        x = tokens(2, seed=t)
+        torch.testing.assert_close(step(x), layer.step(x, other))
+        compiled.append(counter.frame_count)
+    assert compiled == compiled[:1] * 6
+
+
 def test_loss_compiles_as_one_graph() -> None:
     layer, compiled, x = csa(), csa(), tokens(2, 21)
     torch._dynamo.reset()
@@ -438,6 +481,15 @@ def test_arguments_are_explained() -> None:
         layer(tokens(2, 4), cu_seqlens=torch.tensor([0, 4], dtype=torch.int32))
     with pytest.raises(TypeError, match="x must be float32 like the weights"):
         layer(tokens(4).bfloat16())
+    for name, given in (
+        ("cu_seqlens", {"cu_seqlens": torch.tensor([0, 4], dtype=torch.int32, device="meta")}),
+        ("slots", {"state": layer.state(1, 8), "slots": torch.zeros(1, device="meta").int()}),
+        ("state.lengths", {"state": csa().to("meta").state(1, 8)}),
+    ):
+        with pytest.raises(ValueError, match=f"CompressedSparseAttention: {name} must be on cpu"):
+            layer(tokens(4), **given)
+    with pytest.raises(ValueError, match="slots must be on cpu"):
+        layer.step(tokens(1), layer.state(1, 8), torch.zeros(1, device="meta").int())
     with pytest.raises(ValueError, match="slots need a state"):
         layer(tokens(4), slots=torch.zeros(1).int())
     assert "heads=4, window=8, ratio=4, cache='bf16', topk=3" in repr(layer)

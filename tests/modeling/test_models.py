@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ import torch
 import tile_kernels
 from examples.tiny_v4.model import Config, TinyV4
 from tile_kernels import config
-from tile_kernels.modeling.models import PRESETS, Compressor, Model, computations, load_model
+from tile_kernels.modeling.models import (
+    PRESETS,
+    Attention,
+    Compressor,
+    Model,
+    computations,
+    load_model,
+)
 from tile_kernels.runtime.device import described
 from tile_kernels.runtime.launch import recording
 from tile_kernels.runtime.warmup import Compilation, model_compilations
@@ -28,6 +36,16 @@ KERNELS = {
     "engram": {"windows", "hashes", "product", "gate"},
     "compressors": {"compress", "append", "place_windows", "compress_tail"},
     "indexer": {"score_tiles", "best_of_rows", "best_keys"},
+    "attention": {
+        "attend_rows",
+        "attend_sequences",
+        "attend_pages",
+        "list_rows",
+        "append_rows",
+        "rotate",
+        "compress",
+        "best_keys",
+    },
 }
 FP8 = {"cast_groups", "swiglu_groups", "masked_gemm_nt", "m_grouped_gemm_nt"}
 BACKWARD = {"swiglu_backward", "gate_gradients", "reduce_gradients", "post_backward"}
@@ -77,6 +95,7 @@ SMALL = Model(
     hidden=256,
     compressors=(Compressor(128, 4, rope_dim=64),),
     experts=dataclasses.replace(PRESETS["deepseek-v3"].experts, intermediate=256),  # type: ignore[type-var]
+    attention=(Attention(4, 4, topk=8, q_rank=32, out_groups=2, out_rank=32, max_context=1024),),
     training=True,
 )
 
@@ -130,6 +149,21 @@ def test_the_demo_compiles_nothing_after_warm_up() -> None:
 
 
 # ---- files --------------------------------------------------------------------------------------
+
+
+def test_the_file_of_the_document_is_read(tmp_path: Path) -> None:
+    """The page on serving shows a file with every part of a model but Engram, and names all."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    path = tmp_path / "model.toml"
+    path.write_text(example)
+    model = load_model(path)
+    fields = {field.name for field in dataclasses.fields(Model)}
+    parts = fields - {"hidden", "max_tokens", "training"}
+    assert all(getattr(model, part) for part in parts - {"engram"})
+    assert all(f"| `{part}` |" in page for part in parts)
+    assert all(f"| `{preset}` |" in page for preset in PRESETS)
+    assert any(each.name.endswith("decoding") for each in computations(model))
 
 
 def test_files_of_both_kinds(tmp_path: Path) -> None:

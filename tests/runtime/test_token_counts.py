@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from tests.test_batch_invariance import OTHERS, ROW_WISE, count_rows, over_rows, with_rows
 from tile_kernels import attention, gemm, mhc, transpose
 from tile_kernels.runtime import registry
-from tile_kernels.runtime.cases import Sample
+from tile_kernels.runtime.cases import Arguments, Sample, tensors_in
 from tile_kernels.runtime.declaration import Size
 from tile_kernels.runtime.device import Device, described
 from tile_kernels.runtime.launch import Kernel, Request, recorder, recording
@@ -20,6 +21,7 @@ from tile_kernels.runtime.operator import Operator
 from tile_kernels.runtime.prepared import sized
 from tile_kernels.runtime.token_counts import MAX_TOKENS, Variant, probes, variants
 
+SAMPLES = 2  # of an operator, whose whole calls are enumerated
 MAX_KERNELS = 4  # of an operator for one configuration, one more for each further launch of a call
 
 
@@ -152,6 +154,152 @@ def test_few_kernels_serve_all_token_counts(op: registry.Registered, full: bool)
         samples = [*samples, *cases.small]
     for requests in configurations(samples, op):
         check_few(variants(of_sizes(requests), described()), len(requests))
+
+
+# ---- whole calls --------------------------------------------------------------------------------
+
+
+class Tokens(NamedTuple):
+    """The arguments that grow with the tokens, and in which dimension.
+
+    The first has a row for each token. The others keep their proportion to it, rounded up, or down
+    with `floor`. Token counts are multiples of `step`.
+    """
+
+    dims: dict[str, int]
+    step: int = 1
+    floor: bool = False
+
+
+def _tokens(*arguments: str, dim: int = 0, **how: Any) -> Tokens:
+    return Tokens(dict.fromkeys(arguments, dim), **how)
+
+
+_WINDOWS = _tokens("kv_a", "z_a", "kv_b", "z_b", "grad_out", "cos", "sin", floor=True)
+_PACKED = _tokens("kv", "gate", "grad_out", floor=True)
+_VISIBLE = _tokens("q", "window_kv", "grad", "out", "lse")
+_PAGES = _tokens("slots", "codes", "sf", "rotated")
+_BLOCKS = _tokens("x", "sf")
+_COLUMNS = _tokens("x", "pos_to_token", step=128)
+_EXPERTS = _tokens("a", "d", dim=1)
+# Operators that are not in `ROW_WISE`. Those without tokens have none to count.
+TOKENS = {
+    "attention.attention_indices": _tokens("selected"),
+    "attention.decode_plan": _tokens(
+        "q", "indices", "topk_length", "extra_indices", "extra_topk_length"
+    ),
+    "attention.hca_attention": _VISIBLE,
+    "attention.hca_attention_bwd": _VISIBLE,
+    "attention.kv_cache_append": _PAGES,
+    "attention.kv_compress": _WINDOWS,
+    "attention.kv_compress_bwd": _WINDOWS,
+    "attention.kv_compress_norm_rope_cast": _WINDOWS,
+    "attention.kv_compress_packed": _PACKED,
+    "attention.kv_compress_packed_bwd": _PACKED,
+    "engram.engram_convolution_bwd": _tokens("grad_out", "y", "rstd", "starts"),
+    "engram.engram_convolution_fwd": _tokens("y", "starts", "residual"),
+    "engram.ngram_windows": _tokens("token_ids"),
+    "gemm.get_mn_major_tma_aligned_tensor": _tokens("sf"),
+    "gemm.k_grouped_bf16_gemm_tn_contiguous": _tokens("a", "b", step=128),
+    "gemm.m_grouped_bf16_gemm_nt_masked": _EXPERTS,
+    "gemm.m_grouped_fp8_fp4_gemm_nt_masked": _EXPERTS,
+    "gemm.m_grouped_fp8_gemm_nt_masked": _EXPERTS,
+    "mhc.mhc_pre_from_partials": Tokens({"residual": 0, "gemm_out_mul": 1, "gemm_out_sqrsum": 1}),
+    "mhc.mhc_reduce_partials": _tokens("mul", "sqrsum", dim=1),
+    "moe.aux_fi": _tokens("topk_idx"),
+    "moe.expand_to_fused": _tokens("x", "token_topk_to_pos", "pos_to_expert"),
+    "moe.expand_to_fused_with_sf": _tokens("x", "token_topk_to_pos", "pos_to_expert"),
+    "moe.get_fused_mapping": _tokens("topk_idx"),
+    "moe.group_count": _tokens("group_idx"),
+    "quant.per_block_cast": _BLOCKS,
+    "quant.per_block_cast_lossless": _BLOCKS,
+    "quant.per_block_cast_with_precomputed_sf": _BLOCKS,
+    "quant.per_block_cast_with_sf_only": _BLOCKS,
+    "quant.per_channel_cast": _COLUMNS,
+    "quant.per_channel_cast_and_transpose": _COLUMNS,
+    "quant.per_channel_cast_fused": _COLUMNS,
+    "quant.per_channel_cast_fused_and_transpose": _COLUMNS,
+    "quant.plain_cast": _tokens("x"),
+    "quant.swiglu_backward": _tokens(
+        "x", "act_x_grad", "pos_to_token_topk", "token_topk_to_pos", "topk_weights"
+    ),
+    "quant.swiglu_backward_and_per_token_cast": _tokens(
+        "x", "grad_out", "weight", "pos_to_token_topk", "token_topk_to_pos"
+    ),
+    "quant.swiglu_forward_and_per_channel_cast_and_transpose": _COLUMNS,
+    "transpose.batched_transpose": _tokens("x", dim=1),
+    "transpose.transpose": _tokens("x"),
+}
+
+
+# Kernels of one configuration beyond the limit. Up to 1024 tokens these operators launch the
+# kernels of `mhc_post` and `mhc_pre`, which have variants, and above that kernels of their own.
+COMPOSED = {"mhc.mhc_post_pre": 2, "mhc.mhc_post_pre_and_per_token_cast": 2}
+
+
+def test_tokens_of_every_operator_are_known() -> None:
+    without = {name for name, reason in OTHERS.items() if reason == "has no tokens"}
+    without |= {
+        "engram.grad_w_reduce",  # its rows are partial sums, one for each block
+        "gemm.k_grouped_fp8_gemm_nt_contiguous",  # columns of data and rows of scales
+    }
+    assert not TOKENS.keys() & (ROW_WISE.keys() | without)
+    assert {op.name for op in registry.all_ops()} == TOKENS.keys() | ROW_WISE.keys() | without
+
+
+def with_tokens(name: str, arguments: Arguments, count: int) -> Arguments | None:
+    """The arguments with `count` tokens, or steps of them; None if they cannot be resized."""
+    if name in ROW_WISE:
+        rows = ROW_WISE[name]
+        if not count_rows(rows, arguments):
+            return None
+        return with_rows(rows, arguments, lambda t: t.new_empty((count * rows.step, *t.shape[1:])))
+    tokens = TOKENS[name]
+    first = next(iter(tokens.dims))
+    given = tensors_in(arguments.get(first))
+    known = given[0].shape[tokens.dims[first]] if given else 0
+    if not known:
+        return None
+
+    def resized_in(dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def resize(tensor: torch.Tensor) -> torch.Tensor:
+            size, wanted = tensor.shape[dim], count * tokens.step
+            if tokens.floor:
+                size = wanted // max(known // max(size, 1), 1)
+            else:
+                size = -(-size * wanted // known)
+            return tensor.new_empty((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))
+
+        return resize
+
+    return {
+        argument: over_rows(value, resized_in(tokens.dims[argument]))
+        if argument in tokens.dims
+        else value
+        for argument, value in arguments.items()
+    }
+
+
+@pytest.mark.parametrize("name", sorted(TOKENS | ROW_WISE))
+def test_few_kernels_serve_whole_calls(name: str) -> None:
+    """As above, with calls of the public function: for operators without declared sizes too."""
+    op = registry.get(name)
+    samples = [*op.cases.benchmarks, *op.cases.large, *op.cases.small]
+    given = (sample.build("meta") for sample in samples)
+    fitting = (arguments for arguments in given if with_tokens(name, arguments, 1) is not None)
+    launched = 0
+    for arguments in itertools.islice(fitting, SAMPLES):
+        calls: list[int] = []
+
+        def run(count: int, arguments: Arguments = arguments, calls: list[int] = calls) -> None:
+            assert recorder.requests is not None
+            before = len(recorder.requests)
+            op.function(**with_tokens(name, arguments, count))
+            calls.append(len(recorder.requests) - before)
+
+        check_few(variants(run, described()), max(calls) + COMPOSED.get(name, 0))
+        launched += max(calls)
+    assert launched
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

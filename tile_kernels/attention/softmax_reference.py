@@ -63,7 +63,7 @@ def _attend(
 ) -> Results:
     if rows.shape[0] == 0 or index.shape[1] == 0:
         lowest = q.new_full(q.shape[:2], -torch.inf)
-        return q[..., :d_v] * 0, lowest, -lowest
+        return q[..., :d_v].masked_fill(lowest[..., None] < 0, 0), lowest, -lowest
     keys = rows[index.long().masked_fill(~valid, 0)].to(q.dtype)
     keys = keys.masked_fill(~valid[..., None], 0)  # nothing of another row, not even a NaN
     logits = torch.einsum("thd,tjd->thj", q, keys) * sm_scale

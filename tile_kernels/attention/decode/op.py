@@ -574,6 +574,8 @@ def flash_mla_with_kvcache(
         checks.boolean("is_fp8_kvcache", is_fp8_kvcache)
         if isinstance(k_cache, Tensor) and is_fp8_kvcache == (k_cache.dtype is torch.bfloat16):
             raise ValueError(f"is_fp8_kvcache must fit k_cache, got {k_cache.dtype}")
+        if softmax_scale is None:
+            _check_queries(q)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     return sparse_attention_decode(

@@ -243,7 +243,7 @@ class WindowAttention(nn.Module):
         projected = self.project(x, sequences.tokens().position)
         entries = self._all_entries(x, sequences, state, slots) if self.ratio else None
         out, _, _ = attention.hca_attention(
-            projected.q, projected.rows, entries, self.sm_scale, cu_seqlens=sequences.cu_seqlens,
+            projected.q, projected.rows, entries, self.sm_scale, cu_seqlens=sequences.bounds,
             ratio=self.ratio, window=self.window, sink=self.attn_sink.float(), return_stats=True,
         )  # fmt: skip
         return out, projected, Kept(entries)
@@ -443,6 +443,7 @@ class WindowAttention(nn.Module):
                     checks.INTEGERS,
                     shape=(sequences.num_sequences,),
                 )
+                checks.tensor_on("slots", slots, x.device)
             elif sequences.num_sequences > state.num_sequences:
                 raise ValueError(
                     f"x must have at most {state.num_sequences} sequences, as the state, or come "
@@ -464,6 +465,7 @@ class WindowAttention(nn.Module):
             checks.tensor(
                 "slots", slots, ("num_tokens",), torch.int32, shape=shape, contiguous=True
             )
+            checks.tensor_on("slots", slots, x.device)
         elif x.shape[0] != state.num_sequences:
             raise ValueError(
                 f"x must have a token for each of {state.num_sequences} sequences of the state, or "
@@ -476,6 +478,7 @@ class WindowAttention(nn.Module):
     def _check_state(self, state: AttentionState) -> None:
         if not isinstance(state, AttentionState):
             raise TypeError(f"state must be an AttentionState, got {type(state).__name__}")
+        checks.tensor_on("state.lengths", state.lengths, self.attn_sink.device)
         given = (
             state.window.shape[1],
             "bf16" if state.window.dtype is torch.bfloat16 else "fp8",

@@ -53,12 +53,18 @@ class Sequences(NamedTuple):
         checks.tensor("cu_seqlens", cu_seqlens, ("B + 1",), torch.int32, contiguous=True)
         if cu_seqlens.shape[0] < 2:
             raise ValueError(f"cu_seqlens must have at least 2 elements, got {cu_seqlens.shape[0]}")
+        checks.tensor_on("cu_seqlens", cu_seqlens, x.device)
         return cls(cu_seqlens, x.shape[0], None)
 
     @property
     def num_sequences(self) -> int:
         """The number of sequences."""
         return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def bounds(self) -> Tensor:
+        """`cu_seqlens` for operators, which need a sequence: an empty one if there is none."""
+        return self.cu_seqlens if self.num_sequences else self.cu_seqlens.repeat(2)
 
     def lengths(self) -> Tensor:
         """The tokens of each sequence: `[num_sequences]`, int64."""

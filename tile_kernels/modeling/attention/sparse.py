@@ -185,7 +185,7 @@ class CompressedSparseAttention(WindowAttention):
         return self.indexer.keys(entries, angles)
 
     def _ranges(self, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        return attention.indexer_ranges(sequences.cu_seqlens, self.ratio, sequences.num_tokens)
+        return attention.indexer_ranges(sequences.bounds, self.ratio, sequences.num_tokens)
 
     def _selected(
         self,
@@ -202,7 +202,7 @@ class CompressedSparseAttention(WindowAttention):
         """Attended rows, and the logarithm of the sum of exponentials without the sink."""
         rows = torch.cat((projected.rows, entries))
         indices, lengths = attention.attention_indices(
-            selected, sequences.cu_seqlens, window=self.window, ratio=self.ratio,
+            selected, sequences.bounds, window=self.window, ratio=self.ratio,
             num_tokens=sequences.num_tokens, entry_offset=sequences.num_tokens,
         )  # fmt: skip
         out, _, lse = attention.sparse_attention(
