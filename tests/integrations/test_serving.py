@@ -52,6 +52,8 @@ SIGNATURES = {
     (vllm, "per_token_group_quant_fp8_packed_for_deepgemm"): "x, group_size, eps=1e-10, "
     "use_ue8m0=None, out_q=None",
     (vllm, "mhc_pre"): f"{MHC}, norm_weight=None, norm_eps=0.0",
+    (vllm, "mhc_pre_delayed"): f"{MHC.removesuffix(', n_splits=1')}, pre_mix=None, x=None, "
+    "norm_weight=None, norm_eps=1e-06",
     (vllm, "mhc_post"): BEFORE,
     (vllm, "mhc_fused_post_pre"): f"{BEFORE}, {MHC.partition(', ')[2]}, tile_n=1, "
     "norm_weight=None, norm_eps=0.0",
@@ -492,7 +494,7 @@ def test_before_a_sublayer(engine: Any, ground: tuple[str, str]) -> None:
 @each_engine
 @each_ground
 def test_between_sublayers(engine: Any, ground: tuple[str, str]) -> None:
-    """The fused form has the bits of the two steps, and the first is its definition."""
+    """The fused form has the bits of the two steps, but for the norm; the first is defined."""
     backend, device = ground
     residual, *rest = streams(device)
     x = draw(2, 5, 64, seed=4).bfloat16().to(device)
@@ -503,10 +505,38 @@ def test_between_sublayers(engine: Any, ground: tuple[str, str]) -> None:
         found = engine.mhc_fused_post_pre(x, residual, post, comb, *rest, **norm)
         after = engine.mhc_post(x, residual, post, comb)
         steps = (after, *engine.mhc_pre(after, *rest, **norm))
-    for one, other in zip(found, steps):
+    for one, other in zip(found[:3], steps[:3]):
         assert torch.equal(one, other)
+    near(found[3], steps[3].double().cpu(), 0.03)  # the norm adds in another order
     mixed = torch.einsum("...ij,...ih->...jh", comb.double(), residual.double())
     near(found[0], (mixed + post.double() * x.double()[..., None, :]).cpu(), 0.04)
+
+
+@each_ground
+def test_delayed_weights(ground: tuple[str, str]) -> None:
+    """A sublayer reads the streams with the weights that the one before it computed."""
+    backend, device = ground
+    residual, *rest = streams(device)
+    weight = draw(64, seed=3).abs().bfloat16().to(device)
+    norm = {"norm_weight": weight, "norm_eps": 1e-5}
+    with tile_kernels.backend(backend):
+        post, comb, x, weights = vllm.mhc_pre_delayed(residual, *rest)
+        _, _, after, again = vllm.mhc_pre_delayed(residual, *rest, weights)
+        _, _, normed, _ = vllm.mhc_pre_delayed(residual, *rest, weights, **norm)
+        projected = vllm.mhc_pre_delayed(residual, *rest, x=residual.flatten(-2).contiguous() * 0.5)
+        same = vllm.mhc_pre(residual, *rest)
+    expected = defined_pre(*moved((residual, *rest), "cpu"))
+    near(post, expected[0], 2e-3)
+    near(comb, expected[1], 2e-3)
+    assert torch.equal(x, residual[..., 0, :])  # nothing is known before
+    assert torch.equal(again, weights)
+    # The weights of the same sublayer: then it is the form without delay.
+    near(after, expected[2], 0.03)
+    near(after, same[2].double().cpu(), 0.03)
+    values = after.double().cpu()
+    rms = (values.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    near(normed, values * rms * weight.double().cpu(), 0.06)
+    near(projected[0], expected[0], 2e-3)  # a norm removes the factor
 
 
 @each_ground
@@ -628,6 +658,10 @@ def test_mistakes_are_named() -> None:
         (
             lambda: sglang.sglang_per_token_group_quant_fp8(logits, 16, fuse_silu_and_mul=True),
             "fuse_silu_and_mul must be False, got True",
+        ),
+        (
+            lambda: vllm.mhc_pre_delayed(*streams("cpu"), torch.ones(2, 5)),
+            "mhc_pre_delayed: pre_mix must be float32 of shape",
         ),
         (
             lambda: sglang.mhc_pre(*streams("cpu"), norm_weight=torch.ones(64)),

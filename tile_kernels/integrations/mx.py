@@ -428,9 +428,8 @@ def scaled_mm_arguments(
     result by both, or use `functional_scaled_mm_arguments`. A CPU has the product with scales of
     rows only, a Hopper also those in groups and blocks of 128, a Blackwell those of MX and NVFP4.
 
-    cuBLAS reads the scales of blocks in columns whose stride is a multiple of four, which is what
-    this function returns. PyTorch 2.11's check of this operator wants a stride of exactly `K / 128`
-    and refuses the other one, so that with it `K` must be a multiple of 512.
+    With scales of blocks `K` must be a multiple of 512: cuBLAS reads their columns a multiple of
+    four numbers apart, and this operator takes them exactly `K / 128` apart.
 
     Args:
         a: `(data, scales)`: `[M, K]` float8_e4m3fn, or packed e2m1, and one of the above.
@@ -453,6 +452,11 @@ def scaled_mm_arguments(
         a_data, a_sf, a_kind = _operand("a", a)
         b_data, b_sf, b_kind = _operand("b", b)
         _check_pair(a_data, a_kind, b_data, b_kind)
+        if b_kind == "128x128" and b_sf.shape[0] > 1 and b_sf.shape[1] % 4:
+            raise ValueError(
+                "K must be a multiple of 512 with scales of blocks, unlike for "
+                f"functional_scaled_mm_arguments, got {a_data.shape[1]}"
+            )
     if a_kind in ("mx", "nvfp4"):
         scales = to_blocked(a_sf), to_blocked(b_sf)
     elif a_kind == "row":
@@ -460,7 +464,7 @@ def scaled_mm_arguments(
     else:
         of_b = b_sf
         if b_kind == "128x128":  # columns of it are the rows of the product's operand
-            of_b = _of_blocks(b_sf)[: b_sf.shape[1]]
+            of_b = b_sf.contiguous().t()
         else:
             of_b = _by_columns(b_sf, b_sf.shape[0]).t()
         scales = _by_columns(a_sf, a_sf.shape[0]), of_b

@@ -24,6 +24,7 @@ __all__ = [
     "head",
     "indexer_select_paged",
     "pre",
+    "pre_delayed",
     "route",
     "topk_paged",
     "topk_rows",
@@ -543,16 +544,38 @@ def mhc_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: 
 
 
 def fused_post_pre(
-    x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, *rest: Any
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    norm_weight: Tensor | None,
+    norm_eps: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`mhc.mhc_post` of a sublayer, then `pre` of the next one on its result.
+    """`mhc.mhc_post_pre`: the write of a sublayer, then `pre` of the next one on its result.
 
     Args:
         x: `[..., h]`, bfloat16, contiguous: the output of the sublayer.
-        residual: `[..., m, h]`, bfloat16.
+        residual: `[..., m, h]`, bfloat16, contiguous.
         post_layer_mix: `[..., m, 1]`, float32.
         comb_res_mix: `[..., m, m]`, float32.
-        *rest: The arguments of `pre` after `residual`.
+        fn: As for `pre`, like the arguments after it.
+        hc_scale: See there.
+        hc_base: See there.
+        rms_eps: See there.
+        hc_pre_eps: See there.
+        hc_sinkhorn_eps: See there.
+        hc_post_mult_value: See there.
+        sinkhorn_repeat: See there.
+        norm_weight: See there.
+        norm_eps: See there.
 
     Returns:
         `(residual, post, comb, layer_input)`, for the next sublayer.
@@ -561,8 +584,85 @@ def fused_post_pre(
         TypeError: If a dtype differs.
         ValueError: If a shape differs, or `norm_eps` is missing.
     """
-    streams = mhc.mhc_post(x, residual, post_layer_mix, comb_res_mix)
-    return streams, *pre(streams, *rest)
+    if norm_weight is not None and norm_eps is None:
+        raise ValueError("norm_eps must be given with norm_weight")
+    return mhc.mhc_post_pre(
+        x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, rms_eps, hc_pre_eps,
+        hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_weight, norm_eps or 0.0,
+    )  # fmt: skip
+
+
+def pre_delayed(
+    residual: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    pre_mix: Tensor | None,
+    x: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `pre`, but a sublayer reads the streams with the weights of the sublayer before it.
+
+    Args:
+        residual: `[..., m, h]`, bfloat16, contiguous.
+        fn: As for `pre`, like the arguments after it.
+        hc_scale: See there.
+        hc_base: See there.
+        rms_eps: See there.
+        hc_pre_eps: See there.
+        hc_sinkhorn_eps: See there.
+        hc_post_mult_value: See there.
+        sinkhorn_repeat: See there.
+        pre_mix: `[..., m]`, float32: the last result of the sublayer before; None: the first stream
+            is read.
+        x: `[..., k]`, bfloat16, contiguous: what is projected in place of the streams, with `fn`
+            `[m * (m + 2), k]`; None: the streams.
+        norm_weight: `[h]`, bfloat16 or float32: the weight of an RMS norm of the layer input; or
+            None: no norm.
+        norm_eps: Of that norm.
+
+    Returns:
+        `(post, comb, layer_input, pre_mix)`: `[..., m, 1]` and `[..., m, m]`, float32; `[..., h]`,
+        bfloat16; `[..., m]`, float32: the weights for the next sublayer.
+
+    Raises:
+        TypeError: If a dtype differs.
+        ValueError: If a shape differs.
+
+    Example:
+        >>> streams = torch.arange(4.0).repeat_interleave(8).view(1, 4, 8).bfloat16()
+        >>> fn, scale, base = torch.zeros(24, 32), torch.ones(3), torch.zeros(24)
+        >>> given = streams, fn, scale, base, 1e-6, 0.0, 1e-6, 2.0, 20
+        >>> *_, first, weights = pre_delayed(*given, None, None, None, 0.0)
+        >>> *_, second, _ = pre_delayed(*given, weights, None, None, 0.0)
+        >>> first[0, 0].item(), second[0, 0].item()
+        (0.0, 3.0)
+    """
+    projected = residual if x is None else x.unsqueeze(-2)
+    mixes = mhc.mhc_norm_fn_fwd(projected, fn, rms_eps)[0]
+    weights, post, logits = mhc.mhc_pre_split_mixes(
+        mixes, hc_scale, hc_base, residual.shape[-2], hc_post_mult_value, hc_pre_eps
+    )
+    comb = mhc.sinkhorn_normalize(logits, sinkhorn_repeat, hc_sinkhorn_eps)
+    if pre_mix is None:
+        layer_input = residual.select(-2, 0).contiguous()
+    else:
+        if pre_mix.dtype != torch.float32 or pre_mix.shape != weights.shape[:-1]:
+            raise ValueError(
+                f"pre_mix must be float32 of shape {tuple(weights.shape[:-1])}, got "
+                f"{pre_mix.dtype} of shape {tuple(pre_mix.shape)}"
+            )
+        layer_input = mhc.mhc_pre_apply_mix(residual, pre_mix.contiguous().unsqueeze(-1))
+    if norm_weight is not None:
+        rows = layer_input.flatten(0, -2)
+        layer_input = quant.norm_forward(rows, norm_weight, norm_eps)[0].view_as(layer_input)
+    return post, comb, layer_input, weights.squeeze(-1)
 
 
 def head(
