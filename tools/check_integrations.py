@@ -13,6 +13,7 @@ from their sources, and single files that need nothing else of the package are e
 | sgl-deep-gemm | signatures |
 | torchao | MX and NVFP4 casts, the blocked layout of scales |
 | megatron-core, torchtitan | their DeepEP files, unmodified, on 2 processes over gloo |
+| megatron-core | its router in PyTorch |
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import sys
 import tarfile
 import tempfile
 import types
+import typing
 import urllib.parse
 import urllib.request
 import zipfile
@@ -46,7 +48,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests' processes
 
 from tests.ep.processes import run_processes  # noqa: E402
-from tile_kernels.integrations import deep_gemm, mx, plugins, sglang, vllm  # noqa: E402
+from tile_kernels.integrations import deep_gemm, megatron, mx, plugins, sglang, vllm  # noqa: E402
 
 OUTPUT = ROOT / "docs" / "measured" / "integrations.json"
 INDEX = "https://pypi.org/simple/"
@@ -499,6 +501,31 @@ def run_torchtitan(group: Any, text: str) -> list[float]:
     return [*found, float((y.float() - right).norm() / right.norm())]
 
 
+def check_router(archive: Path) -> str:
+    """Megatron's router against its function in PyTorch."""
+    text = source(archive, "megatron/core/transformer/moe/moe_utils.py")
+    names = ("group_limited_topk", "topk_routing_with_score_function")
+    functions = [
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name in names
+    ]
+    scope: dict[str, Any] = {"torch": torch, "Optional": typing.Optional, "Tuple": tuple}
+    exec(compile(ast.Module(functions, []), "moe_utils", "exec"), scope)  # noqa: S102
+    logits, bias = 2 * torch.randn(500, 64), torch.rand(64)
+    for given in (
+        (8, False, None, None, 2.5, "softmax", None),
+        (8, True, 8, 4, None, "softmax", None),
+        (8, False, 8, 4, 2.5, "sigmoid", bias),
+        (1, False, None, None, None, "sigmoid", bias),
+    ):
+        expected, chosen = scope["topk_routing_with_score_function"](logits, *given)
+        probs, same = megatron.fused_topk_with_score_function(logits, *given)
+        require(torch.equal(chosen, same), f"megatron-core: experts of {given[:6]}")
+        require(torch.allclose(expected, probs, rtol=1e-5), f"megatron-core: {given[:6]}")
+    return "results of its router"
+
+
 def check_processes(run: Callable[..., list[float]], archive: Path, name: str) -> str:
     """Runs a file of a package on two processes."""
     for found in run_processes(2, run, source(archive, name)):
@@ -532,7 +559,8 @@ def main() -> None:
                 check_processes(
                     run_megatron, archives["megatron-core"],
                     "megatron/core/transformer/moe/fused_a2a.py",
-                )
+                ),
+                check_router(archives["megatron-core"]),
             ],
             "torchtitan": [check_processes(run_torchtitan, archives["torchtitan"], titan)],
         }  # fmt: skip
