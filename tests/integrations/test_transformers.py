@@ -339,6 +339,33 @@ def test_the_router_of_v4_ranks_in_float32() -> None:
     near(weights.gather(1, order), expected_weights.gather(1, expected_order), 1e-6)
 
 
+@pytest.mark.parametrize("keys", [0, 1, 9])
+def test_the_scores_of_the_indexer(keys: int) -> None:
+    """Both sum in float32: nothing but the order of sums differs."""
+    model = build("deepseek_v4", torch.bfloat16)
+    (scorer,) = (m for m in model.modules() if type(m) is v4.DeepseekV4IndexerScorer)
+    given = (
+        torch.randn(2, 7, 4, 32).bfloat16(), torch.randn(2, keys, 32).bfloat16(),
+        torch.randn(2, 7, 64).bfloat16(),
+    )  # fmt: skip
+    expected = scorer(*given)
+    report = apply(scorer)
+    assert report.replaced.total() == 1
+    found = scorer(*given)
+    assert (found.shape, found.dtype) == ((2, 7, keys), torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    mixed = given[0].float(), given[1].float(), given[2]  # left to the class
+    assert torch.equal(scorer(*mixed), v4.DeepseekV4IndexerScorer.forward(scorer, *mixed))
+
+
+def test_an_indexer_of_other_sizes_is_left() -> None:
+    model = build("deepseek_v4", torch.bfloat16, index_head_dim=48)
+    left = [item for item in apply(model).left if item.cls == "DeepseekV4IndexerScorer"]
+    assert [item.reason for item in left] == [
+        "4 heads of 48 channels: up to 128 of (32, 64, 128, 256) are taken"
+    ]
+
+
 def test_hyper_connections_of_v4() -> None:
     """Read, mixes and head, with constants that are large enough to be seen."""
     settings = {"hc_eps": 0.05, "hc_sinkhorn_iters": 3, "rms_norm_eps": 0.5}
