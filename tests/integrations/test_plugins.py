@@ -242,3 +242,23 @@ def test_entry_points() -> None:
         ((name, value),) = declared[group].items()
         assert name == plugins.NAME
         assert importlib.metadata.EntryPoint(name, value, group).load() is function
+
+
+def test_what_replaces_vllms_operators_is_traced_whole() -> None:
+    """vLLM compiles its models with `fullgraph=True`."""
+    residual, fn, scale, base = streams()
+    post, comb, x = vllm.mhc_pre(residual, fn, scale, base, *NUMBERS)
+    norm, logits = torch.ones(64), torch.randn(5, 16)
+    small = fn[:4].contiguous(), scale[:1], base[:4].contiguous(), 1e-6, 1e-3
+
+    def layer(residual: Any, x: Any) -> tuple[Any, ...]:
+        more = (fn, scale, base, *NUMBERS)
+        first = vllm.mhc_pre(residual, *more, norm_weight=norm, norm_eps=1e-6)
+        second = vllm.mhc_fused_post_pre(x, residual, post, comb, *more)
+        third = vllm.mhc_pre_delayed(vllm.mhc_post(x, residual, post, comb), *more)
+        gate = vllm.grouped_topk(logits, logits, 4, True, 4, 2, "sigmoid", 2.5, torch.ones(16))
+        return *first, *second, *third, *gate, vllm.hc_head(residual, *small)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    assert equal(compiled(residual, x), layer(residual, x))

@@ -192,7 +192,13 @@ def _foreign(module: nn.Module) -> bool:
 
 
 class Left(NamedTuple):
-    """A module whose forward stays as it was."""
+    """A module whose forward stays as it was.
+
+    Attributes:
+        name: Its name in the model.
+        cls: The name of its class.
+        reason: Why it was left.
+    """
 
     name: str
     cls: str
