@@ -435,6 +435,41 @@ def test_casts_of_groups(rows: int, ground: tuple[str, str]) -> None:
     assert torch.equal(batch[1].view(rows, 3), scales)
 
 
+@pytest.mark.parametrize("ue8m0", [False, True])
+@each_ground
+def test_casts_of_masked_batches(ue8m0: bool, ground: tuple[str, str]) -> None:
+    """SwiGLU of the rows that count, in a matrix for each expert, with scales in its columns."""
+    backend, device = ground
+    experts, size, width = 3, 6, 128
+    x = draw(experts, size, 2 * width).bfloat16().to(device)
+    counts = torch.tensor([6, 0, 2], dtype=torch.int32, device=device)
+    poisoned = x.clone()
+    poisoned[1], poisoned[2, 2:] = torch.nan, torch.nan
+    layout = {
+        "column_major_scales": True, "scale_tma_aligned": True, "scale_ue8m0": ue8m0,
+    }  # fmt: skip
+    with tile_kernels.backend(backend):
+        cast = sglang.sglang_per_token_group_quant_fp8
+        found, scales = cast(poisoned, 64, fuse_silu_and_mul=True, masked_m=counts, **layout)
+        whole, of_whole = cast(x, 64, fuse_silu_and_mul=True, **layout)
+        plain, of_plain = cast(x, 64, masked_m=counts, **layout)
+    assert (found.shape, scales.shape) == ((3, 6, 128), (3, 6, 1 if ue8m0 else 2))
+    assert scales.stride()[1:] == (1, 8)
+
+    def values(data: Tensor, sf: Tensor) -> Tensor:
+        if ue8m0:
+            sf = torch.exp2(words_to_bytes(sf)[..., : data.shape[-1] // 64].float() - 127)
+        return data.float() * sf.repeat_interleave(64, -1)
+
+    gate, value = x.double().chunk(2, -1)
+    expected = (gate * gate.sigmoid() * value).cpu()
+    for e, count in ((0, 6), (2, 2)):
+        for got in (values(found, scales), values(whole, of_whole)):
+            near(got[e, :count], expected[e, :count], 0.06 * float(expected.abs().max()))
+        near(values(plain, of_plain)[e, :count], x[e, :count].double().cpu(), 0.25)
+    assert torch.isfinite(found.float()).all()  # other rows are not read
+
+
 # ---- hyper-connections --------------------------------------------------------------------------
 
 
@@ -657,7 +692,13 @@ def test_mistakes_are_named() -> None:
         ),
         (
             lambda: sglang.sglang_per_token_group_quant_fp8(logits, 16, fuse_silu_and_mul=True),
-            "fuse_silu_and_mul must be False, got True",
+            "x must have a multiple of 32 channels, got 16",
+        ),
+        (
+            lambda: sglang.sglang_per_token_group_quant_fp8(
+                logits, 16, masked_m=torch.ones(1).int()
+            ),
+            "x must have 3 dimensions with masked_m, got 2",
         ),
         (
             lambda: vllm.mhc_pre_delayed(*streams("cpu"), torch.ones(2, 5)),

@@ -439,17 +439,24 @@ def group_quant(
     tma_aligned: bool,
     round_sf: bool,
     packed: bool = False,
+    silu_and_mul: bool = False,
+    masked_m: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """e4m3 with a scale for each group of channels: `quant.per_token_cast` for any leading sizes.
 
     Args:
-        x: `[..., H]`, bfloat16, float16 or float32.
+        x: `[..., H]`, bfloat16, float16 or float32; `[..., 2 * H]` with `silu_and_mul`.
         group_size: Channels of a scale: 16, 32, 64, 128 or `H`, which it divides.
         eps: The least magnitude that counts as the largest of a group.
-        column_major: Whether scales are stored column by column.
+        column_major: Whether scales are stored column by column, in each matrix `[T, H]` of `x`,
+            which has two dimensions then, or three with `tma_aligned`.
         tma_aligned: Whether columns are padded to a multiple of 4 rows.
         round_sf: Whether scales are powers of two.
         packed: Whether scales are int32 with four exponents each, in padded columns.
+        silu_and_mul: Whether SwiGLU of the gate, the first `H` channels, and the value is cast:
+            `quant.swiglu_forward_and_per_token_cast`.
+        masked_m: `[E]`, int32 or int64, for `x` of three dimensions: how many rows of each matrix
+            count. What the other ones get is not specified; with `silu_and_mul` they are not read.
 
     Returns:
         `(data, scales)`: `[..., H]` e4m3 and `[..., H / group_size]` float32, or packed int32.
@@ -460,25 +467,53 @@ def group_quant(
     """
     if not isinstance(x, Tensor) or x.dim() < 2:
         raise ValueError("x must be a tensor of two dimensions or more")
-    checks.tensor("x", x.flatten(0, -2), ("rows", "H"), _FLOATS)
+    rows = x.flatten(0, -2)
+    checks.tensor("x", rows, ("rows", "H"), _FLOATS)
     checks.integer("group_size", group_size, 1)
-    if x.shape[-1] % group_size:
-        raise ValueError(f"x must have a multiple of {group_size} channels, got {x.shape[-1]}")
+    step = group_size * (2 if silu_and_mul else 1)
+    if x.shape[-1] % step:
+        raise ValueError(f"x must have a multiple of {step} channels, got {x.shape[-1]}")
     if tma_aligned and not column_major:
         raise ValueError("tma_aligned scales must be column-major")
-    if column_major and x.dim() != 2:
-        raise ValueError(f"x must have 2 dimensions for column-major scales, got {x.dim()}")
-    rows = x.flatten(0, -2)
-    given = rows.float() if rows.dtype == torch.float16 else rows
-    data, scales = quant.per_token_cast(
-        given.contiguous(), "e4m3", group_size, use_tma_aligned_col_major_sf=column_major,
-        round_sf=round_sf, use_packed_ue8m0=packed, amax_min=float(eps),
-    )  # fmt: skip
+    batched = column_major and x.dim() != 2
+    if batched and not (x.dim() == 3 and tma_aligned):
+        raise ValueError(
+            "x must have 2 dimensions for column-major scales, or 3 if they are TMA-aligned, got "
+            f"{x.dim()}"
+        )
+    if masked_m is not None:
+        if x.dim() != 3:
+            raise ValueError(f"x must have 3 dimensions with masked_m, got {x.dim()}")
+        checks.tensor("masked_m", masked_m, ("E",), _IDS, shape=(x.shape[0],))
+    given = (rows.float() if rows.dtype == torch.float16 else rows).contiguous()
+    layout: dict[str, Any] = {
+        "use_tma_aligned_col_major_sf": column_major and not batched, "round_sf": round_sf,
+        "use_packed_ue8m0": packed and not batched, "amax_min": float(eps),
+    }  # fmt: skip
+    if silu_and_mul:
+        expert = None if masked_m is None else _experts_of_rows(masked_m, x.shape[1])
+        data, scales = quant.swiglu_forward_and_per_token_cast(
+            given, "e4m3", group_size, pos_to_expert=expert, **layout
+        )
+    else:
+        data, scales = quant.per_token_cast(given, "e4m3", group_size, **layout)
     if column_major and not tma_aligned and not packed and scales.shape[0] % 4:
         scales = scales.t().contiguous().t()
     if x.dim() != 2:
-        scales = scales.view(*x.shape[:-1], ceil_div(x.shape[-1], group_size))
-    return data.view(x.shape), scales
+        scales = scales.view(*x.shape[:-1], ceil_div(data.shape[1], group_size))
+    if batched and packed:
+        scales = deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(scales)
+    elif batched:
+        scales = deep_gemm.get_mn_major_tma_aligned_tensor(scales)
+    return data.view(*x.shape[:-1], data.shape[1]), scales
+
+
+def _experts_of_rows(masked_m: Tensor, size: int) -> Tensor:
+    """The matrix of each row, int32; -1 for rows that do not count."""
+    count = len(masked_m)
+    number = torch.arange(size, device=masked_m.device)
+    experts = torch.arange(count, device=masked_m.device, dtype=torch.int32)
+    return torch.where(number < masked_m[:, None], experts[:, None], -1).flatten()
 
 
 # ---- hyper-connections --------------------------------------------------------------------------
