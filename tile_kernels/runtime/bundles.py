@@ -256,10 +256,10 @@ def find(key: Key) -> Binary | None:
 
 def has_compiler() -> bool:
     """Whether a TileLang is installed that compiles these kernels."""
-    return importlib.util.find_spec("tilelang") is not None and not _too_old(_installed())
+    return importlib.util.find_spec("tilelang") is not None and not too_old(_installed())
 
 
-def _too_old(version: str) -> bool:
+def too_old(version: str) -> bool:
     """Whether TileLang of this version lacks what the kernels use; unknown versions do not."""
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     return numbers is not None and tuple(map(int, numbers.groups())) < OLDEST_TILELANG
@@ -330,7 +330,7 @@ def add_file(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
 
 def _tilelang() -> str:
     """The version of the TileLang that compiles kernels here, or nothing."""
-    return "" if _too_old(_installed()) else _installed()
+    return "" if too_old(_installed()) else _installed()
 
 
 @functools.cache
