@@ -49,7 +49,16 @@ REFERENCE = {
         "Integrations",
         [
             f"tile_kernels.integrations.{name}"
-            for name in ("deep_gemm", "serving", "vllm", "sglang", "mx")
+            for name in (
+                "deep_gemm",
+                "serving",
+                "vllm",
+                "sglang",
+                "plugins",
+                "megatron",
+                "mx",
+                "transformers",
+            )
         ],
     ),
     "references": (

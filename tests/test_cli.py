@@ -19,7 +19,7 @@ import torch
 import tile_kernels
 from tests.requirements import needs_nvcc
 from tile_kernels import cli
-from tile_kernels.commands import check, pool
+from tile_kernels.commands import check, info, pool
 from tile_kernels.mhc.pre.op import pre_gradients
 from tile_kernels.runtime import emulation, logs, registry, terminal
 from tile_kernels.runtime.declaration import Host
@@ -37,6 +37,13 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "info")
     assert tile_kernels.__version__ in text
     assert torch.__version__ in text
+
+
+def test_info_says_that_tilelang_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "0.1.12")
+    expected = r"0.1.12, too old to compile these kernels: pip install 'moe-tile-kernels\[jit]'"
+    assert info._version("tilelang", "[jit]") == expected
+    assert info._version("torch", "") == "0.1.12"
 
 
 def test_ops_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,10 +8,12 @@ from their sources, and single files that need nothing else of the package are e
 
 | package | what is compared |
 |---|---|
-| vllm | signatures; mHC and grouped routing of its PyTorch functions |
-| sglang, sgl-deep-gemm | signatures |
+| vllm | signatures; mHC and grouped routing of its PyTorch functions; the plug-in in its registry |
+| sglang | signatures; the plug-in in its registry |
+| sgl-deep-gemm | signatures |
 | torchao | MX and NVFP4 casts, the blocked layout of scales |
 | megatron-core, torchtitan | their DeepEP files, unmodified, on 2 processes over gloo |
+| megatron-core | its router in PyTorch |
 """
 
 from __future__ import annotations
@@ -21,16 +23,21 @@ import ast
 import importlib.util
 import inspect
 import json
+import logging
 import os
 import re
 import sys
 import tarfile
 import tempfile
 import types
+import typing
 import urllib.parse
 import urllib.request
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +48,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests' processes
 
 from tests.ep.processes import run_processes  # noqa: E402
-from tile_kernels.integrations import deep_gemm, mx, sglang, vllm  # noqa: E402
+from tile_kernels.integrations import deep_gemm, megatron, mx, plugins, sglang, vllm  # noqa: E402
 
 OUTPUT = ROOT / "docs" / "measured" / "integrations.json"
 INDEX = "https://pypi.org/simple/"
@@ -122,6 +129,7 @@ SIGNATURES: dict[str, list[tuple[types.ModuleType, str, str, str]]] = {
         (vllm, "per_token_group_quant_fp8", _FP8, ""),
         (vllm, "per_token_group_quant_fp8_packed_for_deepgemm", _FP8, ""),
         (vllm, "mhc_pre", _TILELANG, "mhc_pre_tilelang"),
+        (vllm, "mhc_pre_delayed", _TILELANG, "mhc_pre_delayed_tilelang"),
         (vllm, "mhc_post", "vllm/_aiter_ops.py", ""),
         (vllm, "mhc_fused_post_pre", _TILELANG, "mhc_fused_post_pre_tilelang"),
     ],
@@ -254,6 +262,136 @@ def check_vllm(archive: Path) -> str:
     return "results of mHC and grouped routing"
 
 
+class Stubs(MetaPathFinder, Loader):
+    """Modules of a package: some from its sources, others with the given attributes alone.
+
+    An attribute that is not given is an empty class.
+    """
+
+    def __init__(
+        self, package: str, sources: dict[str, str], given: dict[str, dict[str, Any]]
+    ) -> None:
+        self.package, self.sources, self.given = package, sources, given
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """A spec for every module of the package."""
+        del path, target
+        if name.partition(".")[0] != self.package:
+            return None
+        return ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        """A module whose missing attributes are empty classes."""
+        module = types.ModuleType(spec.name)
+        if spec.name not in self.sources:
+            vars(module).update(self.given.get(spec.name, {}))
+
+            def missing(name: str) -> type:
+                if name.startswith("__") or f"{spec.name}.{name}" in {*self.sources, *self.given}:
+                    raise AttributeError(name)
+                return type(name, (), {})
+
+            vars(module)["__getattr__"] = missing
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Runs the source, if there is one."""
+        if module.__name__ in self.sources:
+            code = compile(self.sources[module.__name__], module.__name__, "exec")
+            exec(code, vars(module))  # noqa: S102
+
+
+def check_vllm_plugin(archive: Path) -> str:
+    """vLLM's classes, registered over by the plug-in, against its functions in PyTorch."""
+    config = types.SimpleNamespace(
+        custom_ops=["none"], enabled_custom_ops=Counter(), disabled_custom_ops=Counter()
+    )
+    others = ("is_rocm", "is_cpu", "is_tpu", "is_xpu", "is_out_of_tree")
+    platform = types.SimpleNamespace(
+        is_cuda=lambda: True, simple_compile_backend="eager", **dict.fromkeys(others, lambda: False)
+    )
+    given: dict[str, dict[str, Any]] = {
+        "vllm.config": {"get_cached_compilation_config": lambda: config},
+        "vllm.logger": {"init_logger": logging.getLogger},
+        "vllm.platforms": {"current_platform": platform},
+        "vllm._aiter_ops": {"is_aiter_found_and_supported": lambda: False},
+        "vllm.utils.import_utils": {"has_tilelang": lambda: False},
+        "vllm.model_executor.utils": {"maybe_disable_graph_partition": lambda _: {}},
+    }
+    executor = "vllm/model_executor"
+    files = {
+        "vllm.model_executor.custom_op": f"{executor}/custom_op.py",
+        "vllm.model_executor.layers.mhc": f"{executor}/layers/mhc.py",
+        "vllm.model_executor.kernels.mhc": f"{executor}/kernels/mhc/torch.py",
+        "vllm.model_executor.layers.fused_moe.router.grouped_topk_router": (
+            f"{_MOE}/router/grouped_topk_router.py"
+        ),
+    }
+    stubs = Stubs("vllm", {name: source(archive, file) for name, file in files.items()}, given)
+    sys.meta_path.insert(0, stubs)
+    names = plugins.register_vllm()
+    layers = importlib.import_module("vllm.model_executor.layers.mhc")
+    theirs = importlib.import_module("vllm.model_executor.kernels.mhc")
+    sys.meta_path.remove(stubs)
+    require(len(names) == 6, "vllm: the classes that are replaced")
+    torch.manual_seed(0)
+    residual, fn = torch.randn(6, 4, 512).bfloat16(), 0.03 * torch.randn(24, 2048)
+    more = torch.tensor([0.5, 0.6, 0.7]), torch.randn(24), 1e-6, 1e-6, 1e-6, 2.0, 20
+    given_pre = residual, fn, *more
+    post, comb, x = theirs.mhc_pre_torch(*given_pre)
+    after = theirs.mhc_post_torch(x, residual, post, comb)
+    mixes = torch.rand(6, 4)
+    delayed = {"sublayer_out": x, "post_layer_mix": post, "comb_res_mix": comb}
+    for name, arguments, keywords, expected in (
+        ("MHCPreOp", given_pre, {}, (post, comb, x)),
+        ("MHCPostOp", (x, residual, post, comb), {}, (after,)),
+        (
+            "MHCFusedPostPreOp", (x, residual, post, comb, fn, *more), {},
+            (after, *theirs.mhc_pre_torch(after, fn, *more)),
+        ),
+        (
+            "MHCPreDelayedOp", (*given_pre, mixes), delayed,
+            (after, *theirs.mhc_pre_delayed_torch(after, fn, *more, pre_mix=mixes)),
+        ),
+    ):  # fmt: skip
+        found = getattr(layers, name)()(*arguments, **keywords)
+        for one, other in zip(found if isinstance(found, tuple) else (found,), expected):
+            close = one.dtype == other.dtype and one.shape == other.shape
+            require(close and bool((one.float() - other.float()).abs().max() < 0.04), name)
+    return f"{len(names)} classes of the plug-in in its registry"
+
+
+def check_sglang_plugin(archive: Path) -> str:
+    """The plug-in's hooks, applied by SGLang's registry."""
+    name = "sglang.srt.plugins.hook_registry"
+    text = source(archive, "sglang/srt/plugins/hook_registry.py")
+
+    def original() -> None:
+        raise AssertionError("not replaced")
+
+    given: dict[str, dict[str, Any]] = {}
+    for target in plugins.SGLANG_TARGETS:
+        module, _, function = target.rpartition(".")
+        file = f"{module.replace('.', '/')}.py"
+        parameters(source(archive, file), function)  # it is there
+        given.setdefault(module, {})[function] = types.FunctionType(original.__code__, globals())
+    stubs = Stubs("sglang", {name: text}, given)
+    sys.meta_path.insert(0, stubs)
+    targets = plugins.register_sglang()
+    importlib.import_module(name).HookRegistry.apply_hooks()
+    for target in targets:
+        module, _, function = target.rpartition(".")
+        replaced = getattr(importlib.import_module(module), function)
+        require(replaced is not given[module][function], f"sglang: {target}")
+    topk = importlib.import_module("sglang.kernels.ops.attention.dsv4.topk")
+    sys.meta_path.remove(stubs)
+    slots = torch.zeros(1, 2, dtype=torch.int32)
+    table, length = torch.tensor([[7, 5]]).int(), torch.tensor([3]).int()
+    topk.topk_transform_paged(torch.tensor([[1.0, 4.0, 3.0]]), length, table, slots, 2)
+    require(slots.tolist() == [[15, 10]], "sglang: topk_transform_paged")
+    return f"{len(targets)} hooks of the plug-in in its registry"
+
+
 def sorted_by_id(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Weights and ids in the order of the ids."""
     order = ids.argsort(1)
@@ -363,6 +501,31 @@ def run_torchtitan(group: Any, text: str) -> list[float]:
     return [*found, float((y.float() - right).norm() / right.norm())]
 
 
+def check_router(archive: Path) -> str:
+    """Megatron's router against its function in PyTorch."""
+    text = source(archive, "megatron/core/transformer/moe/moe_utils.py")
+    names = ("group_limited_topk", "topk_routing_with_score_function")
+    functions = [
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name in names
+    ]
+    scope: dict[str, Any] = {"torch": torch, "Optional": typing.Optional, "Tuple": tuple}
+    exec(compile(ast.Module(functions, []), "moe_utils", "exec"), scope)  # noqa: S102
+    logits, bias = 2 * torch.randn(500, 64), torch.rand(64)
+    for given in (
+        (8, False, None, None, 2.5, "softmax", None),
+        (8, True, 8, 4, None, "softmax", None),
+        (8, False, 8, 4, 2.5, "sigmoid", bias),
+        (1, False, None, None, None, "sigmoid", bias),
+    ):
+        expected, chosen = scope["topk_routing_with_score_function"](logits, *given)
+        probs, same = megatron.fused_topk_with_score_function(logits, *given)
+        require(torch.equal(chosen, same), f"megatron-core: experts of {given[:6]}")
+        require(torch.allclose(expected, probs, rtol=1e-5), f"megatron-core: {given[:6]}")
+    return "results of its router"
+
+
 def check_processes(run: Callable[..., list[float]], archive: Path, name: str) -> str:
     """Runs a file of a package on two processes."""
     for found in run_processes(2, run, source(archive, name)):
@@ -381,15 +544,23 @@ def main() -> None:
         archives = {name: fetch(name, pattern, folder) for name, (_, pattern) in PACKAGES.items()}
         titan = "torchtitan/distributed/deepep/deepep.py"
         results: dict[str, list[str]] = {
-            "vllm": [check_signatures("vllm", archives["vllm"]), check_vllm(archives["vllm"])],
-            "sglang": [check_signatures("sglang", archives["sglang"])],
+            "vllm": [
+                check_signatures("vllm", archives["vllm"]),
+                check_vllm(archives["vllm"]),
+                check_vllm_plugin(archives["vllm"]),
+            ],
+            "sglang": [
+                check_signatures("sglang", archives["sglang"]),
+                check_sglang_plugin(archives["sglang"]),
+            ],
             "sgl-deep-gemm": [check_signatures("sgl-deep-gemm", archives["sgl-deep-gemm"])],
             "torchao": [check_torchao(archives["torchao"], Path(scratch) / "torchao")],
             "megatron-core": [
                 check_processes(
                     run_megatron, archives["megatron-core"],
                     "megatron/core/transformer/moe/fused_a2a.py",
-                )
+                ),
+                check_router(archives["megatron-core"]),
             ],
             "torchtitan": [check_processes(run_torchtitan, archives["torchtitan"], titan)],
         }  # fmt: skip

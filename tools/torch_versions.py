@@ -1,18 +1,21 @@
 """Runs a fast subset of the tests against versions of PyTorch, each in a fresh environment.
 
     python tools/torch_versions.py [--max-mb 300] [VERSION ...]
+    python tools/torch_versions.py --python PYTHON
 
 Versions are those of `torch==VERSION`, as `2.13.0+cpu`; by default every minor version from 2.10 on
 that pip offers, its CPU build where there is one. A wheel that is larger than `--max-mb` is not
 downloaded, and the table says so: builds for CUDA need gigabytes of other packages as well.
 TileLang is not installed. Writes `docs/measured/torch_versions.json`, of which `docs/tables.py`
-makes a table.
+makes a table. The second form downloads nothing: it runs the same in the environment of another
+interpreter, which has a PyTorch and the packages of `TOOLS`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
 import subprocess
@@ -34,6 +37,7 @@ TESTS = (
     "tests/test_config.py",
     "tests/integrations/test_deep_gemm.py",
     "tests/integrations/test_mx.py",
+    "tests/integrations/test_plugins.py",
     "tests/integrations/test_serving.py",
 )
 CHECKS = ("moe", "engram", "transpose")
@@ -81,15 +85,25 @@ def run(version: str, folder: Path) -> dict[str, Any]:
         done = subprocess.run([*pip, *words], capture_output=True, text=True, check=False)
         if done.returncode:
             return {"result": "not installed", "reason": done.stderr.strip().splitlines()[-1][:200]}
-    check = [str(folder / "bin" / "tile-kernels"), "check", "--references-only", *CHECKS]
+    return subset(python)
+
+
+def subset(python: Path) -> dict[str, Any]:
+    """Runs the subset with an interpreter."""
+    check = [str(python), "-m", "tile_kernels", "check", "--references-only", *CHECKS]
     tests = [str(python), "-m", "pytest", "-q", "-n", "0", "--tb=short", "-m", WITHOUT_TILELANG]
     tests += TESTS
-    report: dict[str, Any] = {"python": platform.python_version()}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    version = [str(python), "-c", "import platform; print(platform.python_version())"]
+    found_version = subprocess.run(version, capture_output=True, text=True, check=True).stdout
+    report: dict[str, Any] = {"python": found_version.strip()}
     for name, command, pattern in (
         ("references", check, r"all (\d+) cases passed"),
         ("tests", tests, r"(\d+) passed(?!.*failed)"),
     ):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=ROOT, env=env
+        )
         found = re.search(pattern, done.stdout)
         if done.returncode or found is None:
             sys.stderr.write(done.stdout[-3000:] + done.stderr[-1000:])
@@ -98,17 +112,31 @@ def run(version: str, folder: Path) -> dict[str, Any]:
     return report | {"result": "passed"}
 
 
+def installed_torch(python: Path) -> str:
+    """The version of PyTorch of an interpreter, without the CUDA that it was built for."""
+    code = "import torch; print(torch.__version__)"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
+    return re.sub(r"\+cu\d+$", "", done.stdout.strip())
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("versions", nargs="*")
     parser.add_argument("--max-mb", type=float, default=300.0)
+    parser.add_argument("--python", type=Path, help="an interpreter whose PyTorch is tested")
     options = parser.parse_args()
+    results = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
+    if options.python:
+        version = installed_torch(options.python)
+        results[version] = subset(options.python)
+        print(version, results[version], flush=True)
+        OUTPUT.write_text(json.dumps(results, indent=2) + "\n")
+        sys.exit(results[version]["result"] != "passed")
     ask = [sys.executable, "-m", "pip", "download", "--no-deps", "torch==0"]
     known = subprocess.run(ask, capture_output=True, text=True, check=False).stderr
     with urllib.request.urlopen(INDEX, timeout=60) as answer:
         page = answer.read().decode()
-    results = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
     for version in options.versions or offered(known):
         size = None if "+cpu" in version else wheel_mb(version, page)
         if size is not None and size > options.max_mb:

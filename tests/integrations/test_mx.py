@@ -166,49 +166,109 @@ def operand(kind: str, rows: int, channels: int, device: str, seed: int) -> tupl
     return pair, quant.per_token_cast_back(pair, "fp32", size)
 
 
-def check_product(kinds: tuple[str, str], device: str) -> None:
-    a, a_values = operand(kinds[0], 144, 384, device, 0)
-    b, b_values = operand(kinds[1], 256, 384, device, 1)
-    found = torch._scaled_mm(**mx.scaled_mm_arguments(a, b)).double()
+def check_product(
+    kinds: tuple[str, str], device: str, functional: bool = False, channels: int = 384
+) -> None:
+    a, a_values = operand(kinds[0], 144, channels, device, 0)
+    b, b_values = operand(kinds[1], 256, channels, device, 1)
+    if functional:
+        product = torch.nn.functional.scaled_mm(**mx.functional_scaled_mm_arguments(a, b))
+    else:
+        product = torch._scaled_mm(**mx.scaled_mm_arguments(a, b))
     expected = a_values.double() @ b_values.double().T
-    error = (found - expected).norm(dim=1) / expected.norm(dim=1)
+    error = (product.double() - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.max() < 4e-3
 
 
-def test_product_on_a_cpu() -> None:
-    check_product(("row", "row"), "cpu")
+@pytest.mark.parametrize("functional", [False, True])
+def test_product_on_a_cpu(functional: bool) -> None:
+    check_product(("row", "row"), "cpu", functional)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("channels", [384, 512])
+@pytest.mark.parametrize("functional", [False, True])
 @pytest.mark.parametrize("kinds", [("row", "row"), ("1x128", "128x128"), ("1x128", "1x128")])
-def test_product_on_a_hopper(kinds: tuple[str, str]) -> None:
+def test_product_on_a_hopper(kinds: tuple[str, str], functional: bool, channels: int) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the product with scales in blocks of 128 needs a Hopper")
-    if kinds[1] == "128x128" and torch.__version__ < "2.12":
-        pytest.skip("PyTorch 2.11 refuses scales of blocks: invalid scaling configuration")
+    if kinds[1] == "128x128" and not functional and channels % 512:
+        pytest.skip("torch._scaled_mm has no product with these scales")
     with tile_kernels.backend("tilelang"):
-        check_product(kinds, "cuda")
+        check_product(kinds, "cuda", functional, channels)
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"), ("mx", "mx"), ("mxfp4", "mxfp4"),
-     ("nvfp4", "nvfp4")],
-)  # fmt: skip
+KINDS = [
+    ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128"), ("mx", "mx"), ("mxfp4", "mxfp4"),
+    ("nvfp4", "nvfp4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kinds", KINDS)
 def test_shapes_pass_the_checks_of_pytorch(kinds: tuple[str, str]) -> None:
     """PyTorch's own check of the operator, which knows each kind of scales, without a device."""
-    a, _ = operand(kinds[0], 144, 384, "cpu", 0)
-    b, _ = operand(kinds[1], 256, 384, "cpu", 1)
+    channels = 512 if kinds[1] == "128x128" else 384
+    a, _ = operand(kinds[0], 144, channels, "cpu", 0)
+    b, _ = operand(kinds[1], 256, channels, "cpu", 1)
     given = mx.scaled_mm_arguments(a, b)
     assert meta_product(given).shape == (144, 256)
     columns = given["scale_b"]
-    if kinds[1] == "128x128":
-        assert (tuple(columns.shape), columns.stride()) == ((3, 2), (1, 4))
+    if kinds[1] == "128x128":  # the strides that `is_blockwise_128x128_scaling` of PyTorch wants
+        assert (tuple(columns.shape), columns.stride()) == ((4, 2), (1, 4))
+        assert torch.equal(columns, b[1].t())
     if kinds[0] == "1x128":
         assert given["scale_a"].stride() == (1, 144)
         given["scale_a"] = given["scale_a"][:, :2]
         with pytest.raises(RuntimeError, match=r"[Ii]nvalid"):
             meta_product(given)
+
+
+def test_blocks_whose_columns_cublas_reads_elsewhere() -> None:
+    """Three scales in a column: no layout suits both `torch._scaled_mm` and cuBLAS."""
+    a, _ = operand("1x128", 144, 384, "cpu", 0)
+    b, _ = operand("128x128", 256, 384, "cpu", 1)
+    with pytest.raises(ValueError, match=r"K must be a multiple of 512 with .*, got 384"):
+        mx.scaled_mm_arguments(a, b)
+    one, _ = operand("128x128", 128, 384, "cpu", 1)  # one column: its stride has no meaning
+    assert mx.scaled_mm_arguments(a, one)["scale_b"].shape == (3, 1)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_shapes_pass_the_checks_of_the_public_function(kinds: tuple[str, str]) -> None:
+    """`torch.nn.functional.scaled_mm` compares shapes and strides with those of each recipe."""
+    # The check takes bytes of packed MXFP4 for channels, which differ in 384, but not in 128.
+    channels = 128 if kinds[0] == "mxfp4" else 384
+    a, _ = operand(kinds[0], 144, channels, "cpu", 0)
+    b, _ = operand(kinds[1], 256, channels, "cpu", 1)
+    if kinds[0] == "nvfp4":
+        a, b = (mx.to_nvfp4(torch.randn(rows, 384)) for rows in (144, 256))
+    given = mx.functional_scaled_mm_arguments(a, b)
+    assert functional_meta_product(given).shape == (144, 256)
+    if kinds[1] == "128x128":
+        blocks = given["scale_b"][0]
+        assert (tuple(blocks.shape), blocks.stride()) == ((4, 2), (1, 4))
+        assert torch.equal(blocks[:3], b[1].t())
+        assert blocks[3].eq(0).all()
+        given["scale_b"] = [blocks[:3]]
+    elif kinds[0] == "nvfp4":
+        assert [each.name for each in given["scale_recipe_a"]] == ["BlockWise1x16", "TensorWise"]
+        assert torch.equal(given["scale_a"][1], a[2].reshape(1))
+        given["scale_b"] = given["scale_b"][::-1]
+    else:
+        given["scale_a"] = [given["scale_a"][0][:1]]
+    if torch.__version__ < "2.14":  # which looks at scales with a GPU only
+        with pytest.raises((RuntimeError, ValueError), match="scal"):
+            functional_meta_product(given)
+
+
+def functional_meta_product(given: dict[str, Any]) -> torch.Tensor:
+    moved: dict[str, Any] = {}
+    for key, each in given.items():
+        if isinstance(each, list) and isinstance(each[0], torch.Tensor):
+            moved[key] = [scale.to("meta") for scale in each]
+        else:
+            moved[key] = each.to("meta") if isinstance(each, torch.Tensor) else each
+    return torch.nn.functional.scaled_mm(**moved)
 
 
 def meta_product(given: dict[str, Any], name: str = "_scaled_mm") -> torch.Tensor:
@@ -263,6 +323,17 @@ def test_operands_that_do_not_fit() -> None:
         both(a, operand("row", 32, 128, "cpu", 1)[0])
     with pytest.raises(TypeError, match="a must be a tuple of data and scales, got Tensor"):
         both(a[0], b)
+    functional = mx.functional_scaled_mm_arguments
+    with pytest.raises(ValueError, match="functional_scaled_mm_arguments: b must have scales of"):
+        functional(a, b)
+    with pytest.raises(ValueError, match="a and b must both have a scale of all, or neither"):
+        functional(mx.to_nvfp4(torch.ones(16, 64)), mx.to_nvfp4(torch.ones(16, 64))[:2])
+    with pytest.raises(ValueError, match="a must be NVFP4 to have a scale of all, got row"):
+        functional((*a, torch.ones(())), (*a, torch.ones(())))
+    with pytest.raises(TypeError, match=r"a.s scale of all must be a torch\.Tensor, got float"):
+        functional((*a, 1.0), (*a, 1.0))
+    with pytest.raises(TypeError, match=r"b must be a tuple of data, scales and, of NVFP4"):
+        functional(a, b[0])
     offsets = torch.tensor([16]).int()
     stacked = tuple(each[None] for each in b)
     with pytest.raises(ValueError, match="a and b must be e4m3 with scales of rows or MX both"):

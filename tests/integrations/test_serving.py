@@ -52,6 +52,8 @@ SIGNATURES = {
     (vllm, "per_token_group_quant_fp8_packed_for_deepgemm"): "x, group_size, eps=1e-10, "
     "use_ue8m0=None, out_q=None",
     (vllm, "mhc_pre"): f"{MHC}, norm_weight=None, norm_eps=0.0",
+    (vllm, "mhc_pre_delayed"): f"{MHC.removesuffix(', n_splits=1')}, pre_mix=None, x=None, "
+    "norm_weight=None, norm_eps=1e-06",
     (vllm, "mhc_post"): BEFORE,
     (vllm, "mhc_fused_post_pre"): f"{BEFORE}, {MHC.partition(', ')[2]}, tile_n=1, "
     "norm_weight=None, norm_eps=0.0",
@@ -433,6 +435,41 @@ def test_casts_of_groups(rows: int, ground: tuple[str, str]) -> None:
     assert torch.equal(batch[1].view(rows, 3), scales)
 
 
+@pytest.mark.parametrize("ue8m0", [False, True])
+@each_ground
+def test_casts_of_masked_batches(ue8m0: bool, ground: tuple[str, str]) -> None:
+    """SwiGLU of the rows that count, in a matrix for each expert, with scales in its columns."""
+    backend, device = ground
+    experts, size, width = 3, 6, 128
+    x = draw(experts, size, 2 * width).bfloat16().to(device)
+    counts = torch.tensor([6, 0, 2], dtype=torch.int32, device=device)
+    poisoned = x.clone()
+    poisoned[1], poisoned[2, 2:] = torch.nan, torch.nan
+    layout = {
+        "column_major_scales": True, "scale_tma_aligned": True, "scale_ue8m0": ue8m0,
+    }  # fmt: skip
+    with tile_kernels.backend(backend):
+        cast = sglang.sglang_per_token_group_quant_fp8
+        found, scales = cast(poisoned, 64, fuse_silu_and_mul=True, masked_m=counts, **layout)
+        whole, of_whole = cast(x, 64, fuse_silu_and_mul=True, **layout)
+        plain, of_plain = cast(x, 64, masked_m=counts, **layout)
+    assert (found.shape, scales.shape) == ((3, 6, 128), (3, 6, 1 if ue8m0 else 2))
+    assert scales.stride()[1:] == (1, 8)
+
+    def values(data: Tensor, sf: Tensor) -> Tensor:
+        if ue8m0:
+            sf = torch.exp2(words_to_bytes(sf)[..., : data.shape[-1] // 64].float() - 127)
+        return data.float() * sf.repeat_interleave(64, -1)
+
+    gate, value = x.double().chunk(2, -1)
+    expected = (gate * gate.sigmoid() * value).cpu()
+    for e, count in ((0, 6), (2, 2)):
+        for got in (values(found, scales), values(whole, of_whole)):
+            near(got[e, :count], expected[e, :count], 0.06 * float(expected.abs().max()))
+        near(values(plain, of_plain)[e, :count], x[e, :count].double().cpu(), 0.25)
+    assert torch.isfinite(found.float()).all()  # other rows are not read
+
+
 # ---- hyper-connections --------------------------------------------------------------------------
 
 
@@ -492,7 +529,7 @@ def test_before_a_sublayer(engine: Any, ground: tuple[str, str]) -> None:
 @each_engine
 @each_ground
 def test_between_sublayers(engine: Any, ground: tuple[str, str]) -> None:
-    """The fused form has the bits of the two steps, and the first is its definition."""
+    """The fused form has the bits of the two steps, but for the norm; the first is defined."""
     backend, device = ground
     residual, *rest = streams(device)
     x = draw(2, 5, 64, seed=4).bfloat16().to(device)
@@ -503,10 +540,38 @@ def test_between_sublayers(engine: Any, ground: tuple[str, str]) -> None:
         found = engine.mhc_fused_post_pre(x, residual, post, comb, *rest, **norm)
         after = engine.mhc_post(x, residual, post, comb)
         steps = (after, *engine.mhc_pre(after, *rest, **norm))
-    for one, other in zip(found, steps):
+    for one, other in zip(found[:3], steps[:3]):
         assert torch.equal(one, other)
+    near(found[3], steps[3].double().cpu(), 0.03)  # the norm adds in another order
     mixed = torch.einsum("...ij,...ih->...jh", comb.double(), residual.double())
     near(found[0], (mixed + post.double() * x.double()[..., None, :]).cpu(), 0.04)
+
+
+@each_ground
+def test_delayed_weights(ground: tuple[str, str]) -> None:
+    """A sublayer reads the streams with the weights that the one before it computed."""
+    backend, device = ground
+    residual, *rest = streams(device)
+    weight = draw(64, seed=3).abs().bfloat16().to(device)
+    norm = {"norm_weight": weight, "norm_eps": 1e-5}
+    with tile_kernels.backend(backend):
+        post, comb, x, weights = vllm.mhc_pre_delayed(residual, *rest)
+        _, _, after, again = vllm.mhc_pre_delayed(residual, *rest, weights)
+        _, _, normed, _ = vllm.mhc_pre_delayed(residual, *rest, weights, **norm)
+        projected = vllm.mhc_pre_delayed(residual, *rest, x=residual.flatten(-2).contiguous() * 0.5)
+        same = vllm.mhc_pre(residual, *rest)
+    expected = defined_pre(*moved((residual, *rest), "cpu"))
+    near(post, expected[0], 2e-3)
+    near(comb, expected[1], 2e-3)
+    assert torch.equal(x, residual[..., 0, :])  # nothing is known before
+    assert torch.equal(again, weights)
+    # The weights of the same sublayer: then it is the form without delay.
+    near(after, expected[2], 0.03)
+    near(after, same[2].double().cpu(), 0.03)
+    values = after.double().cpu()
+    rms = (values.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    near(normed, values * rms * weight.double().cpu(), 0.06)
+    near(projected[0], expected[0], 2e-3)  # a norm removes the factor
 
 
 @each_ground
@@ -627,7 +692,17 @@ def test_mistakes_are_named() -> None:
         ),
         (
             lambda: sglang.sglang_per_token_group_quant_fp8(logits, 16, fuse_silu_and_mul=True),
-            "fuse_silu_and_mul must be False, got True",
+            "x must have a multiple of 32 channels, got 16",
+        ),
+        (
+            lambda: sglang.sglang_per_token_group_quant_fp8(
+                logits, 16, masked_m=torch.ones(1).int()
+            ),
+            "x must have 3 dimensions with masked_m, got 2",
+        ),
+        (
+            lambda: vllm.mhc_pre_delayed(*streams("cpu"), torch.ones(2, 5)),
+            "mhc_pre_delayed: pre_mix must be float32 of shape",
         ),
         (
             lambda: sglang.mhc_pre(*streams("cpu"), norm_weight=torch.ones(64)),

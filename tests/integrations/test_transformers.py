@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import sys
 from collections.abc import Iterator
@@ -28,7 +29,15 @@ import tile_kernels
 from benchmarks import transformers_block
 from tile_kernels import moe
 from tile_kernels.integrations import transformers as adapter
-from tile_kernels.integrations.transformers import EXPERTS, KINDS, apply, register_experts, revert
+from tile_kernels.integrations.transformers import (
+    EXPERTS,
+    KINDS,
+    apply,
+    kernels,
+    register_experts,
+    register_kernels,
+    revert,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 VOCABULARY, LENGTH = 96, 24
@@ -330,6 +339,33 @@ def test_the_router_of_v4_ranks_in_float32() -> None:
     near(weights.gather(1, order), expected_weights.gather(1, expected_order), 1e-6)
 
 
+@pytest.mark.parametrize("keys", [0, 1, 9])
+def test_the_scores_of_the_indexer(keys: int) -> None:
+    """Both sum in float32: nothing but the order of sums differs."""
+    model = build("deepseek_v4", torch.bfloat16)
+    (scorer,) = (m for m in model.modules() if type(m) is v4.DeepseekV4IndexerScorer)
+    given = (
+        torch.randn(2, 7, 4, 32).bfloat16(), torch.randn(2, keys, 32).bfloat16(),
+        torch.randn(2, 7, 64).bfloat16(),
+    )  # fmt: skip
+    expected = scorer(*given)
+    report = apply(scorer)
+    assert report.replaced.total() == 1
+    found = scorer(*given)
+    assert (found.shape, found.dtype) == ((2, 7, keys), torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    mixed = given[0].float(), given[1].float(), given[2]  # left to the class
+    assert torch.equal(scorer(*mixed), v4.DeepseekV4IndexerScorer.forward(scorer, *mixed))
+
+
+def test_an_indexer_of_other_sizes_is_left() -> None:
+    model = build("deepseek_v4", torch.bfloat16, index_head_dim=48)
+    left = [item for item in apply(model).left if item.cls == "DeepseekV4IndexerScorer"]
+    assert [item.reason for item in left] == [
+        "4 heads of 48 channels: up to 128 of (32, 64, 128, 256) are taken"
+    ]
+
+
 def test_hyper_connections_of_v4() -> None:
     """Read, mixes and head, with constants that are large enough to be seen."""
     settings = {"hc_eps": 0.05, "hc_sinkhorn_iters": 3, "rms_norm_eps": 0.5}
@@ -531,3 +567,63 @@ def test_experts_with_biases_are_refused() -> None:
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=EXPERTS)
     with pytest.raises(ValueError, match=r"GptOssExperts is not supported: .* \(has_bias=True"):
         model(tokens())
+
+
+# ---- the mechanism for kernels of the hub -------------------------------------------------------
+
+
+def test_the_layer_keeps_the_rules_of_kernels() -> None:
+    """`kernels` takes layers without state and members, whose forward has the same arguments."""
+    layer = kernels.RMSNormLayer
+    assert layer.__init__ is nn.Module.__init__
+    assert {name for name in vars(layer) if not name.startswith("__")} == {
+        "forward", "can_torch_compile", "has_backward",
+    }  # fmt: skip
+    norms = v3.DeepseekV3RMSNorm, transformers.models.mixtral.modeling_mixtral.MixtralRMSNorm
+    for norm in norms:
+        kinds = [
+            [p.kind for p in inspect.signature(cls.forward).parameters.values()]
+            for cls in (layer, norm)
+        ]
+        assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_layer_computes_the_norm(dtype: torch.dtype) -> None:
+    norm = v3.DeepseekV3RMSNorm(48).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.rand(48) + 0.5)
+    x = torch.randn(2, 5, 48, dtype=dtype)
+    expected = copy.deepcopy(norm).double()(x.double())
+    found = kernels.RMSNormLayer.forward(norm, x)
+    assert found.dtype == dtype
+    assert distance(found, expected) < (1e-6 if dtype == torch.float32 else 4e-3)
+    for other in (torch.float16, torch.float64):  # left to the class of the module
+        assert torch.equal(kernels.RMSNormLayer.forward(norm, x.to(other)), norm(x.to(other)))
+
+
+def test_kernels_of_the_hub() -> None:
+    """A model that is told to use kernels has these norms, and its results."""
+    if not transformers.utils.is_kernels_available():
+        with pytest.raises(
+            ImportError, match="register_kernels: needs transformers and the version"
+        ):
+            register_kernels()
+        return
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("deepseek_v3", **LIKE_V3)
+    ).eval()
+    ids = torch.randint(1, VOCABULARY, (2, LENGTH))
+    expected = model(ids).logits
+    assert register_kernels(("cpu",)) == kernels.LAYER
+    model.set_use_kernels(True)
+    norms = [module for module in model.modules() if isinstance(module, v3.DeepseekV3RMSNorm)]
+    assert norms
+    for norm in norms:
+        assert norm.forward.__func__ is kernels.RMSNormLayer.forward
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_kernels_for_other_devices() -> None:
+    with pytest.raises(ValueError, match="register_kernels: devices must be one of cuda, cpu"):
+        register_kernels(("mps",))

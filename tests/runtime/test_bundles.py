@@ -8,9 +8,11 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from tile_kernels.runtime.device import described
 from tile_kernels.runtime.launch import Kernel, KernelDefinition
 from tile_kernels.runtime.launcher import Binary, Launcher
 
+PYPROJECT = Path(__file__).parent.parent.parent / "pyproject.toml"
 ARCH = "sm_90a"
 KEYS = [Key("tile_kernels.moe.no.kernel", "rows", (64, True, "x"), ARCH)]
 KEYS.append(KEYS[0]._replace(name="product"))
@@ -235,6 +238,45 @@ def test_a_missing_kernel_is_named_with_both_ways_to_get_it(
     )
     with pytest.raises(MissingKernelError, match=expected):
         bundles.need_compiler(KEYS[0]._replace(name="lost"))
+
+
+def install_tilelang(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Lets a TileLang of this version seem to be installed."""
+    found = SimpleNamespace(submodule_search_locations=None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: found)
+    monkeypatch.setattr(bundles, "_installed", lambda: version)
+
+
+@pytest.mark.parametrize("version", ["0.1.12", "0.1.9.post1"])
+def test_an_older_tilelang_compiles_nothing(
+    version: str, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other frameworks pin one: what is compiled is used, and what is not is named."""
+    bundles.store(KEYS[0], BINARIES[0])
+    install_tilelang(monkeypatch, version)
+    assert not bundles.has_compiler()
+    assert bundles.find_cached(KEYS[0]) == BINARIES[0]
+    config.set_bundles([bundle])
+    assert bundles.find(KEYS[1]) == BINARIES[1]
+    expected = rf"TileLang {version}, which is installed, is older than 0\.1\.15\. Either add it"
+    with pytest.raises(MissingKernelError, match=expected):
+        bundles.need_compiler(KEYS[0]._replace(name="lost"))
+
+
+@pytest.mark.parametrize("version", ["0.1.15", "0.1.15.post2", "0.2.0+cu130", "", "unknown"])
+def test_other_versions_of_tilelang_compile(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_tilelang(monkeypatch, version)
+    assert bundles.has_compiler()
+    bundles.need_compiler(KEYS[0])
+
+
+def test_the_oldest_tilelang_is_that_of_the_extra() -> None:
+    (requirement,) = (
+        each
+        for each in tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]["jit"]
+        if each.startswith("tilelang")
+    )
+    assert requirement.startswith(f"tilelang>={'.'.join(map(str, bundles.OLDEST_TILELANG))},")
 
 
 def test_wheels_are_found_by_architecture(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from typing import Any, NamedTuple
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 import tile_kernels
 from tile_kernels.runtime import bundles, checks, launch, logs, registry
 from tile_kernels.runtime.declaration import Out
 from tile_kernels.runtime.operator import Operator
+from tile_kernels.runtime.pytorch import LateAutograd, define
 
 
 class Axpy(NamedTuple):
@@ -181,6 +184,28 @@ def test_no_gradient_is_an_error_not_a_silent_cut() -> None:
         negated(x).sum().backward()
     with fwAD.dual_level(), pytest.raises(RuntimeError, match="forward-mode derivatives"):
         negated(fwAD.make_dual(torch.ones(2), torch.ones(2)))
+
+
+def test_no_gradient_is_the_same_error_in_older_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.10 to 2.12 build the autograd kernel of a custom op themselves, at once."""
+    if hasattr(CustomOpDef, "_register_autograd_dispatcher_impl"):  # what the others always do
+        early = CustomOpDef._register_autograd_dispatcher_impl
+        monkeypatch.setattr(LateAutograd, "_register_autograd_dispatcher_impl", early)
+    name = inspect.Parameter("x", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor)
+    signature = inspect.Signature([name], return_annotation=Tensor)
+    plain, doubled = (
+        define(
+            f"older_{word}", signature, lambda x: 2 * x, torch.empty_like, (), f"{word} has none"
+        )
+        for word in ("plain", "doubled")
+    )
+    doubled.register_autograd(lambda _, grad: 2 * grad)
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"^plain has none$"):
+        plain._opoverload(x).sum().backward()
+    doubled._opoverload(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2, 2]
 
 
 def test_indices_need_no_gradient_and_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,12 +48,16 @@ _PACKAGES = {"torch": "", "tilelang": "[jit]", "apache-tvm-ffi": "[jit]", "matpl
 
 
 def _version(package: str, extra: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        from rich.markup import escape
+    from rich.markup import escape
 
-        return escape(f"missing: pip install '{bundles.DISTRIBUTION}{extra}'")
+    install = f"pip install '{bundles.DISTRIBUTION}{extra}'"
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return escape(f"missing: {install}")
+    if package == "tilelang" and bundles.too_old(version):
+        return escape(f"{version}, too old to compile these kernels: {install}")
+    return version
 
 
 def _bundles(arch: str) -> str:

@@ -3,7 +3,8 @@
     data, scales = mx.to_mx(x, "e4m3")                # torch.float8_e8m0fnu, [rows, groups]
     data, scales, global_sf = mx.to_nvfp4(x)          # torch.float4_e2m1fn_x2, float8_e4m3fn
     blocked = mx.to_blocked(scales)                   # as SwizzleType.SWIZZLE_32_4_4 wants them
-    y = torch._scaled_mm(**mx.scaled_mm_arguments(a, b))
+    y = torch.nn.functional.scaled_mm(**mx.functional_scaled_mm_arguments(a, b))
+    y = torch._scaled_mm(**mx.scaled_mm_arguments(a, b))    # the older operator
 
 `quant.per_token_cast(x, "e4m3", 32, round_sf=True)` is MXFP8 and the same with `"e2m1"` MXFP4; with
 packed scales (`use_packed_ue8m0`) too. What differs is how scales are stored: see `mx_operand`.
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
 
 from tile_kernels import quant
 from tile_kernels.quant import formats
@@ -26,6 +28,7 @@ __all__ = [
     "from_blocked",
     "from_mx",
     "from_nvfp4",
+    "functional_scaled_mm_arguments",
     "mx_operand",
     "mx_scales",
     "scaled_grouped_mm_arguments",
@@ -45,6 +48,15 @@ _PACKED = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 _DATA = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 _VALUES = (torch.bfloat16, torch.float32)
 _OUT = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_RECIPES = {
+    "row": ScalingType.RowWise,
+    "1x128": ScalingType.BlockWise1x128,
+    "128x128": ScalingType.BlockWise128x128,
+    "mx": ScalingType.BlockWise1x32,
+    "nvfp4": ScalingType.BlockWise1x16,
+}
+
+Scaled = QuantTensor | tuple[Tensor, Tensor, Tensor]
 
 
 def mx_scales(sf: Tensor, num_groups: int | None = None) -> Tensor:
@@ -364,6 +376,41 @@ def _by_columns(sf: Tensor, length: int) -> Tensor:
     return out[:rows]
 
 
+def _of_blocks(sf: Tensor) -> Tensor:
+    """Scales `[N / 128, K / 128]` as `[align(K / 128, 4), N / 128]` with strides `(1, align(..))`.
+
+    cuBLAS reads columns that are 16 bytes apart at least.
+    """
+    groups = sf.shape[1]
+    out = sf.new_zeros(sf.shape[0], align(groups, 4))
+    out[:, :groups].copy_(sf)
+    return out.t()
+
+
+def _check_pair(a: Tensor, a_kind: str, b: Tensor, b_kind: str) -> None:
+    if a.shape[1] != b.shape[1] or a.dtype != b.dtype:
+        raise ValueError(
+            f"b must have rows of {a.shape[1]} {a.dtype} like a, got {b.shape[1]} {b.dtype}"
+        )
+    if a_kind != b_kind and (a_kind, b_kind) != ("1x128", "128x128"):
+        raise ValueError(f"b must have scales of the kind {a_kind} like a, got {b_kind}")
+
+
+def _with_global(name: str, given: Scaled) -> tuple[QuantTensor, Tensor | None]:
+    """Data and scales, and the scale of all of NVFP4 if there is one."""
+    if isinstance(given, tuple) and len(given) == 3:
+        data, sf, global_sf = given
+        flat = global_sf.reshape(-1) if isinstance(global_sf, Tensor) else global_sf
+        checks.tensor(f"{name}'s scale of all", flat, ("1",), torch.float32, shape=(1,))
+        return (data, sf), flat
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise TypeError(
+            f"{name} must be a tuple of data, scales and, of NVFP4, a scale of all, got "
+            f"{type(given).__name__}"
+        )
+    return given, None
+
+
 def scaled_mm_arguments(
     a: QuantTensor, b: QuantTensor, out_dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Any]:
@@ -378,8 +425,11 @@ def scaled_mm_arguments(
     | NVFP4: `to_nvfp4` | `[M, K / 16]` float8_e4m3fn | `[N, K / 16]` |
 
     Scales are laid out as the product reads them. That of NVFP4 knows no scale of all: multiply its
-    result by both. A CPU has the product with scales of rows only, a Hopper also those in groups
-    and blocks of 128, a Blackwell those of MX and NVFP4.
+    result by both, or use `functional_scaled_mm_arguments`. A CPU has the product with scales of
+    rows only, a Hopper also those in groups and blocks of 128, a Blackwell those of MX and NVFP4.
+
+    With scales of blocks `K` must be a multiple of 512: cuBLAS reads their columns a multiple of
+    four numbers apart, and this operator takes them exactly `K / 128` apart.
 
     Args:
         a: `(data, scales)`: `[M, K]` float8_e4m3fn, or packed e2m1, and one of the above.
@@ -401,13 +451,12 @@ def scaled_mm_arguments(
     with checks.named("scaled_mm_arguments"):
         a_data, a_sf, a_kind = _operand("a", a)
         b_data, b_sf, b_kind = _operand("b", b)
-        if a_data.shape[1] != b_data.shape[1] or a_data.dtype != b_data.dtype:
+        _check_pair(a_data, a_kind, b_data, b_kind)
+        if b_kind == "128x128" and b_sf.shape[0] > 1 and b_sf.shape[1] % 4:
             raise ValueError(
-                f"b must have rows of {a_data.shape[1]} {a_data.dtype} like a, got "
-                f"{b_data.shape[1]} {b_data.dtype}"
+                "K must be a multiple of 512 with scales of blocks, unlike for "
+                f"functional_scaled_mm_arguments, got {a_data.shape[1]}"
             )
-        if a_kind != b_kind and (a_kind, b_kind) != ("1x128", "128x128"):
-            raise ValueError(f"b must have scales of the kind {a_kind} like a, got {b_kind}")
     if a_kind in ("mx", "nvfp4"):
         scales = to_blocked(a_sf), to_blocked(b_sf)
     elif a_kind == "row":
@@ -415,7 +464,7 @@ def scaled_mm_arguments(
     else:
         of_b = b_sf
         if b_kind == "128x128":  # columns of it are the rows of the product's operand
-            of_b = _by_columns(b_sf.t(), align(b_sf.shape[1], 4))
+            of_b = b_sf.contiguous().t()
         else:
             of_b = _by_columns(b_sf, b_sf.shape[0]).t()
         scales = _by_columns(a_sf, a_sf.shape[0]), of_b
@@ -423,6 +472,69 @@ def scaled_mm_arguments(
         "input": a_data, "mat2": b_data.t(), "scale_a": scales[0], "scale_b": scales[1],
         "out_dtype": out_dtype,
     }  # fmt: skip
+
+
+def functional_scaled_mm_arguments(
+    a: Scaled, b: Scaled, out_dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """The arguments of `torch.nn.functional.scaled_mm` for `a @ b.T` of quantized matrices.
+
+    That function is told how operands are scaled, and takes both scales of NVFP4. It exists since
+    PyTorch 2.10.
+
+    Args:
+        a: As for `scaled_mm_arguments`; of NVFP4 also `(data, scales, global_sf)`, as `to_nvfp4`
+            returns.
+        b: As for `scaled_mm_arguments`, in three parts if `a` has three.
+        out_dtype: Of the result.
+
+    Returns:
+        A dictionary: `torch.nn.functional.scaled_mm(**arguments)` is the product, `[M, N]`.
+
+    Raises:
+        TypeError: If an argument has another type or dtype.
+        ValueError: If shapes or kinds of scales do not fit.
+
+    Example:
+        >>> a, b = (quant.per_token_cast(torch.ones(16, 32), "e4m3", 32) for _ in range(2))
+        >>> torch.nn.functional.scaled_mm(**functional_scaled_mm_arguments(a, b))[0, 0].item()
+        32.0
+    """
+    with checks.named("functional_scaled_mm_arguments"):
+        (a_pair, a_global), (b_pair, b_global) = _with_global("a", a), _with_global("b", b)
+        a_data, a_sf, a_kind = _operand("a", a_pair)
+        b_data, b_sf, b_kind = _operand("b", b_pair)
+        _check_pair(a_data, a_kind, b_data, b_kind)
+        if (a_global is None) != (b_global is None):
+            raise ValueError("a and b must both have a scale of all, or neither")
+        for name, kind, global_sf in (("a", a_kind, a_global), ("b", b_kind, b_global)):
+            if global_sf is not None and kind != "nvfp4":
+                raise ValueError(f"{name} must be NVFP4 to have a scale of all, got {kind}")
+    of_a, of_b = _recipe(a_sf, a_kind, a_global), _recipe(b_sf, b_kind, b_global)
+    if b_kind == "row":
+        of_b[0][0] = of_b[0][0].view(1, -1)
+    return {
+        "mat_a": a_data, "mat_b": b_data.t(), "output_dtype": out_dtype,
+        "scale_a": of_a[0], "scale_recipe_a": of_a[1], "swizzle_a": of_a[2],
+        "scale_b": of_b[0], "scale_recipe_b": of_b[1], "swizzle_b": of_b[2],
+    }  # fmt: skip
+
+
+def _recipe(
+    sf: Tensor, kind: str, global_sf: Tensor | None
+) -> tuple[list[Tensor], list[ScalingType], list[SwizzleType]]:
+    """The scales of an operand by rows, in PyTorch's layout; what they are; their swizzle."""
+    swizzle = SwizzleType.NO_SWIZZLE
+    if kind in ("mx", "nvfp4"):
+        scales, swizzle = to_blocked(sf), SwizzleType.SWIZZLE_32_4_4
+    elif kind == "1x128":
+        scales = _by_columns(sf, sf.shape[0])
+    else:
+        scales = sf.contiguous() if kind == "row" else _of_blocks(sf)
+    if global_sf is None:
+        return [scales], [_RECIPES[kind]], [swizzle]
+    kinds = [_RECIPES[kind], ScalingType.TensorWise]
+    return [scales, global_sf], kinds, [swizzle, SwizzleType.NO_SWIZZLE]
 
 
 def scaled_grouped_mm_arguments(

@@ -24,6 +24,7 @@ __all__ = [
     "head",
     "indexer_select_paged",
     "pre",
+    "pre_delayed",
     "route",
     "topk_paged",
     "topk_rows",
@@ -438,17 +439,24 @@ def group_quant(
     tma_aligned: bool,
     round_sf: bool,
     packed: bool = False,
+    silu_and_mul: bool = False,
+    masked_m: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """e4m3 with a scale for each group of channels: `quant.per_token_cast` for any leading sizes.
 
     Args:
-        x: `[..., H]`, bfloat16, float16 or float32.
+        x: `[..., H]`, bfloat16, float16 or float32; `[..., 2 * H]` with `silu_and_mul`.
         group_size: Channels of a scale: 16, 32, 64, 128 or `H`, which it divides.
         eps: The least magnitude that counts as the largest of a group.
-        column_major: Whether scales are stored column by column.
+        column_major: Whether scales are stored column by column, in each matrix `[T, H]` of `x`,
+            which has two dimensions then, or three with `tma_aligned`.
         tma_aligned: Whether columns are padded to a multiple of 4 rows.
         round_sf: Whether scales are powers of two.
         packed: Whether scales are int32 with four exponents each, in padded columns.
+        silu_and_mul: Whether SwiGLU of the gate, the first `H` channels, and the value is cast:
+            `quant.swiglu_forward_and_per_token_cast`.
+        masked_m: `[E]`, int32 or int64, for `x` of three dimensions: how many rows of each matrix
+            count. What the other ones get is not specified; with `silu_and_mul` they are not read.
 
     Returns:
         `(data, scales)`: `[..., H]` e4m3 and `[..., H / group_size]` float32, or packed int32.
@@ -459,25 +467,53 @@ def group_quant(
     """
     if not isinstance(x, Tensor) or x.dim() < 2:
         raise ValueError("x must be a tensor of two dimensions or more")
-    checks.tensor("x", x.flatten(0, -2), ("rows", "H"), _FLOATS)
+    rows = x.flatten(0, -2)
+    checks.tensor("x", rows, ("rows", "H"), _FLOATS)
     checks.integer("group_size", group_size, 1)
-    if x.shape[-1] % group_size:
-        raise ValueError(f"x must have a multiple of {group_size} channels, got {x.shape[-1]}")
+    step = group_size * (2 if silu_and_mul else 1)
+    if x.shape[-1] % step:
+        raise ValueError(f"x must have a multiple of {step} channels, got {x.shape[-1]}")
     if tma_aligned and not column_major:
         raise ValueError("tma_aligned scales must be column-major")
-    if column_major and x.dim() != 2:
-        raise ValueError(f"x must have 2 dimensions for column-major scales, got {x.dim()}")
-    rows = x.flatten(0, -2)
-    given = rows.float() if rows.dtype == torch.float16 else rows
-    data, scales = quant.per_token_cast(
-        given.contiguous(), "e4m3", group_size, use_tma_aligned_col_major_sf=column_major,
-        round_sf=round_sf, use_packed_ue8m0=packed, amax_min=float(eps),
-    )  # fmt: skip
+    batched = column_major and x.dim() != 2
+    if batched and not (x.dim() == 3 and tma_aligned):
+        raise ValueError(
+            "x must have 2 dimensions for column-major scales, or 3 if they are TMA-aligned, got "
+            f"{x.dim()}"
+        )
+    if masked_m is not None:
+        if x.dim() != 3:
+            raise ValueError(f"x must have 3 dimensions with masked_m, got {x.dim()}")
+        checks.tensor("masked_m", masked_m, ("E",), _IDS, shape=(x.shape[0],))
+    given = (rows.float() if rows.dtype == torch.float16 else rows).contiguous()
+    layout: dict[str, Any] = {
+        "use_tma_aligned_col_major_sf": column_major and not batched, "round_sf": round_sf,
+        "use_packed_ue8m0": packed and not batched, "amax_min": float(eps),
+    }  # fmt: skip
+    if silu_and_mul:
+        expert = None if masked_m is None else _experts_of_rows(masked_m, x.shape[1])
+        data, scales = quant.swiglu_forward_and_per_token_cast(
+            given, "e4m3", group_size, pos_to_expert=expert, **layout
+        )
+    else:
+        data, scales = quant.per_token_cast(given, "e4m3", group_size, **layout)
     if column_major and not tma_aligned and not packed and scales.shape[0] % 4:
         scales = scales.t().contiguous().t()
     if x.dim() != 2:
-        scales = scales.view(*x.shape[:-1], ceil_div(x.shape[-1], group_size))
-    return data.view(x.shape), scales
+        scales = scales.view(*x.shape[:-1], ceil_div(data.shape[1], group_size))
+    if batched and packed:
+        scales = deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(scales)
+    elif batched:
+        scales = deep_gemm.get_mn_major_tma_aligned_tensor(scales)
+    return data.view(*x.shape[:-1], data.shape[1]), scales
+
+
+def _experts_of_rows(masked_m: Tensor, size: int) -> Tensor:
+    """The matrix of each row, int32; -1 for rows that do not count."""
+    count = len(masked_m)
+    number = torch.arange(size, device=masked_m.device)
+    experts = torch.arange(count, device=masked_m.device, dtype=torch.int32)
+    return torch.where(number < masked_m[:, None], experts[:, None], -1).flatten()
 
 
 # ---- hyper-connections --------------------------------------------------------------------------
@@ -561,16 +597,38 @@ def mhc_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: 
 
 
 def fused_post_pre(
-    x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor, *rest: Any
+    x: Tensor,
+    residual: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    norm_weight: Tensor | None,
+    norm_eps: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`mhc.mhc_post` of a sublayer, then `pre` of the next one on its result.
+    """`mhc.mhc_post_pre`: the write of a sublayer, then `pre` of the next one on its result.
 
     Args:
         x: `[..., h]`, bfloat16, contiguous: the output of the sublayer.
-        residual: `[..., m, h]`, bfloat16.
+        residual: `[..., m, h]`, bfloat16, contiguous.
         post_layer_mix: `[..., m, 1]`, float32.
         comb_res_mix: `[..., m, m]`, float32.
-        *rest: The arguments of `pre` after `residual`.
+        fn: As for `pre`, like the arguments after it.
+        hc_scale: See there.
+        hc_base: See there.
+        rms_eps: See there.
+        hc_pre_eps: See there.
+        hc_sinkhorn_eps: See there.
+        hc_post_mult_value: See there.
+        sinkhorn_repeat: See there.
+        norm_weight: See there.
+        norm_eps: See there.
 
     Returns:
         `(residual, post, comb, layer_input)`, for the next sublayer.
@@ -579,8 +637,85 @@ def fused_post_pre(
         TypeError: If a dtype differs.
         ValueError: If a shape differs.
     """
-    streams = mhc.mhc_post(x, residual, post_layer_mix, comb_res_mix)
-    return streams, *pre(streams, *rest)
+    if norm_weight is not None and norm_eps is None:
+        raise ValueError("norm_eps must be given with norm_weight")
+    return mhc.mhc_post_pre(
+        x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, rms_eps, hc_pre_eps,
+        hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_weight, norm_eps or 0.0,
+    )  # fmt: skip
+
+
+def pre_delayed(
+    residual: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    pre_mix: Tensor | None,
+    x: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `pre`, but a sublayer reads the streams with the weights of the sublayer before it.
+
+    Args:
+        residual: `[..., m, h]`, bfloat16, contiguous.
+        fn: As for `pre`, like the arguments after it.
+        hc_scale: See there.
+        hc_base: See there.
+        rms_eps: See there.
+        hc_pre_eps: See there.
+        hc_sinkhorn_eps: See there.
+        hc_post_mult_value: See there.
+        sinkhorn_repeat: See there.
+        pre_mix: `[..., m]`, float32: the last result of the sublayer before; None: the first stream
+            is read.
+        x: `[..., k]`, bfloat16, contiguous: what is projected in place of the streams, with `fn`
+            `[m * (m + 2), k]`; None: the streams.
+        norm_weight: `[h]`, bfloat16 or float32: the weight of an RMS norm of the layer input; or
+            None: no norm.
+        norm_eps: Of that norm.
+
+    Returns:
+        `(post, comb, layer_input, pre_mix)`: `[..., m, 1]` and `[..., m, m]`, float32; `[..., h]`,
+        bfloat16; `[..., m]`, float32: the weights for the next sublayer.
+
+    Raises:
+        TypeError: If a dtype differs.
+        ValueError: If a shape differs.
+
+    Example:
+        >>> streams = torch.arange(4.0).repeat_interleave(8).view(1, 4, 8).bfloat16()
+        >>> fn, scale, base = torch.zeros(24, 32), torch.ones(3), torch.zeros(24)
+        >>> given = streams, fn, scale, base, 1e-6, 0.0, 1e-6, 2.0, 20
+        >>> *_, first, weights = pre_delayed(*given, None, None, None, 0.0)
+        >>> *_, second, _ = pre_delayed(*given, weights, None, None, 0.0)
+        >>> first[0, 0].item(), second[0, 0].item()
+        (0.0, 3.0)
+    """
+    projected = residual if x is None else x.unsqueeze(-2)
+    mixes = mhc.mhc_norm_fn_fwd(projected, fn, rms_eps)[0]
+    weights, post, logits = mhc.mhc_pre_split_mixes(
+        mixes, hc_scale, hc_base, residual.shape[-2], hc_post_mult_value, hc_pre_eps
+    )
+    comb = mhc.sinkhorn_normalize(logits, sinkhorn_repeat, hc_sinkhorn_eps)
+    if pre_mix is None:
+        layer_input = residual.select(-2, 0).contiguous()
+    else:
+        if pre_mix.dtype != torch.float32 or pre_mix.shape != weights.shape[:-1]:
+            raise ValueError(
+                f"pre_mix must be float32 of shape {tuple(weights.shape[:-1])}, got "
+                f"{pre_mix.dtype} of shape {tuple(pre_mix.shape)}"
+            )
+        layer_input = mhc.mhc_pre_apply_mix(residual, pre_mix.contiguous().unsqueeze(-1))
+    if norm_weight is not None:
+        rows = layer_input.flatten(0, -2)
+        layer_input = quant.norm_forward(rows, norm_weight, norm_eps)[0].view_as(layer_input)
+    return post, comb, layer_input, weights.squeeze(-1)
 
 
 def head(

@@ -254,15 +254,16 @@ def sglang_per_token_group_quant_fp8(
     """e4m3 with a scale for each group of channels; see `serving.group_quant`.
 
     Args:
-        x: `[..., H]`, bfloat16, float16 or float32.
+        x: `[..., H]`, bfloat16, float16 or float32; `[..., 2 * H]` with `fuse_silu_and_mul`.
         group_size: Channels of a scale.
         eps: The least magnitude that counts as the largest of a group.
         column_major_scales: Whether scales are stored column by column.
         scale_tma_aligned: Whether columns are padded to a multiple of 4 rows.
         scale_ue8m0: Whether scales are powers of two: packed exponents in int32 if column-major and
             padded, float32 otherwise.
-        fuse_silu_and_mul: Must be False: `quant.swiglu_forward_and_per_token_cast` is that.
-        masked_m: Must be None.
+        fuse_silu_and_mul: Whether SwiGLU of the first `H` channels, the gate, and the other ones is
+            cast.
+        masked_m: `[E]`, for `x` `[E, T, H]`: how many rows of each matrix count; or None.
         output_q: `[..., H]`, float8_e4m3fn: a buffer for the data.
         output_s: A buffer for the scales.
 
@@ -274,12 +275,11 @@ def sglang_per_token_group_quant_fp8(
         ValueError: If an argument has another shape or is out of range.
     """
     with checks.named("sglang_per_token_group_quant_fp8"):
-        serving.must_be_default(
-            fuse_silu_and_mul=(fuse_silu_and_mul, False), masked_m=(masked_m, None)
-        )
+        checks.boolean("fuse_silu_and_mul", fuse_silu_and_mul)
         data, scales = serving.group_quant(
             x, group_size, eps, column_major=column_major_scales, tma_aligned=scale_tma_aligned,
             round_sf=scale_ue8m0, packed=scale_ue8m0 and column_major_scales and scale_tma_aligned,
+            silu_and_mul=fuse_silu_and_mul, masked_m=masked_m,
         )  # fmt: skip
         data = serving.filled("output_q", output_q, data)
         return data, serving.filled("output_s", output_s, scales)

@@ -26,6 +26,7 @@ __all__ = [
     "mhc_fused_post_pre",
     "mhc_post",
     "mhc_pre",
+    "mhc_pre_delayed",
     "moe_align_block_size",
     "moe_permute",
     "per_token_group_quant_fp8",
@@ -457,6 +458,29 @@ def mhc_fused_post_pre(
         x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, rms_eps, hc_pre_eps,
         hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_weight, eps,
     )  # fmt: skip
+
+
+def mhc_pre_delayed(
+    residual: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    pre_mix: Tensor | None = None,
+    x: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `serving.pre_delayed`."""
+    with checks.named("mhc_pre_delayed"):
+        return serving.pre_delayed(
+            residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps,
+            hc_post_mult_value, sinkhorn_repeat, pre_mix, x, norm_weight, norm_eps,
+        )  # fmt: skip
 
 
 def hc_head(

@@ -24,6 +24,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import threading
 import zipfile
 import zlib
@@ -42,6 +43,7 @@ FORMAT = 1  # of bundles and of cached kernels
 VARIABLE = "TILE_KERNELS_BUNDLES"
 MANIFEST = "manifest.json"
 DISTRIBUTION = "moe-tile-kernels"
+OLDEST_TILELANG = (0, 1, 15)  # that compiles all kernels, as the extra `jit` requires
 _PACKAGE = "tile_kernels"
 _SUFFIX = ".kernel"
 # Files that no kernel depends on; all others in the folders of operators count as sources.
@@ -260,19 +262,29 @@ def find(key: Key) -> Binary | None:
 
 
 def has_compiler() -> bool:
-    """Whether TileLang is installed."""
-    return importlib.util.find_spec("tilelang") is not None
+    """Whether a TileLang is installed that compiles these kernels."""
+    return importlib.util.find_spec("tilelang") is not None and not too_old(_installed())
+
+
+def too_old(version: str) -> bool:
+    """Whether TileLang of this version lacks what the kernels use; unknown versions do not."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return numbers is not None and tuple(map(int, numbers.groups())) < OLDEST_TILELANG
 
 
 def need_compiler(key: Key) -> None:
-    """Raises unless TileLang is installed."""
+    """Raises unless a TileLang is installed that compiles these kernels."""
     if has_compiler():
         return
+    lacking = "TileLang is not installed"
+    if importlib.util.find_spec("tilelang") is not None:
+        oldest = ".".join(map(str, OLDEST_TILELANG))
+        lacking = f"TileLang {_installed()}, which is installed, is older than {oldest}"
     paths = ", ".join(str(root.path) for root in roots(key.arch)) if key.packaged else ""
     where = f"none of the bundles {paths}" if paths else "no bundle: there is none"
     raise MissingKernelError(
-        f"the kernel {label(key.name, key.static)} for {key.arch} is in {where}, and TileLang is "
-        "not installed. Either add it to a bundle, where TileLang is: tile-kernels pack --arch "
+        f"the kernel {label(key.name, key.static)} for {key.arch} is in {where}, and {lacking}. "
+        "Either add it to a bundle, where TileLang is: tile-kernels pack --arch "
         f"{key.arch} --op family.operator name=value ... -o FILE, and name the file in {VARIABLE}; "
         f"or compile it here: pip install '{DISTRIBUTION}[jit]', with a CUDA toolkit."
     )
@@ -323,8 +335,13 @@ def add_file(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
 # ---- the cache ----------------------------------------------------------------------------------
 
 
-@functools.cache
 def _tilelang() -> str:
+    """The version of the TileLang that compiles kernels here, or nothing."""
+    return "" if too_old(_installed()) else _installed()
+
+
+@functools.cache
+def _installed() -> str:
     """The installed version of TileLang, or nothing."""
     try:
         return importlib.metadata.version("tilelang")

@@ -1,11 +1,13 @@
-"""PyTorch's private symbols that the runtime uses, in one place. Tested with PyTorch 2.10 to 2.13.
+"""PyTorch's private symbols that the runtime uses, in one place. For PyTorch 2.10 to 2.15.
 
 | symbol | purpose | without it |
 |---|---|---|
 | `_len_torch_dispatch_stack` | is a dispatch mode active? | import fails |
 | `peek_interpreter_stack` | is a functorch transform active? | import fails |
 | `forward_ad._current_level` | are forward-mode derivatives active? | import fails |
-| `make_autograd_impl`, `CustomOpDef` | autograd kernels built late: a quick import | import fails |
+| `make_autograd_impl`, `CustomOpDef` | custom ops and their autograd kernels | import fails |
+| `_register_autograd_dispatcher_impl`, from 2.13 on | their kernels built late | built early |
+| `CustomOpDef._backward_fn` | an error that names the operator | PyTorch's error |
 | `_empty_strided_cuda` | allocation without the dispatcher | `torch.empty_strided` |
 | `_cuda_getDevice` | the current device without a check | `torch.cuda.current_device` |
 | `_cuda_getCurrentRawStream` | the current stream as a number | `torch.cuda.current_stream` |
@@ -60,19 +62,14 @@ class LateAutograd(CustomOpDef):
     """A custom op that builds its autograd kernel at the first call that needs it.
 
     Building one for each operator takes most of the time that importing the library would take.
-    `no_gradient` is the error of a backward pass, unless a formula is registered.
+    PyTorch 2.10 to 2.12 do not ask this class for the kernel, and build theirs at once.
     """
 
-    no_gradient = ""
-
     def _register_autograd_dispatcher_impl(self) -> None:
-        def refuse(ctx: Any, *grads: Tensor) -> None:  # noqa: ARG001
-            raise RuntimeError(self.no_gradient)
-
         @functools.cache
         def kernel() -> Callable[..., Any]:
-            formula = self._backward_fn or refuse
-            return make_autograd_impl(self._opoverload, Info(formula, self._setup_context_fn))
+            info = Info(self._backward_fn, self._setup_context_fn)
+            return make_autograd_impl(self._opoverload, info)
 
         def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             return kernel()(keyset, *args, **kwargs)
@@ -110,7 +107,13 @@ def define(
     mutates: tuple[str, ...],
     no_gradient: str,
 ) -> LateAutograd:
-    """Registers a custom op of the library; both functions take positional arguments."""
+    """Registers a custom op of the library; both functions take positional arguments.
+
+    `no_gradient` is the error of a backward pass, unless a formula is registered.
+    """
+
+    def refuse(ctx: Any, *grads: Tensor) -> None:  # noqa: ARG001
+        raise RuntimeError(no_gradient)
 
     def positional(function: Callable[..., Any]) -> Callable[..., Any]:
         def implemented(*args: Any, **kwargs: Any) -> Any:
@@ -124,7 +127,7 @@ def define(
     implemented = positional(implementation)
     schema = _schema(signature, mutates)
     defined = LateAutograd("tile_kernels", name, schema, implemented)
-    defined.no_gradient = no_gradient
+    defined._backward_fn = refuse
     defined.register_kernel(None)(implemented)
     defined.register_fake(positional(fake))
     return defined

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tile_kernels.attention.indexer import DEPTHS, MAX_HEADS
 from tile_kernels.integrations.transformers import experts, forwards
 from tile_kernels.moe.gates import check_groups
 from tile_kernels.moe.plan import MAX_SLOTS
@@ -22,7 +23,7 @@ from tile_kernels.runtime import checks
 
 __all__ = ["KINDS", "Left", "Report", "apply", "revert"]
 
-KINDS = ("router", "experts", "mlp", "norm", "hyper_connections")
+KINDS = ("router", "experts", "mlp", "norm", "hyper_connections", "indexer")
 TESTED = ((5, 17), (5, 23))  # the first and the last release of transformers that was tested
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -83,6 +84,15 @@ def _streams(module: Any, dtype: torch.dtype) -> str | None:
     return None
 
 
+def _scorer(module: Any, dtype: torch.dtype) -> str | None:
+    if dtype is not torch.bfloat16:
+        return f"the indexer's scores are computed for bfloat16 only, the model is {dtype}"
+    heads, depth = module.weights_scaling**-2, module.softmax_scale**-2
+    if round(depth) not in DEPTHS or round(heads) > MAX_HEADS:
+        return f"{heads:.0f} heads of {depth:.0f} channels: up to {MAX_HEADS} of {DEPTHS} are taken"
+    return None
+
+
 def _layer(module: Any, dtype: torch.dtype) -> str | None:
     """The layer writes what its hyper-connections read."""
     for name in ("attn_hc", "ffn_hc"):
@@ -121,6 +131,7 @@ _V4 = {
     "HyperConnection": Replacement("hyper_connections", forwards.hyper_connection, _streams),
     "HyperHead": Replacement("hyper_connections", forwards.hyper_head, _streams),
     "DecoderLayer": Replacement("hyper_connections", forwards.hyper_layer, _layer),
+    "IndexerScorer": Replacement("indexer", forwards.indexer_scorer, _scorer),
 }
 # By the name of a model's folder in transformers: the prefix of its classes, and the rest of them.
 MODELS: dict[str, tuple[str, dict[str, Replacement]]] = {
@@ -181,7 +192,13 @@ def _foreign(module: nn.Module) -> bool:
 
 
 class Left(NamedTuple):
-    """A module whose forward stays as it was."""
+    """A module whose forward stays as it was.
+
+    Attributes:
+        name: Its name in the model.
+        cls: The name of its class.
+        reason: Why it was left.
+    """
 
     name: str
     cls: str
@@ -256,6 +273,7 @@ def apply(
     mlp: bool = True,
     norm: bool = True,
     hyper_connections: bool = True,
+    indexer: bool = True,
 ) -> Report:
     """Lets modules of a transformers model compute with operators of this package.
 
@@ -271,6 +289,7 @@ def apply(
     | `mlp` | dense layers and shared experts | `quant.swiglu_forward` |
     | `norm` | RMS norms | `quant.norm_forward` |
     | `hyper_connections` | those of DeepSeek-V4, for bfloat16 streams | `modeling.mhc` |
+    | `indexer` | scores of DeepSeek-V4's indexer, in bfloat16 | `attention.indexer_logits` |
 
     Known are the models `deepseek_v3`, `deepseek_v32`, `deepseek_v4`, `glm4_moe`, `qwen3_moe` and
     `mixtral`. Routers rank float32 scores, also where the model rounds them to bfloat16 first:
@@ -283,6 +302,7 @@ def apply(
         mlp: Whether dense feed-forward layers and shared experts are replaced.
         norm: Whether RMS norms are replaced.
         hyper_connections: Whether hyper-connections are replaced.
+        indexer: Whether the scores of the indexer are replaced.
 
     Returns:
         What was replaced, and what was not and why.
@@ -292,7 +312,7 @@ def apply(
         ValueError: If no module of the model is of a known class.
     """
     _check_model("apply", model)
-    flags = (router, experts, mlp, norm, hyper_connections)
+    flags = (router, experts, mlp, norm, hyper_connections, indexer)
     with checks.named("apply"):
         wanted = {kind for kind, flag in zip(KINDS, flags) if checks.boolean(kind, flag)}
     known = list(_known(model))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tile_kernels import moe
+from tile_kernels import attention, moe
 from tile_kernels.modeling.fp8_experts import needs_gradients
 from tile_kernels.modeling.mhc.functional import CarriedResidual, mhc_head, mhc_post, mhc_pre
 from tile_kernels.modeling.mlp import swiglu_mlp
@@ -115,6 +115,25 @@ def rms_of(norm: type) -> Callable[[Any, Tensor], Tensor]:
     """Which of the two a class of norms is: some multiply by the weight after rounding."""
     result: Tensor = norm(1)(torch.ones(1, dtype=torch.bfloat16))
     return rms if result.dtype is torch.bfloat16 else rms_promoted
+
+
+# ---- the indexer --------------------------------------------------------------------------------
+
+
+def indexer_scorer(self: Any, q: Tensor, compressed_kv: Tensor, hidden_states: Tensor) -> Tensor:
+    """Scores `[batch, length, keys]` of all keys, in float32, without those of single heads."""
+    if q.dtype is not torch.bfloat16 or compressed_kv.dtype is not torch.bfloat16:
+        result: Tensor = type(self).forward(self, q, compressed_kv, hidden_states)
+        return result
+    factor = self.softmax_scale * self.weights_scaling
+    weights = (self.weights_proj(hidden_states).float() * factor).contiguous()
+    start = torch.zeros(q.shape[1], dtype=torch.int32, device=q.device)
+    end = torch.full_like(start, compressed_kv.shape[1])
+    scores = [
+        attention.indexer_logits(*sequence, start, end)
+        for sequence in zip(q.contiguous(), compressed_kv.contiguous(), weights)
+    ]
+    return torch.stack(scores)
 
 
 # ---- hyper-connections --------------------------------------------------------------------------
