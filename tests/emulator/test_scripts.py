@@ -205,6 +205,9 @@ def test_tensors_on_the_gpu_are_cpu_tensors_that_behave() -> None:
             whole.div_(448)
         assert not torch.equal(whole / 448, whole.cpu() / 448)
         assert torch.equal(whole.div(448, rounding_mode="floor"), whole // 448)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            whole.add(1)
+        assert "aten::add" in profile.key_averages().table(sort_by="cuda_time_total")
         with pytest.raises(RuntimeError, match="no CUDA graphs"):
             torch.cuda.CUDAGraph()
     assert (torch.cuda.is_available(), torch.cuda.Event, torch.Generator, torch.compile) == before

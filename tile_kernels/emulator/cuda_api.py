@@ -221,6 +221,14 @@ class _Stream:
         pass
 
 
+class _Profile(torch.profiler.profile):
+    """`torch.profiler.profile`, of the CPU alone."""
+
+    def __init__(self, *, activities: Any = None, **options: Any) -> None:
+        activities = {torch.profiler.ProfilerActivity.CPU} if activities else None
+        super().__init__(activities=activities, **options)
+
+
 class _DeviceContext:
     """`torch.cuda.device(i)` and `torch.cuda.stream(s)`: there is one device and one stream."""
 
@@ -404,6 +412,7 @@ def cuda_on_cpu(
         patches.set(torch, "Generator", _Generator)
         patches.set(torch, "compile", compile_nothing)
         patches.set(torch, "Event", _Event)
+        patches.set(torch.profiler, "profile", _Profile)
         patches.set(_device.DeviceContext, "__init__", device_context)
         patches.set(_device.DeviceContext, "__torch_function__", default_device)
         _GPU_RANDOM.manual_seed(torch.initial_seed())
