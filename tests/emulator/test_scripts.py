@@ -6,9 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import tilelang
@@ -212,6 +213,79 @@ def test_tensors_on_the_gpu_are_cpu_tensors_that_behave() -> None:
             torch.cuda.CUDAGraph()
     assert (torch.cuda.is_available(), torch.cuda.Event, torch.Generator, torch.compile) == before
     assert not torch.ones(1).is_cuda
+
+
+class Doubled(torch.autograd.Function):
+    """Notes where its backward sees its tensors, and allocates there as kernels' callers do."""
+
+    places: ClassVar[list[torch.device]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = 2 * x
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        allocated = torch.empty(grad.shape, device=grad.device)
+        Doubled.places = [t.device for t in (grad, allocated, *ctx.saved_tensors)]
+        return torch.mul(grad, 2, out=allocated)
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+@pytest.mark.parametrize("run", ["method", "backward", "grad"])
+def test_backward_sees_the_device(run: str, device: str) -> None:
+    with cuda_on_cpu():
+        x = torch.ones(3, device=device, requires_grad=True)
+        y = Doubled.apply(x).sum()
+        Doubled.places.clear()
+        if run == "method":
+            y.backward()
+        elif run == "backward":
+            torch.autograd.backward(y)
+        else:
+            torch.autograd.grad(y, x)
+    assert Doubled.places == [torch.device(device)] * 4
+    assert "saved_tensors" not in vars(torch.autograd.function.BackwardCFunction)
+
+
+def test_random_numbers_in_backward_advance_the_state() -> None:
+    drawn: list[torch.Tensor] = []
+    with cuda_on_cpu():
+        x = torch.ones(2, device="cuda", requires_grad=True)
+        x.register_hook(lambda _grad: drawn.append(torch.rand(2, device="cuda")))
+        for _ in range(2):
+            torch.autograd.backward(x.sum())
+        drawn.append(torch.rand(2, device="cuda"))
+    assert len({tuple(t.tolist()) for t in drawn}) == 3
+
+
+def test_modules_threads_and_autocast() -> None:
+    with cuda_on_cpu():
+        created = torch.nn.Linear(4, 4, device="cuda")
+        moved = torch.nn.Linear(4, 4).to("cuda", torch.bfloat16)
+        assert created.weight.is_cuda
+        assert moved.weight.is_cuda
+        assert moved.weight.dtype == torch.bfloat16
+        assert not moved.cpu().weight.is_cuda
+        assert torch.nn.Parameter(torch.ones(2, device="cuda")).is_cuda
+        assert torch.accelerator.current_accelerator() == torch.device("cuda")
+        found: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: found.append(torch.ones(2, device="cuda")))
+        thread.start()
+        thread.join()
+        assert [t.is_cuda for t in found] == [True]
+        x = torch.ones(4, 4, device="cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert torch.is_autocast_enabled("cuda")
+            assert (x @ x).dtype == torch.bfloat16
+            with torch.autocast("cuda", enabled=False):
+                assert (x @ x).dtype == torch.float32
+        with torch.autocast("cuda"):
+            assert (x @ x).dtype == torch.float16
+        assert (x @ x).dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_the_carver_finds_a_device() -> None:

@@ -12,18 +12,20 @@ from tagged tensors are tagged too. A tagged tensor reports `device == cuda:0`, 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 _TAG = "_tile_kernels_on_cuda"
 _CUDA = torch.device("cuda", 0)
 _DEVICE_GETTER = torch.Tensor.device
 _IS_CUDA_GETTER = torch.Tensor.is_cuda
+_DATA: Any = torch.Tensor.data
 _DIVISIONS = (torch.Tensor.div, torch.Tensor.true_divide, torch.div, torch.true_divide)
 _MISSING = object()
 
@@ -101,6 +103,10 @@ class _DeviceMode(TorchFunctionMode):
             return _CUDA if on_cuda(args[0]) else func(*args, **kwargs)
         if getter is _IS_CUDA_GETTER:
             return on_cuda(args[0])
+        if func == _DATA.__set__:
+            func(*args)
+            tag(args[0], on_cuda(args[1]))
+            return None
         if func is torch.Tensor.cuda:
             return _moved(args[0], args[0], True)
         if func is torch.Tensor.cpu:
@@ -126,6 +132,14 @@ class _DeviceMode(TorchFunctionMode):
         with _random_state(func, cuda and "generator" not in kwargs):
             result = func(*args, **kwargs)
         return result if device is None and not cuda else tag(result, cuda)
+
+
+@contextlib.contextmanager
+def _device_mode() -> Iterator[None]:
+    """`_DeviceMode`, unless it is active: PyTorch disables it in new threads and in `backward`."""
+    active = any(isinstance(m, _DeviceMode) for m in _get_current_function_mode_stack())
+    with contextlib.nullcontext() if active else _DeviceMode():
+        yield
 
 
 def _divided(tensor: torch.Tensor, number: Any) -> torch.Tensor | None:
@@ -322,9 +336,10 @@ def _answers(arch: str, num_sms: int | None) -> dict[str, Callable[..., Any]]:
     stream = _Stream()
     nothing = ("synchronize", "set_device", "empty_cache", "ipc_collect", "init", "_lazy_init",
                "reset_peak_memory_stats", "reset_max_memory_allocated", "set_stream", "_sleep",
-               "reset_accumulated_memory_stats", "set_per_process_memory_fraction")  # fmt: skip
+               "reset_accumulated_memory_stats", "set_per_process_memory_fraction",
+               "set_sync_debug_mode")  # fmt: skip
     zero = ("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved",
-            "max_memory_reserved")  # fmt: skip
+            "max_memory_reserved", "get_sync_debug_mode")  # fmt: skip
     yes = ("is_available", "is_initialized", "is_bf16_supported", "is_tf32_supported")
 
     def constant(value: Any) -> Callable[..., Any]:
@@ -351,6 +366,7 @@ def _answers(arch: str, num_sms: int | None) -> dict[str, Callable[..., Any]]:
         "get_arch_list": constant([arch]),
         "mem_get_info": constant((device.total_memory, device.total_memory)),
         "memory_stats": lambda *_args, **_kwargs: {},
+        "memory_summary": constant(""),
         "current_stream": constant(stream),
         "default_stream": constant(stream),
         "Event": _Event,
@@ -364,6 +380,64 @@ def _answers(arch: str, num_sms: int | None) -> dict[str, Callable[..., Any]]:
         "make_graphed_callables": _no_graphs,
     }
     return answers
+
+
+def _patch_scopes(patches: Patches) -> None:
+    """Threads, autocast for the GPU, and parameters, which keep the device of their tensors."""
+    parameter, autocast, run = torch.nn.Parameter, torch.autocast, threading.Thread.run
+    create, enter, leave = parameter.__new__, autocast.__enter__, autocast.__exit__
+
+    def create_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        return tag(create(cls, data, requires_grad), on_cuda(data))
+
+    def run_thread(self: threading.Thread) -> None:
+        with _device_mode():
+            run(self)
+
+    def enter_autocast(self: Any) -> Any:
+        if self.device == "cuda":
+            self.on_cpu = autocast("cpu", self.fast_dtype, self._enabled, self._cache_enabled)
+            enter(self.on_cpu)
+        return enter(self)
+
+    def leave_autocast(self: Any, *error: Any) -> Any:
+        if self.device == "cuda":
+            leave(self.on_cpu, *error)
+        return leave(self, *error)
+
+    patches.set(parameter, "__new__", staticmethod(create_parameter))
+    patches.set(threading.Thread, "run", run_thread)
+    patches.set(autocast, "__enter__", enter_autocast)
+    patches.set(autocast, "__exit__", leave_autocast)
+
+
+def _patch_autograd(patches: Patches) -> None:
+    """Backward passes: `torch.autograd.Function` sees gradients and saved tensors on the GPU."""
+    autograd: Any = torch.autograd
+    function, node = autograd.Function, autograd.function.BackwardCFunction
+    run, call, backward = autograd._engine_run_backward, function.apply, node.apply
+    saved = node.saved_tensors
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with _device_mode():
+            return run(*args, **kwargs)
+
+    def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        result = call.__func__(cls, *args, **kwargs)
+        if _any_on_cuda(args):
+            for tensor in result if isinstance(result, tuple) else (result,):
+                if isinstance(getattr(tensor, "grad_fn", None), node):
+                    setattr(tensor.grad_fn, _TAG, True)
+        return result
+
+    def on_node_device(self: Any, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tag(tensors) if hasattr(self, _TAG) else tensors
+
+    patches.set(autograd, "_engine_run_backward", run_backward)
+    patches.set(function, "apply", classmethod(apply_function))
+    patches.set(node, "apply", lambda self, *grads: backward(self, *on_node_device(self, grads)))
+    patches.set(node, "saved_tensors",
+                property(lambda self: on_node_device(self, saved.__get__(self))))  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -406,6 +480,9 @@ def cuda_on_cpu(
     try:
         for name, answer in _answers(arch, num_sms).items():
             patches.set(torch.cuda, name, answer)
+        for name, value in (("is_available", True), ("device_count", 1), ("synchronize", None),
+                            ("current_accelerator", torch.device("cuda"))):  # fmt: skip
+            patches.set(torch.accelerator, name, lambda *_args, value=value, **_kwargs: value)
         for name in ("range_push", "range_pop", "mark"):
             patches.set(torch.cuda.nvtx, name, lambda *_args, **_kwargs: None)
         patches.set(torch.version, "cuda", torch.version.cuda or "13.0")
@@ -415,6 +492,8 @@ def cuda_on_cpu(
         patches.set(torch.profiler, "profile", _Profile)
         patches.set(_device.DeviceContext, "__init__", device_context)
         patches.set(_device.DeviceContext, "__torch_function__", default_device)
+        _patch_scopes(patches)
+        _patch_autograd(patches)
         _GPU_RANDOM.manual_seed(torch.initial_seed())
         with _DeviceMode():
             yield
