@@ -623,12 +623,14 @@ def elsewhere() -> list[str]:
             if entry["outcome"] in ends[1:]:
                 name = f"{file.partition('/')[0]}: {test.rpartition('::')[2]}"
                 others.append(f"- `{name}`, {entry['outcome']}: {_short(entry['text'])}")
-    ended = counted.total() - counted["too slow"]
-    left_out = examples["summary"]["skipped"] + examples["summary"]["needs more"]
+    total, ended = counted.total(), counted.total() - counted["too slow"]
+    right, summary = counted["right"], examples["summary"]
+    left_out = summary["skipped"] + summary["needs more"]
     return [
-        f"Check mode, torch {run['torch']}, {run['time']}: of {ended} that ended, "
-        f"{counted['right']} ran right ({100 * counted['right'] / ended:.1f} %). {left_out} tests "
-        "are left out.",
+        f"Check mode, torch {run['torch']}, {run['time']}: {right} of {total} ran right "
+        f"({100 * right / total:.1f} %), which is {100 * right / ended:.1f} % of the {ended} that "
+        f"ended; {counted['too slow']} were too slow to say. Of the tests of examples, {left_out} "
+        f"are left out and {summary['no kernel']} launch no kernel.",
         "",
         "| kernels | TileLang | run | " + " | ".join(ends) + " |",
         "|---" * (3 + len(ends)) + "|",
