@@ -15,10 +15,11 @@ import pytest
 import tilelang
 import torch
 from tilelang import language as T
+from tilelang.cuda import debug
 
-from tile_kernels.emulator import EmulationError
+from tile_kernels.emulator import EmulationError, emulate
 from tile_kernels.emulator.cuda_api import cuda_on_cpu
-from tile_kernels.emulator.jit import Settings, emulated_tilelang
+from tile_kernels.emulator.jit import Settings, _architecture, emulated_tilelang
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ROOT = Path(__file__).parents[2]
@@ -332,6 +333,45 @@ def test_targets_other_than_cuda_are_refused() -> None:
 
     with emulated_tilelang(), pytest.raises(EmulationError, match="not for the target 'hip'"):
         tilelang.compile(kernel, target="hip")
+
+
+def test_a_target_that_found_no_gpu_is_the_emulated_one() -> None:
+    """TVM takes `Target("cuda")` for the oldest GPU that it knows where there is none."""
+    oldest, named = (
+        tilelang.tvm.target.Target({"kind": "cuda", "arch": a}) for a in ("sm_50", "sm_89")
+    )
+    assert _architecture(oldest, "sm_90a") == "sm_90a"
+    assert _architecture(named, "sm_90a") == "sm_89"
+    assert _architecture("cuda -arch=sm_80", "sm_90a") == "sm_80"
+
+
+def test_device_asserts_without_a_cuda_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TileLang omits them then; the emulator does not."""
+    monkeypatch.setattr(debug, "_IS_CUDA_AVAILABLE", False)
+
+    def build() -> Any:
+        @T.prim_func
+        def kernel(x: T.Tensor((32,), "float32"), y: T.Tensor((32,), "float32")):
+            with T.Kernel(1, threads=32):
+                t = T.get_thread_binding()
+                T.print(x[t])
+                T.device_assert(x[t] < 5, "too large")
+                y[t] = x[t]
+
+        return kernel
+
+    x = torch.zeros(32)
+    x[7] = 6
+    with emulated_tilelang(), pytest.raises(EmulationError) as caught:
+        tilelang.compile(build())(x.cuda(), x.cuda())
+    with pytest.raises(EmulationError, match="device assert failed"):
+        emulate(build, (), {"x": x, "y": x})
+    error = caught.value
+    assert error.message.startswith(
+        "kernel_kernel: device assert failed: too large [block (0, 0, 0) thread (7, 0, 0)]\n"
+    )
+    assert error.python_text == 'T.device_assert(x[t] < 5, "too large")'
+    assert not debug._IS_CUDA_AVAILABLE
 
 
 def test_results_that_no_argument_determines() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
+from .cuda_api import Patches
 from .launch import Emulated, Options
 from .lowering import DEFAULT_ARCH
 from .report import Report
@@ -76,10 +79,29 @@ def resolve(
     if hasattr(factory, "get_tir"):
         target = getattr(factory, "target", None)
         arch = target.get("arch") if isinstance(target, Mapping) else None
-        prim_func = factory.get_tir(*static_args, **kwargs)
+        with device_asserts():
+            prim_func = factory.get_tir(*static_args, **kwargs)
         return prim_func, getattr(factory, "pass_configs", None), arch
     if callable(factory) and not hasattr(factory, "buffer_map"):
-        return factory(*static_args, **kwargs), None, None
+        with device_asserts():
+            return factory(*static_args, **kwargs), None, None
     if static_args or kwargs:
         raise TypeError("static arguments were given, but the kernel is a finished prim_func")
     return factory, None, None
+
+
+@contextlib.contextmanager
+def device_asserts() -> Iterator[None]:
+    """Keeps `T.device_assert` in kernels built inside, also on a machine without a CUDA toolkit.
+
+    TileLang omits it there.
+    """
+    patches = Patches()
+    try:
+        # The second is the module of TileLang 0.1.11.
+        for name in ("tilelang.cuda.debug", "tilelang.language.print_op"):
+            with contextlib.suppress(ImportError):
+                patches.set(importlib.import_module(name), "_IS_CUDA_AVAILABLE", True)
+        yield
+    finally:
+        patches.restore()

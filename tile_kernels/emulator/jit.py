@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from .call import device_asserts
 from .cuda_api import Patches, cuda_on_cpu, tag
 from .errors import EmulationError
 from .launch import Emulated
@@ -93,6 +94,10 @@ class Session:
 # ---- kernels ------------------------------------------------------------------------------------
 
 
+# What TVM writes into `Target("cuda")` where it finds no GPU. TileLang does not support it.
+_NO_GPU_ARCH = "sm_50"
+
+
 def _architecture(target: Any, default: str) -> str:
     """The architecture that a TileLang target names, or the default."""
     if target is None or target in ("auto", "cuda"):
@@ -108,7 +113,8 @@ def _architecture(target: Any, default: str) -> str:
         described = {"arch": named[0].split("arch=")[1]} if named else {}
     if kind != "cuda":
         raise EmulationError(f"the emulator runs kernels for CUDA, not for the target {target!r}")
-    return str(dict(described or {}).get("arch", default))
+    named_arch = str(dict(described or {}).get("arch", default))
+    return default if named_arch == _NO_GPU_ARCH else named_arch
 
 
 def _scalar(value: Any) -> Any:
@@ -435,8 +441,9 @@ def emulated_tilelang(settings: Settings | None = None) -> Iterator[Session]:
     session = Session(settings or Settings())
     patches = Patches()
     try:
-        with cuda_on_cpu(
-            session.settings.arch, num_sms=session.settings.num_sms, note=session.note
+        with (
+            cuda_on_cpu(session.settings.arch, num_sms=session.settings.num_sms, note=session.note),
+            device_asserts(),
         ):
             _patch_tilelang(patches, session)
             yield session

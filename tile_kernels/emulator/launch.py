@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import linecache
 import re
 import subprocess
 import threading
@@ -619,7 +620,8 @@ class Emulated:
     ) -> EmulationError:
         f: CFailure = launch.failure.contents
         buffer: str | None = f.buffer.decode() or None
-        message = f"{kernel.name}: {f.text.decode(errors='replace')}"
+        text, asserted = _asserted(f.text.decode(errors="replace"))
+        message = f"{kernel.name}: {text}"
         if buffer is not None and buffer in tensors:
             index = _unravel(f.element, tensors[buffer][1], tensors[buffer][0].packed)
             message += f", {buffer}{list(index)}" if index else ""
@@ -628,7 +630,7 @@ class Emulated:
             message += f" [block {block} thread {thread}]"
         where = _source_line(self.library, [f.pcs[i] for i in range(f.num_pcs)])
         other = _source_line(self.library, [f.other_pc]) if f.other_pc else None
-        python, other_python = self._python_line(where), self._python_line(other)
+        python, other_python = asserted or self._python_line(where), self._python_line(other)
         if python:
             message += f"\n  {python}"
         if other_python:
@@ -708,6 +710,14 @@ def _unravel(element: int, t: torch.Tensor, packed: bool) -> tuple[int, ...] | N
         element, i = divmod(element, n)
         index.append(i)
     return tuple(reversed(index))
+
+
+def _asserted(text: str) -> tuple[str, _lines.Place | None]:
+    """The message of a failure, and the line of `T.device_assert`, which TileLang appends to it."""
+    m = re.fullmatch(r"(.*?)\n?\n  at (.+?):(\d+) in .*", text, re.DOTALL)
+    if m is None:
+        return text, None
+    return m[1], _lines.Place(m[2], int(m[3]), linecache.getline(m[2], int(m[3])).strip(), True)
 
 
 def _warp(launch: CLaunch) -> int:
