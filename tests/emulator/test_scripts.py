@@ -149,6 +149,9 @@ def test_pytest_emulate(tmp_path: Path) -> None:
     assert "1 failed, 2 passed" in done.stdout, done.stdout
     assert "reverse_kernel: race: 4-byte write to shared tile" in done.stdout
     assert "3 kernels, 2 launches" in done.stdout
+    assert re.search(
+        r"\n>       kernel\(torch.randn.*\nE .* race: ", done.stdout
+    )  # no frames below
     assert "<tr class='bad'>" in (tmp_path / "reverse_kernel-race.html").read_text()
 
 

@@ -176,6 +176,7 @@ def _make_kernel_class() -> Any:
             return self._run
 
         def _run(self, *inputs: Any) -> Any:
+            __tracebackhide__ = True  # pytest shows the caller of the kernel
             expected = len(self.params) - len(self.result_idx)
             if len(inputs) != expected:
                 raise ValueError(
@@ -244,6 +245,10 @@ def _make_kernel_class() -> Any:
             self.target, self.target_host, self.execution_backend = target, None, "tvm_ffi"
             self.adapter = EmulatedAdapter(session, prim_func, out_idx, emulated)
             self.torch_function = self.adapter.func
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            return self.torch_function(*args, **kwargs)
 
     return EmulatedKernel
 

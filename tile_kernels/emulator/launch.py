@@ -369,6 +369,7 @@ class Emulated:
         | `async_late` | True: asynchronous copies land as late as allowed; False: at once |
         | `fresh` | names of tensors whose content is undefined, as of `torch.empty`: results may not depend on it |
         """  # noqa: E501
+        __tracebackhide__ = True  # pytest shows the caller of the kernel
         if order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
         with torch._C.DisableTorchFunction():  # modes may tell stories about tensors (cuda_api.py)
@@ -382,6 +383,7 @@ class Emulated:
         async_late: bool,
         fresh: Sequence[str],
     ) -> Report:
+        __tracebackhide__ = True
         started = time.perf_counter()
         tensors, symbols = self._bind(args)
         tensors |= self._allocate_workspaces(symbols)
@@ -513,6 +515,7 @@ class Emulated:
         symbols: dict[str, Any],
         again: bool = False,
     ) -> KernelRun:
+        __tracebackhide__ = True
         kernel = launcher.kernel
         try:
             *size, dyn = launcher.sizes(symbols)
