@@ -53,7 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
         report=config.getoption("--emulate-report"),
     )
     stack = contextlib.ExitStack()
-    config.stash[_SESSION] = stack.enter_context(emulated_tilelang(settings))
+    try:
+        config.stash[_SESSION] = stack.enter_context(emulated_tilelang(settings))
+    except ValueError as error:
+        raise pytest.UsageError(f"--emulate: {error}") from None
     config.stash[_OPEN] = stack
 
 

@@ -17,7 +17,7 @@ import torch
 from tilelang import language as T
 from tilelang.cuda import debug
 
-from tile_kernels.emulator import EmulationError, emulate
+from tile_kernels.emulator import EmulationError, emulate, runner
 from tile_kernels.emulator.cuda_api import cuda_on_cpu
 from tile_kernels.emulator.jit import Settings, _architecture, emulated_tilelang
 
@@ -136,6 +136,30 @@ def test_missing_script_is_named() -> None:
     status, _, err = finish(start("nowhere.py"))
     assert status == 1
     assert err == "emulator: script: nowhere.py is not a file\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--arch", "hopper", "an architecture such as sm_90a"),
+        ("--time-limit", "-1", "a number of at least 0"),
+        ("--memory-limit", "much", "a number of at least 0.1"),
+        ("--sms", "0", "an integer of at least 1"),
+        ("--config", "-1", "an integer of at least 0"),
+    ],
+)
+def test_options_are_checked(
+    option: str, value: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        runner.main([f"{option}={value}", "script.py"])
+    assert f"argument {option}: expected {expected}, got {value!r}" in capsys.readouterr().err
+
+
+def test_an_unknown_architecture() -> None:
+    expected = "arch must be an architecture such as 'sm_90a', got '90'"
+    with pytest.raises(ValueError, match=expected), cuda_on_cpu("90"):
+        pass
 
 
 def test_pytest_emulate(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tagged tensors are tagged too. A tagged tensor reports `device == cuda:0`, 
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -298,8 +299,10 @@ def _no_graphs(*_args: Any, **_kwargs: Any) -> Any:
 
 def capability(arch: str) -> tuple[int, int]:
     """Compute capability of an architecture: (9, 0) of sm_90a."""
-    digits = arch.removeprefix("sm_").rstrip("abcdef")
-    return int(digits[:-1]), int(digits[-1])
+    m = re.fullmatch(r"sm_(\d{1,2})(\d)[a-f]?", arch)
+    if m is None:
+        raise ValueError(f"arch must be an architecture such as 'sm_90a', got {arch!r}")
+    return int(m[1]), int(m[2])
 
 
 def properties(arch: str, num_sms: int | None = None) -> SimpleNamespace:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,30 @@ OUT_OF_MEMORY = 137
 INTERRUPTED = 130
 
 
+def _architecture(text: str) -> str:
+    if not re.fullmatch(r"sm_\d{2,3}[a-f]?", text):
+        raise argparse.ArgumentTypeError(f"expected an architecture such as sm_90a, got {text!r}")
+    return text
+
+
+def _at_least(least: float, kind: type) -> Callable[[str], Any]:
+    """A number of a kind, for an option that takes no smaller ones."""
+
+    def number(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if (value := kind(text)) >= least:
+                return value
+        name = "an integer" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"expected {name} of at least {least}, got {text!r}")
+
+    return number
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `emulate`, the script, and the script's own arguments."""
     parser.add_argument("--mode", choices=("check", "fast"), default="check",
                         help="check every access (default), or results only")  # fmt: skip
-    parser.add_argument("--arch", default="sm_90a", metavar="SM",
+    parser.add_argument("--arch", type=_architecture, default="sm_90a", metavar="SM",
                         help="architecture that the script finds (default: sm_90a)")  # fmt: skip
     parser.add_argument("--order", choices=("forward", "reverse", "random"), default="forward",
                         help="order in which threads and blocks run")  # fmt: skip
@@ -52,18 +71,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "TileLang's placement of shared buffers, which shows hazards of reused memory"
     parser.add_argument("--merged-shared", action="store_true", help=text)
     text = "the autotuner's configuration to use (default: the first that compiles)"
-    parser.add_argument("--config", type=int, metavar="N", help=text)
+    parser.add_argument("--config", type=_at_least(0, int), metavar="N", help=text)
     text = "multiprocessors that the device reports"
-    parser.add_argument("--sms", type=int, metavar="N", help=text)
+    parser.add_argument("--sms", type=_at_least(1, int), metavar="N", help=text)
     text = "leave source, inputs and a gdb script of each kernel there"
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help=text)
     text = "write a page about a failure: the kernel's source, both accesses, barriers, memory"
     parser.add_argument("--report", choices=("html",), help=text)
     parser.add_argument("--reports", action="store_true", help="print what each launch did")
     text = "seconds after which the script is stopped (default: 600; 0: never)"
-    parser.add_argument("--time-limit", type=float, default=600.0, metavar="S", help=text)
+    parser.add_argument("--time-limit", type=_at_least(0, float), default=600.0, metavar="S",
+                        help=text)  # fmt: skip
     text = "gigabytes of memory after which it is stopped (default: 3/4 of the machine's)"
-    parser.add_argument("--memory-limit", type=float, metavar="GB", help=text)
+    parser.add_argument("--memory-limit", type=_at_least(0.1, float), metavar="GB",
+                        help=text)  # fmt: skip
     text = "`script` is a module, which runs as by `python -m`"
     parser.add_argument("-m", dest="module", action="store_true", help=text)
     parser.add_argument("script", type=Path, help="a Python script, or a pytest file")
