@@ -629,7 +629,7 @@ def elsewhere() -> list[str]:
     return [
         f"Check mode, torch {run['torch']}, {run['time']}: {right} of {total} ran right "
         f"({100 * right / total:.1f} %), which is {100 * right / ended:.1f} % of the {ended} that "
-        f"ended; {counted['too slow']} were too slow to say. Of the tests of examples, {left_out} "
+        f"ended; {counted['too slow']} did not end in time. Of the tests of examples, {left_out} "
         f"are left out and {summary['no kernel']} launch no kernel.",
         "",
         "| kernels | TileLang | run | " + " | ".join(ends) + " |",

@@ -1,10 +1,14 @@
-"""How `benchmarks/emulator_foreign.py` judges the calls of another package."""
+"""How the benchmarks of kernels from elsewhere judge what they run."""
 
+import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
 
+EXAMPLES = Path(__file__).parents[2] / "benchmarks" / "emulator_examples.py"
 SCRIPT = runpy.run_path(
     str(Path(__file__).parents[2] / "benchmarks" / "emulator_foreign.py"), run_name="script"
 )
@@ -37,3 +41,46 @@ def test_copies_keep_strides() -> None:
     copy = SCRIPT["on"]({"x": (padded, 1)}, "cpu")["x"][0]
     assert copy.stride() == padded.stride()
     assert torch.equal(copy, padded)
+
+
+TESTS = """
+import os, pytest, tilelang, torch
+from tilelang import language as T
+
+def shifted(step):
+    @T.prim_func
+    def kernel(x: T.Tensor((32,), "float32"), y: T.Tensor((32,), "float32")):
+        with T.Kernel(1, threads=32):
+            t = T.get_thread_binding()
+            y[t // step] = x[t]
+    x, y = torch.arange(32.0, device="cuda"), torch.zeros(32, device="cuda")
+    tilelang.compile(kernel)(x, y)
+    return y
+
+def test_right(): assert shifted(1)[3] == 3
+def test_ended(): os._exit(3)
+def test_wrong(): assert shifted(1)[3] == 4
+def test_reported(): shifted(2)
+def test_needs_more(): import flash_attention_for_martians
+def test_skipped(): pytest.skip("never")
+def test_no_kernel(): pass
+"""
+
+
+def test_ends_of_examples(tmp_path: Path) -> None:
+    """A test that ends the process is noted, and those behind it run."""
+    (tmp_path / "test_theirs.py").write_text(TESTS)
+    output = tmp_path / "results.json"
+    command = [sys.executable, str(EXAMPLES), str(tmp_path), f"--json={output}", "--seconds=60"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(output.read_text())
+    ends = {
+        test.rpartition("::")[2].removeprefix("test_").replace("_", " "): entry["outcome"]
+        for test, entry in found["files"]["test_theirs.py"].items()
+    }
+    assert ends.pop("ended") == "other error"
+    assert len(ends) == 6
+    assert all(test == outcome for test, outcome in ends.items()), ends
+    assert found["summary"]["tests"] == 7
+    assert found["summary"]["right"] == 1
