@@ -14,7 +14,7 @@ from . import lines
 from .errors import BarrierEvent, EmulationError, SharedPart
 
 AROUND = 14  # lines shown before and after a marked one
-_SHOWN_EVENTS = 48
+_SHOWN_EVENTS = 46  # fit the width of the page
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2230; --soft: #5d6678; --paper: #fff; --line: #d8dce5;
   --code: #f6f7fa; --bad: #c62828; --bad-back: #fde8e6; --other: #a05a00; --other-back: #fdf0d8;
@@ -184,7 +184,7 @@ def _timeline(e: EmulationError) -> str:
     own = None if e.thread is None else e.warp
     if own is not None and own not in warps:
         warps = sorted([*warps, own])
-    step, left, top, row = 26, 70, 34, 24
+    step, left, top, row = 20, 70, 34, 24
     width = left + step * (len(events) + 1) + 20
     bottom = top + row * len(warps)
     rows = [(w, top + row * i + 10) for i, w in enumerate(warps)]
