@@ -186,6 +186,8 @@ def test_frequencies() -> None:
     assert hca(ratio=0).rope == Rope.plain(10000.0)
     with pytest.raises(ValueError, match=r"rope.base must be above 1.0, got 1"):
         Rope(base=1)
+    with pytest.raises(ValueError, match=r"rope.factor must be at least 1.0, got 0.5"):
+        Rope(factor=0.5)
 
 
 def test_frequencies_are_not_rounded_with_the_parameters() -> None:
