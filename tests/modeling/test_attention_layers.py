@@ -160,6 +160,11 @@ def test_no_sequences(make: Any) -> None:
     empty = layer.state(0, 16)
     assert layer.step(tokens(0), empty).shape == (0, HIDDEN)
     assert layer(tokens(0, 0), state=empty).shape == (0, 0, HIDDEN)
+    padding = torch.tensor([-1], dtype=torch.int32)
+    with pytest.raises(ValueError, match="state must have room for at least 1 sequence, got 0"):
+        layer.step(tokens(1), empty, padding)
+    with pytest.raises(ValueError, match="state must have room for at least 1 sequence, got 0"):
+        layer(tokens(1, 0), state=empty, slots=padding)
 
 
 def test_old_tokens_reach_a_query_through_entries_alone() -> None:
@@ -492,6 +497,8 @@ def test_arguments_are_explained() -> None:
             layer(tokens(4), **given)
     with pytest.raises(ValueError, match="slots must be on cpu"):
         layer.step(tokens(1), layer.state(1, 8), torch.zeros(1, device="meta").int())
+    with pytest.raises(TypeError, match="indexer_loss must be a bool, got str"):
+        layer(tokens(4), indexer_loss="no")
     with pytest.raises(ValueError, match="slots need a state"):
         layer(tokens(4), slots=torch.zeros(1).int())
     assert "heads=4, window=8, ratio=4, cache='bf16', topk=3" in repr(layer)
