@@ -448,6 +448,21 @@ def test_new_lengths_do_not_compile_again(make: Any) -> None:
     assert compiled == compiled[:1] * 6
 
 
+@pytest.mark.parametrize("make", [csa, hca])
+def test_prompts_into_a_state_compile_as_one_graph(make: Any) -> None:
+    layer, x, slots = make(cache="fp8"), tokens(2, 21), torch.tensor([2, 0])
+    state, other = layer.state(3, 64), layer.state(3, 64)
+    torch._dynamo.reset()
+    run = torch.compile(
+        lambda x: layer(x, state=state, slots=slots), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(run(x), layer(x, state=other, slots=slots))
+    last = tokens(2, seed=3)
+    found, expected = (layer.step(last, each, slots.int()) for each in (state, other))
+    assert torch.equal(found, expected)
+    assert state.lengths.tolist() == [22, 0, 22]
+
+
 def test_loss_compiles_as_one_graph() -> None:
     layer, compiled, x = csa(), csa(), tokens(2, 21)
     torch._dynamo.reset()
