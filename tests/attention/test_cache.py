@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -23,6 +25,17 @@ def write_v4(page: torch.Tensor, offset: int, row: torch.Tensor) -> None:
     page[first : first + 7] = (scale.log2() + 127).to(torch.uint8)
 
 
+def write_v32(page: torch.Tensor, offset: int, row: torch.Tensor) -> None:
+    """The same for "v3.2", whose tokens have their scales with them, as float32."""
+    groups = row[:512].reshape(4, 128)
+    scale = 2.0 ** (groups.abs().amax(1).clamp(min=1e-4) / 448).log2().ceil()
+    codes = (groups / scale[:, None]).to(torch.float8_e4m3fn)
+    token = page[656 * offset : 656 * offset + 656]
+    token[:512] = codes.flatten().view(torch.uint8)
+    token[512:528] = scale.view(torch.uint8)
+    token[528:] = row[512:].bfloat16().view(torch.uint8)
+
+
 def read_v4(page: torch.Tensor, offset: int) -> torch.Tensor:
     """The channels of a token, in float32."""
     size = page.numel() // 584
@@ -33,24 +46,44 @@ def read_v4(page: torch.Tensor, offset: int) -> torch.Tensor:
     return torch.cat(((codes.reshape(7, 64) * scale[:, None]).flatten(), rotated))
 
 
+def read_v32(page: torch.Tensor, offset: int) -> torch.Tensor:
+    """The channels of a token in "v3.2", in float32."""
+    token = page[656 * offset : 656 * offset + 656]
+    codes = token[:512].view(torch.float8_e4m3fn).float().reshape(4, 128)
+    scale = token[512:528].clone().view(torch.float32)
+    rotated = token[528:].clone().view(torch.bfloat16).float()
+    return torch.cat(((codes * scale[:, None]).flatten(), rotated))
+
+
 @each_ground
 @pytest.mark.parametrize("page_size", [2, 61])
-def test_bytes_of_a_page(page_size: int, ground: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "channels", "write_row", "read_row"),
+    [("v4", 512, write_v4, read_v4), ("v3.2", 576, write_v32, read_v32)],
+)
+def test_bytes_of_a_page(
+    layout: str,
+    channels: int,
+    write_row: Callable[[torch.Tensor, int, torch.Tensor], None],
+    read_row: Callable[[torch.Tensor, int], torch.Tensor],
+    page_size: int,
+    ground: tuple[str, str],
+) -> None:
     backend, device = ground
-    cache = attention.kv_cache_empty(2, page_size, device=device)
+    cache = attention.kv_cache_empty(2, page_size, layout, device=device)
     cache.zero_()
-    rows = torch.randn(2 * page_size, 512).bfloat16()
+    rows = torch.randn(2 * page_size, channels).bfloat16()
     slots = torch.randperm(2 * page_size)[: page_size + 1].int()
-    expected = torch.zeros(2, 584 * page_size, dtype=torch.uint8)
+    expected = torch.zeros(2, cache[0].numel(), dtype=torch.uint8)
     for slot in slots.tolist():
-        write_v4(expected[slot // page_size], slot % page_size, rows[slot].float())
+        write_row(expected[slot // page_size], slot % page_size, rows[slot].float())
     with tile_kernels.backend(backend):
         given = (cache, slots.to(device), rows[slots.long()].to(device))
         attention.kv_cache_append(*given)
         back = attention.kv_cache_gather(cache, slots.to(device)).cpu()
     assert torch.equal(cache.cpu().reshape(2, -1), expected)
     for slot, row in zip(slots.tolist(), back):
-        read = read_v4(expected[slot // page_size], slot % page_size)
+        read = read_row(expected[slot // page_size], slot % page_size)
         assert torch.equal(read, row.float())
         assert (read - rows[slot].float()).abs().max() < 0.07 * rows[slot].float().abs().max()
 

@@ -152,17 +152,22 @@ def test_permuted_queries_have_the_same_bits() -> None:
         assert torch.equal(one, other[order])
 
 
-def selected_rows(device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of entries, the best of each query, and lists of rows from them."""
+def scores(device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What entries are scored from: queries, keys and weights; and the bounds of sequences."""
     torch.manual_seed(0)
-    num_tokens, ratio = 70, 4
-    cu_seqlens = torch.tensor([0, 30, num_tokens], dtype=torch.int32, device=device)
-    start, end = indexer_ranges(cu_seqlens, ratio, num_tokens)
-    q = torch.randn(num_tokens, 4, 32, device=device).bfloat16()
+    q = torch.randn(70, 4, 32, device=device).bfloat16()
     keys = torch.randn(7 + 10, 32, device=device).bfloat16()
-    weights = torch.rand(num_tokens, 4, device=device)
+    weights = torch.rand(70, 4, device=device)
+    return q, keys, weights, torch.tensor([0, 30, 70], dtype=torch.int32, device=device)
+
+
+def selected_rows(
+    q: Tensor, keys: Tensor, weights: Tensor, cu_seqlens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The best entries of each query, and lists of rows from them."""
+    start, end = indexer_ranges(cu_seqlens, 4, 70)
     selected = indexer_select(q, keys, weights, start, end, 5)
-    indices, lengths = attention_indices(selected, cu_seqlens, window=8, ratio=ratio)
+    indices, lengths = attention_indices(selected, cu_seqlens, window=8, ratio=4)
     return selected, indices, lengths
 
 
@@ -173,31 +178,35 @@ def check_selected(selected: Tensor, indices: Tensor, lengths: Tensor) -> None:
 
 
 def test_a_selection_makes_lists() -> None:
-    check_selected(*selected_rows("cpu"))
+    check_selected(*selected_rows(*scores("cpu")))
 
 
 @pytest.mark.gpu
 def test_a_selection_makes_lists_in_a_graph() -> None:
-    """From the selection to the attention nothing waits: a CUDA graph records all of it."""
+    """From the selection to the attention nothing waits: a CUDA graph records all of it, and
+    replays it for other scores."""
     rows, heads = torch.randn(87, 512, device="cuda").bfloat16(), 64
     q = torch.randn(70, heads, 512, device="cuda").bfloat16()
+    operands = scores("cuda")
 
     def run() -> tuple[Tensor, ...]:
-        selected, indices, lengths = selected_rows("cuda")
+        selected, indices, lengths = selected_rows(*operands)
         out = sparse_attention(q, rows, indices, 512**-0.5, topk_length=lengths)
         assert isinstance(out, Tensor)
         return selected, indices, lengths, out
 
-    expected = run()
-    _, indices, lengths = expected[:3]
+    first = run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = sparse_attention(q, rows, indices, 512**-0.5, topk_length=lengths)
+        found = run()
+    operands[0].copy_(torch.randn_like(operands[0]))
     graph.replay()
     torch.cuda.synchronize()
-    assert isinstance(out, Tensor)
-    assert torch.equal(out, expected[3])
-    check_selected(*expected[:3])
+    expected = run()
+    assert not torch.equal(first[0], expected[0])
+    for one, other in zip(found, expected):
+        assert torch.equal(one, other)
+    check_selected(*found[:3])
 
 
 def test_warpgroups_do_not_wait_for_registers_for_ever() -> None:

@@ -160,6 +160,11 @@ def test_no_sequences(make: Any) -> None:
     empty = layer.state(0, 16)
     assert layer.step(tokens(0), empty).shape == (0, HIDDEN)
     assert layer(tokens(0, 0), state=empty).shape == (0, 0, HIDDEN)
+    padding = torch.tensor([-1], dtype=torch.int32)
+    with pytest.raises(ValueError, match="state must have room for at least 1 sequence, got 0"):
+        layer.step(tokens(1), empty, padding)
+    with pytest.raises(ValueError, match="state must have room for at least 1 sequence, got 0"):
+        layer(tokens(1, 0), state=empty, slots=padding)
 
 
 def test_old_tokens_reach_a_query_through_entries_alone() -> None:
@@ -186,6 +191,8 @@ def test_frequencies() -> None:
     assert hca(ratio=0).rope == Rope.plain(10000.0)
     with pytest.raises(ValueError, match=r"rope.base must be above 1.0, got 1"):
         Rope(base=1)
+    with pytest.raises(ValueError, match=r"rope.factor must be at least 1.0, got 0.5"):
+        Rope(factor=0.5)
 
 
 def test_frequencies_are_not_rounded_with_the_parameters() -> None:
@@ -441,6 +448,21 @@ def test_new_lengths_do_not_compile_again(make: Any) -> None:
     assert compiled == compiled[:1] * 6
 
 
+@pytest.mark.parametrize("make", [csa, hca])
+def test_prompts_into_a_state_compile_as_one_graph(make: Any) -> None:
+    layer, x, slots = make(cache="fp8"), tokens(2, 21), torch.tensor([2, 0])
+    state, other = layer.state(3, 64), layer.state(3, 64)
+    torch._dynamo.reset()
+    run = torch.compile(
+        lambda x: layer(x, state=state, slots=slots), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(run(x), layer(x, state=other, slots=slots))
+    last = tokens(2, seed=3)
+    found, expected = (layer.step(last, each, slots.int()) for each in (state, other))
+    assert torch.equal(found, expected)
+    assert state.lengths.tolist() == [22, 0, 22]
+
+
 def test_loss_compiles_as_one_graph() -> None:
     layer, compiled, x = csa(), csa(), tokens(2, 21)
     torch._dynamo.reset()
@@ -490,6 +512,8 @@ def test_arguments_are_explained() -> None:
             layer(tokens(4), **given)
     with pytest.raises(ValueError, match="slots must be on cpu"):
         layer.step(tokens(1), layer.state(1, 8), torch.zeros(1, device="meta").int())
+    with pytest.raises(TypeError, match="indexer_loss must be a bool, got str"):
+        layer(tokens(4), indexer_loss="no")
     with pytest.raises(ValueError, match="slots need a state"):
         layer(tokens(4), slots=torch.zeros(1).int())
     assert "heads=4, window=8, ratio=4, cache='bf16', topk=3" in repr(layer)

@@ -444,6 +444,7 @@ class WindowAttention(nn.Module):
                     shape=(sequences.num_sequences,),
                 )
                 checks.tensor_on("slots", slots, x.device)
+                _check_room(state, sequences.num_sequences)
             elif sequences.num_sequences > state.num_sequences:
                 raise ValueError(
                     f"x must have at most {state.num_sequences} sequences, as the state, or come "
@@ -466,6 +467,7 @@ class WindowAttention(nn.Module):
                 "slots", slots, ("num_tokens",), torch.int32, shape=shape, contiguous=True
             )
             checks.tensor_on("slots", slots, x.device)
+            _check_room(state, x.shape[0])
         elif x.shape[0] != state.num_sequences:
             raise ValueError(
                 f"x must have a token for each of {state.num_sequences} sequences of the state, or "
@@ -489,6 +491,12 @@ class WindowAttention(nn.Module):
         if given != wanted:
             names = "(window, cache, ratio, whether it has an indexer)"
             raise ValueError(f"state must be one of {names} = {wanted}, got {given}")
+
+
+def _check_room(state: AttentionState, count: int) -> None:
+    """Padding, too, is computed with what the state has of a sequence."""
+    if not state.num_sequences and count:
+        raise ValueError("state must have room for at least 1 sequence, got 0")
 
 
 def _in_slots(

@@ -47,10 +47,12 @@ class Rope:
     slow: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, least in (("base", 1.0), ("factor", 1.0), ("fast", 0.0), ("slow", 0.0)):
+        for name, least in (("base", 1.0), ("fast", 0.0), ("slow", 0.0)):
             value = checks.finite(f"rope.{name}", getattr(self, name))
-            if value < least or (name != "factor" and value == least):
+            if value <= least:
                 raise ValueError(f"rope.{name} must be above {least}, got {value}")
+        if checks.finite("rope.factor", self.factor) < 1.0:
+            raise ValueError(f"rope.factor must be at least 1.0, got {self.factor}")
         checks.integer("rope.original_length", self.original_length, 1)
 
     @classmethod

@@ -126,13 +126,14 @@ class CompressedSparseAttention(WindowAttention):
             TypeError: If an argument has another type or dtype.
             ValueError: If a shape does not fit, or a prompt is longer than the state has room for.
         """
-        if not indexer_loss:
-            return super().forward(x, cu_seqlens=cu_seqlens, state=state, slots=slots)
         with checks.named("CompressedSparseAttention"):
-            if state is not None:
+            checks.boolean("indexer_loss", indexer_loss)
+            if indexer_loss and state is not None:
                 raise ValueError(
                     "indexer_loss must be False with a state, because it is for training"
                 )
+        if not indexer_loss:
+            return super().forward(x, cu_seqlens=cu_seqlens, state=state, slots=slots)
         sequences = self._sequences(x, cu_seqlens, None, slots)
         out, projected, loss = self._attended_with_loss(x.flatten(0, -2), sequences)
         return self.output(out, projected.angles).view(x.shape), loss
