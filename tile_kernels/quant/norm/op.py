@@ -448,10 +448,10 @@ def _cast_reference(*fields: Any) -> tuple[Tensor, ...]:
     )
     if rstd is None:
         raise RuntimeError("unreachable: rstd was asked for")
-    missing = a.x.new_empty(0)
+    # Results that were not asked for have no elements; no two results may share memory.
     if out_bf16 is None:
-        out_bf16 = missing.bfloat16()
-    return data, sf, out_bf16, rstd, missing if a.residual is None else total
+        out_bf16 = a.x.new_empty(0, dtype=torch.bfloat16)
+    return data, sf, out_bf16, rstd, a.x.new_empty(0) if a.residual is None else total
 
 
 def cast_cost(
