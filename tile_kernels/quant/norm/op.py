@@ -193,9 +193,8 @@ def _launch(
     weight, weight_alignment = _weight_of(a.weight)
     problem = (
         dtype_name(x), x.shape[1], weight, residual is not None, dtype_name(plain), fmt, group,
-        scale_layout, round_sf, mega is not None, float(a.out_scale) != 1.0,
-        a.x.dim() == 3 and pad > 1, _aligned(x, residual, plain, data, total),
-        weight_alignment,
+        scale_layout, round_sf, mega is not None, a.x.dim() == 3 and pad > 1,
+        _aligned(x, residual, plain, data, total), weight_alignment,
     )  # fmt: skip
     if casts and is_by_rows(scale_layout):
         sf = _rows(sf)
