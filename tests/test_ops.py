@@ -443,6 +443,16 @@ def test_opcheck(op: Operator, device: str) -> None:
             torch.library.opcheck(func, args, kwargs, test_utils=sorted(OPCHECKS - left_out))
 
 
+@each_op
+def test_small_samples_under_a_dispatch_mode(op: Operator) -> None:
+    """The dispatcher refuses references whose results share memory with each other or with inputs:
+    `torch.compile` and training would fail, for some arguments only."""
+    for sample in op.cases.small:
+        with CustomOpCalls() as asked:
+            op.function(**sample.build("cpu"))
+        assert asked.calls, sample.label
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 @each_op
 def test_compiles_without_graph_breaks(op: Operator, device: str) -> None:

@@ -271,6 +271,32 @@ def test_the_least_amax_is_a_setting(settings: None) -> None:
     assert v2.torch.cast(x, "e4m3", (1, 32))[0].float()[0, 0] == 448
 
 
+def test_the_alignment_of_experts_is_a_setting(settings: None) -> None:
+    """Of all functions with ranges of experts, in both modules, and traced again when it changes."""
+    x, grad = torch.randn(4, 64), torch.ones(4, 32)
+    ends = torch.tensor([1, 3], dtype=torch.int32)
+    codes = quant.per_token_cast(x, "e4m3", 32)
+    found = torch.compile(lambda x: quant.swiglu_forward(x, "fp32", ends), backend="eager")
+    calls: list[Any] = [
+        lambda: found(x),
+        lambda: quant.swiglu_backward(x, grad, "fp32", ends)[0],
+        lambda: quant.swiglu_forward_and_per_token_cast(
+            x, "e4m3", 32, psum_num_tokens_per_expert=ends
+        )[1],
+        lambda: quant.swiglu_backward_and_per_token_cast(
+            codes, grad.bfloat16(), None, None, None, 32, psum_num_tokens_per_expert=ends
+        )[1][1],
+        lambda: v2.quant.swiglu_forward(x, "fp32", ends),
+        lambda: v2.quant.swiglu_forward_and_per_token_cast(x, "e4m3", 32, ends)[1],
+        lambda: v2.torch.swiglu_forward(x, ends),
+        lambda: v2.torch.get_mapping_from_psum(x, ends)[:, None],
+    ]
+    for alignment, rows in ((1, [0, 1, 2]), (2, [0, 2]), (128, [0])):
+        v2.set_token_alignment(alignment)
+        for call in calls:
+            assert call().any(1).nonzero().flatten().tolist() == rows
+
+
 def test_channel_cast() -> None:
     torch.manual_seed(2)
     x = torch.randn(128, 128).bfloat16()

@@ -70,6 +70,19 @@ def test_a_table_learns_and_untouched_rows_stay() -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("size", [1e-19, 1e-21, 1e-23, 1e-40, 0.0])
+def test_a_column_of_tiny_gradients(size: float) -> None:
+    """Their squares are subnormal or 0: the other columns are updated as ever."""
+    torch.manual_seed(5)
+    table = torch.nn.Parameter(torch.zeros(6, 8))
+    optimizer = SinkhornMomentum([table], lr=1.0, beta1=0.0)
+    table.grad = torch.randn(6, 8)
+    table.grad[:, 3] *= size
+    optimizer.step()
+    assert table.isfinite().all()
+    torch.testing.assert_close(table.detach().norm(dim=1), torch.full((6,), 8**0.5))
+
+
 def test_ranks_that_share_a_table_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads with half of the rows each make the steps of one that has all of them."""
     torch.manual_seed(4)

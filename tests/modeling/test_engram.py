@@ -518,6 +518,27 @@ def test_tables_of_all_kinds_agree(dtype: torch.dtype) -> None:
             torch.testing.assert_close(dense, wanted, rtol=2e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("host_resident", [False, True], ids=["", "host"])
+def test_masked_rows_are_zeros_without_a_gradient(sparse: bool, host_resident: bool) -> None:
+    """Also in sparse gradients, whose rows optimizers update whatever their values are."""
+    table = EngramTable(30, 4, sparse, host_resident)
+    indices = torch.tensor([[7, 3], [-1, -1], [3, 21]])
+    found = table(indices, masked=True)
+    assert not found[1].any()
+    assert torch.equal(found[[0, 2]], table(indices[[0, 2]]))
+    found.sum().backward()
+    grad = table.weight.grad
+    assert grad is not None
+    if sparse:
+        assert grad.coalesce().indices()[0].tolist() == [3, 7, 21]
+    dense = grad.to_dense()
+    assert dense[[3, 7, 21], 0].tolist() == [2.0, 1.0, 1.0]
+    assert dense.sum() == 16
+    assert not table(torch.full((2, 3), -1), masked=True).any()
+    assert table(indices[:0], masked=True).shape == (0, 8)
+
+
 def test_prefetched_rows_serve_once_and_only_their_ids() -> None:
     table = EngramTable(30, 4, host_resident=True)
     indices, others = torch.tensor([[1, 2]]), torch.tensor([[1, 2]])

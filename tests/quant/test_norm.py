@@ -43,6 +43,34 @@ def test_the_cast_is_that_of_the_norm(flags: Flags, ground: tuple[str, str]) -> 
     assert sf.stride() == expected[1].stride()
 
 
+@pytest.mark.parametrize(
+    ("how", "mega"), [("trained", False), ("compiled", False), ("compiled", True)]
+)
+def test_the_cast_alone(how: str, mega: bool) -> None:
+    """Without a residual and without the norm in bfloat16: nothing but data and scales."""
+    x = rows(5, 128)
+
+    def cast(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        buffer = torch.ones(1, 128, dtype=torch.int32)
+        more: dict[str, Any] = {"mega_moe_sf": buffer, "mega_moe_block_m": 64} if mega else {}
+        (data, sf), *others, total = quant.norm_forward_and_per_token_cast(
+            x, None, 1e-6, "e4m3", 32, round_sf=True, **more
+        )
+        assert others == [None, None]
+        assert total is x
+        return data.view(torch.uint8), sf, buffer
+
+    expected = cast(x)
+    if how == "trained":
+        found = cast(x.clone().requires_grad_())
+    else:
+        torch._dynamo.reset()
+        found = torch.compile(cast, fullgraph=True, backend="aot_eager")(x)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert bool((expected[2] == 1).all()) is not mega
+
+
 @each_ground
 def test_scales_of_batches(ground: tuple[str, str]) -> None:
     """Every batch has separate columns, padded to 16 bytes."""

@@ -122,6 +122,19 @@ def test_in_place_under_compile() -> None:
     assert torch.equal(x, expected)
 
 
+@each_ground
+def test_expanded_tensors_are_not_written(ground: tuple[str, str]) -> None:
+    """Several tokens of one memory would be rotated one after another."""
+    backend, device = ground
+    query, cache = torch.ones(1, 2, 8, device=device), torch.ones(9, 8, device=device)
+    with (
+        tile_kernels.backend(backend),
+        pytest.raises(ValueError, match="query must not have elements that share memory"),
+    ):
+        transform.apply_rotary(query.expand(3, 2, 8), cache)
+    assert torch.equal(query, torch.ones_like(query))
+
+
 def test_in_place_has_no_gradient() -> None:
     x = torch.randn(4, 2, 16, requires_grad=True) * 1
     table = cache(4, 16, CPU, torch.float32)

@@ -85,7 +85,7 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 
 def apart(written: Named, read: Named = ()) -> None:
-    """Tensors that are written share memory with no other, written or read.
+    """Tensors that are written share memory with no other, written or read, and none in themselves.
 
     What counts is the memory from a tensor's first element to its last."""
     spans = []
@@ -94,6 +94,11 @@ def apart(written: Named, read: Named = ()) -> None:
             start, count = tensor.storage_offset(), tensor.numel()
             if not (isinstance(start, int) and isinstance(count, int)):
                 return  # symbolic under torch.compile; then the real call checks
+            if is_written and any(n > 1 and not s for n, s in zip(tensor.shape, tensor.stride())):
+                raise ValueError(
+                    f"{name} must not have elements that share memory, got strides "
+                    f"{tensor.stride()} for shape {tuple(tensor.shape)}"
+                )
             if count:
                 size, storage = tensor.element_size(), tensor.untyped_storage()._cdata
                 reach_of = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))

@@ -1,8 +1,7 @@
 """Casts, norms and SwiGLU with the arguments of TileKernels 2.1.
 
 Names whose arguments did not change are those of `tile_kernels.quant`. What the others add to the
-arguments of TileKernels, such as `amax_min` and `seed`, is by keyword here too (`options`). In the
-SwiGLU functions the alignment of expert ranges is the setting `get_token_alignment`, unless given.
+arguments of TileKernels, such as `amax_min` and `seed`, is by keyword here too (`options`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from tile_kernels import quant
-from tile_kernels.config import get_token_alignment
 from tile_kernels.quant.back.op import (
     cast_back as cast_back,
     per_token_cast_back as per_token_cast_back,
@@ -30,6 +28,10 @@ from tile_kernels.quant.per_block.op import (
     per_block_cast_with_precomputed_sf as per_block_cast_with_precomputed_sf,
 )
 from tile_kernels.quant.plain.op import cast as cast
+from tile_kernels.quant.swiglu.op import (
+    swiglu_backward as swiglu_backward,
+    swiglu_forward as swiglu_forward,
+)
 from tile_kernels.quant.types import QuantTensor
 from tile_kernels.quant.weight_scales import (
     batched_transpose_weight_sf as batched_transpose_weight_sf,
@@ -126,27 +128,6 @@ def per_channel_cast(
     )  # fmt: skip
 
 
-def _aligned(options: dict[str, Any]) -> dict[str, Any]:
-    return {"alignment": get_token_alignment(), **options}
-
-
-def swiglu_forward(
-    x: Tensor,
-    fmt: str,
-    psum_num_tokens_per_expert: Tensor | None = None,
-    topk_weights: Tensor | None = None,
-    routed_scaling_factor: float | None = None,
-    clamp_value: float | None = None,
-    clamped_count: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    """`tile_kernels.quant.swiglu_forward`. Rows that do not exist are zeros."""
-    return quant.swiglu_forward(
-        x, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, clamp_value,
-        clamped_count, **_aligned(options),
-    )  # fmt: skip
-
-
 def swiglu_forward_and_per_token_cast(
     x: Tensor,
     fmt: str,
@@ -166,25 +147,7 @@ def swiglu_forward_and_per_token_cast(
         x, fmt, num_per_channels, None, topk_weights, None, use_tma_aligned_col_major_sf, round_sf,
         use_packed_ue8m0, clamp_value, clamped_count,
         psum_num_tokens_per_expert=psum_num_tokens_per_expert,
-        routed_scaling_factor=routed_scaling_factor, **_aligned(options),
-    )  # fmt: skip
-
-
-def swiglu_backward(
-    x: Tensor,
-    act_x_grad: Tensor,
-    fmt: str,
-    psum_num_tokens_per_expert: Tensor | None = None,
-    topk_weights: Tensor | None = None,
-    routed_scaling_factor: float | None = None,
-    clamp_value: float | None = None,
-    do_recompute: bool = False,
-    **options: Any,
-) -> tuple[Tensor, ...]:
-    """`tile_kernels.quant.swiglu_backward`."""
-    return quant.swiglu_backward(
-        x, act_x_grad, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor,
-        clamp_value, do_recompute, **_aligned(options),
+        routed_scaling_factor=routed_scaling_factor, **options,
     )  # fmt: skip
 
 
@@ -218,7 +181,7 @@ def swiglu_backward_and_per_token_cast(
         x, act_x_grad, topk_weights, None, None, num_per_channels, round_sf, clamp_value,
         use_tma_aligned_col_major_sf=use_tma_aligned_col_major_sf,
         use_packed_ue8m0=use_packed_ue8m0, psum_num_tokens_per_expert=psum_num_tokens_per_expert,
-        routed_scaling_factor=routed_scaling_factor, do_recompute=do_recompute, **_aligned(options),
+        routed_scaling_factor=routed_scaling_factor, do_recompute=do_recompute, **options,
     )  # fmt: skip
     weights = () if topk_weights is None else (weight_grad,)
     return (x_grad, codes, *weights, *((act,) if do_recompute else ()))

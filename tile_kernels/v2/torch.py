@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tile_kernels.torch import *  # isort: skip
-from tile_kernels.config import get_token_alignment
 from tile_kernels.engram.gate.reference import engram_gate_ref as _engram_gate_ref
 from tile_kernels.engram.sinkhorn.reference import (
     engram_sinkhorn_finalize as _engram_sinkhorn_finalize,
@@ -159,7 +158,6 @@ def get_mapping_from_psum(
     >>> get_mapping_from_psum(torch.zeros(6, 1), torch.tensor([2, 4, 5]), alignment=4).tolist()
     [True, True, False, False, True, False]
     """
-    alignment = alignment or get_token_alignment()
     return rows_in_ranges(psum_num_tokens_per_expert, alignment, x.shape[0])
 
 
@@ -181,7 +179,7 @@ def swiglu_forward(
     """
     return swiglu_rows_forward(
         x, "fp32", psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, clamp_value,
-        clamped_count, alignment=alignment or get_token_alignment(),
+        clamped_count, alignment=alignment,
     )  # fmt: skip
 
 
@@ -204,7 +202,7 @@ def swiglu_backward(
     """
     x_grad, *weight_grad, out = swiglu_rows_backward(
         x, grad_out, "fp32", psum_num_tokens_per_expert, topk_weights, routed_scaling_factor,
-        clamp_value, True, alignment=alignment or get_token_alignment(),
+        clamp_value, True, alignment=alignment,
     )  # fmt: skip
     return (out, x_grad, *weight_grad)
 

@@ -133,9 +133,10 @@ class SinkhornMomentum(torch.optim.Optimizer):
             engram.engram_sinkhorn_step_reduce(partial, squares)
             if self.process_group is not None:
                 torch.distributed.all_reduce(squares, group=self.process_group)
-            # Columns to the norm that equal ones have; a column of zeros keeps its scale.
-            mean = squares.mean()
-            col_scale *= torch.where(squares == 0, 1.0, (mean / squares).sqrt())
+            # Columns to the norm that equal ones have; a column of zeros keeps its scale. Squares
+            # may be subnormal, and the quotient of two of them infinite.
+            wanted = squares.mean().sqrt()
+            col_scale *= torch.where(squares == 0, 1.0, wanted / squares.sqrt())
         return engram.engram_sinkhorn_finalize(
             matrix, row_scale, col_scale, group["eps"], columns**0.5, out=matrix
         )

@@ -142,8 +142,11 @@ class EngramTable(nn.Module):
             `[*, C * embed_dim]`.
         """
         if masked:
-            rows = self.forward(indices.clamp(min=0), device)
-            absent = (indices < 0)[..., None].to(rows.device)
+            absent = indices < 0
+            # In place of them a row that is looked up: sparse gradients have no others.
+            present = indices.amax().clamp(min=0) if indices.numel() else 0
+            rows = self.forward(indices.masked_fill(absent, present), device)
+            absent = absent[..., None].to(rows.device)
             return rows.unflatten(-1, (indices.shape[-1], -1)).masked_fill(absent, 0).flatten(-2)
         where = None if self.host_resident else self.weight.device
         checks.tensor_on("EngramTable: indices", indices, where, checks.INTEGERS)

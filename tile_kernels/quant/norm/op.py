@@ -193,9 +193,8 @@ def _launch(
     weight, weight_alignment = _weight_of(a.weight)
     problem = (
         dtype_name(x), x.shape[1], weight, residual is not None, dtype_name(plain), fmt, group,
-        scale_layout, round_sf, mega is not None, float(a.out_scale) != 1.0,
-        a.x.dim() == 3 and pad > 1, _aligned(x, residual, plain, data, total),
-        weight_alignment,
+        scale_layout, round_sf, mega is not None, a.x.dim() == 3 and pad > 1,
+        _aligned(x, residual, plain, data, total), weight_alignment,
     )  # fmt: skip
     if casts and is_by_rows(scale_layout):
         sf = _rows(sf)
@@ -448,10 +447,10 @@ def _cast_reference(*fields: Any) -> tuple[Tensor, ...]:
     )
     if rstd is None:
         raise RuntimeError("unreachable: rstd was asked for")
-    missing = a.x.new_empty(0)
+    # Results that were not asked for have no elements; no two results may share memory.
     if out_bf16 is None:
-        out_bf16 = missing.bfloat16()
-    return data, sf, out_bf16, rstd, missing if a.residual is None else total
+        out_bf16 = a.x.new_empty(0, dtype=torch.bfloat16)
+    return data, sf, out_bf16, rstd, a.x.new_empty(0) if a.residual is None else total
 
 
 def cast_cost(

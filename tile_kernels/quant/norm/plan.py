@@ -42,7 +42,6 @@ class Plan(NamedTuple):
     layout: str
     round_sf: bool
     mega: bool
-    scaled: bool  # by a factor that is not 1
     batched: bool  # scales are in columns of batches
     chunk: int
     load: int
@@ -65,7 +64,6 @@ def plan(
     layout: str,
     round_sf: bool,
     mega: bool,
-    scaled: bool,
     batched: bool,
     alignment: int,
     weight_alignment: int,
@@ -87,7 +85,7 @@ def plan(
     # Powers of two times bfloat16.
     conversion = e2m1_conversion(fmt, source == "bfloat16" and round_sf and store % 8 == 0, device)
     return Plan(
-        source, width, weight, residual, plain, fmt, group, layout, round_sf, mega, scaled, batched,
+        source, width, weight, residual, plain, fmt, group, layout, round_sf, mega, batched,
         chunk, load, load_weight, store, threads, rows, conversion, early,
     )  # fmt: skip
 

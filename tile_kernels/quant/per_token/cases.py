@@ -215,6 +215,7 @@ _PER_TOKEN_CAST = Cases(
         _nvfp4_vector(
             1.0, "e4m3", "07", "005BE56A73F77B7E" + "FE4F59D97B7370EB"
         ),
+        _nvfp4_vector(0.1, "e4m3", "01", "0057E1666FF3787A" + "FA4A55D578706BE8"),
         _hashed_vector("e4m3", "38AA4315" + "00" * 24 + "38A94315"),
         _hashed_vector("e2m1", "9205" + "00" * 12 + "8205"),
         _vector(

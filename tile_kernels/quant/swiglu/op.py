@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tile_kernels import config
 from tile_kernels.quant import formats, layout
 from tile_kernels.quant.storage import GROUPS
 from tile_kernels.quant.swiglu import reference
@@ -67,6 +68,11 @@ def _only_in_range(index: Tensor, weights: Tensor) -> Tensor:
 def _check_clamp_value(value: float | None) -> None:
     if value is not None and not checks.number("clamp_value", value) >= 0:
         raise ValueError(f"clamp_value must be at least 0, or None, got {value}")
+
+
+def _aligned(alignment: int | None) -> int:
+    """The alignment of the rows of an expert: what was given, or the setting."""
+    return config.get_token_alignment() if alignment is None else alignment
 
 
 def _check_ranges(ends: Tensor | None, alignment: int) -> None:
@@ -332,7 +338,7 @@ def swiglu_forward_and_per_token_cast(
     *,
     psum_num_tokens_per_expert: Tensor | None = None,
     routed_scaling_factor: float | None = None,
-    alignment: int = 128,
+    alignment: int | None = None,
     fill_padding: bool = True,
     amax_min: float | None = None,
 ) -> QuantTensor:
@@ -371,7 +377,8 @@ def swiglu_forward_and_per_token_cast(
             `e` start where those of `e - 1` end, rounded up to the alignment, and end at its
             element. All other rows are padding.
         routed_scaling_factor: Multiplies the weights, or None.
-        alignment: That of the rows of an expert; used with `psum_num_tokens_per_expert`.
+        alignment: That of the rows of an expert, by default that of `config.set_token_alignment`:
+            128; used with `psum_num_tokens_per_expert`.
         fill_padding: With False the data of padding rows may be left as it is, for buffers that are
             much larger than what they hold; scales are zero.
         amax_min: Another name of `sf_clamp_min`, as other casts have it; one of them at most.
@@ -408,7 +415,7 @@ def swiglu_forward_and_per_token_cast(
         x, fmt, num_per_channels, pos_to_token_topk, topk_weights, pos_to_expert,
         use_tma_aligned_col_major_sf, round_sf, use_packed_ue8m0, swiglu_clamp_value, clamped_count,
         layout.least_amax(fmt, False, sf_clamp_min), psum_num_tokens_per_expert,
-        routed_scaling_factor, alignment, fill_padding, out=out,
+        routed_scaling_factor, _aligned(alignment), fill_padding, out=out,
     )  # fmt: skip
 
 
@@ -623,7 +630,7 @@ def swiglu_backward_and_per_token_cast(
     use_packed_ue8m0: bool = False,
     psum_num_tokens_per_expert: Tensor | None = None,
     routed_scaling_factor: float | None = None,
-    alignment: int = 128,
+    alignment: int | None = None,
     do_recompute: bool = True,
     amax_min: float | None = None,
 ) -> tuple[Tensor, QuantTensor, Tensor, Tensor]:
@@ -697,7 +704,7 @@ def swiglu_backward_and_per_token_cast(
     activation, codes, scales, x_grad, weight_grad = SWIGLU_BACKWARD_AND_PER_TOKEN_CAST(
         data, sf, grad_out, weight, pos_to_token_topk, token_topk_to_pos, num_per_channels,
         round_sf, swiglu_clamp_value, use_tma_aligned_col_major_sf, use_packed_ue8m0,
-        psum_num_tokens_per_expert, routed_scaling_factor, alignment, do_recompute,
+        psum_num_tokens_per_expert, routed_scaling_factor, _aligned(alignment), do_recompute,
         layout.least_amax(FMT, False, amax_min), out=out,
     )  # fmt: skip
     return activation, (codes, scales), x_grad, weight_grad
@@ -854,7 +861,7 @@ def swiglu_forward(
     clamp_value: float | None = None,
     clamped_count: Tensor | None = None,
     *,
-    alignment: int = 128,
+    alignment: int | None = None,
     pos_to_token_topk: Tensor | None = None,
     fill_padding: bool = True,
     out: Tensor | None = None,
@@ -883,7 +890,8 @@ def swiglu_forward(
         routed_scaling_factor: Multiplies the weights, or None.
         clamp_value: The clamp value, at least 0, or None.
         clamped_count: `[4]`, or `[3]` without the last, int64, added to in place; or None.
-        alignment: That of the rows of an expert; used with `psum_num_tokens_per_expert`.
+        alignment: That of the rows of an expert, by default that of `config.set_token_alignment`:
+            128; used with `psum_num_tokens_per_expert`.
         pos_to_token_topk: `[num_positions]`, int32: the index of the row's weight among all
             weights; a row with another number does not exist. Or None.
         fill_padding: With False, rows that do not exist may be left as they are, for buffers that
@@ -907,7 +915,7 @@ def swiglu_forward(
     """
     arguments: list[Any] = [
         x, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor, clamp_value,
-        alignment, pos_to_token_topk, fill_padding,
+        _aligned(alignment), pos_to_token_topk, fill_padding,
     ]  # fmt: skip
     if clamped_count is None:
         return SWIGLU_FORWARD(*arguments, out=out)
@@ -1030,7 +1038,7 @@ def swiglu_backward(
     clamp_value: float | None = None,
     do_recompute: bool = False,
     *,
-    alignment: int = 128,
+    alignment: int | None = None,
     pos_to_token_topk: Tensor | None = None,
     token_topk_to_pos: Tensor | None = None,
     out: Tensor | tuple[Tensor, ...] | None = None,
@@ -1076,7 +1084,7 @@ def swiglu_backward(
     """
     arguments = (
         x, act_x_grad, fmt, psum_num_tokens_per_expert, topk_weights, routed_scaling_factor,
-        clamp_value, do_recompute, alignment, pos_to_token_topk, token_topk_to_pos,
+        clamp_value, do_recompute, _aligned(alignment), pos_to_token_topk, token_topk_to_pos,
     )  # fmt: skip
     returned = (True, topk_weights is not None, do_recompute)
     if out is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from tile_kernels import config
 from tile_kernels.quant import formats
 from tile_kernels.quant.casting import dequantize, quantize
 from tile_kernels.quant.gather import gather_or_zero
@@ -208,12 +209,16 @@ def weights_of_rows(weights: torch.Tensor, pos_to_token_topk: torch.Tensor) -> t
     return gather_or_zero(weights.flatten(), pos_to_token_topk)[:, None]
 
 
-def rows_in_ranges(ends: torch.Tensor, alignment: int, num_rows: int) -> torch.Tensor:
+def rows_in_ranges(ends: torch.Tensor, alignment: int | None, num_rows: int) -> torch.Tensor:
     """Which rows belong to an expert: `[align(ends[e - 1], alignment), ends[e])`, from 0 on.
+
+    The alignment is by default that of `config.get_token_alignment`.
 
     >>> rows_in_ranges(torch.tensor([2, 4, 5]), 4, 6).tolist()
     [True, True, False, False, True, False]
     """
+    if alignment is None:
+        alignment = config.get_token_alignment()
     row = torch.arange(num_rows, device=ends.device)
     expert = torch.searchsorted(ends.long(), row, right=True)
     aligned = (ends.long() + alignment - 1) // alignment * alignment
@@ -226,7 +231,7 @@ def rows_and_weights(
     psum_num_tokens_per_expert: torch.Tensor | None,
     topk_weights: torch.Tensor | None,
     routed_scaling_factor: float | None,
-    alignment: int,
+    alignment: int | None,
     pos_to_token_topk: torch.Tensor | None,
     like: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -262,7 +267,7 @@ def swiglu_rows_forward(
     clamp_value: float | None = None,
     clamped_count: torch.Tensor | None = None,
     *,
-    alignment: int = 128,
+    alignment: int | None = None,
     pos_to_token_topk: torch.Tensor | None = None,
     fill_padding: bool = True,  # noqa: ARG001
 ) -> torch.Tensor:
@@ -313,7 +318,7 @@ def swiglu_rows_gradients(
     routed_scaling_factor: float | None = None,
     clamp_value: float | None = None,
     do_recompute: bool = False,
-    alignment: int = 128,
+    alignment: int | None = None,
     pos_to_token_topk: torch.Tensor | None = None,
     token_topk_to_pos: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -361,7 +366,7 @@ def swiglu_rows_backward(
     clamp_value: float | None = None,
     do_recompute: bool = False,
     *,
-    alignment: int = 128,
+    alignment: int | None = None,
     pos_to_token_topk: torch.Tensor | None = None,
     token_topk_to_pos: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -411,7 +416,7 @@ def swiglu_forward_and_per_token_cast(
     *,
     psum_num_tokens_per_expert: torch.Tensor | None = None,
     routed_scaling_factor: float | None = None,
-    alignment: int = 128,
+    alignment: int | None = None,
     fill_padding: bool = True,  # noqa: ARG001
     amax_min: float | None = None,
 ) -> QuantTensor:
@@ -468,7 +473,7 @@ def swiglu_backward_and_per_token_cast(
     use_packed_ue8m0: bool = False,
     psum_num_tokens_per_expert: torch.Tensor | None = None,
     routed_scaling_factor: float | None = None,
-    alignment: int = 128,
+    alignment: int | None = None,
     do_recompute: bool = True,
     amax_min: float | None = None,
 ) -> tuple[torch.Tensor, QuantTensor, torch.Tensor, torch.Tensor]:
