@@ -160,7 +160,7 @@ class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
         self.scaleout_rank_idx = topology.node_of(world.index)
         self.scaleup_rank_idx = topology.index_in_node(world.index)
         self._check_ranks = arguments.check_ranks
-        self._serial = next_serial(group)
+        self._serial = next_serial(group, world.active)
         self._limits = Limits(
             num_max_tokens_per_rank, self.num_allocated_qps, num_bytes,
             topology.is_hybrid or physical[0] == 1, self.allow_multiple_reduction,
