@@ -151,6 +151,11 @@ PHASES = [
     "ElasticBuffer.dispatch (rows)",
     "ElasticBuffer.dispatch (counts inside the node)",
     "ElasticBuffer.combine (rows)",
+    "ElasticBuffer.all_gather",
+    "ElasticBuffer.reduce_scatter",
+    "ElasticBuffer.engram_write",
+    "ElasticBuffer.engram_fetch",
+    "ElasticBuffer.sum_over_ranks",
 ]
 
 
@@ -169,11 +174,19 @@ def die_in_a_phase(group: dist.ProcessGroup, phase: str) -> str | None:
 
     def use() -> None:
         buffer = ElasticBuffer(
-            group, num_max_tokens_per_rank=4, hidden=8, num_cpu_timeout_secs=TIMEOUT,
-            explicitly_destroy=True, num_scaleup_ranks=2 if "inside" in phase else None,
+            group, num_bytes=8 << 20, num_cpu_bytes=2 << 20, num_max_tokens_per_rank=4,
+            num_cpu_timeout_secs=TIMEOUT, explicitly_destroy=True,
+            num_scaleup_ranks=2 if "inside" in phase else None,
         )  # fmt: skip
         rows, _, _, handle, _ = buffer.dispatch(x, chosen, num_experts=4)
         buffer.combine(rows, handle)
+        buffer.agrs_set_config(1024, 4)
+        with buffer.agrs_new_session():
+            buffer.all_gather(x)
+            buffer.reduce_scatter(x)
+        buffer.engram_write(x)
+        buffer.engram_fetch(chosen[:1].int())
+        buffer.sum_over_ranks(chosen)
         buffer.barrier()
         buffer.destroy()
 
