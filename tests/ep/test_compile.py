@@ -164,6 +164,8 @@ def test_what_a_graph_cannot_do_is_refused() -> None:
     x, chosen, _ = inputs(0)
     eager = buffer.dispatch(x, chosen, num_experts=EXPERTS)[3]
     stats = torch.zeros(EXPERTS, dtype=torch.int32)
+    single = buffer_of(LocalGroup(), allow_multiple_reduction=False)
+    weights = torch.rand(chosen.shape, requires_grad=True)
     for call, message in (
         (lambda: buffer.combine(x, eager), "handle must come from a dispatch in a compiled"),
         (lambda: buffer.dispatch((x, x, x), chosen, num_experts=4), "x must be a tensor or a pair"),
@@ -176,6 +178,10 @@ def test_what_a_graph_cannot_do_is_refused() -> None:
                 x, chosen, num_experts=4, cumulative_local_expert_recv_stats=stats
             ),
             "cumulative_local_expert_recv_stats must be None",
+        ),
+        (
+            lambda: single.dispatch(x, chosen, weights, num_experts=4, do_expand=True),
+            "topk_weights must not require gradients",
         ),
     ):
         with pytest.raises(Exception, match=message):

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from tests.ep.processes import run_processes
-from tile_kernels.ep import ElasticBuffer, LocalGroup, model, run_ranks
+from tile_kernels.ep import (
+    Buffer,
+    ElasticBuffer,
+    LocalGroup,
+    get_logical_domain_size,
+    get_physical_domain_size,
+    model,
+    run_ranks,
+)
 
 EXPERTS, HIDDEN = 4, 8
 
@@ -163,6 +171,40 @@ def test_size_of_the_buffer_is_enforced() -> None:
     run_ranks(2, rank)
 
 
+def test_size_for_sessions_and_the_pipeline_is_enforced() -> None:
+    def rank(group: LocalGroup) -> None:
+        buffer = ElasticBuffer(group, num_bytes=2 * model.PAGE, num_cpu_bytes=model.PAGE)
+        buffer.pp_set_config(model.PAGE // 8, 2)
+        buffer.agrs_set_config(model.PAGE, 2)
+        needed = f"must be at least {3 * model.PAGE} for this call with {model.PAGE} num_cpu_bytes"
+        x = torch.ones(4096, 64)
+        topk_idx = torch.zeros(len(x), 1, dtype=torch.int64)
+        for call in (
+            lambda: buffer.pp_set_config(model.PAGE // 8 + 1, 2),
+            lambda: buffer.agrs_set_config(model.PAGE + 1, 2),
+            lambda: buffer.dispatch(x, topk_idx, num_experts=2, num_max_tokens_per_rank=4096),
+        ):
+            with pytest.raises(ValueError, match=needed):
+                call()
+
+    run_ranks(2, rank)
+
+
+def test_arguments_of_a_fetch() -> None:
+    buffer = ElasticBuffer(
+        LocalGroup(), num_bytes=2 * model.PAGE, num_cpu_bytes=model.PAGE, num_allocated_qps=9
+    )
+    buffer.engram_write(torch.ones(6, 16).to(torch.float8_e4m3fn), torch.rand(6, 3))
+    indices = torch.tensor([[1, 5], [0, 2], [3, 3]], dtype=torch.int32)
+    for flag in (0, 1):
+        fetch = buffer.engram_fetch(indices, num_qps=9, use_tma_aligned_col_major_sf=flag)
+        assert fetch()[1].stride() == ((1, 4) if flag else (6, 1))
+    with pytest.raises(ValueError, match="num_qps must be at most the 9 queue pairs"):
+        buffer.engram_fetch(indices, num_qps=10)
+    with pytest.raises(TypeError, match="use_tma_aligned_col_major_sf must be"):
+        buffer.engram_fetch(indices, use_tma_aligned_col_major_sf=2)
+
+
 def test_limits_of_deep_ep_are_named() -> None:
     assert model.limits_exceeded(1, 8, 256) == []
     sentences = model.limits_exceeded(16, 128, 4096)
@@ -180,11 +222,29 @@ def different_calls(group: Any) -> list[str]:
     first = buffer_of(group, explicitly_destroy=True)
     second = buffer_of(group)
     x, topk_idx = tokens(me)
+    legacy = Buffer(group)
+    _, _, per_expert, in_rank, _ = legacy.get_dispatch_layout(topk_idx, EXPERTS)
+
+    def legacy_dispatch() -> Any:
+        return legacy.dispatch(
+            x, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=topk_idx
+        )
+
+    received = legacy_dispatch()
+    for each in (first, second):
+        each.agrs_set_config(1024, 2)
+        each.create_agrs_session()
+    nothing, part = torch.zeros(0, 2), torch.ones(2)
     calls: list[Any] = [
         (first.barrier, lambda: first.dispatch(x, topk_idx, num_experts=EXPERTS)),
         (first.destroy, first.barrier),
         (first.barrier, second.barrier),
         (lambda: first.agrs_set_config(1024, 2), lambda: first.pp_set_config(1024, 2)),
+        (lambda: first.engram_write(nothing), lambda: second.engram_write(nothing)),
+        (lambda: first.all_gather(part), lambda: second.all_gather(part)),
+        (lambda: ElasticBuffer.get_buffer_size_hint(group, 4, HIDDEN), first.barrier),
+        (lambda: get_physical_domain_size(group), lambda: get_logical_domain_size(group)),
+        (legacy_dispatch, lambda: legacy.combine(received[0], received[4])),
     ]
     found = []
     for pair in calls:
@@ -208,6 +268,16 @@ EXPECTED = [
     "rank 0 and number 2 of the group on rank 1",
     "all ranks must make the same call, but rank 0 calls ElasticBuffer.agrs_set_config and rank 1 "
     "calls ElasticBuffer.pp_set_config",
+    "ElasticBuffer.engram_write: buffer must be the same on all ranks, got number 1 of the group "
+    "on rank 0 and number 2 of the group on rank 1",
+    "ElasticBuffer.all_gather: buffer must be the same on all ranks, got number 1 of the group on "
+    "rank 0 and number 2 of the group on rank 1",
+    "all ranks must make the same call, but rank 0 calls ElasticBuffer.get_buffer_size_hint and "
+    "rank 1 calls ElasticBuffer.barrier",
+    "all ranks must make the same call, but rank 0 calls get_physical_domain_size and rank 1 calls "
+    "get_logical_domain_size",
+    "all ranks must make the same call, but rank 0 calls Buffer.dispatch and rank 1 calls "
+    "ElasticBuffer.combine",
 ]
 
 

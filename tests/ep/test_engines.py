@@ -109,6 +109,11 @@ def test_a_stream_that_waits_in_vain_is_let_go() -> None:
         engine.exchange(rows, [2, 10], [2, 10])
     with pytest.raises(RuntimeError, match="rank 4 gave up in a dispatch"):
         engine.settle()
+    # What was being enqueued meanwhile does not wait for ever either.
+    engine._through_rings(rows, [2, 10], [2, 10], "a combine")
+    assert not stream.run()
+    engine._work.watch.add(Event(stream), "a combine")
+    assert not stream.todo
 
 
 def test_words_are_as_before_when_an_exchange_ends() -> None:

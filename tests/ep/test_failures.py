@@ -151,6 +151,11 @@ PHASES = [
     "ElasticBuffer.dispatch (rows)",
     "ElasticBuffer.dispatch (counts inside the node)",
     "ElasticBuffer.combine (rows)",
+    "ElasticBuffer.all_gather",
+    "ElasticBuffer.reduce_scatter",
+    "ElasticBuffer.engram_write",
+    "ElasticBuffer.engram_fetch",
+    "ElasticBuffer.sum_over_ranks",
 ]
 
 
@@ -169,11 +174,19 @@ def die_in_a_phase(group: dist.ProcessGroup, phase: str) -> str | None:
 
     def use() -> None:
         buffer = ElasticBuffer(
-            group, num_max_tokens_per_rank=4, hidden=8, num_cpu_timeout_secs=TIMEOUT,
-            explicitly_destroy=True, num_scaleup_ranks=2 if "inside" in phase else None,
+            group, num_bytes=8 << 20, num_cpu_bytes=2 << 20, num_max_tokens_per_rank=4,
+            num_cpu_timeout_secs=TIMEOUT, explicitly_destroy=True,
+            num_scaleup_ranks=2 if "inside" in phase else None,
         )  # fmt: skip
         rows, _, _, handle, _ = buffer.dispatch(x, chosen, num_experts=4)
         buffer.combine(rows, handle)
+        buffer.agrs_set_config(1024, 4)
+        with buffer.agrs_new_session():
+            buffer.all_gather(x)
+            buffer.reduce_scatter(x)
+        buffer.engram_write(x)
+        buffer.engram_fetch(chosen[:1].int())
+        buffer.sum_over_ranks(chosen)
         buffer.barrier()
         buffer.destroy()
 
@@ -254,14 +267,21 @@ def test_the_watching_thread_needs_nobody_to_ask(caplog: pytest.LogCaptureFixtur
 def come_too_late(group: dist.ProcessGroup) -> str:
     """Rank 1 is late, so that both give up; then they begin again with all ranks."""
     options = {"num_max_tokens_per_rank": 4, "hidden": 8, "num_cpu_timeout_secs": 1}
-    buffer = ElasticBuffer(group, **options)
+    buffer = ElasticBuffer(group, explicitly_destroy=True, **options)
     time.sleep(3 * group.rank())
     with pytest.raises(RuntimeError) as error:
         buffer.barrier()
-    buffer = ElasticBuffer(group, **{**options, "num_cpu_timeout_secs": 20})
+    options["num_cpu_timeout_secs"] = 20
+    new = ElasticBuffer(group, **options)
     x = torch.ones(2, 8)
-    rows, _, _, handle, _ = buffer.dispatch(x, torch.tensor([[0, 1], [2, 3]]), num_experts=4)
-    assert_equal(buffer.combine(rows, handle)[0], x)
+    rows, _, _, handle, _ = new.dispatch(x, torch.tensor([[0, 1], [2, 3]]), num_experts=4)
+    assert_equal(new.combine(rows, handle)[0], x)
+    with pytest.raises(RuntimeError, match="collective: this buffer broke down before: rank"):
+        buffer.destroy()
+    another = ElasticBuffer(group, **options)
+    assert another._fabric.world._made is new._fabric.world._made  # type: ignore[attr-defined]
+    another.barrier()
+    new.barrier()
     return str(error.value)
 
 
@@ -318,6 +338,17 @@ def test_threads_go_on_without_one(expand: bool, check_ranks: bool) -> None:
             check_survivor(group, the_case(expand=expand, alignment=4), check_ranks=check_ranks)
 
     run_ranks(case.num_ranks, rank)
+
+
+def test_buffers_of_changing_ranks() -> None:
+    """Ranks that made different numbers of buffers before make one together."""
+
+    def rank(group: LocalGroup) -> None:
+        for active in ([True, True, False], [False, True, True], [True] * 3, [True, True, False]):
+            if active[group.rank]:
+                ElasticBuffer(group, num_bytes=2 << 20, active_ranks=active).barrier()
+
+    run_ranks(3, rank)
 
 
 def test_all_active_is_nothing_special() -> None:

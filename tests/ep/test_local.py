@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from tests.ep.helpers import Case, check_rank
 from tile_kernels.ep import run_ranks
+from tile_kernels.ep.rows import field_of, pack, scatter_rows, unpack
+from tile_kernels.testing.numeric import assert_equal
 
 FP8 = torch.float8_e4m3fn
 
@@ -23,6 +25,9 @@ CASES = {
     "five payloads": Case(
         widths=((torch.bfloat16, 5), (torch.int16, 3), (torch.bool, 1), (torch.int64, 2),
                 (torch.float8_e8m0fnu, 3)),
+    ),
+    "payloads of unequal alignment": Case(
+        widths=((torch.int16, 3), (torch.bfloat16, 8), (torch.int64, 1), (torch.float32, 4)),
     ),
     "32 slots": Case(experts_per_rank=24, num_topk=32, tokens=(9, 6)),
     "more slots than experts": Case(experts_per_rank=1, num_topk=5),
@@ -71,3 +76,19 @@ def cases(draw: st.DrawFn) -> Case:
 @given(cases())
 def test_any_case_against_reference(case: Case) -> None:
     run_ranks(case.num_ranks, lambda group: check_rank(group, case))
+
+
+def test_rows_are_expanded_out_of_what_arrived() -> None:
+    """Without a copy of the part that is taken, where its elements are aligned."""
+    parts = [torch.rand(5, 6).bfloat16(), torch.rand(5, 2), torch.arange(5)[:, None]]
+    packed = pack(parts)
+    inside = range(packed.data_ptr(), packed.data_ptr() + packed.numel())
+    fields = [field_of(each) for each in parts]
+    views = unpack(packed, fields, views=True)
+    assert [each.data_ptr() in inside for each in views] == [True, True, False]
+    slots = torch.tensor([[3, 0], [-1, 1], [6, 9], [2, -1], [4, 5]], dtype=torch.int32)
+    for view, wanted in zip(views, unpack(packed, fields)):
+        assert wanted.is_contiguous()
+        assert wanted.data_ptr() not in inside
+        assert_equal(view.contiguous(), wanted)
+        assert_equal(scatter_rows(view, slots, 8), scatter_rows(wanted, slots, 8))

@@ -15,14 +15,19 @@ from tile_kernels.runtime import checks
 Arguments = TypeVar("Arguments", bound=Any)
 
 
-def with_flags(arguments: Arguments, names: Sequence[str]) -> Arguments:
-    """The same arguments, with 0 and 1 for the named flags as `False` and `True`.
+def as_flag(value: Any) -> Any:
+    """0 and 1 as `False` and `True`; other values stay for the checks.
 
-    Command-line options of many programs are such integers. Other values stay for the checks.
+    Command-line options of many programs are such integers.
     """
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
+def with_flags(arguments: Arguments, names: Sequence[str]) -> Arguments:
+    """The same arguments, with `as_flag` of those that are named."""
     given = {name: getattr(arguments, name) for name in names}
-    numbers = {name: bool(v) for name, v in given.items() if type(v) is int and v in (0, 1)}
-    result: Arguments = replace(arguments, **numbers) if numbers else arguments
+    flags = {name: as_flag(v) for name, v in given.items() if type(v) is int}
+    result: Arguments = replace(arguments, **flags) if flags else arguments
     return result
 
 
@@ -44,15 +49,9 @@ class CommonArguments:
     async_with_compute_stream: bool
     allocate_on_comm_stream: bool
 
-    def check(self, num_allocated_qps: int) -> None:
-        """Check these arguments."""
+    def check(self) -> None:
+        """Check these arguments but for `num_qps`, whose limit is the buffer's."""
         checks.integer("num_sms", self.num_sms, 0)
-        checks.integer("num_qps", self.num_qps, 0)
-        if self.num_qps > num_allocated_qps:
-            raise ValueError(
-                f"num_qps must be at most the {num_allocated_qps} queue pairs of the buffer "
-                f"(num_allocated_qps), got {self.num_qps}"
-            )
         for name in COMMON_FLAGS:
             checks.boolean(name, getattr(self, name))
         for name in ("previous_event", "previous_event_before_epilogue"):

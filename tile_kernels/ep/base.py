@@ -10,6 +10,7 @@ import torch
 
 from tile_kernels.ep.agreement import Agreed, Settings, checked, propose
 from tile_kernels.ep.events import EventHandle, Finish, comm_stream, on_comm_stream
+from tile_kernels.ep.requests import Limits
 from tile_kernels.ep.transport import Fabric
 
 
@@ -42,7 +43,8 @@ class BufferBase:
     _check_ranks: bool
     _keep_tensors: bool
     _destroyed: bool = False
-    _serial: int
+    _limits: Limits
+    _identity: Settings  # tells the buffers of a group apart
 
     def destroy(self) -> None:
         """Wait for all ranks and end the use of the buffer; needs `explicitly_destroy=True`."""
@@ -130,8 +132,8 @@ class BufferBase:
         """
         self._check_alive(call)
         if needs_counts or self._check_ranks:
-            numbered = {"buffer": f"number {self._serial} of the group", **settings}
-            return propose(self._fabric.world, call, numbered, error, counts, numbers)
+            settings = {**self._identity, **settings}
+            return propose(self._fabric.world, call, settings, error, counts, numbers)
         if error is not None:
             raise type(error)(f"{call}: rank {self.rank_idx}: {error}") from error
         alone = Agreed(list(counts or [0] * self.num_ranks), [], [])

@@ -160,15 +160,17 @@ class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
         self.scaleout_rank_idx = topology.node_of(world.index)
         self.scaleup_rank_idx = topology.index_in_node(world.index)
         self._check_ranks = arguments.check_ranks
-        self._serial = next_serial(group)
+        self._identity = {"buffer": f"number {next_serial(group, world.active)} of the group"}
         self._limits = Limits(
-            num_max_tokens_per_rank, self.num_allocated_qps, num_bytes,
+            num_max_tokens_per_rank, self.num_allocated_qps, num_bytes, num_cpu_bytes,
             topology.is_hybrid or physical[0] == 1, self.allow_multiple_reduction,
             self.can_avoid_host_waits,
         )  # fmt: skip
         self._keep_tensors = environment.keep_tensors
         self._fabric = Fabric.of(world, topology)
-        self._engram = EngramStore(world, self.num_bytes - num_cpu_bytes, num_cpu_bytes)
+        self._engram = EngramStore(
+            world, self._identity, self.num_bytes - num_cpu_bytes, num_cpu_bytes
+        )
         self._num_dispatches = 0
         self.number = compiled.register_buffer(self)  # in this process, for operators
         if environment.verbose:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tile_kernels.ep.handle import EPHandle
 from tile_kernels.ep.model import max_expanded_rows
+from tile_kernels.ep.requests import NO_WAY_BACK, weights_cannot_return
 
 if TYPE_CHECKING:
     from tile_kernels.ep.buffer import ElasticBuffer
@@ -316,6 +317,8 @@ def dispatch(buffer: ElasticBuffer, arguments: Any) -> tuple[Any, ...]:
         )
     if a.topk_idx is None or a.num_experts is None:
         raise ValueError("ElasticBuffer.dispatch: topk_idx and num_experts must be given")
+    if weights_cannot_return(a.topk_weights, a.do_expand, buffer.allow_multiple_reduction):
+        raise ValueError(f"ElasticBuffer.dispatch: {NO_WAY_BACK}")
     max_tokens = a.num_max_tokens_per_rank or buffer.num_max_tokens_per_rank
     rows, scales, ids, weights, token, by_rank, by_expert, unaligned, dropped = _dispatch(
         x, sf, a.topk_idx, a.topk_weights, buffer.number, a.num_experts, max_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tile_kernels.ep.agreement import agree
 from tile_kernels.ep.engines import Engine, make_engine
 from tile_kernels.ep.topology import Topology
 
@@ -53,15 +54,20 @@ def get_physical_domain_size(group: object) -> Domain:
         >>> get_physical_domain_size(LocalGroup())
         (1, 1)
     """
-    return _physical(make_engine(group))
+    engine = make_engine(group)
+    agree(engine, "get_physical_domain_size", {}, None)
+    return _physical(engine)
 
 
 def get_logical_domain_size(group: object, allow_hybrid_mode: bool = True) -> Domain:
-    """Returns `(nodes, ranks per node)` as tokens are sent.
+    """Returns `(nodes, ranks per node)` as tokens are sent. Collective with `allow_hybrid_mode`.
 
     Args:
         group: A process group or a `LocalGroup`.
         allow_hybrid_mode: If False, all ranks count as one node.
     """
     engine = make_engine(group)
-    return _physical(engine) if allow_hybrid_mode else (1, engine.size)
+    if not allow_hybrid_mode:
+        return 1, engine.size
+    agree(engine, "get_logical_domain_size", {}, None)
+    return _physical(engine)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.ep.agreement import Settings, agree, checked, named, unreachable
+from tile_kernels.ep.arguments import as_flag
 from tile_kernels.ep.base import BufferBase
 from tile_kernels.ep.engines import Engine
 from tile_kernels.ep.exchange import column_major
@@ -33,8 +34,10 @@ class EngramStore:
     and replies to the others.
     """
 
-    def __init__(self, engine: Engine, num_gpu_bytes: int, num_cpu_bytes: int) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: Engine, identity: Settings, num_gpu_bytes: int, num_cpu_bytes: int
+    ) -> None:
+        self._engine, self._identity = engine, identity
         self._gpu_bytes = num_gpu_bytes
         self._cpu_bytes = num_cpu_bytes
         self._rows: Tensor | None = None
@@ -43,7 +46,8 @@ class EngramStore:
     def write(self, storage: Tensor, sf: Tensor | None) -> None:
         """Replace this rank's rows `[n, H]`; `sf` `[R * n, P]` is the same everywhere."""
         settings, error = checked(lambda: self._check_storage(storage, sf))
-        agree(self._engine, "ElasticBuffer.engram_write", settings or {}, error)
+        settings = {**self._identity, **(settings or {})}
+        agree(self._engine, "ElasticBuffer.engram_write", settings, error)
         self._rows = storage.cpu().clone()
         self._sf = None if sf is None else sf.clone()
         self._engine.barrier("ElasticBuffer.engram_write")
@@ -69,11 +73,20 @@ class EngramStore:
             "sf": "none" if sf is None else str(field_of(sf)),
         }
 
-    def fetch(self, indices: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows `[T, Q * H]` at global `indices` `[T, Q]`, and their scales `[T, Q * P]`."""
+    def fetch(self, indices: Tensor, check: Callable[[], None]) -> tuple[Tensor, Tensor | None]:
+        """The rows `[T, Q * H]` at global `indices` `[T, Q]`, and their scales `[T, Q * P]`.
+
+        `check` raises on bad arguments of the call, an error of all ranks.
+        """
+
+        def checked_lookup() -> _Lookup:
+            check()
+            return self._lookup(indices)
+
         call = "ElasticBuffer.engram_fetch"
-        lookup, error = checked(lambda: self._lookup(indices))
-        recv_counts = agree(self._engine, call, {}, error, lookup.counts if lookup else None).counts
+        lookup, error = checked(checked_lookup)
+        counts = lookup.counts if lookup else None
+        recv_counts = agree(self._engine, call, self._identity, error, counts).counts
         if lookup is None or self._rows is None:
             raise unreachable()
         order = lookup.owners.argsort(stable=True)
@@ -135,16 +148,16 @@ class EngramMethods(BufferBase):
 
         Args:
             indices: `[T, Q]`, int32: global rows.
-            num_qps: Recorded; has no effect on these engines.
+            num_qps: At most `num_allocated_qps`; has no effect on these engines.
             use_tma_aligned_col_major_sf: Whether the scale factors are column-major.
 
         Returns:
             A function that returns `[T, Q * H]` and scale factors `[T, Q * P]`, or None.
         """
         self._check_alive("ElasticBuffer.engram_fetch")
-        checks.integer("num_qps", num_qps, 0)
-        checks.boolean("use_tma_aligned_col_major_sf", use_tma_aligned_col_major_sf)
-        data, sf = self._engram.fetch(indices)
-        if sf is not None and use_tma_aligned_col_major_sf:
+        column_major_sf = as_flag(use_tma_aligned_col_major_sf)
+        checks.boolean("use_tma_aligned_col_major_sf", column_major_sf)
+        data, sf = self._engram.fetch(indices, lambda: self._limits.check_num_qps(num_qps))
+        if sf is not None and column_major_sf:
             sf = column_major(sf)
         return lambda: (data, sf)

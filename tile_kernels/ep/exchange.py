@@ -14,7 +14,7 @@ from tile_kernels.ep.handle import EPHandle, Routing
 from tile_kernels.ep.model import max_expanded_rows
 from tile_kernels.ep.plan import Plan, count_ids
 from tile_kernels.ep.requests import CombineRequest, DispatchRequest
-from tile_kernels.ep.rows import as_bytes, field_of, pack, scatter_rows, unpack, zeros
+from tile_kernels.ep.rows import as_bytes, field_of, on_host, pack, scatter_rows, unpack, zeros
 from tile_kernels.ep.transport import (
     Fabric,
     combine_staged,
@@ -70,7 +70,8 @@ def dispatch(
     else:
         rows = dispatch_planned(fabric, handle.routing.plan, pack(parts), request.agreed)
         before_epilogue()
-    arrived = unpack(rows, fields)
+    # The host takes the rows of experts right out of what arrived.
+    arrived = unpack(rows, fields, views=handle.do_expand and on_host(rows))
     weights = arrived.pop() if arguments.topk_weights is not None else None
     return _layout(arrived, weights, handle, arguments.use_tma_aligned_col_major_sf)
 

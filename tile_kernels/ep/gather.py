@@ -14,7 +14,7 @@ from tile_kernels.ep.agreement import Settings, agree, checked, unreachable
 from tile_kernels.ep.base import BufferBase
 from tile_kernels.ep.engines import Engine
 from tile_kernels.ep.model import SECTION
-from tile_kernels.ep.requests import SUMMED
+from tile_kernels.ep.requests import SUMMED, Limits
 from tile_kernels.ep.rows import Field, as_bytes
 from tile_kernels.ep.sizes import shapes_of
 from tile_kernels.runtime import checks
@@ -26,8 +26,10 @@ MAX_GATHERS = 32
 class GatherSessions:
     """The sessions of one buffer. What they gather lies in one allocation, valid until they end."""
 
-    def __init__(self, engine: Engine, num_max_session_bytes: int, num_max_gathers: int) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: Engine, identity: Settings, num_max_session_bytes: int, num_max_gathers: int
+    ) -> None:
+        self._engine, self._identity = engine, identity
         self._max_bytes = num_max_session_bytes
         self._max_gathers = num_max_gathers
         self._memory: Tensor | None = None
@@ -116,7 +118,9 @@ class GatherSessions:
             )
 
     def _agree(self, call: str, tensors: Sequence[Any], error: Exception | None) -> None:
-        settings: Settings = {"session": self._session, "num_gathers": self._num_gathers}
+        settings: Settings = {
+            **self._identity, "session": self._session, "num_gathers": self._num_gathers
+        }  # fmt: skip
         if error is None:
             settings["tensors"] = "; ".join(
                 f"{Field(each.dtype, each.numel())} {tuple(each.shape)}" for each in tensors
@@ -181,12 +185,15 @@ class GatherSessions:
                 )
 
 
-def check_config(num_max_session_bytes: object, num_max_gathers: object, num_ranks: int) -> None:
+def check_config(
+    num_max_session_bytes: int, num_max_gathers: int, num_ranks: int, limits: Limits
+) -> None:
     """The arguments of `agrs_set_config`."""
     checks.integer("num_max_session_bytes", num_max_session_bytes, 1)
     checks.integer("num_max_all_gathers_per_session", num_max_gathers, 1, MAX_GATHERS)
     if num_ranks < 2:
         raise ValueError(f"sessions need at least two ranks, got {num_ranks}")
+    limits.check_size(num_max_session_bytes)
 
 
 def _check_counts(t: object) -> None:
@@ -213,13 +220,15 @@ class GatherMethods(BufferBase):
         max_gathers = num_max_all_gathers_per_session
         self._configure(
             "ElasticBuffer.agrs_set_config",
-            lambda: check_config(num_max_session_bytes, max_gathers, self.num_ranks),
+            lambda: check_config(num_max_session_bytes, max_gathers, self.num_ranks, self._limits),
             {
                 "num_max_session_bytes": num_max_session_bytes,
                 "num_max_all_gathers_per_session": max_gathers,
             },
         )
-        self._sessions = GatherSessions(self._fabric.world, num_max_session_bytes, max_gathers)
+        self._sessions = GatherSessions(
+            self._fabric.world, self._identity, num_max_session_bytes, max_gathers
+        )
 
     def _agrs(self, call: str) -> GatherSessions:
         self._check_alive(f"ElasticBuffer.{call}")

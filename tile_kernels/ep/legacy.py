@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tile_kernels import quant
 from tile_kernels.ep import model
-from tile_kernels.ep.agreement import named
+from tile_kernels.ep.agreement import agree, named
 from tile_kernels.ep.buffer import ElasticBuffer
 from tile_kernels.ep.engines import make_engine
 from tile_kernels.ep.events import EventHandle, EventOverlap, comm_stream
@@ -300,7 +300,7 @@ class Buffer:
             topk_idx: `[T, K]`, or None to send by `is_token_in_rank` alone.
             topk_weights: `[T, K]` float32, sent with the tokens.
             expert_alignment: Multiples of which the returned counts are.
-            num_worst_tokens: If positive, results have so many rows and the host does not wait.
+            num_worst_tokens: If positive, the number of rows of the results, whatever arrives.
             config: Has no effect.
             previous_event: What the call waits for instead of the current stream.
             async_finish: Whether the current stream does not wait; see `event`.
@@ -579,9 +579,8 @@ class Buffer:
         if self._destroyed:
             raise RuntimeError("Buffer.dispatch: the buffer was destroyed")
         if not most:
-            own = torch.tensor([len(x)]).view(torch.uint8)
-            sizes = self._world.gather(own, "Buffer.dispatch (numbers of tokens)")
-            most = max(1, int(sizes.view(torch.int64).max()))
+            counts = [len(x)] * self.group_size
+            most = max(1, *agree(self._world, "Buffer.dispatch", {}, None, counts).counts)
         if self._buffer is None:
             self._hidden = x.shape[1]
             self._buffer = ElasticBuffer(

@@ -10,7 +10,8 @@ from torch import Tensor
 from tile_kernels.ep.agreement import named
 from tile_kernels.ep.base import BufferBase
 from tile_kernels.ep.engines import Engine, Pending
-from tile_kernels.ep.model import SECTION
+from tile_kernels.ep.model import SECTION, pp_bytes
+from tile_kernels.ep.requests import Limits
 from tile_kernels.ep.rows import as_bytes
 from tile_kernels.runtime import checks
 
@@ -84,10 +85,11 @@ def _wait_for_oldest(waiting: deque[list[Pending]]) -> None:
         pending.wait()
 
 
-def check_config(num_max_tensor_bytes: object, num_max_inflight_tensors: object) -> None:
+def check_config(num_max_tensor_bytes: int, num_max_inflight_tensors: int, limits: Limits) -> None:
     """The arguments of `pp_set_config`."""
     checks.integer("num_max_tensor_bytes", num_max_tensor_bytes, 1)
     checks.integer("num_max_inflight_tensors", num_max_inflight_tensors, 1)
+    limits.check_size(pp_bytes(num_max_tensor_bytes, num_max_inflight_tensors))
 
 
 class PipelineMethods(BufferBase):
@@ -104,7 +106,7 @@ class PipelineMethods(BufferBase):
         """
         self._configure(
             "ElasticBuffer.pp_set_config",
-            lambda: check_config(num_max_tensor_bytes, num_max_inflight_tensors),
+            lambda: check_config(num_max_tensor_bytes, num_max_inflight_tensors, self._limits),
             {
                 "num_max_tensor_bytes": num_max_tensor_bytes,
                 "num_max_inflight_tensors": num_max_inflight_tensors,

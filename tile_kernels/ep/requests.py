@@ -37,6 +37,10 @@ from tile_kernels.utils import align
 MAX_PAYLOADS = 8
 MAX_ALIGNMENT = 2**16
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
+NO_WAY_BACK = (
+    "topk_weights must not require gradients for the expanded layout when the buffer is made with "
+    "allow_multiple_reduction=False: combine cannot return them"
+)
 topk_idx_t = torch.int32 if os.environ.get("EP_NUM_TOPK_IDX_BITS") == "32" else torch.int64
 
 
@@ -171,21 +175,34 @@ class Limits:
     """What the buffer of a request allows.
 
     `num_bytes` is None where the caller did not give it: the engines then allocate what they need.
+    `num_cpu_bytes` of them are for the Engram table alone.
     """
 
     num_max_tokens_per_rank: int
     num_allocated_qps: int
     num_bytes: int | None
+    num_cpu_bytes: int
     all_nvlink: bool
     allow_multiple_reduction: bool
     may_be_static: bool  # a dispatch without CPU sync reads no value on the device
 
     def check_size(self, needed: int) -> None:
         """`needed` bytes fit the buffer."""
+        needed = align(needed, PAGE) + self.num_cpu_bytes
         if self.num_bytes is not None and needed > self.num_bytes:
+            beside = f" with {self.num_cpu_bytes} num_cpu_bytes" if self.num_cpu_bytes else ""
             raise ValueError(
-                f"num_bytes of the buffer must be at least {align(needed, PAGE)} for this call, "
-                f"got {self.num_bytes}"
+                f"num_bytes of the buffer must be at least {needed} for this call{beside}, got "
+                f"{self.num_bytes}"
+            )
+
+    def check_num_qps(self, num_qps: int) -> None:
+        """So many queue pairs were allocated."""
+        checks.integer("num_qps", num_qps, 0)
+        if num_qps > self.num_allocated_qps:
+            raise ValueError(
+                f"num_qps must be at most the {self.num_allocated_qps} queue pairs of the buffer "
+                f"(num_allocated_qps), got {num_qps}"
             )
 
 
@@ -194,7 +211,8 @@ def dispatch_request(
 ) -> DispatchRequest:
     """Check the arguments of `ElasticBuffer.dispatch`."""
     arguments = with_flags(arguments, DISPATCH_FLAGS)
-    arguments.check(limits.num_allocated_qps)
+    arguments.check()
+    limits.check_num_qps(arguments.num_qps)
     for name in (
         "do_handle_copy", "do_expand", "do_zero_padding", "use_tma_aligned_col_major_sf"
     ):  # fmt: skip
@@ -226,17 +244,21 @@ def dispatch_request(
         dims, shape = ("num_tokens", "num_topk"), tuple(route.topk_idx.shape)
         checks.tensor("topk_weights", weights, dims, torch.float32, shape=shape)
         _same_device("topk_weights", weights, payloads[0])
-        needs_grad = torch.is_grad_enabled() and weights.requires_grad
-        if needs_grad and route.expand and not limits.allow_multiple_reduction:
-            raise ValueError(
-                "topk_weights must not require gradients for the expanded layout when the buffer "
-                "is made with allow_multiple_reduction=False: combine cannot return them"
-            )
+        if weights_cannot_return(weights, route.expand, limits.allow_multiple_reduction):
+            raise ValueError(NO_WAY_BACK)
     if stats is not None:
         name, shape = "cumulative_local_expert_recv_stats", (_num_local(route.num_experts, fabric),)
         checks.tensor(name, stats, ("num_local_experts",), torch.int32, shape=shape)
         _same_device(name, stats, payloads[0])
     return DispatchRequest(arguments, payloads, route, _dispatch_settings(route, payloads, weights))
+
+
+def weights_cannot_return(
+    weights: Tensor | None, expand: bool, allow_multiple_reduction: bool
+) -> bool:
+    """Whether gradients of `weights` are wanted, which combine does not send back."""
+    needs_grad = weights is not None and torch.is_grad_enabled() and weights.requires_grad
+    return bool(needs_grad and expand and not allow_multiple_reduction)
 
 
 def _dispatch_settings(route: Route, payloads: list[Tensor], weights: Tensor | None) -> Settings:
@@ -375,7 +397,8 @@ def combine_request(fabric: Fabric, arguments: CombineArguments, limits: Limits)
     x, weights, bias = arguments.x, arguments.topk_weights, arguments.bias
     allow_multiple_reduction = limits.allow_multiple_reduction
     arguments = with_flags(arguments, COMMON_FLAGS)
-    arguments.check(limits.num_allocated_qps)
+    arguments.check()
+    limits.check_num_qps(arguments.num_qps)
     handle = _check_handle(arguments.handle, fabric)
     num_rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
     checks.tensor("x", x, ("num_rows", "hidden"), SUMMED, shape=(num_rows, None))

@@ -91,10 +91,13 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.view(word) for part in parts if part.shape[1]], dim=1).view(torch.uint8)
 
 
-def unpack(rows: Tensor, fields: Sequence[Field], start: int = 0) -> list[Tensor]:
-    """The tensors that were packed, contiguous, from byte `start` of each row on.
+def unpack(
+    rows: Tensor, fields: Sequence[Field], start: int = 0, views: bool = False
+) -> list[Tensor]:
+    """The tensors that were packed, from byte `start` of each row on.
 
-    Only one that takes whole rows may share memory with them.
+    They are contiguous, and only one that takes whole rows may share memory with them. With `views`
+    all do whose elements are aligned in the rows.
     """
     tensors = []
     for field in fields:
@@ -107,7 +110,9 @@ def unpack(rows: Tensor, fields: Sequence[Field], start: int = 0) -> list[Tensor
         else:
             word = _words(start, size, rows.shape[1], int(rows.storage_offset()))
             section = rows.view(word)[:, start // word.itemsize :][:, : size // word.itemsize]
-            tensors.append(section.clone(memory_format=torch.contiguous_format).view(field.dtype))
+            if not views or word.itemsize < field.dtype.itemsize:
+                section = section.clone(memory_format=torch.contiguous_format)
+            tensors.append(section.view(field.dtype))
         start += size
     return tensors
 
@@ -126,8 +131,10 @@ def _gathered(rows: Tensor, positions: Tensor, num_rows: int) -> Tensor:
     named = (positions >= 0) & (positions < num_rows)
     row, slot = named.nonzero(as_tuple=True)
     sources[positions[row, slot].long()] = row
-    source_bytes = as_bytes(rows)
-    words = source_bytes.view(_words(source_bytes.shape[1], int(source_bytes.storage_offset())))
+    # Parts of longer rows need not be contiguous for this.
+    source_bytes = rows.view(torch.uint8) if rows.stride(1) == 1 else as_bytes(rows)
+    layout = source_bytes.shape[1], source_bytes.stride(0), int(source_bytes.storage_offset())
+    words = source_bytes.view(_words(*layout))
     empty = (sources < 0).nonzero().flatten()
     out = words.index_select(0, sources.clamp_(min=0))
     if empty.numel():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,15 +126,20 @@ def _check_sizes(arguments: BufferArguments) -> None:
         )
 
 
-_num_buffers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_num_buffers: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 _num_buffers_lock = threading.Lock()  # ranks may be threads
 
 
-def next_serial(group: Any) -> int:
-    """The number of a new buffer of a group: equal on all ranks, since making one is collective."""
+def next_serial(group: Any, active: Sequence[int]) -> int:
+    """The number of a new buffer of the active ranks of a group.
+
+    It is equal on all of them, since making one is collective among them. Buffers of other active
+    ranks are not counted: some of these ranks did not make them.
+    """
     with _num_buffers_lock:
-        _num_buffers[group] = _num_buffers.get(group, 0) + 1
-        return _num_buffers[group]
+        made = _num_buffers.setdefault(group, Counter())
+        made[tuple(active)] += 1
+        return made[tuple(active)]
 
 
 def active_engine(world: Engine, arguments: BufferArguments) -> Engine:

@@ -9,7 +9,7 @@ import torch
 
 from tile_kernels import config
 from tile_kernels.ep import model
-from tile_kernels.ep.agreement import named
+from tile_kernels.ep.agreement import agree, named
 from tile_kernels.ep.base import BufferBase
 from tile_kernels.ep.domains import Domain, topology_of
 from tile_kernels.ep.engines import make_engine
@@ -66,7 +66,9 @@ class SizeHints(BufferBase):
             allow_hybrid_mode: As in `ElasticBuffer`.
             allow_multiple_reduction: As in `ElasticBuffer`.
         """
-        topology, physical = topology_of(make_engine(group), allow_hybrid_mode, None)
+        engine = make_engine(group)
+        agree(engine, "ElasticBuffer.get_buffer_size_hint", {}, None)
+        topology, physical = topology_of(engine, allow_hybrid_mode, None)
         return buffer_bytes(
             topology, physical, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch,
             allow_multiple_reduction,

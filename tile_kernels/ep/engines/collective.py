@@ -27,11 +27,12 @@ class _Connections:
     """What some ranks of a group made to communicate, shared by their buffers.
 
     Calls of all these buffers come in the same order on every rank, so that a call on the wrong
-    buffer is found. `number` counts what these ranks made, for keys in the store.
+    buffer is found. `number` counts what these ranks made, for keys in the store, and `problem` is
+    the error after which the connections cannot be used any more.
     """
 
     number: int = 1
-    num_failures: int = 0
+    problem: str | None = None
     host: dist.ProcessGroupGloo | None = None
     device: Any = None  # None for all ranks of the group, which have the group
 
@@ -163,8 +164,8 @@ class CollectiveEngine(Engine):
         self, rows: Tensor, send_counts: Counts, recv_counts: Counts, phase: str = "an exchange"
     ) -> Callable[[], Tensor]:
         """Start to send rows to each peer."""
-        if self._watch is not None and self._watch.problem is not None:
-            raise RuntimeError(f"collective: this buffer broke down before: {self._watch.problem}")
+        if self._made.problem is not None:
+            raise RuntimeError(f"collective: this buffer broke down before: {self._made.problem}")
         shape = (sum(recv_counts), rows.shape[1])
         if rows.shape[1] == 0:  # the width is the same on all ranks: nothing to send
             empty = rows.new_empty(shape)
@@ -221,11 +222,11 @@ class CollectiveEngine(Engine):
         """
         me, made = self.index, self._made
         missing = [rank for rank in range(self.size) if rank != me]
-        with _lock:  # a later buffer makes its own
-            _connections[self._whole][self._ranks] = _Connections(made.number + 1)
-            made.num_failures += 1
+        with _lock:  # a later buffer makes its own, unless another one has done so
+            if _connections[self._whole][self._ranks] is made:
+                _connections[self._whole][self._ranks] = _Connections(made.number + 1)
         try:
-            store = made.store(self._whole, self._ranks, f"failure_{made.num_failures}")
+            store = made.store(self._whole, self._ranks, "failures")
             store.set(str(me), phase)
             end = time.monotonic() + _GRACE_SECONDS
             while missing and time.monotonic() < end:
@@ -233,14 +234,14 @@ class CollectiveEngine(Engine):
                 time.sleep(_POLL_SECONDS)
             ranks = " and ".join(str(self.rank_ids[rank]) for rank in missing)
             whom = f"no answer from rank {ranks}" if missing else "all ranks gave up"
-        except (RuntimeError, dist.DistStoreError) as problem:
+        except (RuntimeError, dist.DistStoreError) as error:
             whom = (
                 "the store of the group is gone too, which rank 0 holds unless a launcher does "
-                f"({_first_line(problem)})"
+                f"({_first_line(error)})"
             )
-        return RuntimeError(
-            f"rank {self.rank_ids[me]} gave up in {phase}: {whom} ({_first_line(reason)})"
-        )
+        problem = f"rank {self.rank_ids[me]} gave up in {phase}: {whom} ({_first_line(reason)})"
+        made.problem = made.problem or problem
+        return RuntimeError(problem)
 
     def finish(self, work: dist.Work, data: Tensor, peer: int, what: str) -> None:
         """Wait for a message to or from a peer."""

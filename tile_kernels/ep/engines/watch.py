@@ -47,6 +47,9 @@ class Watch:
         with self._lock:
             self._in_flight.append((event, phase, time.monotonic() + self.timeout))
             self._drop_finished(keep=1)
+            owner = self._owner()
+            if self.problem is not None and owner is not None:
+                owner.give_up(self, self.problem)  # enqueued while the owner gave up
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=_run, args=(weakref.ref(self),), name="tile_kernels.ep", daemon=True
