@@ -25,6 +25,7 @@ from tile_kernels.runtime.registry import all_ops
 from tile_kernels.testing import benchmark
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT))  # where the benchmarks are, whose cases the tables name
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 OTHERS = ROOT / "benchmarks" / f"tilekernels.{RESULTS.name}.json"  # written by hand
 NOISE = 0.03  # two runs of the same kernel differ by up to this share
@@ -339,10 +340,14 @@ def rival_table() -> list[str]:
     machine = run["machine"]
     names = ("torch", "liger_kernel", "torchao", "triton")
     versions = ", ".join(f"{name} {machine[name]}" for name in names if machine.get(name))
-    left_out = f"; not run: {', '.join(run['left_out'])}" if run["left_out"] else ""
+    from benchmarks.rivals import CASES, title_of
+
+    missing = [title_of(name) for name in CASES if name not in run["results"]]
+    without = ", ".join(name for name in run["left_out"] if name not in CASES)
     return [
         f"{machine['device']}; {versions}; copy bandwidth {run['copy_gb_per_s']:.0f} GB/s; "
-        f"{machine['date']}{left_out}.",
+        f"{machine['date']}{f'; without {without}' if without else ''}.",
+        *(["", "The run did not reach these cases: " + "; ".join(missing) + "."] * bool(missing)),
         "",
         "| case | here, us | other | its time, us | other / here |",
         "|---|---|---|---|---|",
@@ -468,7 +473,6 @@ def layer_goal(case: str) -> float | None:
 
 def layer_cases() -> list[str]:
     """The cases of `benchmarks.layers`."""
-    sys.path.append(str(ROOT))
     from benchmarks.layers import CASES
 
     return list(CASES)
