@@ -358,13 +358,10 @@ def rival_table() -> list[str]:
     ]
 
 
-LAYER_RUNS = ("layers", "layers_attention", "layers_demo")  # results of separate runs
-
-
 def layer_runs() -> list[dict[str, Any]]:
     """What `benchmarks.layers` wrote, run by run: the last run of each case."""
-    paths = [RESULTS.parent / f"{stem}.{RESULTS.name}.json" for stem in LAYER_RUNS]
-    return newest([json.loads(path.read_text()) for path in paths if path.exists()])
+    paths = sorted(RESULTS.parent.glob(f"layers*.{RESULTS.name}.json"))
+    return newest([json.loads(path.read_text()) for path in paths])
 
 
 def newest(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -565,16 +562,17 @@ def fp8() -> list[str]:
 
 def demo() -> list[str]:
     """A training step of the small model, of its own size and a larger one, in every form."""
-    path = RESULTS.parent / f"layers_demo.{RESULTS.name}.json"
-    run = json.loads(path.read_text())
-    lines = [machine_line(run["machine"])]
-    for (case, _), forms in layer_times([run]).items():
+    lines: list[str] = []
+    found = ((run, *each) for run in layer_runs() for each in layer_times([run]).items())
+    for run, (case, _), forms in found:
+        if case.partition(".")[0] != "demo":
+            continue
         sizes = next(iter(forms.values()))["sizes"]
         letters = sizes["rows"] * sizes["length"]
         lines += [
-            "",
+            *([""] if lines else []),
             f"`{case}`: {sizes['rows']} texts of {sizes['length']} letters, {sizes['hidden']} "
-            "channels.",
+            f"channels. {machine_line(run['machine'])}",
             "",
             "| training step | ms | host, ms | letters per second |",
             "|---|---|---|---|",
