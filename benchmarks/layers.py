@@ -3,7 +3,7 @@
 Each case is a layer in plain PyTorch (`benchmarks.plain_layers`) and with the kernels, with the
 same parameters and inputs. Results and gradients are compared first. Then both are timed, without
 gradients and in training (forward and backward): as they are, under `torch.compile`, and captured
-in a CUDA graph. All in one process, written to one file.
+in a CUDA graph. All in one process, written to one file, whose name has the cases if it is not all.
 
 `--prepare` only compiles, one process per case, so that a run after it finds compiled kernels.
 `--trace FOLDER` writes Chrome traces of a training step instead of timing.
@@ -620,7 +620,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     if options.trace:
         names = [name for name in names_of(parser, options, CASES) if name in TRACED]
         return [path for name in names for path in trace(name, options.trace)]
-    return run_all("benchmarks.layers", "layers", CASES, parser, options)
+    # Some cases alone do not replace the results of all.
+    stem = "_".join(("layers", *options.cases))
+    return run_all("benchmarks.layers", stem, CASES, parser, options)
 
 
 def parser_of(description: str | None, cases: Mapping[str, Case]) -> argparse.ArgumentParser:

@@ -544,6 +544,11 @@ def prepare(names: Sequence[str], without: Sequence[str]) -> None:
                 call()
 
 
+def title_of(name: str) -> str:
+    """What a case is called in documents."""
+    return (CASES[name].__doc__ or name).rstrip(".")
+
+
 def main() -> None:
     """Measures the cases and writes the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -575,6 +580,7 @@ def main() -> None:
     for name in names:
         if time.monotonic() - began > options.seconds:
             report["left_out"].append(name)
+            path.write_text(json.dumps(report, indent=1) + "\n")
             continue
         bytes_moved, calls = CASES[name]()
         lines = []
@@ -584,7 +590,7 @@ def main() -> None:
             lines.append(measured(rival, bytes_moved, call, copy))
             shown = {key: value for key, value in lines[-1].items() if key != "name"}
             print(f"{name:20} {rival:32} {shown} {time.monotonic() - began:.0f} s", flush=True)
-        title = (CASES[name].__doc__ or name).rstrip(".")
+        title = title_of(name)
         report["results"][name] = {"title": title, "bytes": bytes_moved, "lines": lines}
         path.write_text(json.dumps(report, indent=1) + "\n")
         torch.cuda.empty_cache()

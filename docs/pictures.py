@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot
-from tables import RESULTS, compared, rival_results, rivals  # beside this file
+from tables import RESULTS, compared, operator_report, rival_results, rivals  # beside this file
 
 from tile_kernels.testing import benchmark
 
@@ -165,7 +165,7 @@ def draw_traces(traces: dict[str, Path], path: Path) -> None:
 
 def main() -> None:
     """Write all pictures of measured times and errors."""
-    benchmark.plot_families(benchmark.load_all(RESULTS), FOLDER, ["svg"])
+    benchmark.plot_families(operator_report(), FOLDER, ["svg"])
     draw_comparison(FOLDER / f"{RESULTS.name}.tilekernels.svg")
     draw_rivals(FOLDER / f"{RESULTS.name}.rivals.svg")
     for name in ("moe.4096.bf16", "moe.4096.fp8", "mhc.7168.kernels"):

@@ -5,6 +5,8 @@ the numbers of the benchmark page, of the comparison, of whole layers and of the
 results files.
 """
 
+import dataclasses
+import functools
 import inspect
 import json
 import re
@@ -17,12 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tile_kernels import moe
-from tile_kernels.runtime.cases import tensors_in
+from tile_kernels.runtime.cases import Benchmark, tensors_in
 from tile_kernels.runtime.operator import Operator
 from tile_kernels.runtime.registry import all_ops
 from tile_kernels.testing import benchmark
 
 ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT))  # where the benchmarks are, whose cases the tables name
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 OTHERS = ROOT / "benchmarks" / f"tilekernels.{RESULTS.name}.json"  # written by hand
 NOISE = 0.03  # two runs of the same kernel differ by up to this share
@@ -64,12 +67,151 @@ def arguments() -> list[str]:
     return lines[:-1]
 
 
+# Cases, or all of an operator, whose machine code is not what it was when they were measured last,
+# and since when (UTC). An entry has no effect any more when newer results replace the old ones.
+# Enter here what you change.
+CHANGED = {
+    "attention.indexer_logits": "2026-11-18 20:36",
+    "attention.indexer_logits_bwd": "2026-11-18 04:25",
+    "attention.indexer_select": "2026-11-18 20:36",
+    "attention.kv_compress_norm_rope_cast": "2026-11-18 11:28",
+    "engram.engram_hash": "2026-11-19 02:35",
+    "engram.grad_w_reduce": "2026-11-18 04:59",
+    "mhc.mhc_norm_fn_bwd": "2026-11-18 04:22",
+    "mhc.mhc_norm_fn_fwd": "2026-11-18 06:30",
+    "mhc.mhc_pre_big_fuse": "2026-11-18 06:30",
+    "mhc.mhc_pre_fwd": "2026-11-18 06:30",
+    "moe.aux_fi": "2026-11-18 20:20",
+    "moe.expand_to_fused.bf16.576": "2026-11-15 22:23",
+    "moe.expand_to_fused_with_sf": "2026-11-15 22:23",
+    "moe.get_fused_mapping": "2026-11-18 20:20",
+    "moe.group_count": "2026-11-18 20:20",
+    "moe.topk_gate.4096.64": "2026-11-19 02:35",
+    "quant.fake_cast.e2m1": "2026-11-18 11:28",
+    "quant.per_block_cast": "2026-11-18 11:28",
+    "quant.per_block_cast_with_sf_only": "2026-11-18 11:28",
+    "quant.per_channel_cast_fused": "2026-11-18 11:28",
+    "quant.per_token_cast.e2m1.32.ue8m0": "2026-11-18 11:28",
+    "quant.per_token_cast.e4m3.128.ue8m0": "2026-11-18 11:28",
+    "quant.swiglu_backward_and_per_token_cast": "2026-11-18 11:28",
+    "quant.swiglu_forward_and_per_token_cast.128.counted": "2026-11-18 11:28",
+}
+CHANGED_MARK = " \N{DAGGER}"
+# Scripts of their own measure these, and other pages show what they found.
+MEASURED_APART = ("gemm.", "attention.sparse_attention", "attention.hca_attention")
+
+
+@functools.cache
+def operator_report() -> benchmark.Report:
+    """All results of operators, with the goals that their cases have today."""
+    report = benchmark.load_all(RESULTS)
+    goals = {f"{op.name}.{case.label}": case.goal_us for op, case in operator_cases()}
+    results = [dataclasses.replace(r, goal_us=goals.get(r.case, r.goal_us)) for r in report.results]
+    return dataclasses.replace(report, results=results)
+
+
+def operator_cases() -> list[tuple[Operator, Benchmark]]:
+    """All cases that `tile-kernels bench` measures."""
+    return [(op, case) for op in all_ops() for case in op.cases.benchmarks]
+
+
+def has_changed(case: str, measured: str) -> bool:
+    """Whether the kernel of a case is another one than on a date."""
+    return any(
+        measured < date and f"{case}.".startswith(f"{name}.") for name, date in CHANGED.items()
+    )
+
+
+@functools.cache
+def changed_cases() -> frozenset[str]:
+    """The cases whose kernels have changed since they were measured."""
+    reports = [benchmark.load(path) for path in RESULTS.glob("*.json")]
+    return frozenset(
+        r.case
+        for report in reports
+        for r in report.results
+        if has_changed(r.case, report.machine["date"])
+    )
+
+
+def device_time(result: benchmark.Result) -> str:
+    """The device time of a case, marked if its kernel is another one today."""
+    return f"{result.device_us}" + CHANGED_MARK * (result.case in changed_cases())
+
+
+def goals() -> list[str]:
+    """How many goals of operators are met, and those that are missed by more than noise."""
+    report = operator_report()
+    with_goal = [(r, r.device_us / r.goal_us) for r in report.results if r.goal_us and r.device_us]
+    met = sum(ratio <= 1 for _, ratio in with_goal)
+    missed = [(r, ratio) for r, ratio in with_goal if ratio > 1 + NOISE]
+    measured = {r.case for r in report.results}
+    without = [
+        f"`{op.name}.{case.label}` ({case.goal_us:g} us)"
+        for op, case in operator_cases()
+        if case.goal_us and f"{op.name}.{case.label}" not in measured
+        and not op.name.startswith(MEASURED_APART)
+    ]  # fmt: skip
+    changed = sum(r.case in changed_cases() for r, _ in with_goal)
+    return [
+        f"Of {len(with_goal)} goals that were measured, {met} are met, "
+        f"{len(with_goal) - met - len(missed)} are missed by up to {100 * NOISE:.0f} %, and "
+        f"{len(missed)} by more:",
+        "",
+        "| case | goal, us | us | over the goal |",
+        "|---|---|---|---|",
+        *(
+            f"| `{r.case}` | {r.goal_us:g} | {device_time(r)} | {100 * (ratio - 1):.0f} % |"
+            for r, ratio in missed
+        ),
+        "",
+        f"{CHANGED_MARK.strip()} marks times of kernels that have changed since then, which are "
+        f"{changed} of the {len(with_goal)}: whether these meet their goals today has not been "
+        "measured.",
+        "",
+        f"Goals that have not been measured at all: {', '.join(without)}.",
+    ]
+
+
+HOST_US, HOST_US_PER_RESULT, NEW_SIZE_US = 15, 5, 10  # goals of the host
+
+
+def host_times() -> list[str]:
+    """The operators whose repeated calls cost the host more than their goal; new token counts."""
+    run = json.loads((RESULTS.parent / f"host_times.{RESULTS.name}.json").read_text())
+    times = run["host_us"]
+    rows = []
+    for op in all_ops():
+        if op.name in times:
+            written = tensors_in(op.outcome(op.function, op.cases.ordinary().build("meta")))
+            goal = HOST_US + HOST_US_PER_RESULT * len(written)
+            if times[op.name]["repeated_us"] > goal:
+                rows.append(f"| `{op.name}` | {goal} | {times[op.name]['repeated_us']} |")
+    new = {name: each["new_size_us"] - each["repeated_us"] for name, each in times.items()}
+    slowest = max(new, key=new.__getitem__)
+    return [
+        f"{machine_line(run['machine'])} Of {len(times)} operators, {len(times) - len(rows)} meet "
+        f"the goal of {HOST_US} us plus {HOST_US_PER_RESULT} us for each tensor that they write. "
+        "The others:",
+        "",
+        "| operator | goal, us | us |",
+        "|---|---|---|",
+        *rows,
+        "",
+        "A call with a token count that was not seen before evaluates the checks and the shapes of "
+        f"the results again. The goal of {NEW_SIZE_US} us more than a repeated call is met by "
+        f"{sum(us <= NEW_SIZE_US for us in new.values())} operators and **missed** by the others: "
+        f"the median of all is {statistics.median(new.values()):.0f} us more, and "
+        f"`{slowest}` takes {new[slowest]:.0f} us more.",
+    ]
+
+
 def benchmarks() -> list[str]:
     """For each family a picture, and a table with one row per measured case.
 
     A column of references that nobody measured is left out.
     """
-    report = benchmark.load_all(RESULTS)
+    report = operator_report()
     columns = {"eager us": "reference_us", "compiled us": "reference_compiled_us"}
     columns = {
         title: field
@@ -101,34 +243,32 @@ def benchmarks() -> list[str]:
         references = (getattr(r, field) or "-" for field in columns.values())
         times = " | ".join(map(str, (r.host_us, *references)))
         case = r.case.removeprefix(f"{family}.")
-        lines.append(f"| `{case}` | {r.device_us} | {goal}{met} | {share} | {times} |")
+        lines.append(f"| `{case}` | {device_time(r)} | {goal}{met} | {share} | {times} |")
     return lines
 
 
 def compute_bound() -> list[str]:
     """Operators whose arithmetic takes longer than their memory traffic, and what they reach."""
-    report = benchmark.load_all(RESULTS)
+    report = operator_report()
     rows = []
-    for op in all_ops():
-        for case in op.cases.benchmarks:
-            result = next((r for r in report.results if r.case == f"{op.name}.{case.label}"), None)
-            if result is None or not result.device_us or "causal" in case.label:
-                continue  # the cost of a causal case counts products that are masked
-            arguments = case.build("meta")
-            cost = op.cost(**arguments)
-            if not cost.flops:
-                continue
-            peak = PEAK_TFLOPS[min(x.element_size() for x in tensors_in(arguments))]
-            if cost.flops / peak / 1e12 > cost.bytes / report.copy_gb_per_s / 1e9:
-                rows.append(
-                    (result.case, result.device_us, cost.flops / result.device_us / 1e6, peak)
-                )
+    for op, case in operator_cases():
+        result = next((r for r in report.results if r.case == f"{op.name}.{case.label}"), None)
+        if result is None or not result.device_us or "causal" in case.label:
+            continue  # the cost of a causal case counts products that are masked
+        arguments = case.build("meta")
+        cost = op.cost(**arguments)
+        if not cost.flops:
+            continue
+        peak = PEAK_TFLOPS[min(x.element_size() for x in tensors_in(arguments))]
+        if cost.flops / peak / 1e12 > cost.bytes / report.copy_gb_per_s / 1e9:
+            rate = cost.flops / result.device_us / 1e6
+            rows.append((result.case, device_time(result), rate, peak))
     gemm = json.loads((RESULTS.parent / f"gemm.{RESULTS.name}.json").read_text())
     for line in gemm["results"]:
         peak = PEAK_TFLOPS[2 if "bf16" in line["case"] else 1]
         ours = line["name"] == "tile_kernels" and "us" in line
         if ours and line["tflops"] / peak > line["gb_per_s"] / gemm["copy_gb_per_s"]:
-            rows.append((f"gemm.{line['case']}", line["us"], line["tflops"], peak))
+            rows.append((f"gemm.{line['case']}", str(line["us"]), line["tflops"], peak))
     return [
         "| case | us | TFLOP/s | peak | of peak |",
         "|---|---|---|---|---|",
@@ -200,10 +340,14 @@ def rival_table() -> list[str]:
     machine = run["machine"]
     names = ("torch", "liger_kernel", "torchao", "triton")
     versions = ", ".join(f"{name} {machine[name]}" for name in names if machine.get(name))
-    left_out = f"; not run: {', '.join(run['left_out'])}" if run["left_out"] else ""
+    from benchmarks.rivals import CASES, title_of
+
+    missing = [title_of(name) for name in CASES if name not in run["results"]]
+    without = ", ".join(name for name in run["left_out"] if name not in CASES)
     return [
         f"{machine['device']}; {versions}; copy bandwidth {run['copy_gb_per_s']:.0f} GB/s; "
-        f"{machine['date']}{left_out}.",
+        f"{machine['date']}{f'; without {without}' if without else ''}.",
+        *(["", "The run did not reach these cases: " + "; ".join(missing) + "."] * bool(missing)),
         "",
         "| case | here, us | other | its time, us | other / here |",
         "|---|---|---|---|---|",
@@ -214,13 +358,10 @@ def rival_table() -> list[str]:
     ]
 
 
-LAYER_RUNS = ("layers", "layers_attention", "layers_demo")  # results of separate runs
-
-
 def layer_runs() -> list[dict[str, Any]]:
     """What `benchmarks.layers` wrote, run by run: the last run of each case."""
-    paths = [RESULTS.parent / f"{stem}.{RESULTS.name}.json" for stem in LAYER_RUNS]
-    return newest([json.loads(path.read_text()) for path in paths if path.exists()])
+    paths = sorted(RESULTS.parent.glob(f"layers*.{RESULTS.name}.json"))
+    return newest([json.loads(path.read_text()) for path in paths])
 
 
 def newest(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -259,6 +400,8 @@ def in_graphs(forms: dict[str, dict[str, Any]], name: str) -> dict[str, Any] | N
 
 # What compiled PyTorch's wall time is to be, as a multiple of that with kernels.
 LAYER_GOALS = {"mhc": 3.0, "moe": 1.5, "engram": 3.0, "block": 1.7, "demo": 1.0}
+# And the host time of a step with kernels, in milliseconds.
+LAYER_HOST_GOALS_MS = {("mhc", "training"): 0.25, ("moe", "training"): 0.3}
 OURS = ("kernels", "bf16", "fp8")  # forms with the kernels of this package
 PLAIN = ("plain", "compiled")  # and those without
 
@@ -273,6 +416,14 @@ def layers() -> list[str]:
         names = ", ".join(f"`{name}`" for name in dict.fromkeys(r["case"] for r in run["results"]))
         lines.append(f"- {names}: {machine_line(run['machine'])}")
     times = layer_times(runs)
+    measured = {case for case, _ in times}
+    without = [
+        f"`{case}`" + (f" (goal {goal:g}x)" if goal else "")
+        for case, goal in ((case, layer_goal(case)) for case in layer_cases())
+        if case not in measured
+    ]
+    if without:
+        lines.append(f"- not measured yet: {', '.join(without)}.")
     lines += [
         "",
         "| layer | step | plain | compiled | graph | kernels | graph | speedup | best/best "
@@ -293,21 +444,35 @@ def layers() -> list[str]:
             shown = " | ".join(f"{r['wall_us'] / 1e3:.2f}" if r else "-" for r in columns)
             speedups = compiled / forms[name]["wall_us"], rival / best
             ratios = " | ".join(f"{ratio:.2f}x" for ratio in speedups)
-            wanted = LAYER_GOALS.get(case.partition(".")[0])
-            goal = marked(max(speedups), wanted, "x", lower_is_better=False)
+            goal = marked(max(speedups), layer_goal(case), "x", lower_is_better=False)
             lines.append(f"| {label} | {step} | {shown} | {ratios} | {goal} |")
     lines += [
         "",
-        "| layer | step | compiled: host, device, MiB | kernels: host, device, MiB |",
-        "|---|---|---|---|",
+        "| layer | step | compiled: host, device, MiB | kernels: host, device, MiB | goal of the "
+        "host, ms |",
+        "|---|---|---|---|---|",
     ]
     for (case, step), forms in times.items():
         for name in OURS:
             if name in forms:
                 label = f"`{case}`" if name == "kernels" else f"`{case}`, {name}"
                 pair = " | ".join(costs(forms.get(form)) for form in ("compiled", name))
-                lines.append(f"| {label} | {step} | {pair} |")
+                wanted = LAYER_HOST_GOALS_MS.get((case.partition(".")[0], step))
+                goal = marked(forms[name]["host_us"] / 1e3, wanted, lower_is_better=True)
+                lines.append(f"| {label} | {step} | {pair} | {goal} |")
     return lines
+
+
+def layer_goal(case: str) -> float | None:
+    """The goal of a case of `benchmarks.layers`, if it has one."""
+    return LAYER_GOALS.get(case.partition(".")[0])
+
+
+def layer_cases() -> list[str]:
+    """The cases of `benchmarks.layers`."""
+    from benchmarks.layers import CASES
+
+    return list(CASES)
 
 
 def costs(result: dict[str, Any] | None) -> str:
@@ -397,16 +562,17 @@ def fp8() -> list[str]:
 
 def demo() -> list[str]:
     """A training step of the small model, of its own size and a larger one, in every form."""
-    path = RESULTS.parent / f"layers_demo.{RESULTS.name}.json"
-    run = json.loads(path.read_text())
-    lines = [machine_line(run["machine"])]
-    for (case, _), forms in layer_times([run]).items():
+    lines: list[str] = []
+    found = ((run, *each) for run in layer_runs() for each in layer_times([run]).items())
+    for run, (case, _), forms in found:
+        if case.partition(".")[0] != "demo":
+            continue
         sizes = next(iter(forms.values()))["sizes"]
         letters = sizes["rows"] * sizes["length"]
         lines += [
-            "",
+            *([""] if lines else []),
             f"`{case}`: {sizes['rows']} texts of {sizes['length']} letters, {sizes['hidden']} "
-            "channels.",
+            f"channels. {machine_line(run['machine'])}",
             "",
             "| training step | ms | host, ms | letters per second |",
             "|---|---|---|---|",
@@ -779,7 +945,9 @@ TABLES["transformers"] = (ROOT / "docs" / "integrations" / "transformers.md", tr
 TABLES["demo"] = (ROOT / "docs" / "demo.md", demo)
 TABLES["comparison"] = (ROOT / "docs" / "comparison.md", comparison)
 TABLES["rivals"] = (ROOT / "docs" / "comparison.md", rival_table)
+TABLES["goals"] = (ROOT / "docs" / "benchmarks.md", goals)
 TABLES["benchmarks"] = (ROOT / "docs" / "benchmarks.md", benchmarks)
+TABLES["host"] = (ROOT / "docs" / "benchmarks.md", host_times)
 TABLES["compute"] = (ROOT / "docs" / "benchmarks.md", compute_bound)
 TABLES["torch"] = (ROOT / "docs" / "release.md", torch_versions)
 TABLES["integrations"] = (ROOT / "docs" / "integrations" / "index.md", integrations)

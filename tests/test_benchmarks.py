@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import __main__ as benchmarks
+from benchmarks import rivals
 
 FOLDER = benchmarks.ROOT / "benchmarks"
 
@@ -45,8 +47,8 @@ def test_results_belong_to_parts() -> None:
     device = "nvidia-h200"
     known = {part.results.format(device=device) for part in benchmarks.PARTS.values()}
     found = {path.name for path in (FOLDER / "results").glob(f"*{device}*")}
-    # The demo's model was measured alone; the sanitizer gives no times.
-    apart = {f"layers_demo.{device}.json", f"sanitizer.{device}.json"}
+    # Layers that were measured alone have files of their own; the sanitizer gives no times.
+    apart = {name for name in found if name.startswith(("layers_", "sanitizer."))}
     assert found - apart <= known
 
 
@@ -77,6 +79,23 @@ def test_the_time_limit(scripts: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert "not started: 1 s left, needs 100 s" in text
     assert "ended: the time was over" in text
     assert "not started: 0 s left" in text
+
+
+def test_rivals_that_a_run_did_not_reach_are_in_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rivals.timing, "copy_bandwidth", lambda: 1.0)
+    words = ["rivals", "topk_gate", "swiglu", "--seconds", "-1", "--folder", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", words)
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # which main sets
+    precision = torch.get_float32_matmul_precision()
+    try:
+        rivals.main()
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    (path,) = tmp_path.glob("rivals.*.json")
+    content = json.loads(path.read_text())
+    assert (content["left_out"], content["results"]) == (["topk_gate", "swiglu"], {})
 
 
 def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

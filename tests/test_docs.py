@@ -49,6 +49,31 @@ def test_a_layer_is_shown_as_its_last_run_measured_it() -> None:
     assert tables["newest"]([late, early, over]) == [run("02", "mhc"), late]
 
 
+def test_kernels_that_changed_are_marked_until_they_are_measured_again() -> None:
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    has_changed = tables["has_changed"]
+    assert has_changed("moe.topk_gate.4096.64", "2026-11-15 20:41 UTC")
+    assert not has_changed("moe.topk_gate.4096.64", "2026-11-20 00:00 UTC")
+    assert not has_changed("moe.topk_gate.4096.8", "2026-11-15 20:41 UTC")
+    known = [f"{op.name}.{case.label}." for op, case in tables["operator_cases"]()]
+    for name in tables["CHANGED"]:
+        assert any(case.startswith(f"{name}.") for case in known), name
+
+
+def test_goals_are_those_of_the_cases() -> None:
+    """Results keep the goals of their time; the tables and pictures show those of today."""
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    goals = {f"{op.name}.{case.label}": case.goal_us for op, case in tables["operator_cases"]()}
+    text, found = "\n".join(tables["goals"]()), tables["operator_report"]().results
+    for result in found:
+        assert result.goal_us == goals[result.case]
+    for case, goal in goals.items():
+        if goal and not case.startswith(tables["MEASURED_APART"]):
+            result = next((r for r in found if r.case == case), None)
+            near = result is not None and result.device_us <= goal * (1 + tables["NOISE"])
+            assert (f"`{case}`" in text) == (not near), case
+
+
 def test_pictures_show_the_results() -> None:
     """Each case and its time are in the text of the family's picture."""
     for r in benchmark.load_all(RESULTS).results:

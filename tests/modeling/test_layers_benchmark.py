@@ -17,6 +17,9 @@ from tests.examples.small import distance
 def test_saves_what_the_documents_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["mhc.4096", "moe.4096", "attention.indexer"]
     (path,) = layers.main([*names, "--output", str(tmp_path)])
+    assert path.name.startswith(
+        "layers_mhc.4096_moe.4096_attention.indexer."
+    )  # not the file of all
     content = json.loads(path.read_text())
     assert content["machine"]["torch"] == torch.__version__
     timed = [result for result in content["results"] if "step" in result]

@@ -7,15 +7,19 @@ import functools
 import json
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import tile_kernels
 from examples.tiny_v4.model import Config, TinyV4
+from tests import host_cost
 from tile_kernels import config
+from tile_kernels.modeling import bf16_experts
 from tile_kernels.modeling.models import (
     PRESETS,
     Attention,
@@ -24,10 +28,12 @@ from tile_kernels.modeling.models import (
     computations,
     load_model,
 )
+from tile_kernels.runtime import prepared
 from tile_kernels.runtime.device import described
-from tile_kernels.runtime.launch import recording
+from tile_kernels.runtime.launch import Kernel, recording
 from tile_kernels.runtime.warmup import Compilation, model_compilations
 
+BF16 = torch.bfloat16
 SIZES = {"hidden": 256, "experts": {"intermediate": 128, "experts": 8, "topk": 2}}
 # What each part of a model launches at least.
 KERNELS = {
@@ -115,23 +121,55 @@ def test_the_layers_need_nothing_else(number: int, max_tokens: int) -> None:
 
 
 def tiny(device: str) -> TinyV4:
-    with torch.device(device):
-        return TinyV4(Config(vocab=96))
+    """The model of `examples/tiny_v4` as it is on a GPU."""
+    return TinyV4(Config(vocab=96, dtype=BF16)).to(device)
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Compilation]]:
+    """The kernels of calls on CPU tensors, which are prepared as on a GPU.
+
+    Kernels do nothing, and their results are zeros. Autocast changes no products of meta tensors,
+    so that these cannot stand for the model.
+    """
+    found, device = set(), described()
+
+    def bind(kernel: Kernel, problem: Any, index: int) -> Any:
+        found.add(Compilation(kernel, kernel.static_arguments(problem, device), device.arch))
+        return lambda *_: None
+
+    def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        if weight.dim() == 3:
+            return rows.new_zeros(len(rows), weight.shape[2])
+        return rows.new_zeros(len(ends), len(rows), weight.shape[1])
+
+    def zeros(shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype).zero_()
+
+    monkeypatch.setattr(bf16_experts, "grouped_mm_is_available", lambda x: x.dtype == BF16)
+    monkeypatch.setattr(bf16_experts, "grouped_product", product)
+    with host_cost.counting():
+        monkeypatch.setattr(Kernel, "bound", bind)
+        monkeypatch.setattr(prepared, "empty_strided_cuda", lambda _: zeros)
+        yield found
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (8, 64), (3, 171)])
-def test_the_demo_needs_nothing_else(shape: tuple[int, int]) -> None:
-    """The model of `examples/tiny_v4` on meta tensors, forward and backward."""
-    model = tiny("meta")
+def test_the_demo_needs_nothing_else(shape: tuple[int, int], bound: set[Compilation]) -> None:
+    """The model of `examples/tiny_v4` and its losses, forward and backward."""
+    model, token_ids = tiny("cpu"), torch.randint(96, shape)
+    logits, loss = model.with_indexer_loss(token_ids)
+    (logits.sum() + loss).backward()
+    with torch.no_grad():
+        model(token_ids)
+    assert len(bound) > 40
+    assert bound <= set(demo_kernels())
 
-    def step() -> None:
-        model(torch.empty(shape, dtype=torch.int64, device="meta")).sum().backward()
-        with torch.no_grad():
-            model(torch.empty(shape, dtype=torch.int64, device="meta"))
 
-    found = requested(step)
-    assert len(found) > 20
-    assert found <= set(demo_kernels())
+def test_the_demo_routes_on_tensor_cores() -> None:
+    """Only on a GPU, or on meta tensors in its place: products of the router in three parts."""
+    assert {"gemm_nt", "split"} <= names(demo_kernels())
 
 
 @pytest.mark.gpu

@@ -224,7 +224,7 @@ class Model:
 
 _TINY = {
     "q_rank": 32, "out_groups": 2, "out_rank": 32, "window": 8, "cache": "bf16",
-    "max_context": 1024, "max_sequences": 1, "dtype": "float32",
+    "max_context": 1024, "max_sequences": 1,
 }  # fmt: skip
 _V4_EXPERTS = {"scoring": "sqrtsoftplus", "shared_experts": 1, "precision": "fp8"}
 
@@ -266,10 +266,11 @@ PRESETS = {
             Attention(128, 128, q_rank=1536, out_groups=16),
         ),
     ),
-    # `examples/tiny_v4` with its default options, in training.
+    # `examples/tiny_v4` with its default options, in training. On a GPU, attention and experts
+    # multiply in bfloat16 under autocast.
     "tiny-v4": Model(
         hidden=64,
-        experts=Experts(64, 8, 2, shared_experts=1, round_activations=True, dtype="float32"),
+        experts=Experts(64, 8, 2, shared_experts=1, round_activations=True),
         streams=Streams(4),
         engram=Engram(vocab=128, table_rows=4096, tables=2, embed_dim=16, dtype="float32"),
         attention=(

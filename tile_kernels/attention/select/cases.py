@@ -49,8 +49,9 @@ INDEXER_SELECT = Cases(
         Sample("far.300x3000.100", _selection(300, 3000, 4, 128, E2M1, exponents="far", topk=100)),
     ],
     benchmarks=[
+        # 1.02 times the goal of the logits alone.
         Benchmark(
-            "4096x65536.2048.64x128", arguments(4096, 65536, 64, 128, topk=2048), goal_us=5690.0
+            "4096x65536.2048.64x128", arguments(4096, 65536, 64, 128, topk=2048), goal_us=3876.0
         ),
         Benchmark(
             "e2m1.4096x65536.2048.64x128", arguments(4096, 65536, 64, 128, E2M1, topk=2048)
@@ -59,7 +60,7 @@ INDEXER_SELECT = Cases(
             "causal.4096x16384.512.64x128",
             arguments(4096, 16384, 64, 128, ranges="causal", topk=512),
         ),
-        Benchmark("4x65536.2048.64x128", arguments(4, 65536, 64, 128, topk=2048)),
+        Benchmark("4x65536.2048.64x128", arguments(4, 65536, 64, 128, topk=2048), goal_us=30.0),
     ],
     vectors=[
         Vector("two", worked(E4M3, topk=2), lambda: torch.tensor([[2, 3], [1, 3]]).int()),

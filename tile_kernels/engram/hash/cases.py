@@ -90,7 +90,7 @@ ENGRAM_HASH = Cases(
         Sample("over 2**31 entries", _hash(2**25 + 9, 3, 1, 33)),
     ],
     benchmarks=[
-        Benchmark("8192", _hash(8192), goal_us=3.0),
+        Benchmark("8192", _hash(8192), goal_us=2.8),
         Benchmark("8192.int64", _hash(8192, dtype=_INT64)),
         Benchmark("64", _hash(64)),
     ],

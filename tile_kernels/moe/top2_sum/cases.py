@@ -202,12 +202,12 @@ _TOP2_SUM_GATE = Cases(
         Benchmark(
             "sigmoid.8g4.256.8",
             _gate(8192, 256, 8, groups=(4, 8), unmapped=False, ranks=(0, 1, 0, 1)),
-            goal_us=9.0,
+            goal_us=7.5,
         ),
         Benchmark(
             "sqrtsoftplus.0g.256.6",
             _gate(8192, 256, 6, "sqrtsoftplus", unmapped=False, ranks=(0, 1, 0, 1)),
-            goal_us=8.0,
+            goal_us=7.5,
         ),
         Benchmark(
             "softmax.0g.128.6.t32",

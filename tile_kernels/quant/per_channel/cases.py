@@ -282,7 +282,7 @@ _PER_CHANNEL_CAST_FUSED = Cases(
         Sample("300001x7168", _fused(4001, 7168, 128, 300_001, scales=True)),  # beyond 2^31
         Sample("of 300001x7168", _fused(300_001, 7168, 128, 4001)),
     ],
-    benchmarks=[Benchmark("sf", _fused(8192, 7168, 128, scales=True), goal_us=30.4)],
+    benchmarks=[Benchmark("sf", _fused(8192, 7168, 128, scales=True), goal_us=31.0)],
     vectors=[
         # That with scales is elsewhere: PyTorch's check of operators has no float8 inputs.
         Vector(
@@ -438,7 +438,7 @@ _SWIGLU_AND_PER_CHANNEL_CAST = Cases(
         Sample("special.4001x2048", _swiglu(4001, 2048, 32, special=True, clamp=3.0)),
         Sample("400016x4096", _swiglu(400_016, 4096, 128)),  # beyond 2^31 elements
     ],
-    benchmarks=[Benchmark("t.128", _swiglu(8192, 4096, 128), goal_us=46.0)],
+    benchmarks=[Benchmark("t.128", _swiglu(8192, 4096, 128), goal_us=45.0)],
     vectors=[
         _swiglu_vector("transposed", False, "7E7B"),
         _swiglu_vector("straight", True, "7E/7B"),
