@@ -100,6 +100,36 @@ def test_a_cache_of_another_user_is_a_root(tmp_path: Path) -> None:
         folder.chmod(0o755)
 
 
+def test_other_users_may_read_the_cache_and_not_write_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    umask = os.umask(0o022)
+    try:
+        bundles.store(KEYS[0], BINARIES[0])
+    finally:
+        os.umask(umask)
+    folder = tmp_path / "cache" / "kernels"
+    (file,) = folder.iterdir()
+    assert [each.stat().st_mode & 0o777 for each in (folder, file)] == [0o755, 0o644]
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder)
+    with pytest.raises(BundleError, match=r"the folder of kernels .*kernels cannot be read by"):
+        config.set_bundles([folder])
+
+
+def test_a_forked_process_reads_by_itself(bundle: Path) -> None:
+    """Processes that share an open file share the position in it."""
+    opened = bundles.Bundle(bundle)
+    number = opened._archive.fp.fileno()
+    os.lseek(number, 1, os.SEEK_SET)
+    child = os.fork()
+    if not child:
+        found = [opened.read(key) for key in KEYS]
+        os._exit(found != BINARIES)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.lseek(number, 0, os.SEEK_CUR) == 1
+    assert [opened.read(key) for key in KEYS] == BINARIES
+
+
 def test_equal_kernels_make_equal_bundles(bundle: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.zip"
     bundles.write(again, KERNELS[::-1], ARCH, {"nvcc": "13.0"})
@@ -196,6 +226,15 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     assert "rows was compiled and is not cached" in caplog.text
     assert "can be written by others" in caplog.text
     assert not list(folder.iterdir())
+
+
+def test_a_cache_that_others_write_is_not_read(tmp_path: Path) -> None:
+    bundles.store(KEYS[0], BINARIES[0])
+    folder = tmp_path / "cache" / "kernels"
+    folder.chmod(0o775)
+    assert bundles.find_cached(KEYS[0]) is None
+    folder.chmod(0o755)
+    assert bundles.find_cached(KEYS[0]) == BINARIES[0]
 
 
 def test_kernels_of_other_packages_are_neither_packed_nor_cached(bundle: Path) -> None:
