@@ -14,6 +14,7 @@ from their sources, and single files that need nothing else of the package are e
 | torchao | MX and NVFP4 casts, the blocked layout of scales |
 | megatron-core, torchtitan | their DeepEP files, unmodified, on 2 processes over gloo |
 | megatron-core | its router in PyTorch |
+| nemo-automodel | its file that chooses kernels, unmodified: the Sinkhorn normalisation |
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ PACKAGES = {
     "torchao": ("0.18.0", r"torchao-0\.18\.0-[^\"#<>]*x86_64\.whl"),
     "megatron-core": ("0.16.1", r"megatron_core-0\.16\.1\.tar\.gz"),
     "torchtitan": ("0.3.0", r"torchtitan-0\.3\.0-py3-none-any\.whl"),
+    "nemo-automodel": ("0.7.0", r"nemo_automodel-0\.7\.0-py3-none-any\.whl"),
 }
 EXPERTS, HIDDEN, TOPK = 8, 256, 3
 
@@ -392,6 +394,31 @@ def check_sglang_plugin(archive: Path) -> str:
     return f"{len(targets)} hooks of the plug-in in its registry"
 
 
+def check_nemo(archive: Path) -> str:
+    """NeMo finds the Sinkhorn kernels; their results and gradients against its PyTorch function."""
+    kernels = "nemo_automodel.components.models.deepseek_v4"
+    files = {
+        name: source(archive, f"{name.replace('.', '/')}.py")
+        for name in (f"{kernels}.optimized_kernels", "nemo_automodel.shared.import_utils")
+    }
+    given = {f"{kernels}.kernels._tilelang": {"HAS_TILELANG": False}}
+    stubs = Stubs("nemo_automodel", files, given)
+    sys.meta_path.insert(0, stubs)
+    module = importlib.import_module(f"{kernels}.optimized_kernels")
+    sys.meta_path.remove(stubs)
+    require(module.is_dsv4_kernel_available("sinkhorn"), "nemo-automodel: what it finds")
+    x, weights = torch.randn(2, 5, 4, 4, requires_grad=True), torch.randn(2, 5, 4, 4)
+    results = []
+    for name in ("_tile_kernels_sinkhorn_contiguous_grad", "sinkhorn_normalize_torch"):
+        y = getattr(module, name)(x, repeat=20, eps=1e-6)
+        # Its layers use the transpose, so that the gradient is not contiguous.
+        (grad,) = torch.autograd.grad((y.mT * weights).sum(), x)
+        results.append((y, grad))
+    for one, other in zip(*results):
+        require(torch.allclose(one, other, rtol=1e-5, atol=1e-6), "nemo-automodel: sinkhorn")
+    return "`optimized_kernels.py` unmodified: values and gradients of Sinkhorn"
+
+
 def sorted_by_id(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Weights and ids in the order of the ids."""
     order = ids.argsort(1)
@@ -563,6 +590,7 @@ def main() -> None:
                 check_router(archives["megatron-core"]),
             ],
             "torchtitan": [check_processes(run_torchtitan, archives["torchtitan"], titan)],
+            "nemo-automodel": [check_nemo(archives["nemo-automodel"])],
         }  # fmt: skip
     found = {
         "machine": {"torch": torch.__version__, "python": sys.version.split()[0]},
