@@ -321,7 +321,7 @@ def test_the_oldest_tilelang_is_that_of_the_extra() -> None:
 def test_wheels_are_found_by_architecture(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wheel = packing._write_wheel(tmp_path / "dist", bundle.read_bytes(), ARCH)
+    wheel = packing._write_wheel(tmp_path, bundle.read_bytes(), ARCH)
     assert wheel.name == f"moe_tile_kernels_sm90-{tile_kernels.__version__}-py3-none-any.whl"
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
@@ -405,6 +405,26 @@ except RuntimeError as error:
 def test_commands_run_without_tilelang(words: list[str]) -> None:
     code = WITHOUT + f"\nfrom tile_kernels.cli import main\nprint(main({words!r}))"
     assert run_fresh(code).splitlines()[-1] == "0"
+
+
+def test_what_is_compiled_already_is_packed_without_tilelang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (item,) = warmup.compilations([CALL], described(ARCH))
+    monkeypatch.setattr(item.kernel, "_handles", {})
+    key = Key(item.kernel.module, item.kernel.name, item.static, ARCH)
+    bundles.store(key, BINARIES[0])
+    install_tilelang(monkeypatch, "0.1.12")
+    given: dict[str, Any] = {"arch": ARCH, "calls": [CALL], "progress": False}
+    for wheel in (False, True):
+        path = tmp_path / "new" / f"folder {wheel}" / "kernels.zip"
+        written, _ = packing.pack(path, wheel=wheel, **given)
+        assert written.is_file()
+        with pytest.raises(ValueError, match="pack: path must be a (file, got the folder|folder)"):
+            packing.pack(written if wheel else written.parent, wheel=wheel, **given)
+    opened = bundles.Bundle(tmp_path / "new" / "folder False" / "kernels.zip")
+    assert opened.read(key) == BINARIES[0]
+    assert opened.manifest["tilelang"] == "none"
 
 
 @needs_nvcc
