@@ -388,7 +388,7 @@ TRAINED = [
     op
     for op in OPS
     if any(
-        each.custom_op._backward_fn is not None
+        each.custom_op.has_gradient
         for each in registry.operators()
         if op.name in (each.name, each.serves)
     )
