@@ -415,7 +415,7 @@ class TransposedFusedArguments(FusedArguments):
 
 def _transposed_fused_reference(*fields: Any) -> QuantTensor:
     data, sf = _fused_reference(*fields)
-    return data.T.contiguous(), sf
+    return reference.transpose(data), sf
 
 
 PER_CHANNEL_CAST_FUSED_AND_TRANSPOSE = layout.cast_operator(
