@@ -15,18 +15,21 @@ from their sources, and single files that need nothing else of the package are e
 | megatron-core, torchtitan | their DeepEP files, unmodified, on 2 processes over gloo |
 | megatron-core | its router in PyTorch |
 | nemo-automodel | its file that chooses kernels, unmodified: the Sinkhorn normalisation |
+| transformers | the installed one: tiny models, by the tests of this package |
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib.metadata
 import importlib.util
 import inspect
 import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -419,6 +422,18 @@ def check_nemo(archive: Path) -> str:
     return "`optimized_kernels.py` unmodified: values and gradients of Sinkhorn"
 
 
+def check_transformers() -> str:
+    """The tests of the adapter."""
+    file = "tests/integrations/test_transformers.py"
+    words = ["-q", "-n", "0", "-m", "not emulated and not compiled", file]
+    command = [sys.executable, "-m", "pytest", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    found = re.search(r"^(\d+) passed(?!.*(failed|error))", done.stdout, re.M)
+    if done.returncode or found is None:
+        raise SystemExit(f"transformers: {done.stdout[-3000:]}")
+    return f"{found[1]} tests of `{Path(file).name}`"
+
+
 def sorted_by_id(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Weights and ids in the order of the ids."""
     order = ids.argsort(1)
@@ -571,6 +586,7 @@ def main() -> None:
         archives = {name: fetch(name, pattern, folder) for name, (_, pattern) in PACKAGES.items()}
         titan = "torchtitan/distributed/deepep/deepep.py"
         results: dict[str, list[str]] = {
+            "transformers": [check_transformers()],
             "vllm": [
                 check_signatures("vllm", archives["vllm"]),
                 check_vllm(archives["vllm"]),
@@ -592,10 +608,12 @@ def main() -> None:
             "torchtitan": [check_processes(run_torchtitan, archives["torchtitan"], titan)],
             "nemo-automodel": [check_nemo(archives["nemo-automodel"])],
         }  # fmt: skip
+    versions = {name: version for name, (version, _) in PACKAGES.items()}
+    versions["transformers"] = importlib.metadata.version("transformers")
     found = {
         "machine": {"torch": torch.__version__, "python": sys.version.split()[0]},
         "packages": {
-            name: {"version": PACKAGES[name][0], "checked": checked}
+            name: {"version": versions[name], "checked": checked}
             for name, checked in results.items()
         },
     }

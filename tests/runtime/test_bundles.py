@@ -111,7 +111,7 @@ def test_other_users_may_read_the_cache_and_not_write_it(
     folder = tmp_path / "cache" / "kernels"
     (file,) = folder.iterdir()
     assert [each.stat().st_mode & 0o777 for each in (folder, file)] == [0o755, 0o644]
-    monkeypatch.setattr(os, "access", lambda path, mode: path != folder)
+    monkeypatch.setattr(os, "access", lambda path, _: path != folder)
     with pytest.raises(BundleError, match=r"the folder of kernels .*kernels cannot be read by"):
         config.set_bundles([folder])
 
@@ -420,7 +420,9 @@ def test_what_is_compiled_already_is_packed_without_tilelang(
         path = tmp_path / "new" / f"folder {wheel}" / "kernels.zip"
         written, _ = packing.pack(path, wheel=wheel, **given)
         assert written.is_file()
-        with pytest.raises(ValueError, match="pack: path must be a (file, got the folder|folder)"):
+        with pytest.raises(
+            ValueError, match=r"pack: path must be a (file, got the fol|folder, got)"
+        ):
             packing.pack(written if wheel else written.parent, wheel=wheel, **given)
     opened = bundles.Bundle(tmp_path / "new" / "folder False" / "kernels.zip")
     assert opened.read(key) == BINARIES[0]
