@@ -65,8 +65,8 @@ def pack(
             raise ValueError(f"pack: num_sms must be at least 1, got {num_sms}")
         device = dataclasses.replace(device, num_sms=num_sms)
     if path.is_file() if wheel else path.is_dir():  # told before minutes of compiling
-        wanted, found = ("folder", "file") if wheel else ("file", "folder")
-        raise ValueError(f"pack: path must be a {wanted}, got the {found} {path}")
+        kinds = ("folder", "file") if wheel else ("file", "folder")
+        raise ValueError(f"pack: path must be a {kinds[0]}, got the {kinds[1]} {path}")
     (path if wheel else path.parent).mkdir(parents=True, exist_ok=True)
     calls, models = list(calls), list(models)
     work: dict[Compilation, None] = {}
