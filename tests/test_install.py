@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -49,7 +50,8 @@ def test_readme_states_the_bounds_of_torch() -> None:
     bounds = re.search(r'"torch>=(\d+\.\d+),<2\.(\d+)"', PYPROJECT_TEXT)
     assert bounds is not None
     last = f"2.{int(bounds[2]) - 1}"
-    assert f"PyTorch {bounds[1]} to {last}" in (ROOT / "README.md").read_text()
+    for page in ("README.md", "docs/index.md"):
+        assert f"PyTorch {bounds[1]} to {last}" in (ROOT / page).read_text(), page
 
 
 def test_every_dependency_is_bounded_and_pinned() -> None:
@@ -389,6 +391,22 @@ def test_versions_of_torch_that_are_tried() -> None:
         "ERROR: ... (from versions: 2.9.1, 2.10.0, 2.12.0, 2.12.1, 2.13.0, 2.13.0+cpu, 2.14.0rc1)"
     )
     assert load("torch_versions").offered(listed) == ["2.10.0", "2.12.1", "2.13.0+cpu"]
+
+
+def test_every_supported_torch_was_tried() -> None:
+    """The bounds are those of the table that `tools/torch_versions.py` wrote."""
+    results = json.loads((ROOT / "docs" / "measured" / "torch_versions.json").read_text())
+    passed = [name for name, each in results.items() if each["result"] == "passed"]
+    bounds = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', PYPROJECT_TEXT)
+    assert bounds is not None
+    minors = {int(name.split(".")[1]) for name in passed}
+    assert minors == set(range(int(bounds[1]), int(bounds[2])))
+    dry = subprocess.run(
+        ["make", "--dry-run", "torch-versions", "TORCH_MB=2000"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "tools/torch_versions.py --max-mb 2000\n" in dry.stdout
+    assert "make torch-versions TORCH_MB=2000" in (ROOT / ".ci" / "torch-versions").read_text()
 
 
 # ---- commands of TileKernels --------------------------------------------------------------------

@@ -5,6 +5,7 @@ A new operator joins by its declaration alone. See `docs/architecture.md`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,6 +92,24 @@ def test_emulated_sample(emulated: tuple[Operator, Sample], request: pytest.Fixt
     for order in ("random", "reverse") if request.config.getoption("--full") else ("random",):
         with tile_kernels.backend("emulate", order=order):
             op.cases.compare(op.outcome(op.function, copies(before)), expected)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_small_samples_on_a_cpu(op: Operator) -> None:
+    """The function gives what the public reference does, as `tile-kernels check` compares them.
+
+    Samples with a size of 1, whose strides are easily those of something else, if they are cheap.
+    """
+    for sample in op.cases.small:
+        arguments = sample.build("cpu")
+        shapes = [tensor.shape for tensor in tensors_in(arguments)]
+        if all(1 not in shape for shape in shapes) or sum(map(math.prod, shapes)) > 2**16:
+            continue
+        before = copies(arguments)
+        expected = op.outcome(op.public_reference, copies(arguments))
+        with tile_kernels.backend("torch"):
+            op.cases.compare(op.outcome(op.function, arguments), expected)
+        check_unchanged(op, arguments, before)
 
 
 @on_gpu
@@ -388,7 +407,7 @@ TRAINED = [
     op
     for op in OPS
     if any(
-        each.custom_op._backward_fn is not None
+        each.custom_op.has_gradient
         for each in registry.operators()
         if op.name in (each.name, each.serves)
     )

@@ -14,18 +14,22 @@ from their sources, and single files that need nothing else of the package are e
 | torchao | MX and NVFP4 casts, the blocked layout of scales |
 | megatron-core, torchtitan | their DeepEP files, unmodified, on 2 processes over gloo |
 | megatron-core | its router in PyTorch |
+| nemo-automodel | its file that chooses kernels, unmodified: the Sinkhorn normalisation |
+| transformers | the installed one: tiny models, by the tests of this package |
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib.metadata
 import importlib.util
 import inspect
 import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -59,6 +63,7 @@ PACKAGES = {
     "torchao": ("0.18.0", r"torchao-0\.18\.0-[^\"#<>]*x86_64\.whl"),
     "megatron-core": ("0.16.1", r"megatron_core-0\.16\.1\.tar\.gz"),
     "torchtitan": ("0.3.0", r"torchtitan-0\.3\.0-py3-none-any\.whl"),
+    "nemo-automodel": ("0.7.0", r"nemo_automodel-0\.7\.0-py3-none-any\.whl"),
 }
 EXPERTS, HIDDEN, TOPK = 8, 256, 3
 
@@ -392,6 +397,43 @@ def check_sglang_plugin(archive: Path) -> str:
     return f"{len(targets)} hooks of the plug-in in its registry"
 
 
+def check_nemo(archive: Path) -> str:
+    """NeMo finds the Sinkhorn kernels; their results and gradients against its PyTorch function."""
+    kernels = "nemo_automodel.components.models.deepseek_v4"
+    files = {
+        name: source(archive, f"{name.replace('.', '/')}.py")
+        for name in (f"{kernels}.optimized_kernels", "nemo_automodel.shared.import_utils")
+    }
+    given = {f"{kernels}.kernels._tilelang": {"HAS_TILELANG": False}}
+    stubs = Stubs("nemo_automodel", files, given)
+    sys.meta_path.insert(0, stubs)
+    module = importlib.import_module(f"{kernels}.optimized_kernels")
+    sys.meta_path.remove(stubs)
+    require(module.is_dsv4_kernel_available("sinkhorn"), "nemo-automodel: what it finds")
+    x, weights = torch.randn(2, 5, 4, 4, requires_grad=True), torch.randn(2, 5, 4, 4)
+    results = []
+    for name in ("_tile_kernels_sinkhorn_contiguous_grad", "sinkhorn_normalize_torch"):
+        y = getattr(module, name)(x, repeat=20, eps=1e-6)
+        # Its layers use the transpose, so that the gradient is not contiguous.
+        (grad,) = torch.autograd.grad((y.mT * weights).sum(), x)
+        results.append((y, grad))
+    for one, other in zip(*results):
+        require(torch.allclose(one, other, rtol=1e-5, atol=1e-6), "nemo-automodel: sinkhorn")
+    return "`optimized_kernels.py` unmodified: values and gradients of Sinkhorn"
+
+
+def check_transformers() -> str:
+    """The tests of the adapter."""
+    file = "tests/integrations/test_transformers.py"
+    words = ["-q", "-n", "0", "-m", "not emulated and not compiled", file]
+    command = [sys.executable, "-m", "pytest", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    found = re.search(r"^(\d+) passed(?!.*(failed|error))", done.stdout, re.M)
+    if done.returncode or found is None:
+        raise SystemExit(f"transformers: {done.stdout[-3000:]}")
+    return f"{found[1]} tests of `{Path(file).name}`"
+
+
 def sorted_by_id(weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Weights and ids in the order of the ids."""
     order = ids.argsort(1)
@@ -544,6 +586,7 @@ def main() -> None:
         archives = {name: fetch(name, pattern, folder) for name, (_, pattern) in PACKAGES.items()}
         titan = "torchtitan/distributed/deepep/deepep.py"
         results: dict[str, list[str]] = {
+            "transformers": [check_transformers()],
             "vllm": [
                 check_signatures("vllm", archives["vllm"]),
                 check_vllm(archives["vllm"]),
@@ -563,11 +606,14 @@ def main() -> None:
                 check_router(archives["megatron-core"]),
             ],
             "torchtitan": [check_processes(run_torchtitan, archives["torchtitan"], titan)],
+            "nemo-automodel": [check_nemo(archives["nemo-automodel"])],
         }  # fmt: skip
+    versions = {name: version for name, (version, _) in PACKAGES.items()}
+    versions["transformers"] = importlib.metadata.version("transformers")
     found = {
         "machine": {"torch": torch.__version__, "python": sys.version.split()[0]},
         "packages": {
-            name: {"version": PACKAGES[name][0], "checked": checked}
+            name: {"version": versions[name], "checked": checked}
             for name, checked in results.items()
         },
     }

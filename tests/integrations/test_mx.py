@@ -13,6 +13,7 @@ from tile_kernels import quant
 from tile_kernels.integrations import mx
 
 E8M0 = torch.float8_e8m0fnu
+VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
 def values(rows: int, channels: int) -> torch.Tensor:
@@ -182,7 +183,11 @@ def check_product(
 
 @pytest.mark.parametrize("functional", [False, True])
 def test_product_on_a_cpu(functional: bool) -> None:
-    check_product(("row", "row"), "cpu", functional)
+    if VERSION < (2, 12):
+        with pytest.raises(RuntimeError, match=r"per-tensor scaling for CPU|Could not run"):
+            check_product(("row", "row"), "cpu", functional)
+    else:
+        check_product(("row", "row"), "cpu", functional)
 
 
 @pytest.mark.gpu
@@ -208,6 +213,8 @@ KINDS = [
 def test_shapes_pass_the_checks_of_pytorch(kinds: tuple[str, str]) -> None:
     """PyTorch's own check of the operator, which knows each kind of scales, without a device."""
     channels = 512 if kinds[1] == "128x128" else 384
+    if kinds[1] == "mxfp4" and VERSION < (2, 12):  # which takes bytes for channels
+        channels = 128
     a, _ = operand(kinds[0], 144, channels, "cpu", 0)
     b, _ = operand(kinds[1], 256, channels, "cpu", 1)
     given = mx.scaled_mm_arguments(a, b)
@@ -256,7 +263,7 @@ def test_shapes_pass_the_checks_of_the_public_function(kinds: tuple[str, str]) -
         given["scale_b"] = given["scale_b"][::-1]
     else:
         given["scale_a"] = [given["scale_a"][0][:1]]
-    if torch.__version__ < "2.14":  # which looks at scales with a GPU only
+    if VERSION < (2, 14):  # which looks at scales with a GPU only
         with pytest.raises((RuntimeError, ValueError), match="scal"):
             functional_meta_product(given)
 

@@ -100,6 +100,36 @@ def test_a_cache_of_another_user_is_a_root(tmp_path: Path) -> None:
         folder.chmod(0o755)
 
 
+def test_other_users_may_read_the_cache_and_not_write_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    umask = os.umask(0o022)
+    try:
+        bundles.store(KEYS[0], BINARIES[0])
+    finally:
+        os.umask(umask)
+    folder = tmp_path / "cache" / "kernels"
+    (file,) = folder.iterdir()
+    assert [each.stat().st_mode & 0o777 for each in (folder, file)] == [0o755, 0o644]
+    monkeypatch.setattr(os, "access", lambda path, _: path != folder)
+    with pytest.raises(BundleError, match=r"the folder of kernels .*kernels cannot be read by"):
+        config.set_bundles([folder])
+
+
+def test_a_forked_process_reads_by_itself(bundle: Path) -> None:
+    """Processes that share an open file share the position in it."""
+    opened = bundles.Bundle(bundle)
+    number = opened._archive.fp.fileno()
+    os.lseek(number, 1, os.SEEK_SET)
+    child = os.fork()
+    if not child:
+        found = [opened.read(key) for key in KEYS]
+        os._exit(found != BINARIES)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.lseek(number, 0, os.SEEK_CUR) == 1
+    assert [opened.read(key) for key in KEYS] == BINARIES
+
+
 def test_equal_kernels_make_equal_bundles(bundle: Path, tmp_path: Path) -> None:
     again = tmp_path / "again.zip"
     bundles.write(again, KERNELS[::-1], ARCH, {"nvcc": "13.0"})
@@ -198,6 +228,15 @@ def test_a_cache_that_cannot_be_written_is_a_warning(
     assert not list(folder.iterdir())
 
 
+def test_a_cache_that_others_write_is_not_read(tmp_path: Path) -> None:
+    bundles.store(KEYS[0], BINARIES[0])
+    folder = tmp_path / "cache" / "kernels"
+    folder.chmod(0o775)
+    assert bundles.find_cached(KEYS[0]) is None
+    folder.chmod(0o755)
+    assert bundles.find_cached(KEYS[0]) == BINARIES[0]
+
+
 def test_kernels_of_other_packages_are_neither_packed_nor_cached(bundle: Path) -> None:
     config.set_bundles([bundle])
     other = KEYS[0]._replace(module="scale.kernel")
@@ -282,7 +321,7 @@ def test_the_oldest_tilelang_is_that_of_the_extra() -> None:
 def test_wheels_are_found_by_architecture(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wheel = packing._write_wheel(tmp_path / "dist", bundle.read_bytes(), ARCH)
+    wheel = packing._write_wheel(tmp_path, bundle.read_bytes(), ARCH)
     assert wheel.name == f"moe_tile_kernels_sm90-{tile_kernels.__version__}-py3-none-any.whl"
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
@@ -366,6 +405,28 @@ except RuntimeError as error:
 def test_commands_run_without_tilelang(words: list[str]) -> None:
     code = WITHOUT + f"\nfrom tile_kernels.cli import main\nprint(main({words!r}))"
     assert run_fresh(code).splitlines()[-1] == "0"
+
+
+def test_what_is_compiled_already_is_packed_without_tilelang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (item,) = warmup.compilations([CALL], described(ARCH))
+    monkeypatch.setattr(item.kernel, "_handles", {})
+    key = Key(item.kernel.module, item.kernel.name, item.static, ARCH)
+    bundles.store(key, BINARIES[0])
+    install_tilelang(monkeypatch, "0.1.12")
+    given: dict[str, Any] = {"arch": ARCH, "calls": [CALL], "progress": False}
+    for wheel in (False, True):
+        path = tmp_path / "new" / f"folder {wheel}" / "kernels.zip"
+        written, _ = packing.pack(path, wheel=wheel, **given)
+        assert written.is_file()
+        with pytest.raises(
+            ValueError, match=r"pack: path must be a (file, got the fol|folder, got)"
+        ):
+            packing.pack(written if wheel else written.parent, wheel=wheel, **given)
+    opened = bundles.Bundle(tmp_path / "new" / "folder False" / "kernels.zip")
+    assert opened.read(key) == BINARIES[0]
+    assert opened.manifest["tilelang"] == "none"
 
 
 @needs_nvcc

@@ -24,6 +24,7 @@ ABANDONED_SECONDS = 24 * 3600  # after which a private file is one that a killed
 CHECK_SECONDS = 60  # listing a full cache takes longer than compiling a small kernel
 
 _SEAL = b"tile_kernels emulator"
+_OTHERS_WRITE = 0o022
 
 
 def cache_dir(kind: str = "emulator") -> Path:
@@ -35,20 +36,28 @@ def cache_dir(kind: str = "emulator") -> Path:
     return Path(base).absolute() / "tile_kernels" / kind
 
 
-def open_cache(kind: str = "emulator") -> Path:
-    """The cache folder, created if need be; an error unless it is safe to run code from it."""
+def open_cache(kind: str = "emulator", mode: int = 0o700) -> Path:
+    """The cache folder, created with `mode` if need be; an error unless code in it may be run."""
     folder = cache_dir(kind)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=mode, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError as error:
         raise _unusable(folder, f"cannot be created: {error.strerror}") from None
     if found.st_uid != os.getuid():
         raise _unusable(folder, f"belongs to another user (uid {found.st_uid})")
-    if found.st_mode & 0o022:
-        mode = f"{found.st_mode & 0o777:o}"
-        raise _unusable(folder, f"can be written by others (its mode is {mode})")
+    if found.st_mode & _OTHERS_WRITE:
+        shown = f"{found.st_mode & 0o777:o}"
+        raise _unusable(folder, f"can be written by others (its mode is {shown})")
     return folder
+
+
+def written_by_others(folder: Path) -> bool:
+    """Whether the folder exists and others than its owner may write into it."""
+    try:
+        return bool(folder.stat().st_mode & _OTHERS_WRITE)
+    except OSError:
+        return False
 
 
 def _unusable(folder: Path, problem: str) -> EmulationError:

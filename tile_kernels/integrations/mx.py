@@ -426,7 +426,8 @@ def scaled_mm_arguments(
 
     Scales are laid out as the product reads them. That of NVFP4 knows no scale of all: multiply its
     result by both, or use `functional_scaled_mm_arguments`. A CPU has the product with scales of
-    rows only, a Hopper also those in groups and blocks of 128, a Blackwell those of MX and NVFP4.
+    rows only, from PyTorch 2.12 on, a Hopper also those in groups and blocks of 128, a Blackwell
+    those of MX and NVFP4.
 
     With scales of blocks `K` must be a multiple of 512: cuBLAS reads their columns a multiple of
     four numbers apart, and this operator takes them exactly `K / 128` apart.
@@ -445,8 +446,9 @@ def scaled_mm_arguments(
 
     Example:
         >>> a, b = (quant.per_token_cast(torch.ones(16, 32), "e4m3", 32) for _ in range(2))
-        >>> torch._scaled_mm(**scaled_mm_arguments(a, b))[0, 0].item()
-        32.0
+        >>> arguments = scaled_mm_arguments(a, b)  # for torch._scaled_mm(**arguments)
+        >>> arguments["mat2"].shape, arguments["scale_b"].shape
+        (torch.Size([32, 16]), torch.Size([1, 16]))
     """
     with checks.named("scaled_mm_arguments"):
         a_data, a_sf, a_kind = _operand("a", a)
@@ -497,8 +499,9 @@ def functional_scaled_mm_arguments(
 
     Example:
         >>> a, b = (quant.per_token_cast(torch.ones(16, 32), "e4m3", 32) for _ in range(2))
-        >>> torch.nn.functional.scaled_mm(**functional_scaled_mm_arguments(a, b))[0, 0].item()
-        32.0
+        >>> arguments = functional_scaled_mm_arguments(a, b)
+        >>> arguments["mat_b"].shape, [kind.name for kind in arguments["scale_recipe_b"]]
+        (torch.Size([32, 16]), ['RowWise'])
     """
     with checks.named("functional_scaled_mm_arguments"):
         (a_pair, a_global), (b_pair, b_global) = _with_global("a", a), _with_global("b", b)

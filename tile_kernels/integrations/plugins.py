@@ -70,27 +70,14 @@ def _vllm_classes() -> dict[str, type]:
         def forward_cuda(
             self,
             residual: Tensor,
-            fn: Tensor,
-            hc_scale: Tensor,
-            hc_base: Tensor,
-            rms_eps: float,
-            hc_pre_eps: float,
-            hc_sinkhorn_eps: float,
-            hc_post_mult_value: float,
-            sinkhorn_repeat: int,
-            pre_mix: Tensor | None = None,
-            x: Tensor | None = None,
-            norm_weight: Tensor | None = None,
-            norm_eps: float = 1e-6,
+            *args: Any,
             sublayer_out: Tensor | None = None,
             post_layer_mix: Tensor | None = None,
             comb_res_mix: Tensor | None = None,
+            **kwargs: Any,
         ) -> Any:
             streams = self._maybe_post(residual, sublayer_out, post_layer_mix, comb_res_mix)
-            return streams, *vllm.mhc_pre_delayed(
-                streams, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps,
-                hc_post_mult_value, sinkhorn_repeat, pre_mix, x, norm_weight, norm_eps,
-            )  # fmt: skip
+            return streams, *vllm.mhc_pre_delayed(streams, *args, **kwargs)
 
     class Post(mhc.MHCPostOp):
         def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:

@@ -135,11 +135,10 @@ class Bundle:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._archive = zipfile.ZipFile(path)
+            self._open()
             self.manifest = json.loads(self._archive.read(MANIFEST))
         except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
             raise BundleError(f"{path} is not a bundle of kernels: {error}") from None
-        self._lock = threading.Lock()
         found = [self.manifest.get(name) for name in ("format", "version", "sources")]
         expected = [FORMAT, version(), source_digest()]
         for name, have, want in zip(("format", "version", "kernel sources"), found, expected):
@@ -151,13 +150,20 @@ class Bundle:
                 )
         self.kernels: dict[str, Any] = self.manifest["kernels"]
 
+    def _open(self) -> None:
+        self._archive = zipfile.ZipFile(self.path)
+        self._lock = threading.Lock()  # one position in one file
+        self._process = os.getpid()
+
     def read(self, key: Key) -> Binary | None:
         """The kernel, if the bundle has it."""
         entry = self.kernels.get(key.digest)
         if entry is None:
             return None
         try:
-            with self._lock:  # one position in one file
+            if self._process != os.getpid():  # a fork shares the position with its parent
+                self._open()
+            with self._lock:
                 content = self._archive.read(key.digest + _SUFFIX)
         except (OSError, KeyError, zipfile.BadZipFile, zlib.error) as error:
             raise BundleError(f"the bundle {self.path} is damaged: {error}") from None
@@ -241,6 +247,8 @@ def _wheels(arch: str) -> tuple[Path, ...]:
 
 def _open(path: Path) -> list[Bundle | _Folder]:
     if path.is_dir():
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise BundleError(f"the folder of kernels {path} cannot be read by this user")
         bundles = [Bundle(each) for each in sorted(path.glob("*.zip"))]
         return [*bundles, _Folder(path)]
     if not path.exists():
@@ -365,16 +373,19 @@ def _read_cached(folder: Path, key: Key) -> Binary | None:
 
 
 def find_cached(key: Key) -> Binary | None:
-    """A kernel from the user's cache."""
-    return _read_cached(cache.cache_dir("kernels"), key) if key.packaged else None
+    """A kernel from the user's cache, unless others may write there."""
+    folder = cache.cache_dir("kernels")
+    if not key.packaged or cache.written_by_others(folder):
+        return None
+    return _read_cached(folder, key)
 
 
 def store(key: Key, binary: Binary) -> None:
-    """Adds a kernel to the user's cache, if that can be written."""
+    """Adds a kernel to the user's cache, if that can be written; others may read it."""
     if not key.packaged:
         return
     try:
-        folder = cache.open_cache("kernels")
+        folder = cache.open_cache("kernels", 0o755)
         content = f"{_tilelang()}\n".encode() + binary.to_bytes()
         cache.write_atomically(_cached_path(folder, key), cache.sealed(content))
         cache.keep_within_limit(folder)

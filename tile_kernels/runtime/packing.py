@@ -43,7 +43,7 @@ def pack(
     """Compiles kernels for one architecture into a bundle. Needs TileLang and nvcc, and no GPU.
 
     Args:
-        path: The bundle; with `wheel` the folder for the wheel.
+        path: The bundle; with `wheel` the folder for the wheel. Folders are created.
         arch: As of `tile_kernels.warmup`.
         calls: As of `tile_kernels.warmup`.
         models: As `model` of `tile_kernels.warmup`, several. Without calls and models: the
@@ -64,6 +64,10 @@ def pack(
         if not num_sms > 0:
             raise ValueError(f"pack: num_sms must be at least 1, got {num_sms}")
         device = dataclasses.replace(device, num_sms=num_sms)
+    if path.is_file() if wheel else path.is_dir():  # told before minutes of compiling
+        kinds = ("folder", "file") if wheel else ("file", "folder")
+        raise ValueError(f"pack: path must be a {kinds[0]}, got the {kinds[1]} {path}")
+    (path if wheel else path.parent).mkdir(parents=True, exist_ok=True)
     calls, models = list(calls), list(models)
     work: dict[Compilation, None] = {}
     for model in models:
@@ -106,7 +110,7 @@ def _facts(device: Device) -> dict[str, Any]:
     release = re.search(r"release (\S+),", text)
     return {
         "num_sms": device.num_sms,
-        "tilelang": importlib.metadata.version("tilelang"),
+        "tilelang": importlib.metadata.version("tilelang") if bundles.has_compiler() else "none",
         "nvcc": release[1] if release else "unknown",
     }
 
@@ -136,7 +140,6 @@ def _write_wheel(folder: Path, bundle: bytes, arch: str) -> Path:
     }
     record = [f"{each},sha256={_digest(content)},{len(content)}" for each, content in files.items()]
     files[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,", ""]).encode()
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{package}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for each, content in files.items():

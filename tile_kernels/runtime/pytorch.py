@@ -65,6 +65,13 @@ class LateAutograd(CustomOpDef):
     PyTorch 2.10 to 2.12 do not ask this class for the kernel, and build theirs at once.
     """
 
+    refuse: Callable[..., Any] | None = None  # the formula of a backward pass that raises
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a formula was registered."""
+        return self._backward_fn is not self.refuse
+
     def _register_autograd_dispatcher_impl(self) -> None:
         @functools.cache
         def kernel() -> Callable[..., Any]:
@@ -127,7 +134,7 @@ def define(
     implemented = positional(implementation)
     schema = _schema(signature, mutates)
     defined = LateAutograd("tile_kernels", name, schema, implemented)
-    defined._backward_fn = refuse
+    defined._backward_fn = defined.refuse = refuse
     defined.register_kernel(None)(implemented)
     defined.register_fake(positional(fake))
     return defined

@@ -26,6 +26,7 @@ from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.outputs import check_output
+from tile_kernels.transpose.reference import transpose
 
 _CAST_COLUMNS = Kernel("tile_kernels.quant.per_channel.kernel", "cast_columns", plan)
 
@@ -415,7 +416,7 @@ class TransposedFusedArguments(FusedArguments):
 
 def _transposed_fused_reference(*fields: Any) -> QuantTensor:
     data, sf = _fused_reference(*fields)
-    return data.T.contiguous(), sf
+    return transpose(data), sf
 
 
 PER_CHANNEL_CAST_FUSED_AND_TRANSPOSE = layout.cast_operator(
