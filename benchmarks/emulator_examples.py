@@ -182,14 +182,16 @@ def main() -> None:
     options.tilelang = options.tilelang and options.tilelang.absolute()
     path = [str(options.tilelang)] if options.tilelang else sys.path
     (used,) = {d.version for d in importlib.metadata.distributions(name="tilelang", path=path)}
-    stored = json.loads(options.json.read_text()) if options.json.exists() else {}
-    files = stored.get("files", {}) if options.only else {}
-    scratch = options.json.with_suffix(".part")
+    files: dict[str, Any] = {}
+    scratch = options.json.with_suffix(f".{os.getpid()}.part")
     for file in sorted(folder.rglob("test_*.py")):
         name = file.relative_to(folder).as_posix()
         if options.only and name not in options.only:
             continue
-        files[name] = run_file(file, options, scratch)
+        entries = run_file(file, options, scratch)
+        if options.only and options.json.exists():  # other runs may have written in the meantime
+            files = json.loads(options.json.read_text())["files"]
+        files[name] = entries
         run = {
             "tilelang": used,
             "torch": importlib.metadata.version("torch"),

@@ -94,7 +94,8 @@ def apart(written: Named, read: Named = ()) -> None:
             start, count = tensor.storage_offset(), tensor.numel()
             if not (isinstance(start, int) and isinstance(count, int)):
                 return  # symbolic under torch.compile; then the real call checks
-            if is_written and any(n > 1 and not s for n, s in zip(tensor.shape, tensor.stride())):
+            repeated = any(n > 1 and not s for n, s in zip(tensor.shape, tensor.stride()))
+            if is_written and repeated and count:
                 raise ValueError(
                     f"{name} must not have elements that share memory, got strides "
                     f"{tensor.stride()} for shape {tuple(tensor.shape)}"
