@@ -938,6 +938,26 @@ def long_context() -> list[str]:
     return lines
 
 
+def ep_on_hosts() -> list[str]:
+    """Calls of `ElasticBuffer` over gloo beside the same exchange by hand (`benchmarks/ep.py`)."""
+    run = json.loads((RESULTS.parent / "ep.amd-epyc.json").read_text())
+    machine = run["machine"]
+    lines = [
+        f"{machine['cpu']}, torch {machine['torch']}, {machine['date']}:",
+        "",
+        "| processes | tokens | call | `ElasticBuffer`, ms | row per choice, ms | row per rank, ms "
+        "| ratio to row per choice (goal 1.2) | ratio to row per rank |",
+        "|---" * 8 + "|",
+    ]
+    for row in run["rows"]:
+        times = " | ".join(f"{row[name]:.1f}" for name in ("ms", "plain_ms", "dedup_ms"))
+        lines.append(
+            f"| {row['ranks']} | {row['tokens']} | {row['what']} | {times} | {row['ratio']:.2f} "
+            f"| {row['ms'] / row['dedup_ms']:.2f} |"
+        )
+    return lines
+
+
 TABLES = {"operators": (ROOT / "docs" / "operators.md", operators)}
 TABLES["arguments"] = (ROOT / "docs" / "moe.md", arguments)
 TABLES["layer"] = (ROOT / "docs" / "mhc.md", streams)
@@ -960,6 +980,7 @@ TABLES["sparse_attention"] = (ROOT / "docs" / "attention.md", sparse_attention)
 TABLES["elsewhere"] = (ROOT / "docs" / "finding-bugs.md", elsewhere)
 TABLES["decode"] = (ROOT / "docs" / "serving.md", decode)
 TABLES["long_context"] = (ROOT / "docs" / "attention.md", long_context)
+TABLES["ep_on_hosts"] = (ROOT / "docs" / "ep.md", ep_on_hosts)
 TABLES["corpus"] = (ROOT / "docs" / "finding-bugs.md", corpus)
 
 
