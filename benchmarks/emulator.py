@@ -30,7 +30,7 @@ import tilelang
 import torch
 from tilelang import language as T
 
-from tile_kernels.emulator import Emulated, EmulationError, lines
+from tile_kernels.emulator import Emulated, EmulationError, places
 from tile_kernels.emulator.lowering import lower
 
 try:
@@ -243,7 +243,7 @@ def python_lines() -> dict[str, int]:
         for number, text in enumerate(source.splitlines(), 1):
             if number <= source.count("\n", 0, start) + 1 or not text.strip().endswith(";"):
                 continue
-            place = lines.find(lowered.python, source, source, number)
+            place = places.find(lowered.python, source, source, number)
             counts["none" if place is None else "exact" if place.exact else "near"] += 1
     return counts
 

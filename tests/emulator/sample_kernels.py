@@ -43,6 +43,22 @@ def cast_e4m3(H: int, G: int, rows: int, threads: int, vec: int) -> Any:
     return cast_e4m3
 
 
+def linked_list(N: int) -> Any:
+    """Every thread follows a list from its own entry to a negative one (lower with NO_GUARDS)."""
+
+    @T.prim_func
+    def linked_list(following: T.Tensor[(N,), T.int32], last: T.Tensor[(N,), T.int32]):
+        with T.Kernel(1, threads=N):
+            t = T.get_thread_binding()
+            entry = T.alloc_local((1,), T.int32)
+            entry[0] = t
+            while following[entry[0]] >= 0:
+                entry[0] = following[entry[0]]
+            last[t] = entry[0]
+
+    return linked_list
+
+
 def warp_topk(E: int, K: int, warps: int = 4) -> Any:
     """Each warp selects the top K of E scores by rounds of arg-max; ties go to the lowest index."""
     n = T.dynamic("n")

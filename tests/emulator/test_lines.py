@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tile_kernels.emulator import Emulated, EmulationError, lines, lowering
+from tile_kernels.emulator import Emulated, EmulationError, lines, lowering, places
 
 from . import sample_kernels as k
 from .helpers import fails, rand, replace_nth
@@ -23,7 +23,7 @@ def line_of(text: str, function: str) -> int:
     start = next(
         n for n, s in enumerate(linecache.getlines(HERE), 1) if s.startswith(f"def {function}(")
     )
-    first, last = lines.kernel_range(HERE, start) or (0, 0)
+    first, last = places.kernel_range(HERE, start) or (0, 0)
     found = [n for n in range(first, last + 1) if text in linecache.getline(HERE, n)]
     assert len(found) == 1, found
     return found[0]
@@ -96,6 +96,23 @@ def test_copies_loops_and_inserted_barriers() -> None:
     assert f"\n  after {HERE}:{error.python_line}: " in str(error)
 
 
+@pytest.mark.parametrize("guarded", [False, True])
+def test_the_condition_of_a_loop_is_its_line(guarded: bool) -> None:
+    following, last = torch.arange(1, 33, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    kernel, configs = k.linked_list(32), k.PLAIN if guarded else k.NO_GUARDS
+    if guarded:  # the read that the guard selects, as a line of the source
+        lowered = lowering.lower(kernel, pass_configs=configs)
+        rows = lowered.source.splitlines()
+        number = next(n for n, text in enumerate(rows, 1) if "condval = following[" in text)
+        place = places.find(lowered.python, lowered.source, lowered.source, number)
+        assert place is not None
+        found = place.line
+    else:
+        error = fails("out of bounds", kernel, following, last, configs=configs)
+        found = error.python_line or 0
+    assert found == line_of("while following[entry[0]] >= 0", "linked_list")
+
+
 MOVING = """
 from tilelang import language as T
 
@@ -141,7 +158,7 @@ def test_a_kernel_that_moved_keeps_its_cache_entry_but_not_its_lines(
 
 def test_lines_that_were_not_generated() -> None:
     before = ["a", "b", "c", "d"]
-    assert lines._original(before, ["new", "b", "c", "d"], 1) == 1
-    assert lines._original(before, ["a", "c", "d"], 0) == 0
-    assert lines._original(before, ["a", "x", "c", "d"], 1) == 1
-    assert lines._original(before, ["a", "b", "new", "c", "d"], 2) == 1
+    assert places._original(before, ["new", "b", "c", "d"], 1) == 1
+    assert places._original(before, ["a", "c", "d"], 0) == 0
+    assert places._original(before, ["a", "x", "c", "d"], 1) == 1
+    assert places._original(before, ["a", "b", "new", "c", "d"], 2) == 1

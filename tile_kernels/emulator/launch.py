@@ -19,8 +19,8 @@ import torch
 from . import build as _build
 from . import cache, pointers
 from . import debug as _debug
-from . import lines as _lines
 from . import page as _page
+from . import places as _places
 from .arguments import TensorSlot, check_scalar
 from .errors import BarrierEvent, EmulationError, SharedPart
 from .lowering import DEFAULT_ARCH, Kernel, Lowered, Param, compile_expressions, lower
@@ -246,7 +246,7 @@ class Emulated:
         self.lowered, self.library = lowered, library
         self.name, self.mode = name, mode
         self.cooperative, self.keep, self.report = cooperative, keep, report
-        self._places: dict[int, _lines.Place | None] = {}
+        self._places: dict[int, _places.Place | None] = {}
         handle = ctypes.CDLL(str(library))
         self._launchers = [_Launcher(k, handle[f"emu_launch_{k.name}"]) for k in lowered.kernels]
         used = {n for k in lowered.kernels for n, kind in k.args if kind == "tensor"}
@@ -687,13 +687,13 @@ class Emulated:
         found = 0 < number <= len(text) and "sync" in text[number - 1]
         return (str(cpp), number, text[number - 1]) if found else None
 
-    def _python_line(self, where: tuple[str, int, str] | None) -> _lines.Place | None:
+    def _python_line(self, where: tuple[str, int, str] | None) -> _places.Place | None:
         if where is None or not Path(where[0]).exists():
             return None
         number = where[1]
         if number not in self._places:
             edited = Path(where[0]).read_text()
-            place = _lines.find(self.lowered.python, self.lowered.source, edited, number)
+            place = _places.find(self.lowered.python, self.lowered.source, edited, number)
             self._places[number] = place
         return self._places[number]
 
@@ -715,12 +715,12 @@ def _unravel(element: int, t: torch.Tensor, packed: bool) -> tuple[int, ...] | N
     return tuple(reversed(index))
 
 
-def _asserted(text: str) -> tuple[str, _lines.Place | None]:
+def _asserted(text: str) -> tuple[str, _places.Place | None]:
     """The message of a failure, and the line of `T.device_assert`, which TileLang appends to it."""
     m = re.fullmatch(r"(.*?)\n?\n  at (.+?):(\d+) in .*", text, re.DOTALL)
     if m is None:
         return text, None
-    return m[1], _lines.Place(m[2], int(m[3]), linecache.getline(m[2], int(m[3])).strip(), True)
+    return m[1], _places.Place(m[2], int(m[3]), linecache.getline(m[2], int(m[3])).strip(), True)
 
 
 def _warp(launch: CLaunch) -> int:

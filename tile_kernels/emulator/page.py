@@ -10,7 +10,7 @@ import linecache
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import lines
+from . import places
 from .errors import BarrierEvent, EmulationError, SharedPart
 
 AROUND = 14  # lines shown before and after a marked one
@@ -129,7 +129,7 @@ def _source(e: EmulationError) -> str:
 
 def _listing(e: EmulationError, file: str, line: int) -> str:
     text = linecache.getlines(file)
-    first, last = lines.kernel_range(file, line) or (line - AROUND, line + AROUND)
+    first, last = places.kernel_range(file, line) or (line - AROUND, line + AROUND)
     marks = {
         n: style
         for f, n, style in (
