@@ -63,6 +63,10 @@ PARTS = {
         "benchmarks.rivals", "rivals.{device}.json", "other libraries beside this one",
         ("--seconds", "300"),
     ),
+    "tilekernels": Part(
+        "benchmarks.tilekernels", "tilekernels.{device}.json",
+        "DeepSeek's TileKernels beside this package, where it is installed",
+    ),
     "transformers": Part(
         "benchmarks.transformers_block", "transformers.{device}.json",
         "a block of Hugging Face transformers before and after apply",

@@ -676,7 +676,7 @@ def prepare(names: Sequence[str], cases: Mapping[str, Case], module: str) -> Non
     if len(names) == 1:
         run(names[0], cases[names[0]], prepare=True)
         return
-    preparation.in_processes(module, names)
+    preparation.in_processes(module, [[name] for name in names])
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
-def in_processes(module: str, cases: Sequence[str], *options: str) -> None:
-    """Runs `python -m MODULE --prepare CASE` for every case and waits for all."""
+def in_processes(module: str, groups: Iterable[Sequence[str]], *options: str) -> None:
+    """Runs `python -m MODULE --prepare CASE ...` for every group of cases and waits for all."""
     command = [sys.executable, "-m", module, "--prepare", *options]
-    started = [subprocess.Popen([*command, case]) for case in cases]
+    started = [subprocess.Popen([*command, *group]) for group in groups]
     for process in started:
         process.wait()

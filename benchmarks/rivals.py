@@ -536,7 +536,7 @@ def prepare(names: Sequence[str], without: Sequence[str]) -> None:
     """Runs each call once; several cases in separate processes. Errors show when it is measured."""
     if len(names) > 1:
         options = [f"--without={name}" for name in without]
-        preparation.in_processes("benchmarks.rivals", names, *options)
+        preparation.in_processes("benchmarks.rivals", [[name] for name in names], *options)
         return
     for rival, call in CASES[names[0]]()[1].items():
         if rival not in without:

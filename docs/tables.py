@@ -279,11 +279,59 @@ def compute_bound() -> list[str]:
     ]
 
 
+def both_packages() -> dict[str, Any] | None:
+    """What `benchmarks.tilekernels` wrote; None before its first run."""
+    path = RESULTS.parent / f"tilekernels.{RESULTS.name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 def compared() -> list[tuple[str, float, float]]:
     """Cases that TileKernels was measured with: its device time and ours, in microseconds."""
+    run = both_packages()
+    if run is not None:
+        return [
+            (f"{version} {case}", found["their_us"], found["us"])
+            for version, results in run["results"].items()
+            for case, found in results.items()
+            if "us" in found
+        ]
     here = {r.case: r.device_us or 0 for r in benchmark.load_all(RESULTS).results}
     there = json.loads(OTHERS.read_text())["us"]
     return [(case, there[case], here[case]) for case in here if case in there]
+
+
+def ratio_line() -> list[str]:
+    """What the README says of the run of both packages; before there is one, what it says now."""
+    run = both_packages()
+    if run is None:
+        return parts("ratio")[1]
+    ratios = [there / here for _, there, here in compared()]
+    return [
+        f"In {len(ratios)} cases of DeepSeek's TileKernels {' and '.join(run['results'])}, "
+        f"`tile_kernels` was not slower in {sum(ratio >= 1 for ratio in ratios)}, and "
+        f"{statistics.geometric_mean(ratios):.2f} times as fast by the geometric mean, in one run "
+        f"of both on {run['machine']['date'][:10]} ([all cases](docs/comparison.md#times))."
+    ]
+
+
+def provenance() -> list[str]:
+    """The run of both packages, what was not measured or differs; before it, what is there now."""
+    run = both_packages()
+    if run is None:
+        return parts("provenance")[1]
+    machine, versions, others = run["machine"], [], []
+    for version, results in run["results"].items():
+        versions.append(f"{version} with TileLang {run['packages'][version]['tilelang']}")
+        for case, found in results.items():
+            why = found.get("error") or f"results: {found['results']}"
+            if why not in ("results: exact", "results: close"):
+                others.append(f"- `{version} {case}`: {why}")
+    return [
+        "`python -m benchmarks.tilekernels` measured both packages in one run: TileKernels "
+        f"{', '.join(versions)}; here torch {machine['torch']}, TileLang {machine['tilelang']}; "
+        f"{machine['device']}, copy bandwidth {run['copy_gb_per_s']:.0f} GB/s; {machine['date']}.",
+        *(["", "Not measured, or with other results:", "", *others] if others else []),
+    ]
 
 
 def comparison() -> list[str]:
@@ -966,6 +1014,8 @@ TABLES["layers"] = (ROOT / "docs" / "layers.md", layers)
 TABLES["transformers"] = (ROOT / "docs" / "integrations" / "transformers.md", transformers_blocks)
 TABLES["demo"] = (ROOT / "docs" / "demo.md", demo)
 TABLES["comparison"] = (ROOT / "docs" / "comparison.md", comparison)
+TABLES["ratio"] = (ROOT / "README.md", ratio_line)
+TABLES["provenance"] = (ROOT / "docs" / "comparison.md", provenance)
 TABLES["rivals"] = (ROOT / "docs" / "comparison.md", rival_table)
 TABLES["goals"] = (ROOT / "docs" / "benchmarks.md", goals)
 TABLES["benchmarks"] = (ROOT / "docs" / "benchmarks.md", benchmarks)
@@ -984,12 +1034,19 @@ TABLES["ep_on_hosts"] = (ROOT / "docs" / "ep.md", ep_on_hosts)
 TABLES["corpus"] = (ROOT / "docs" / "finding-bugs.md", corpus)
 
 
+def parts(name: str) -> tuple[str, list[str], str]:
+    """The page of a table: up to its first mark, the lines behind it, and from the second mark."""
+    text = TABLES[name][0].read_text()
+    begin, end = (f"<!-- {name}: {mark} -->" for mark in ("begin", "end"))
+    before, rest = text.split(begin)
+    lines, after = rest.split(end)
+    return before + begin, lines.strip("\n").split("\n"), end + after
+
+
 def updated(name: str) -> str:
     """The page of a table with the part between its marks made anew."""
-    page, make = TABLES[name]
-    begin, end = (f"<!-- {name}: {mark} -->" for mark in ("begin", "end"))
-    before, rest = page.read_text().split(begin)
-    return before + "\n".join([begin, *make(), end]) + rest.split(end)[1]
+    before, _, after = parts(name)
+    return "\n".join([before, *TABLES[name][1](), after])
 
 
 def main() -> int:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import rivals
+from benchmarks import rivals, tilekernels
+from benchmarks.foreign import Case, Package
 
 FOLDER = benchmarks.ROOT / "benchmarks"
 
@@ -96,6 +97,100 @@ def test_rivals_that_a_run_did_not_reach_are_in_its_file(
     (path,) = tmp_path.glob("rivals.*.json")
     content = json.loads(path.read_text())
     assert (content["left_out"], content["results"]) == (["topk_gate", "swiglu"], {})
+
+
+# ---- DeepSeek's TileKernels ----------------------------------------------------------------------
+
+PACKAGE = """
+import torch
+
+class Config:
+    amax = 1.0
+
+def topk_gate(scores, num_topk):
+    return torch.topk(scores, num_topk).indices
+
+def normalize_weight(topk_weights):
+    return topk_weights.sum(1), topk_weights
+
+def aux_fi(topk_idx, num_experts, num_aux_topk):
+    assert False, "never"
+
+def group_count(group_idx, num_groups):
+    import os
+    os._exit(3)
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A folder with a package of TileKernels' name, one of whose functions is right."""
+    folder = tmp_path / "installed"
+    (folder / "tile_kernels-1.7.0.dist-info").mkdir(parents=True)
+    (folder / "tile_kernels").mkdir()
+    (folder / "tile_kernels" / "__init__.py").write_text("")
+    (folder / "tile_kernels" / "moe.py").write_text(PACKAGE)
+    return folder
+
+
+def test_both_packages_in_one_run(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU, theirs on the emulated device; reasons where there is no result."""
+    monkeypatch.setattr(tilekernels.torch.cuda, "is_available", lambda: False)
+    cases = [
+        f"moe.{name}"
+        for name in (
+            "topk_gate.256.8", "normalize_weight.32768x8", "aux_fi.32768x8.32",
+            "group_count.32768x8.32", "top2_sum_gate.sigmoid.8g4.256.8",
+        )
+    ]  # fmt: skip
+    words = [f"--installed={package}", f"--installed={tmp_path / 'none'}", f"--folder={tmp_path}"]
+    monkeypatch.setattr("sys.argv", ["tilekernels", *words, *cases])
+    assert tilekernels.main() == 0
+    (path,) = tmp_path.glob("tilekernels.*.json")
+    report = json.loads(path.read_text())
+    assert set(report["packages"]) == {"1.7.0", "none"}
+    assert "no tile-kernels is installed" in report["packages"]["none"]["error"]
+    results = report["results"]["1.7.0"]
+    assert set(results) == set(cases[:-1])  # it has no function for the last
+    assert results[cases[0]]["results"] == "exact"
+    assert "of 762 differ" in results[cases[1]]["results"]
+    assert results[cases[2]]["error"] == "not accepted: AssertionError: never (moe.py, line 14)"
+    assert results[cases[3]]["error"] == "other error: the process ended with status 3"
+    monkeypatch.setattr("sys.argv", ["tilekernels", *words, "--seconds=-1", cases[0]])
+    assert tilekernels.main() == 0
+    assert json.loads(path.read_text())["left_out"] == [f"1.7.0: {cases[0]}"]
+
+
+def test_a_run_without_the_package_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["tilekernels", f"--installed={tmp_path / 'none'}", f"--folder={tmp_path}"]
+    monkeypatch.setattr("sys.argv", words)
+    assert tilekernels.main() == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_their_time_is_measured_in_their_process(package: Path) -> None:
+    """On the emulated device, whose events count the host's time."""
+    asked = Package(package, emulated=True)
+    try:
+        answer = asked.ask(
+            Case("moe.topk_gate", "", {"scores": torch.rand(3, 8), "num_topk": 2}), measure=True
+        )
+    finally:
+        asked.end()
+    assert answer.outcome == "ran", answer.value
+    assert answer.us is not None
+    assert answer.us > 0
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_cases_of_the_earlier_run_are_measured(gpu: bool) -> None:
+    """All that are listed, first, and before any tensor is made."""
+    listed = json.loads(tilekernels.LISTED.read_text())["us"]
+    assert list(tilekernels.planned("1", gpu))[: len(listed)] == list(listed)
 
 
 def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

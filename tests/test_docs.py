@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import runpy
@@ -90,6 +91,37 @@ def test_pictures_show_the_results() -> None:
         name = bar.name.replace("nn.functional.", "")
         assert f">{name} {bar.other_us / bar.us:.2f}x<" in picture, bar
         assert f">{bar.case} ({bar.us:.3g} us)<" in picture, bar
+
+
+def test_a_run_of_both_packages_replaces_separate_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The README's numbers and the comparison are those of `benchmarks.tilekernels`."""
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    for name in ("ratio", "provenance"):  # before such a run
+        assert tables["updated"](name) == tables["TABLES"][name][0].read_text()
+    results = {
+        "1.0.0": {
+            "moe.a": {"us": 2.0, "their_us": 8.0, "results": "exact"},
+            "moe.b": {"error": "not accepted: too small"},
+        },
+        "2.1.0": {"moe.a": {"us": 2.0, "their_us": 1.0, "results": "tensor 0: 1 of 2 differ"}},
+    }
+    run = {
+        "machine": {"device": "GPU", "torch": "2", "tilelang": "3", "date": "2027-01-02 03:04 UTC"},
+        "packages": {v: {"tilelang": "0"} for v in results},
+        "copy_gb_per_s": 5.0,
+        "results": results,
+    }
+    (tmp_path / "tilekernels.gpu.json").write_text(json.dumps(run))
+    monkeypatch.setitem(tables["compared"].__globals__, "RESULTS", tmp_path / "gpu")
+    assert tables["compared"]() == [("1.0.0 moe.a", 8.0, 2.0), ("2.1.0 moe.a", 1.0, 2.0)]
+    assert "was not slower in 1, and 1.41 times as fast" in tables["ratio_line"]()[0]
+    text = "\n".join(tables["provenance"]())
+    assert "1.0.0 with TileLang 0, 2.1.0 with TileLang 0" in text
+    assert "- `1.0.0 moe.b`: not accepted: too small" in text
+    assert "- `2.1.0 moe.a`: results: tensor 0: 1 of 2 differ" in text
+    assert "1 are faster here by more than 3 %, 1 are slower" in tables["comparison"]()[0]
 
 
 # ---- examples -----------------------------------------------------------------------------------

@@ -1,23 +1,24 @@
 """How the benchmarks of kernels from elsewhere judge what they run."""
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
+from benchmarks import foreign
+from benchmarks.emulator_foreign import summary
+
 EXAMPLES = Path(__file__).parents[2] / "benchmarks" / "emulator_examples.py"
-SCRIPT = runpy.run_path(
-    str(Path(__file__).parents[2] / "benchmarks" / "emulator_foreign.py"), run_name="script"
-)
 
 
 def test_difference() -> None:
-    difference, x = SCRIPT["difference"], torch.tensor([1.0, -0.0, float("nan")])
+    difference, x = foreign.difference, torch.tensor([1.0, -0.0, float("nan")])
     assert difference([x], [x.clone()]) == "exact"
     assert difference([x + 1e-6], [x]) == "close"
+    assert difference([x + 1e-3], [x], 2e-3) == "close"
+    assert difference([x + 1e-3], [x]).startswith("tensor 0: 2 of 3")
     assert difference([torch.tensor([1.1])], [torch.tensor([1.0])]).startswith("tensor 0: 1 of 1")
     assert difference([x, x.int()], [x, x.int() + 1]) == "tensor 1: 3 of 3 differ"
     assert "expected torch.float64" in difference([x], [x.double()])
@@ -28,7 +29,7 @@ def test_summary() -> None:
     """An operator counts as its worst call."""
     calls = {"a": ["right", "wrong"], "b": ["right"], "c": [], "d": ["reported", "right"]}
     operators = {n: {"calls": [{"outcome": o} for o in ends]} for n, ends in calls.items()}
-    found = SCRIPT["summary"](operators)
+    found = summary(operators)
     assert found["operators"] | {"refused": 0, "other error": 0} == found["operators"]
     assert found["operators"]["called"] == 3
     assert [found["operators"][end] for end in ("right", "wrong", "reported")] == [1, 1, 1]
@@ -38,7 +39,7 @@ def test_summary() -> None:
 
 def test_copies_keep_strides() -> None:
     padded = torch.arange(12).view(3, 4)[:, :3].t()
-    copy = SCRIPT["on"]({"x": (padded, 1)}, "cpu")["x"][0]
+    copy = foreign.on({"x": (padded, 1)}, "cpu")["x"][0]
     assert copy.stride() == padded.stride()
     assert torch.equal(copy, padded)
 
