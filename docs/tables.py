@@ -8,6 +8,7 @@ results files.
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import re
 import statistics
@@ -33,14 +34,33 @@ NOISE = 0.03  # two runs of the same kernel differ by up to this share
 PEAK_TFLOPS = {1: 1979, 2: 989, 4: 494}
 
 
+# The page of each family, in the list of operators.
+FAMILY_PAGES = {
+    "attention": "attention.md",
+    "engram": "engram.md",
+    "gemm": "gemm.md",
+    "mhc": "mhc.md",
+    "moe": "moe.md",
+    "quant": "quant.md",
+    "transform": "norm.md",
+    "transpose": "transpose.md",
+}
+
+
 def operators() -> list[str]:
-    """One row per operator: its call, and the first sentence of its docstring."""
-
-    def row(op: Operator) -> str:
-        summary = (inspect.getdoc(op.function) or "").split("\n\n")[0].replace("\n", " ")
-        return f"| `{op.name}({', '.join(op.signature.parameters)})` | {summary} |"
-
-    return ["| operator | what it does |", "|---|---|", *(row(op) for op in all_ops())]
+    """For each family a table: operators, arguments, and the first sentence of the docstring."""
+    lines = []
+    for family, ops in itertools.groupby(all_ops(), lambda op: op.name.split(".")[0]):
+        page = FAMILY_PAGES[family]
+        title = (ROOT / "docs" / page).read_text().splitlines()[0].removeprefix("# ")
+        lines += [f"## {family}", "", f"`tile_kernels.{family}`: [{title}]({page})", ""]
+        lines += ["| operator | arguments | what it does |", "|---|---|---|"]
+        for op in ops:
+            name, arguments = op.name.split(".")[1], ", ".join(op.signature.parameters)
+            summary = (inspect.getdoc(op.function) or "").split("\n\n")[0].replace("\n", " ")
+            lines.append(f"| `{name}` | `{arguments}` | {summary} |")
+        lines.append("")
+    return lines[:-1]
 
 
 def sections(function: Callable[..., Any]) -> dict[str, str]:

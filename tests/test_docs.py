@@ -287,6 +287,11 @@ def test_site_builds(tmp_path: Path) -> None:
         article = text.split("<article")[1].split("</article>")[0]
         assert f'href="reference/{family}.html"' in article, family
         assert f'href="reference/{family}.html"' in (tmp_path / "index.html").read_text()
+    listed = (tmp_path / "operators.html").read_text()
+    for family, page, name in (("quant", "quant", "cast"), ("transform", "norm", "apply_rotary")):
+        assert f'<h2 id="{family}">' in listed
+        assert f'href="reference/{page}.html#{name}"' in listed
+        assert f'id="{name}"' in (tmp_path / "reference" / f"{page}.html").read_text()
     assert "gate_scores" in (tmp_path / "reference" / "references.html").read_text()
 
 
