@@ -288,7 +288,7 @@ def test_site_builds(tmp_path: Path) -> None:
         assert f'href="reference/{family}.html"' in article, family
         assert f'href="reference/{family}.html"' in (tmp_path / "index.html").read_text()
     listed = (tmp_path / "operators.html").read_text()
-    for family, page, name in (("quant", "quant", "cast"), ("transform", "norm", "apply_rotary")):
+    for family, page, name in (("moe", "moe", "topk_gate"), ("transform", "norm", "apply_rotary")):
         assert f'<h2 id="{family}">' in listed
         assert f'href="reference/{page}.html#{name}"' in listed
         assert f'id="{name}"' in (tmp_path / "reference" / f"{page}.html").read_text()
