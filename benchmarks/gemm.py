@@ -170,7 +170,7 @@ def _cast(x: Tensor, make: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor]:
 
 
 def build(case: Case, device: str = "cuda") -> dict[str, Any]:
-    """Random normal operands, plain ones and quantised."""
+    """Random normal operands, plain ones and quantized."""
     torch.manual_seed(0)
     groups, rows, n, k = case[1:5]
     make = {"device": device, "dtype": BF16}

@@ -502,8 +502,8 @@ def swiglu_backward(
     of_weight = torch.zeros(weight.numel()).index_add_(
         0, index, (grad * act).sum(1).masked_fill(pos_to_token_topk < 0, 0)
     )
-    quantised = rows_to_e4m3(x_grad, 128)
-    return (act * of_row).bfloat16(), quantised, x_grad.bfloat16(), of_weight.view(weight.shape)
+    quantized = rows_to_e4m3(x_grad, 128)
+    return (act * of_row).bfloat16(), quantized, x_grad.bfloat16(), of_weight.view(weight.shape)
 
 
 def differentiated(function: Plain, *names: str) -> Plain:

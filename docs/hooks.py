@@ -27,7 +27,7 @@ REFERENCE = {
         ["tile_kernels.moe", "tile_kernels.modeling.moe", "tile_kernels.modeling.fp8_experts"],
     ),
     "quant": (
-        "Quantisation",
+        "Quantization",
         [
             "tile_kernels.quant",
             "tile_kernels.quant.per_token_cast_to_e5m6_kernel",
@@ -216,6 +216,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = for_site(markdown, DOCS + name, name)
     links = [f"[{title}](reference/{key}.md)" for key, (title, _) in REFERENCE.items()]
     markdown = _MARKED.sub(", ".join(links), markdown)
+    if name == "operators.md":
+        markdown = linked_operators(markdown)
     if name in FAMILIES:
         root = posixpath.relpath(".", posixpath.dirname(name) or ".")
         markdown += (
@@ -223,6 +225,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             f"docstrings, and [the references]({root}/reference/references.md) that define them.\n"
         )
     return markdown
+
+
+def linked_operators(markdown: str) -> str:
+    """The list of operators with a link from each name to its docstring."""
+    lines, family = [], ""
+    for line in markdown.splitlines():
+        if line.startswith("## "):
+            family = line.removeprefix("## ")
+        page = "norm" if family == "transform" else family
+        lines.append(re.sub(r"^\| `(\w+)` \|", rf"| [`\1`](reference/{page}.md#\1) |", line))
+    return "\n".join(lines)
 
 
 # ---- the reference ------------------------------------------------------------------------------

@@ -71,17 +71,22 @@ def draw_rivals(path: Path) -> None:
         if title:
             axes.axhline(row + 0.5, color="0.85", linewidth=0.5)
     largest = max(bar.other_us / bar.us for bar in bars)
-    axes.set(xscale="log", xlim=(0.7, 2.3 * largest), ylim=(0.3, len(bars) + 0.7))
+    axes.set(xscale="log", xlim=(0.7, 2.8 * largest), ylim=(0.3, len(bars) + 0.7))
     axes.set_xlabel(
-        "time of the other library / time of tile_kernels; right of 1x: tile_kernels is faster"
+        "time of the other library / time of tile_kernels; right of 1x: tile_kernels is faster",
+        fontsize=8,
     )
-    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100) if tick < 2.3 * largest]
-    axes.set_xticks(ticks, [f"{tick}x" for tick in ticks])
+    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100) if tick < 2.8 * largest]
+    axes.set_xticks(ticks, [f"{tick}x" for tick in ticks], fontsize=7)
     axes.minorticks_off()
+    axes.set_axisbelow(True)
     axes.grid(True, axis="x", linewidth=0.3, alpha=0.5)
     machine = run["machine"]
     axes.set_title(
-        f"{machine['device']}, {machine['date'][:10]}, all sides in one run", fontsize=8, loc="left"
+        f"{machine['device']}, one run on {machine['date'][:10]}; "
+        "in parentheses: time of tile_kernels",
+        fontsize=8,
+        loc="left",
     )
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)

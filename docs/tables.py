@@ -8,6 +8,7 @@ results files.
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import re
 import statistics
@@ -33,14 +34,33 @@ NOISE = 0.03  # two runs of the same kernel differ by up to this share
 PEAK_TFLOPS = {1: 1979, 2: 989, 4: 494}
 
 
+# The page of each family, in the list of operators.
+FAMILY_PAGES = {
+    "attention": "attention.md",
+    "engram": "engram.md",
+    "gemm": "gemm.md",
+    "mhc": "mhc.md",
+    "moe": "moe.md",
+    "quant": "quant.md",
+    "transform": "norm.md",
+    "transpose": "transpose.md",
+}
+
+
 def operators() -> list[str]:
-    """One row per operator: its call, and the first sentence of its docstring."""
-
-    def row(op: Operator) -> str:
-        summary = (inspect.getdoc(op.function) or "").split("\n\n")[0].replace("\n", " ")
-        return f"| `{op.name}({', '.join(op.signature.parameters)})` | {summary} |"
-
-    return ["| operator | what it does |", "|---|---|", *(row(op) for op in all_ops())]
+    """For each family a table: operators, arguments, and the first sentence of the docstring."""
+    lines = []
+    for family, ops in itertools.groupby(all_ops(), lambda op: op.name.split(".")[0]):
+        page = FAMILY_PAGES[family]
+        title = (ROOT / "docs" / page).read_text().splitlines()[0].removeprefix("# ")
+        lines += [f"## {family}", "", f"`tile_kernels.{family}`: [{title}]({page})", ""]
+        lines += ["| operator | arguments | what it does |", "|---|---|---|"]
+        for op in ops:
+            name, arguments = op.name.split(".")[1], ", ".join(op.signature.parameters)
+            summary = (inspect.getdoc(op.function) or "").split("\n\n")[0].replace("\n", " ")
+            lines.append(f"| `{name}` | `{arguments}` | {summary} |")
+        lines.append("")
+    return lines[:-1]
 
 
 def sections(function: Callable[..., Any]) -> dict[str, str]:
@@ -285,40 +305,63 @@ def both_packages() -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
+def record() -> dict[str, Any]:
+    """An earlier run of both packages, which was copied by hand."""
+    return json.loads(OTHERS.read_text())
+
+
 def compared() -> list[tuple[str, float, float]]:
-    """Cases that TileKernels was measured with: its device time and ours, in microseconds."""
-    run = both_packages()
-    if run is not None:
-        return [
-            (f"{version} {case}", found["their_us"], found["us"])
-            for version, results in run["results"].items()
-            for case, found in results.items()
-            if "us" in found
-        ]
-    here = {r.case: r.device_us or 0 for r in benchmark.load_all(RESULTS).results}
-    there = json.loads(OTHERS.read_text())["us"]
-    return [(case, there[case], here[case]) for case in here if case in there]
-
-
-def ratio_line() -> list[str]:
-    """What the README says of the run of both packages; before there is one, what it says now."""
+    """Cases of a run of both packages: TileKernels' device time and ours, in microseconds."""
     run = both_packages()
     if run is None:
-        return parts("ratio")[1]
-    ratios = [there / here for _, there, here in compared()]
+        here = record()["here_us"]
+        return [(case, there, here[case]) for case, there in record()["us"].items()]
     return [
-        f"In {len(ratios)} cases of DeepSeek's TileKernels {' and '.join(run['results'])}, "
-        f"`tile_kernels` was not slower in {sum(ratio >= 1 for ratio in ratios)}, and "
-        f"{statistics.geometric_mean(ratios):.2f} times as fast by the geometric mean, in one run "
-        f"of both on {run['machine']['date'][:10]} ([all cases](docs/comparison.md#times))."
+        (f"{version} {case}", found["their_us"], found["us"])
+        for version, results in run["results"].items()
+        for case, found in results.items()
+        if "us" in found
     ]
 
 
+def _balance(cases: list[tuple[str, float, float]]) -> str:
+    """How many cases differ by more than noise, and the mean ratio."""
+    ratios = [there / here for _, there, here in cases]
+    faster = sum(ratio > 1 + NOISE for ratio in ratios)
+    slower = sum(ratio < 1 - NOISE for ratio in ratios)
+    return (
+        f"{faster} are faster here by more than {100 * NOISE:.0f} %, {slower} are slower by more "
+        f"than that, and {len(ratios) - faster - slower} are equally fast within it. The geometric "
+        f"mean of all ratios is {statistics.geometric_mean(ratios):.2f}"
+    )
+
+
+def ratio_line() -> list[str]:
+    """What the README says of the run of both packages."""
+    run, cases = both_packages(), compared()
+    date = run["machine"]["date"][:10] if run else record()["date"]
+    text = (
+        f"Of {len(cases)} cases that DeepSeek's TileKernels has too, {_balance(cases)} "
+        f"([one run of both packages](docs/comparison.md#times) on {date})."
+    )
+    return textwrap.wrap(text, 140, break_long_words=False, break_on_hyphens=False)
+
+
 def provenance() -> list[str]:
-    """The run of both packages, what was not measured or differs; before it, what is there now."""
+    """The run of both packages, and what was not measured or differs."""
     run = both_packages()
     if run is None:
-        return parts("provenance")[1]
+        found = record()
+        return textwrap.wrap(
+            f"Both packages were measured in one run on {found['date']} on one {found['device']} "
+            f"with a copy bandwidth of {found['copy_gb_per_s']} GB/s: {found['package']}, and this "
+            f"package ({found['method']}). The numbers were {found['source']}. The last column has "
+            "what this package's [benchmark](benchmarks.md) measured in later runs; \N{DAGGER} "
+            "marks kernels that have changed since then.",
+            120,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
     machine, versions, others = run["machine"], [], []
     for version, results in run["results"].items():
         versions.append(f"{version} with TileLang {run['packages'][version]['tilelang']}")
@@ -337,19 +380,20 @@ def provenance() -> list[str]:
 def comparison() -> list[str]:
     """One row per case that both were measured with, and how many differ by more than noise."""
     cases = compared()
-    ratios = [there / here for _, there, here in cases]
-    faster = sum(ratio > 1 + NOISE for ratio in ratios)
-    slower = sum(ratio < 1 - NOISE for ratio in ratios)
-    return [
-        f"Of {len(cases)} cases, {faster} are faster here by more than {100 * NOISE:.0f} %, "
-        f"{slower} are slower by more than that, and {len(cases) - faster - slower} are equally "
-        f"fast within it. The geometric mean of all ratios is "
-        f"{statistics.geometric_mean(ratios):.2f}.",
+    later = {} if both_packages() else {r.case: r for r in operator_report().results}
+    lines = [
+        f"Of {len(cases)} cases, {_balance(cases)}.",
         "",
-        "| case | TileKernels, us | here, us | TileKernels / here |",
-        "|---|---|---|---|",
-        *(f"| `{case}` | {there} | {here} | {there / here:.2f} |" for case, there, here in cases),
+        "| case | TileKernels, us | here, us | TileKernels / here |"
+        + " here, later, us |" * bool(later),
+        "|---" * (4 + bool(later)) + "|",
     ]
+    for case, there, here in cases:
+        line = f"| `{case}` | {there} | {here} | {there / here:.2f} |"
+        if later:
+            line += f" {device_time(later[case]) if case in later else '-'} |"
+        lines.append(line)
+    return lines
 
 
 class Rival(NamedTuple):
@@ -1034,19 +1078,12 @@ TABLES["ep_on_hosts"] = (ROOT / "docs" / "ep.md", ep_on_hosts)
 TABLES["corpus"] = (ROOT / "docs" / "finding-bugs.md", corpus)
 
 
-def parts(name: str) -> tuple[str, list[str], str]:
-    """The page of a table: up to its first mark, the lines behind it, and from the second mark."""
-    text = TABLES[name][0].read_text()
-    begin, end = (f"<!-- {name}: {mark} -->" for mark in ("begin", "end"))
-    before, rest = text.split(begin)
-    lines, after = rest.split(end)
-    return before + begin, lines.strip("\n").split("\n"), end + after
-
-
 def updated(name: str) -> str:
     """The page of a table with the part between its marks made anew."""
-    before, _, after = parts(name)
-    return "\n".join([before, *TABLES[name][1](), after])
+    page, make = TABLES[name]
+    begin, end = (f"<!-- {name}: {mark} -->" for mark in ("begin", "end"))
+    before, rest = page.read_text().split(begin)
+    return before + "\n".join([begin, *make(), end]) + rest.split(end)[1]
 
 
 def main() -> int:

@@ -54,11 +54,11 @@ def test_ops_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_operators_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without the family where that leaves no doubt; the closest three for an unknown name."""
+    """Without the family where that leaves no doubt; similar ones for an unknown name."""
     assert "moe.topk_gate" in said(capsys, "ops", "topk_gate")
     refused = said(capsys, "ops", "topkgate", status=2)
     assert "no family or operator 'topkgate'; did you mean moe.topk_gate or " in refused
-    assert refused.count(" or ") == 3
+    assert "'nosuch'; tile-kernels ops lists them\n" in said(capsys, "ops", "nosuch", status=2)
     assert "did you mean transpose or " in said(capsys, "ops", "transpos", status=2)
     refused = said(capsys, "source", "moe.topk_gat", status=2)
     assert "no operator 'moe.topk_gat'; did you mean moe.topk_gate or " in refused
@@ -209,7 +209,18 @@ def test_what_cannot_be_done_is_a_sentence(
     words = ("source", "moe.topk_gate", "num_topk=4")
     missing = "topk_gate() missing 1 required positional argument: 'scores'"
     assert missing in said(capsys, *words, status=2)
-    assert "directory" in said(capsys, "check", "--replay", str(tmp_path), status=2)
+    refused = said(capsys, "check", "--replay", str(tmp_path), status=2)
+    assert refused == f"tile-kernels check: {tmp_path}: Is a directory\n"
+    refused = said(capsys, "warmup", "--calls", "absent.json", status=2)
+    assert refused == "tile-kernels warmup: absent.json: No such file or directory\n"
+    refused = said(capsys, "warmup", "--model", "absent", status=2)
+    assert refused.startswith("tile-kernels warmup: model must be one of the presets ")
+
+
+def test_without_a_command_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = said(capsys, status=2)
+    for name in ("info", "ops", "check", "bench", "warmup", "pack", "source", "emulate"):
+        assert f"    {name} " in listed
 
 
 def test_files_of_others_are_refused_in_words(

@@ -14,7 +14,7 @@ from their sources, and single files that need nothing else of the package are e
 | torchao | MX and NVFP4 casts, the blocked layout of scales |
 | megatron-core, torchtitan | their DeepEP files, unmodified, on 2 processes over gloo |
 | megatron-core | its router in PyTorch |
-| nemo-automodel | its file that chooses kernels, unmodified: the Sinkhorn normalisation |
+| nemo-automodel | its file that chooses kernels, unmodified: the Sinkhorn normalization |
 | transformers | the installed one: tiny models, by the tests of this package |
 """
 

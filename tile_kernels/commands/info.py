@@ -25,7 +25,7 @@ def info(_: argparse.Namespace) -> int:
     if torch.cuda.is_available():
         gpu = f"{device.name}, {device.arch}, {device.num_sms} SMs, CUDA {torch.version.cuda}"
     else:
-        gpu = "none: CPU tensors run the references; kernels compile, and run emulated"
+        gpu = f"none: CPU tensors run the references; kernels compile for {device.arch}"
     rows = [
         ["tile_kernels", tile_kernels.__version__],
         ["Python", sys.version.split()[0]],
@@ -83,7 +83,11 @@ def _tool(path: str | None, missing: str) -> str:
 def list_ops(options: argparse.Namespace) -> int:
     """Show the registry."""
     rows = [[op.name, _signature(op), _least_work(op)] for op in registry.select(options.which)]
-    columns = [("operator", "left"), ("signature", "left"), ("least work", "left")]
+    columns = [
+        ("operator", "left"),
+        ("signature", "left"),
+        ("bytes and FLOPs (benchmark case)", "left"),
+    ]
     title = f"operators, each on the backends {', '.join(backends.BACKENDS)}"
     terminal.show_table(title, columns, rows)
     return 0

@@ -12,7 +12,10 @@ from tile_kernels.runtime.warmup import Call
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command, besides the architecture."""
-    text = "all kernels that the layers of a model need, as of warmup; may be repeated"
+    parser.epilog = (
+        "Without --model, --op and --calls, the benchmark cases of all operators are compiled."
+    )
+    text = "all kernels that the layers of a model need, as for warmup; may be repeated"
     parser.add_argument("--model", action="append", default=[], metavar="PRESET|FILE", help=text)
     text = "the kernels of one call, as scores=float32[8192,256] num_topk=8; may be repeated"
     parser.add_argument(
@@ -27,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-sms", type=int, metavar="N", help=text)
     text = "write a wheel into the folder that -o names, instead of a bare bundle"
     parser.add_argument("--wheel", action="store_true", help=text)
-    parser.add_argument("--jobs", type=int, metavar="N", help="compiles at a time")
+    parser.add_argument("--jobs", type=int, metavar="N", help="kernels that are compiled at a time")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="what to write")
 
 

@@ -92,7 +92,7 @@ class Lowered:
     assumptions: tuple[str, ...] = ()  # what `T.assume` says of sizes and scalars
 
     def to_json(self) -> str:
-        """Serialise for the cache."""
+        """Serialize for the cache."""
         return json.dumps(asdict(self))
 
     @classmethod

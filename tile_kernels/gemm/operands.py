@@ -123,7 +123,7 @@ def check_codes(name: str, x: Any, dims: tuple[str, ...], **more: Any) -> None:
     checks.tensor(name, x, dims, torch.float8_e4m3fn, unit_inner_stride=True, **more)
     if x.shape[-1] % BLOCK:
         raise ValueError(
-            f"{name} must have a multiple of {BLOCK} channels, got {x.shape[-1]}; quantise with "
+            f"{name} must have a multiple of {BLOCK} channels, got {x.shape[-1]}; quantize with "
             "padded channels"
         )
 

@@ -567,9 +567,9 @@ def pre(
         hc_base: `[m * (m + 2)]`, float32.
         rms_eps: Of the norm of the streams.
         hc_pre_eps: Added to the weights of the streams.
-        hc_sinkhorn_eps: Of the Sinkhorn normalisation.
+        hc_sinkhorn_eps: Of the Sinkhorn normalization.
         hc_post_mult_value: The factor of `post`.
-        sinkhorn_repeat: Steps of the normalisation.
+        sinkhorn_repeat: Steps of the normalization.
         norm_weight: `[h]`, bfloat16 or float32: the weight of an RMS norm of the layer input; or
             None: no norm.
         norm_eps: Of that norm.

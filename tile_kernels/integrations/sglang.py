@@ -118,7 +118,7 @@ def hash_topk(
         input_ids: `[T]`, int32 or int64.
         tid2eid: `[vocabulary, K]`, int32 or int64.
         num_fused_shared_experts: Must be 0.
-        routed_scaling_factor: Multiplies the normalised weights.
+        routed_scaling_factor: Multiplies the normalized weights.
         scoring_func: `"sigmoid"`, `"sqrtsoftplus"` or `"softmax"`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Quantised activations in training."""
+"""Quantized activations in training."""
 
 from __future__ import annotations
 

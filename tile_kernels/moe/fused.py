@@ -21,7 +21,7 @@ def dtype_names(*dtypes: torch.dtype) -> str:
 
 
 def data_and_scales(operator: str, x: Any) -> tuple[Tensor, Tensor]:
-    """The two tensors of a quantised argument `x`, or a `TypeError`."""
+    """The two tensors of a quantized argument `x`, or a `TypeError`."""
     if not (isinstance(x, tuple) and len(x) == 2 and all(isinstance(t, Tensor) for t in x)):
         given = [type(part).__name__ for part in x] if isinstance(x, tuple) else type(x).__name__
         message = f"x must be a tuple of two tensors, data and scales, got {given}"

@@ -46,7 +46,7 @@ def as_factor(global_sf: torch.Tensor | float | None) -> torch.Tensor | None:
 def dequantize(
     x: QuantTensor, block_size: tuple[int, int], global_sf: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The values of a quantised tensor, float32 `[T, H]`: `code * sf`, rounded once.
+    """The values of a quantized tensor, float32 `[T, H]`: `code * sf`, rounded once.
 
     The dtype of the data says the format, the dtype of the scale factors their layout. With
     `global_sf` the factor is `sf * global_sf`.
@@ -65,7 +65,7 @@ def dequantize(
 
 
 def to_float32(x: torch.Tensor | QuantTensor, x_block_size: tuple[int, int] | None) -> torch.Tensor:
-    """What a cast reads, as float32 `[T, H]`: a bfloat16 or float32 tensor, or a quantised one.
+    """What a cast reads, as float32 `[T, H]`: a bfloat16 or float32 tensor, or a quantized one.
 
     >>> to_float32(torch.tensor([[1.5]], dtype=torch.bfloat16), None)
     tensor([[1.5000]])

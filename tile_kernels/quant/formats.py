@@ -1,4 +1,4 @@
-"""The number formats of quantised tensors, to the bit, and the scales that go with them.
+"""The number formats of quantized tensors, to the bit, and the scales that go with them.
 
 | format | a value is | stored as | largest |
 |---|---|---|---|
@@ -253,7 +253,7 @@ class Format:
     """What casts need to know of a number format."""
 
     name: str
-    # Identifies the format in a quantised tensor.
+    # Identifies the format in a quantized tensor.
     dtype: torch.dtype
     # The largest finite value: the largest magnitude of a group is scaled to it.
     max: float

@@ -1,4 +1,4 @@
-"""Scale factors of quantised tensors: which block has which, and how they lie in memory.
+"""Scale factors of quantized tensors: which block has which, and how they lie in memory.
 
 Data of `T` rows and `H` channels in blocks of `rows x channels` has `M x G` scale factors, with
 `M = ceil(T / rows)` and `G = ceil(H / channels)`; the last ones may belong to smaller blocks.

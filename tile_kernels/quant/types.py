@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-# Quantised data and its scale factors.
+# Quantized data and its scale factors.
 QuantTensor = tuple[torch.Tensor, torch.Tensor]
 
 

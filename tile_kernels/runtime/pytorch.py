@@ -33,7 +33,7 @@ __all__ = [
     "empty_strided_cuda", "forward_ad_active", "functorch_transform",
 ]  # fmt: skip
 
-# Both skip a check for initialisation: a CUDA tensor exists already where they are called.
+# Both skip a check for initialization: a CUDA tensor exists already where they are called.
 current_device: Callable[[], int] = getattr(
     torch._C, "_cuda_getDevice", torch.cuda.current_device if torch.version.cuda else lambda: -1
 )

@@ -80,6 +80,9 @@ def get(function: str | Callable[..., Any]) -> Any:
     return _registry[_full_name(function)]
 
 
+_LEAST_LIKENESS = 0.6  # of a name that is suggested instead of an unknown one
+
+
 def _full_name(name: str, families: Iterable[str] = ()) -> str:
     """The registered name for `name`, which may lack the family where that is unambiguous."""
     if name in _registry:
@@ -94,8 +97,10 @@ def _full_name(name: str, families: Iterable[str] = ()) -> str:
         return max(difflib.SequenceMatcher(None, name, word).ratio() for word in words)
 
     closest = meant or sorted((*families, *public), key=likeness, reverse=True)[:3]
+    similar = [known for known in closest if meant or likeness(known) > _LEAST_LIKENESS]
+    hint = f"did you mean {' or '.join(similar)}?" if similar else "tile-kernels ops lists them"
     kind = "family or operator" if families else "operator"
-    raise KeyError(f"no {kind} {name!r}; did you mean {' or '.join(closest)}?")
+    raise KeyError(f"no {kind} {name!r}; {hint}")
 
 
 def select(which: Iterable[str]) -> list[Any]:

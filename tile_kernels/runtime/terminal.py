@@ -25,6 +25,7 @@ def show_table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[st
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    table.show_header = any(heading for heading, _ in columns)
     for heading, justify in columns:
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     for row in rows:

@@ -200,7 +200,7 @@ def benchmark_record(request: pytest.FixtureRequest) -> BenchmarkRecorder:
     """`record(*, kernel, operation, params, time_us, bandwidth_gbs=None, extras=None)`.
 
     Prints a `BENCH` line and hands the result to the report at the end of the session, and to
-    `--benchmark-output`. Values of `params` and `extras` must be JSON-serialisable, `time_us` is
+    `--benchmark-output`. Values of `params` and `extras` must be JSON-serializable, `time_us` is
     in microseconds and `bandwidth_gbs` in 10^9 bytes per second.
     """
 

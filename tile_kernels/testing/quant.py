@@ -1,4 +1,4 @@
-"""Helpers of tests of quantised tensors."""
+"""Helpers of tests of quantized tensors."""
 
 from __future__ import annotations
 

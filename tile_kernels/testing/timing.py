@@ -28,7 +28,7 @@ _NOT_WORK_NAMES = frozenset(("Context Sync", "Event Sync", "Stream Sync", "Strea
 # A fill of 2 GiB and more is split into several kernels, one flush must be one.
 _MAX_FLUSH_BYTES = (2 << 30) - 8
 
-# Calls between two synchronisations when timing the host. The launch queue holds about a thousand
+# Calls between two synchronizations when timing the host. The launch queue holds about a thousand
 # kernels; a full one would make the host wait for the device. Layers launch tens of them.
 _HOST_BATCH = 20
 
@@ -86,7 +86,7 @@ def time_device(
     """Device time of `fn()` on the current CUDA device, with a cold L2 cache.
 
     Every repeat fills a buffer of `flush_bytes` to flush the L2 cache, calls `fn` and
-    synchronises. What counts is the sum of the device time of all kernels, memsets and memcpys
+    synchronizes. What counts is the sum of the device time of all kernels, memsets and memcpys
     that `fn` launches; the fill does not. Where the profiler's record is incomplete, or `fn` fills
     float64 tensors itself so that the flushes cannot be told apart, CUDA events around the call
     are used instead; `Timing.method` says which.
@@ -213,7 +213,7 @@ def _time_with_events(fn: Callable[[], Any], flush: torch.Tensor, repeats: int) 
 def time_host(fn: Callable[[], Any], *, calls: int = 200) -> float:
     """Wall-clock microseconds that one `fn()` keeps the host busy; the GPU is not waited for.
 
-    Calls run in batches short enough that the launch queue does not fill, with a synchronisation
+    Calls run in batches short enough that the launch queue does not fill, with a synchronization
     between them that is not timed; the result is the median over the batches of the mean per call.
     For a callable that runs on the CPU this is its run time.
 

@@ -170,7 +170,7 @@ KV_COMPRESS_NORM_ROPE_CAST = Operator(
     reference=_reference,
     cost=cost,
     dynamic={"kv_a": 1, "z_a": 1, "kv_b": 1, "z_b": 1, "cos": 1, "sin": 1, "cu_seqlens": 0},
-    instead="tile_kernels.attention.kv_compress, which neither normalises nor casts",
+    instead="tile_kernels.attention.kv_compress, which neither normalizes nor casts",
 )
 
 

@@ -37,7 +37,7 @@ def _router(module: Any, dtype: torch.dtype) -> str | None:
     del dtype
     groups = getattr(module, "topk_group", 0), getattr(module, "num_group", 0)
     if not getattr(module, "norm_topk_prob", True):
-        return "norm_topk_prob is False: the weights are not normalised"
+        return "norm_topk_prob is False: the weights are not normalized"
     if module.top_k > MAX_SLOTS or len(module.weight) > MAX_EXPERTS:
         return f"more than {MAX_SLOTS} of {MAX_EXPERTS} experts"
     try:

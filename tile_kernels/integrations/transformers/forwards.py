@@ -56,7 +56,7 @@ def sqrtsoftplus_router(self: Any, hidden_states: Tensor) -> Routing:
 
 
 def softmax_router(self: Any, hidden_states: Tensor) -> Routing:
-    """Softmax scores, normalised over the chosen experts: that of Qwen3-MoE and Mixtral."""
+    """Softmax scores, normalized over the chosen experts: that of Qwen3-MoE and Mixtral."""
     logits, weights, topk_idx = _route(
         hidden_states, self.weight, None, self.top_k, 0, 0, 1.0, "softmax"
     )

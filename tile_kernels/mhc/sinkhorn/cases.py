@@ -1,4 +1,4 @@
-"""Argument sets of the Sinkhorn normalisation."""
+"""Argument sets of the Sinkhorn normalization."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ SINKHORN_NORMALIZE = Operator(
 def sinkhorn_normalize(
     x: Tensor, repeat: int = 10, eps: float = 1e-6, *, out: Tensor | None = None
 ) -> Tensor:
-    """Normalises rows and columns of positive matrices in turn, until both nearly sum to 1.
+    """Normalizes rows and columns of positive matrices in turn, until both nearly sum to 1.
 
     `y = softmax(x) + eps` along rows, then columns are divided by `sum + eps`, then `repeat - 1`
     times rows and columns are divided by `sum + eps`. Columns come last and sum to 1 up to `eps`;
@@ -92,7 +92,7 @@ def sinkhorn_normalize(
 
     Args:
         x: `[..., M, M]`, float32: logits, `M` from 1 to 8, any strides.
-        repeat: The number of normalisations of the columns, at least 1.
+        repeat: The number of normalizations of the columns, at least 1.
         eps: Added to the softmax and to every sum, at least 0.
         out: Buffer for the result, contiguous. It is filled and returned; not with gradients.
 

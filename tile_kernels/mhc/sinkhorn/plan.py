@@ -1,4 +1,4 @@
-"""Plans of the Sinkhorn normalisation. Needs no TileLang."""
+"""Plans of the Sinkhorn normalization. Needs no TileLang."""
 
 from __future__ import annotations
 

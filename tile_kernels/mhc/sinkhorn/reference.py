@@ -73,7 +73,7 @@ def _softmax(x: Tensor) -> Tensor:
 
 
 def _steps(y: Tensor, repeat: int, eps: float) -> list[tuple[int, Tensor, Tensor]]:
-    """Every normalisation: its dimension, its divisor and its result."""
+    """Every normalization: its dimension, its divisor and its result."""
     steps = []
     for dim in [-2, *[-1, -2] * (repeat - 1)]:
         divisor = _tree_sum(y, dim) + eps

@@ -157,7 +157,7 @@ def expand_to_fused(x: Tensor, token_topk_to_pos: Tensor, pos_to_expert: Tensor)
     return EXPAND_TO_FUSED(x, token_topk_to_pos, pos_to_expert)
 
 
-# ---- quantised values with their scales ---------------------------------------------------------
+# ---- quantized values with their scales ---------------------------------------------------------
 
 
 class ScaledArguments(NamedTuple):
@@ -222,7 +222,7 @@ EXPAND_TO_FUSED_WITH_SF = Operator(
     cost=scaled_cost,
     dynamic={"x": 1, "x_sf": 1, "token_topk_to_pos": 1, "pos_to_expert": 0},
     check_values=check_values,
-    instead="tile_kernels.moe.expand_to_fused of values that are not quantised",
+    instead="tile_kernels.moe.expand_to_fused of values that are not quantized",
 )
 
 

@@ -179,7 +179,7 @@ def hash_gate(
         logits: `[num_tokens, num_experts]`, float32 or bfloat16, `stride(1) == 1`.
         token_ids: `[num_tokens]`, int32 or int64, contiguous.
         table: `[vocabulary, num_topk]`, int32 or int64, contiguous, up to 32 columns: experts.
-        routed_scaling_factor: Multiplies the normalised weights.
+        routed_scaling_factor: Multiplies the normalized weights.
         scoring_func: `"sigmoid"`, `"sqrtsoftplus"` or `"softmax"` (`scoring.ScoringFunc`).
         mask: `num_tokens` elements, bool, or None. Where it is False the token does not route.
         num_shared_experts: Slots of weight 1 to append, in `0..32`; they need a map.

@@ -174,12 +174,12 @@ def get_fused_mapping(
     if overflow is not None:
         GET_FUSED_MAPPING.require(_check_overflow, overflow, topk_idx)
     flat = GET_FUSED_MAPPING(topk_idx, num_experts, num_expanded_tokens, alignment, force_no_sync)
-    synchronise = num_expanded_tokens == 0 and not force_no_sync
+    synchronize = num_expanded_tokens == 0 and not force_no_sync
     if not torch.compiler.is_compiling() and backends.is_checked() and not flat.is_meta:
         dropped = int(flat[-1])
-        if dropped and not synchronise:
+        if dropped and not synchronize:
             raise ValueError(
                 f"get_fused_mapping: num_expanded_tokens must be large enough, but {dropped} "
                 f"choices found no row in {num_expanded_tokens}"
             )
-    return finish_mapping(flat, topk_idx, num_experts, synchronise, overflow)
+    return finish_mapping(flat, topk_idx, num_experts, synchronize, overflow)

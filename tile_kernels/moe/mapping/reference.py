@@ -67,23 +67,23 @@ def get_fused_mapping(
     >>> get_fused_mapping(chosen, 4, 0, 4)[2].tolist()
     [0, 4, 7, -1, 1, 2, 6, -1, 5, -1, -1, -1]
     """
-    synchronise = num_expanded_tokens == 0 and not force_no_sync
+    synchronize = num_expanded_tokens == 0 and not force_no_sync
     capacity = num_expanded_tokens
-    if synchronise:
+    if synchronize:
         capacity = max_expanded_tokens(topk_idx.numel(), num_experts, alignment)
     flat = fused_mapping(topk_idx, num_experts, capacity, alignment)
-    return finish_mapping(flat, topk_idx, num_experts, synchronise, overflow)
+    return finish_mapping(flat, topk_idx, num_experts, synchronize, overflow)
 
 
 def finish_mapping(
-    flat: Tensor, topk_idx: Tensor, num_experts: int, synchronise: bool, overflow: Tensor | None
+    flat: Tensor, topk_idx: Tensor, num_experts: int, synchronize: bool, overflow: Tensor | None
 ) -> Mapping:
     """The 8-tuple from the flat result; if asked, reads the counts on the host."""
     a, b, c, d, e, f, g, dropped = split_mapping(flat, topk_idx.shape, num_experts)
     counts: list[int] = []
     if overflow is not None:
         overflow.copy_(dropped)
-    if synchronise and not flat.is_meta:  # without values the buffers keep their full size
+    if synchronize and not flat.is_meta:  # without values the buffers keep their full size
         counts = g.tolist()
         a, b, c = (part[: sum(counts)] for part in (a, b, c))
     return a, b, c, d, e, f, g, counts

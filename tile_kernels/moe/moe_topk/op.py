@@ -323,7 +323,7 @@ def moe_topk_gate_forward(
         num_topk: Experts per token; with the shared ones at most 32.
         use_shared_as_routed: Append slots for the shared experts `num_experts...`.
         num_shared_experts: The number of shared experts.
-        routed_scaling_factor: Multiplies the normalised weights.
+        routed_scaling_factor: Multiplies the normalized weights.
         ep_rank: This expert-parallel rank: where the replicas of an expert start, and the seed.
         scoring_func: `"sqrtsoftplus"`, `"sigmoid"` or `"softmax"` (`scoring.ScoringFunc`).
         mask: `num_tokens` elements, bool, or None: which tokens route.
@@ -530,7 +530,7 @@ def moe_topk_gate_backward(
 
     With scores `u`, those of the chosen experts `u_j`, `D = 1e-20 + sum_j u_j`, their weights `w`
     and the incoming gradient `g`, the gradient of a chosen score is
-    `(factor * g_j - sum_k g_k w_k) / D`; repeated experts add up. A loss of the normalised scores
+    `(factor * g_j - sum_k g_k w_k) / D`; repeated experts add up. A loss of the normalized scores
     `u_e / sum_e u_e`, summed over the tokens of a sequence, whose gradient is `h`, adds
     `(h_e - sum(h u) / sum(u)) / sum(u)`, which is 0 where the scores of a token are. Then comes the
     derivative of the scoring function.

@@ -36,7 +36,7 @@ def plan(
 
 
 class BackwardPlan(NamedTuple):
-    """`has_sums` and `has_scores`: gradients of normalised scores, and of scores."""
+    """`has_sums` and `has_scores`: gradients of normalized scores, and of scores."""
 
     num_experts: int
     num_topk: int

@@ -251,7 +251,7 @@ def top2_sum_gate(
         num_groups: All groups, up to 64. If both numbers are equal (or 0), there are no groups.
         use_shared_as_routed: Append `num_shared_experts` slots of weight 1. They need a map.
         num_shared_experts: The number of shared experts, up to 32 where they are appended.
-        routed_scaling_factor: Multiplies the normalised weights.
+        routed_scaling_factor: Multiplies the normalized weights.
         ep_rank: This expert-parallel rank. The ranks 0, 1, 0, 1 leave the experts as they are.
         num_ep_ranks: The number of expert-parallel ranks.
         tp_rank: This tensor-parallel rank.

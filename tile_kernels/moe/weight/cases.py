@@ -120,7 +120,7 @@ _TOPK_WEIGHTS_BACKWARD = Cases(
 )
 
 
-# ---- normalisation of given weights -------------------------------------------------------------
+# ---- normalization of given weights -------------------------------------------------------------
 
 
 @builder

@@ -112,7 +112,7 @@ def topk_weights(
         topk_idx: `[num_tokens, num_topk]`, int64, contiguous, up to 32 columns. Entries outside
             `0..num_experts-1` get weight 0 and are not in the sum; repeated experts count twice.
         scoring_func: `"sigmoid"`, `"sqrtsoftplus"` or `"softmax"` (`scoring.ScoringFunc`).
-        routed_scaling_factor: Multiplies the normalised weights.
+        routed_scaling_factor: Multiplies the normalized weights.
 
     Returns:
         `[num_tokens, num_topk]`, float32, contiguous.
@@ -215,7 +215,7 @@ def topk_weights_backward(
     )
 
 
-# ---- normalisation of given weights -------------------------------------------------------------
+# ---- normalization of given weights -------------------------------------------------------------
 
 
 class NormalizeArguments(NamedTuple):

@@ -73,8 +73,8 @@ def cast_back_e5m6(
 
     Example:
         >>> x = torch.tensor([[0.5, -1, 0.25, 2, 0, 1.5, -3, 4]])
-        >>> quantised = casting.quantize(x, formats.E5M6, (1, 8), casting.ScaleFlags(round_sf=True))
-        >>> cast_back_e5m6(quantised, "fp32", (1, 8)).equal(x)
+        >>> quantized = casting.quantize(x, formats.E5M6, (1, 8), casting.ScaleFlags(round_sf=True))
+        >>> cast_back_e5m6(quantized, "fp32", (1, 8)).equal(x)
         True
     """
     if x[0].dtype != formats.E5M6.dtype:

@@ -23,8 +23,8 @@ def fake_cast(
     >>> fake_cast(torch.tensor([[1.0, -2.0, 3.3, 7.0]]), "e4m3", 4).tolist()
     [[1.0, -2.0, 3.25, 7.0]]
     """
-    quantised = per_token_cast(
+    quantized = per_token_cast(
         x, fmt, num_per_channels, round_sf=round_sf, use_e4m3_sf=use_e4m3_sf, global_sf=global_sf,
         amax_min=amax_min,
     )  # fmt: skip
-    return dequantize(quantised, (1, num_per_channels), as_factor(global_sf)).to(x.dtype)
+    return dequantize(quantized, (1, num_per_channels), as_factor(global_sf)).to(x.dtype)

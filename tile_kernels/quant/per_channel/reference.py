@@ -63,8 +63,8 @@ def per_channel_cast_fused(
     """
     if fmt != formats.E4M3.name:
         raise ValueError(f"fmt must be 'e4m3', got {fmt!r}")
-    quantised = isinstance(x, tuple)
-    x_block_size = (1, num_per_channels) if quantised and num_per_channels is not None else None
+    quantized = isinstance(x, tuple)
+    x_block_size = (1, num_per_channels) if quantized and num_per_channels is not None else None
     values = to_float32(x, x_block_size)
     if pos_to_token is not None:
         values = gather_or_zero(values, pos_to_token)

@@ -92,7 +92,7 @@ def plain_cast(
 
     To the nearest, ties to even; e4m3 saturates at 448, infinities included. With
     `stochastic_rounding` as `per_token_cast` has it: up or down with probabilities whose mean is
-    the value, in steps of `2**-16`, for example for the weights of an optimiser that are kept in
+    the value, in steps of `2**-16`, for example for the weights of an optimizer that are kept in
     bfloat16. Then infinities become the largest finite number. NaN stays NaN. Not differentiable.
 
     Args:

@@ -499,7 +499,7 @@ def swiglu_backward_and_per_token_cast(
         out, x_grad, weight_grad = swiglu_backward(
             x, grad_out, weight, *maps, num_per_channels, swiglu_clamp_value
         )
-        quantised = quantize(x_grad, formats.E4M3, block, flags, amax_min)
+        quantized = quantize(x_grad, formats.E4M3, block, flags, amax_min)
     else:
         rows = dequantize((x[0].flatten(0, -2), x[1].flatten(0, -2)), block)
         x_grad, weight_grad, out = swiglu_rows_gradients(
@@ -510,6 +510,6 @@ def swiglu_backward_and_per_token_cast(
         if psum_num_tokens_per_expert is not None:
             exists = rows_in_ranges(psum_num_tokens_per_expert, alignment, rows.shape[0])
             sf.masked_fill_(~exists[:, None], 0)
-        quantised = data, sf
+        quantized = data, sf
     out = out.bfloat16() if do_recompute else out.new_empty((0, out.shape[1])).bfloat16()
-    return out, quantised, x_grad.bfloat16(), weight_grad
+    return out, quantized, x_grad.bfloat16(), weight_grad
