@@ -155,22 +155,6 @@ def test_an_error_of_one_rank_stays_there() -> None:
     run_ranks(2, rank)
 
 
-def test_static_handles_need_sums_on_the_way() -> None:
-    case = Case(ranks_per_node=1, tokens=(3,))
-
-    def rank(group: Any) -> None:
-        buffer = make_buffer(group, case, check_ranks=False)
-        rows, _, _, handle, _ = buffer.dispatch(
-            case.payloads[0][0], case.topk_idx[0], num_experts=2, do_cpu_sync=False
-        )
-        case.multiple_reduction = False
-        other = make_buffer(group, case)
-        with pytest.raises(ValueError, match="handle must come from a buffer with allow_multiple"):
-            other.combine(rows, handle)
-
-    run_ranks(1, rank)
-
-
 # ---- fewer rows than could be needed ------------------------------------------------------------
 
 

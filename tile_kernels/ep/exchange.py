@@ -228,7 +228,7 @@ def _handle(fabric: Fabric, request: DispatchRequest, plan: Plan, serial: int) -
     if given is None:
         raise RuntimeError("a dispatch without a handle has topk_idx")
     kept = route.topk_idx.to(given.dtype)
-    routing = Routing(plan, topology, rank, serial, local, topk_to_pos, pos_to_expert)
+    routing = Routing(plan, fabric, serial, local, topk_to_pos, pos_to_expert)
     return EPHandle(
         do_expand=route.expand,
         num_experts=route.num_experts,
