@@ -309,11 +309,19 @@ def test_a_neighbour_that_hangs_is_named() -> None:
 def a_broken_buffer(group: dist.ProcessGroup) -> list[str]:
     """What rank 0 hears without rank 1 in `mmap`: which phase, then that it is too late."""
     buffer = ElasticBuffer(group, num_bytes=2 << 20, engine="mmap", num_cpu_timeout_secs=1)
+    x, chosen = torch.ones(2, 8), torch.tensor([[0], [1]])
+
+    def dispatch() -> None:
+        buffer.dispatch(x, chosen, num_experts=2, num_max_tokens_per_rank=2)
+
     if group.rank() == 1:
-        time.sleep(3)
+        engine: Any = buffer._fabric.world
+        engine.exchange = lambda *_: time.sleep(3)
+        with pytest.raises(AttributeError):  # nothing arrived
+            dispatch()
         return []
     results = []
-    for action in (buffer.barrier, buffer.barrier):
+    for action in (dispatch, buffer.barrier):
         with pytest.raises(RuntimeError) as error:
             action()
         results.append(str(error.value))
@@ -322,9 +330,7 @@ def a_broken_buffer(group: dist.ProcessGroup) -> list[str]:
 
 def test_a_buffer_that_broke_down_says_so() -> None:
     results, _ = run_processes(2, a_broken_buffer, may_die=(0, 1))
-    cause = (
-        "rank 0 waited 1 s in ElasticBuffer.barrier (exchange of descriptors) for rank 1 to send"
-    )
+    cause = "rank 0 waited 1 s in ElasticBuffer.dispatch (rows) for rank 1 to send"
     assert results == [cause, f"mmap: this buffer broke down before: {cause}"]
 
 

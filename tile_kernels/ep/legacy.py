@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tile_kernels import quant
 from tile_kernels.ep import model
-from tile_kernels.ep.agreement import agree, named
+from tile_kernels.ep.agreement import agree
 from tile_kernels.ep.buffer import ElasticBuffer
 from tile_kernels.ep.engines import make_engine
 from tile_kernels.ep.events import EventHandle, EventOverlap, comm_stream
@@ -134,7 +134,7 @@ class Buffer:
         *,
         engine: str = "auto",
     ) -> None:
-        with named("Buffer"):
+        with checks.named("Buffer"):
             for name, size in (
                 ("num_nvl_bytes", num_nvl_bytes),
                 ("num_rdma_bytes", num_rdma_bytes),
@@ -169,7 +169,7 @@ class Buffer:
         Args:
             new_num_sms: An even number.
         """
-        with named("Buffer.set_num_sms"):
+        with checks.named("Buffer.set_num_sms"):
             checks.integer("new_num_sms", new_num_sms, 2)
             if new_num_sms % 2:
                 raise ValueError(f"new_num_sms must be even, got {new_num_sms}")
@@ -253,7 +253,7 @@ class Buffer:
             num_tokens_per_expert [E], is_token_in_rank [T, R], event)`: int32 counts, bool.
         """
         del allocate_on_comm_stream
-        with named("Buffer.get_dispatch_layout"):
+        with checks.named("Buffer.get_dispatch_layout"):
             checks.tensor("topk_idx", topk_idx, ("num_tokens", "num_topk"), checks.INTEGERS)
             self._check_num_experts(num_experts)
         if previous_event is not None:
@@ -317,7 +317,7 @@ class Buffer:
             buffer = self._made("Buffer.dispatch")
             rows, _, _, _, event = buffer.dispatch(x, handle=handle, **common)
             return rows, None, None, None, None, event
-        with named("Buffer.dispatch"):
+        with checks.named("Buffer.dispatch"):
             if is_token_in_rank is None or num_tokens_per_expert is None:
                 raise ValueError(
                     "is_token_in_rank and num_tokens_per_expert must be given without a handle: "
@@ -407,7 +407,7 @@ class Buffer:
         """
         del dispatch_wait_recv_cost_stats, return_recv_hook
         most = num_max_dispatch_tokens_per_rank
-        with named("Buffer.low_latency_dispatch"):
+        with checks.named("Buffer.low_latency_dispatch"):
             checks.tensor("x", x, ("num_tokens", "hidden"), torch.bfloat16)
             checks.integer("num_max_dispatch_tokens_per_rank", most, max(1, len(x)))
             self._check_num_experts(num_experts)
@@ -479,7 +479,7 @@ class Buffer:
         """
         del use_logfmt, zero_copy, return_recv_hook, combine_wait_recv_cost_stats
         buffer = self._made("Buffer.low_latency_combine")
-        with named("Buffer.low_latency_combine"):
+        with checks.named("Buffer.low_latency_combine"):
             checks.tensor("x", x, ("num_local_experts", "rows", "hidden"), torch.bfloat16)
             shape = tuple(handle.routing.topk_idx.shape)
             checks.tensor(
@@ -537,7 +537,7 @@ class Buffer:
             rank_to_mask: The rank.
             mask: Whether it is masked.
         """
-        with named("Buffer.low_latency_update_mask_buffer"):
+        with checks.named("Buffer.low_latency_update_mask_buffer"):
             if not self.enable_shrink:
                 raise ValueError("the buffer must be made with enable_shrink=True")
             checks.integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from tile_kernels.ep import model
-from tile_kernels.ep.agreement import Settings, named
+from tile_kernels.ep.agreement import Settings
 from tile_kernels.ep.engines import ActiveEngine, Engine, check_engine, chosen_engine
 from tile_kernels.runtime import checks
 
@@ -148,7 +148,7 @@ def active_engine(world: Engine, arguments: BufferArguments) -> Engine:
     active_ranks: object = arguments.active_ranks
     if isinstance(timeout, int) and timeout >= 1:  # `check_arguments` raises for any other
         world.timeout = timeout
-    with named("ElasticBuffer"):
+    with checks.named("ElasticBuffer"):
         if active_ranks is None:
             return world
         if isinstance(active_ranks, Tensor):
