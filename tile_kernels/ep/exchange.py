@@ -165,6 +165,8 @@ def _padded(rows: Tensor, size: int, fill: int = 0) -> Tensor:
         return rows[:size]
     if fill:
         below = rows.new_full((size - rows.shape[0], rows.shape[1]), fill)
+    elif rows.shape[1] == 0:
+        return rows.new_empty((size, 0))
     else:
         below = zeros(size - rows.shape[0], field_of(rows), rows.device)
     return torch.cat([as_bytes(rows), as_bytes(below)]).view(rows.dtype)
