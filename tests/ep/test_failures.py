@@ -13,7 +13,14 @@ import torch.distributed as dist
 
 from tests.ep.helpers import Case, check_handle
 from tests.ep.processes import run_processes
-from tile_kernels.ep import ElasticBuffer, LocalGroup, reference, run_ranks
+from tile_kernels.ep import (
+    ElasticBuffer,
+    LocalGroup,
+    get_physical_domain_size,
+    reference,
+    run_ranks,
+)
+from tile_kernels.ep.engines.base import Engine
 from tile_kernels.ep.engines.collective import CollectiveEngine
 from tile_kernels.ep.engines.watch import Watch
 from tile_kernels.testing.numeric import assert_equal
@@ -202,6 +209,28 @@ def test_a_rank_may_die_in_any_phase(phase: str) -> None:
     assert results.pop(1) is None
     assert results[0].startswith(f"rank 0 gave up in {phase}: ")
     assert "rank 1" in results[0]
+
+
+def die_before_a_buffer(group: dist.ProcessGroup, where: str) -> str | None:
+    """Rank 1 is gone before the ranks have connections, or when it has answered once."""
+    Engine.timeout = TIMEOUT  # 300 s for calls without a buffer
+    if group.rank() == 1:
+        if where == "later":
+            CollectiveEngine.hosts = lambda _: os._exit(1)  # type: ignore
+            get_physical_domain_size(group)
+        os._exit(1)
+    with pytest.raises(RuntimeError) as error:
+        get_physical_domain_size(group)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("where", ["at first", "later"])
+def test_a_rank_that_dies_before_there_is_a_buffer_is_named(where: str) -> None:
+    message, _ = run_processes(2, die_before_a_buffer, where, may_die=(1,))
+    phase = "learning the hosts"
+    if where == "at first":
+        phase = "get_physical_domain_size (exchange of descriptors)"
+    assert message.startswith(f"rank 0 gave up in {phase}: no answer from rank 1 (")
 
 
 class Never:
