@@ -172,7 +172,7 @@ class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
             world, self._identity, self.num_bytes - num_cpu_bytes, num_cpu_bytes
         )
         self._num_dispatches = 0
-        self.number = compiled.register_buffer(self)  # in this process, for operators
+        self.name = compiled.register_buffer(self)  # in this process, for operators
         if environment.verbose:
             print(  # noqa: T201 - as asked for
                 f"ElasticBuffer: rank {self.rank_idx} of {self.num_ranks}, engine {self.engine}, "
