@@ -304,15 +304,23 @@ def test_handle_carries_new_payloads_and_weights() -> None:
     assert found.tolist() == [1, 0, 3, 0, 2, 0]
 
 
-def test_handle_of_another_topology_is_refused() -> None:
-    def rank(group: LocalGroup) -> None:
-        direct = ElasticBuffer(group, num_max_tokens_per_rank=4, hidden=2)
-        hybrid = ElasticBuffer(group, num_max_tokens_per_rank=4, hidden=2, num_scaleup_ranks=1)
-        rows, _, _, handle, _ = direct.dispatch(**ARGUMENTS)
-        hybrid.combine(rows, handle)
+@pytest.mark.parametrize("given", [(1, 1), (0, 1)], ids=["of all ranks", "of one rank"])
+@pytest.mark.parametrize("call", ["combine", "dispatch"])
+def test_handle_of_another_buffer_is_refused(call: str, given: tuple[int, int]) -> None:
+    """Also one of the same dispatch number of a buffer that is made alike."""
 
+    def rank(group: LocalGroup) -> None:
+        buffers = [ElasticBuffer(group, num_max_tokens_per_rank=4, hidden=2) for _ in range(2)]
+        results = [buffer.dispatch(**ARGUMENTS) for buffer in buffers]
+        rows, handle = results[given[group.rank]][:4:3]
+        x = rows if call == "combine" else ARGUMENTS["x"]
+        getattr(buffers[0], call)(x, handle=handle)
+
+    expected = "handle must come from this buffer, got one of another buffer"
+    others = " (errors on 2 ranks)" if given[0] else ""
+    first = given.index(1)
     for found in errors_of(2, rank):
-        assert "handle must come from this rank and topology" in found
+        assert found == f"ElasticBuffer.{call}: rank {first}: {expected}{others}"
 
 
 # ---- other options ------------------------------------------------------------------------------

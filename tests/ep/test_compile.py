@@ -25,10 +25,10 @@ def inputs(rank: int, num_tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]
     return x, chosen, torch.rand(num_tokens, TOPK, generator=generator)
 
 
-def graph(function: Callable[..., Any]) -> Any:
+def graph(function: Callable[..., Any], dynamic: bool | None = False) -> Any:
     """Compiled without breaks in the graph."""
     torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)
+    return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
 
 
 def buffer_of(group: Any, **options: Any) -> ElasticBuffer:
@@ -81,6 +81,32 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_one_graph_on_one_rank(options: dict[str, Any]) -> None:
     compare(LocalGroup(), **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_one_graph_for_any_number_of_tokens(options: dict[str, Any]) -> None:
+    options = dict(options)
+    buffer = buffer_of(LocalGroup(), check_ranks=options.pop("check_ranks", True))
+    run = round_trip(buffer, **options)
+    compiled_run = graph(run, dynamic=True)
+    for num_tokens in (6, 3, 8):
+        x, chosen, weights = inputs(0, num_tokens)
+        given = (x, chosen, weights, torch.ones_like(x))
+        for found, wanted in zip(compiled_run(*given), run(*given)):
+            assert_equal(found, wanted)
+
+
+def test_one_function_with_several_buffers() -> None:
+    """Numbers that change from call to call become symbols; what names a buffer must not."""
+    x, chosen, _ = inputs(0)
+
+    def run(buffer: ElasticBuffer, x: Tensor) -> Tensor:
+        rows, _, _, handle, _ = buffer.dispatch(x, chosen, num_experts=EXPERTS)
+        return buffer.combine(rows, handle)[0]
+
+    compiled_run = graph(run, dynamic=None)
+    for _ in range(3):
+        assert_equal(compiled_run(buffer_of(LocalGroup()), x), x)
 
 
 def every_option(group: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.ep.processes import run_processes
+from tests.ep.windows import use_windows
 from tile_kernels.ep import (
     Buffer,
     ElasticBuffer,
@@ -216,13 +217,13 @@ def test_limits_of_deep_ep_are_named() -> None:
 # ---- mistakes -----------------------------------------------------------------------------------
 
 
-def different_calls(group: Any) -> list[str]:
+def different_calls(group: Any, engine: str = "auto") -> list[str]:
     """Ranks that call different things; each is an error on both, and the group stays usable."""
     me = group.rank() if callable(group.rank) else group.rank
-    first = buffer_of(group, explicitly_destroy=True)
-    second = buffer_of(group)
+    first = buffer_of(group, explicitly_destroy=True, engine=engine)
+    second = buffer_of(group, engine=engine)
     x, topk_idx = tokens(me)
-    legacy = Buffer(group)
+    legacy = Buffer(group, engine=engine)
     _, _, per_expert, in_rank, _ = legacy.get_dispatch_layout(topk_idx, EXPERTS)
 
     def legacy_dispatch() -> Any:
@@ -243,6 +244,7 @@ def different_calls(group: Any) -> list[str]:
         (lambda: first.engram_write(nothing), lambda: second.engram_write(nothing)),
         (lambda: first.all_gather(part), lambda: second.all_gather(part)),
         (lambda: ElasticBuffer.get_buffer_size_hint(group, 4, HIDDEN), first.barrier),
+        (first.barrier, lambda: buffer_of(group, engine=engine)),
         (lambda: get_physical_domain_size(group), lambda: get_logical_domain_size(group)),
         (legacy_dispatch, lambda: legacy.combine(received[0], received[4])),
     ]
@@ -274,6 +276,8 @@ EXPECTED = [
     "rank 0 and number 2 of the group on rank 1",
     "all ranks must make the same call, but rank 0 calls ElasticBuffer.get_buffer_size_hint and "
     "rank 1 calls ElasticBuffer.barrier",
+    "all ranks must make the same call, but rank 0 calls ElasticBuffer.barrier and rank 1 calls "
+    "ElasticBuffer",
     "all ranks must make the same call, but rank 0 calls get_physical_domain_size and rank 1 calls "
     "get_logical_domain_size",
     "all ranks must make the same call, but rank 0 calls Buffer.dispatch and rank 1 calls "
@@ -286,8 +290,15 @@ def test_different_calls_of_threads() -> None:
 
 
 @pytest.mark.multiprocess
-def test_different_calls_of_processes() -> None:
-    assert run_processes(2, different_calls) == [EXPECTED] * 2
+@pytest.mark.parametrize("engine", ["collective", "mmap"])
+def test_different_calls_of_processes(engine: str) -> None:
+    assert run_processes(2, different_calls, engine) == [EXPECTED] * 2
+
+
+def test_different_calls_over_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one of the calls is made before there are windows."""
+    use_windows(monkeypatch)
+    assert run_ranks(2, different_calls) == [EXPECTED] * 2
 
 
 def test_a_destroyed_buffer_refuses_every_call() -> None:

@@ -13,7 +13,14 @@ import torch.distributed as dist
 
 from tests.ep.helpers import Case, check_handle
 from tests.ep.processes import run_processes
-from tile_kernels.ep import ElasticBuffer, LocalGroup, reference, run_ranks
+from tile_kernels.ep import (
+    ElasticBuffer,
+    LocalGroup,
+    get_physical_domain_size,
+    reference,
+    run_ranks,
+)
+from tile_kernels.ep.engines.base import Engine
 from tile_kernels.ep.engines.collective import CollectiveEngine
 from tile_kernels.ep.engines.watch import Watch
 from tile_kernels.testing.numeric import assert_equal
@@ -204,6 +211,28 @@ def test_a_rank_may_die_in_any_phase(phase: str) -> None:
     assert "rank 1" in results[0]
 
 
+def die_before_a_buffer(group: dist.ProcessGroup, where: str) -> str | None:
+    """Rank 1 is gone before the ranks have connections, or when it has answered once."""
+    Engine.timeout = TIMEOUT  # 300 s for calls without a buffer
+    if group.rank() == 1:
+        if where == "later":
+            CollectiveEngine.hosts = lambda _: os._exit(1)  # type: ignore
+            get_physical_domain_size(group)
+        os._exit(1)
+    with pytest.raises(RuntimeError) as error:
+        get_physical_domain_size(group)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("where", ["at first", "later"])
+def test_a_rank_that_dies_before_there_is_a_buffer_is_named(where: str) -> None:
+    message, _ = run_processes(2, die_before_a_buffer, where, may_die=(1,))
+    phase = "learning the hosts"
+    if where == "at first":
+        phase = "get_physical_domain_size (exchange of descriptors)"
+    assert message.startswith(f"rank 0 gave up in {phase}: no answer from rank 1 (")
+
+
 class Never:
     """An event on a stream that waits for a rank that never comes."""
 
@@ -309,11 +338,19 @@ def test_a_neighbour_that_hangs_is_named() -> None:
 def a_broken_buffer(group: dist.ProcessGroup) -> list[str]:
     """What rank 0 hears without rank 1 in `mmap`: which phase, then that it is too late."""
     buffer = ElasticBuffer(group, num_bytes=2 << 20, engine="mmap", num_cpu_timeout_secs=1)
+    x, chosen = torch.ones(2, 8), torch.tensor([[0], [1]])
+
+    def dispatch() -> None:
+        buffer.dispatch(x, chosen, num_experts=2, num_max_tokens_per_rank=2)
+
     if group.rank() == 1:
-        time.sleep(3)
+        engine: Any = buffer._fabric.world
+        engine.exchange = lambda *_: time.sleep(3)
+        with pytest.raises(AttributeError):  # nothing arrived
+            dispatch()
         return []
     results = []
-    for action in (buffer.barrier, buffer.barrier):
+    for action in (dispatch, buffer.barrier):
         with pytest.raises(RuntimeError) as error:
             action()
         results.append(str(error.value))
@@ -322,9 +359,7 @@ def a_broken_buffer(group: dist.ProcessGroup) -> list[str]:
 
 def test_a_buffer_that_broke_down_says_so() -> None:
     results, _ = run_processes(2, a_broken_buffer, may_die=(0, 1))
-    cause = (
-        "rank 0 waited 1 s in ElasticBuffer.barrier (exchange of descriptors) for rank 1 to send"
-    )
+    cause = "rank 0 waited 1 s in ElasticBuffer.dispatch (rows) for rank 1 to send"
     assert results == [cause, f"mmap: this buffer broke down before: {cause}"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.ep.processes import run_processes
+from tests.ep.windows import use_windows
 from tile_kernels import quant
 from tile_kernels.ep import Buffer, Config, EventOverlap, LocalGroup, run_ranks
 
@@ -259,10 +261,6 @@ def test_mistakes_are_named() -> None:
     group = LocalGroup()
     buffer = Buffer(group)
     x, topk_idx, weights = tokens(0)
-    with pytest.raises(ValueError, match=r"Buffer.dispatch: is_token_in_rank and num_tokens"):
-        buffer.dispatch(x, topk_idx=topk_idx)
-    with pytest.raises(RuntimeError, match=r"Buffer.combine: a dispatch without a handle"):
-        buffer.combine(x, None)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="explicitly_destroy=False"):
         buffer.destroy()
     with pytest.raises(ValueError, match="num_nvl_bytes must be at least 0, got -1"):
@@ -272,8 +270,172 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="multiple of 128 channels, got 8"):
         buffer.low_latency_dispatch(x[:, :8], topk_idx, 8, EXPERTS)
     handle = buffer.low_latency_dispatch(x, topk_idx, 8, EXPERTS)[2]
-    with pytest.raises(ValueError, match="x must have 8 rows, got 9"):
-        buffer.low_latency_combine(torch.zeros(8, 9, HIDDEN).bfloat16(), topk_idx, weights, handle)
+    rows = torch.zeros(8, 8, HIDDEN).bfloat16()
+    for shape in ((8, 9, HIDDEN), (9, 8, HIDDEN), (8, 8, 128)):
+        with pytest.raises(ValueError, match=r"x must have shape \[8, 8, 256\], got"):
+            buffer.low_latency_combine(rows.new_zeros(shape), topk_idx, weights, handle)
+    with pytest.raises(ValueError, match=r"out must have shape \[5, 256\], got \(4, 256\)"):
+        buffer.low_latency_combine(rows, topk_idx, weights, handle, out=x[1:])
+
+
+def wrong_calls(buffer: Buffer, other: Buffer, rank: int) -> list[tuple[str, Any, Any]]:
+    """For each kind of mistake the message, a wrong call and a right one."""
+    x, topk_idx, weights = tokens(rank)
+    _, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, EXPERTS)
+    layout = {"is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+
+    def dispatch(**changes: Any) -> Any:
+        given = {"x": x, "topk_idx": topk_idx, "topk_weights": weights, **layout, **changes}
+        return lambda: buffer.dispatch(**given)
+
+    def low_latency(**changes: Any) -> Any:
+        given = {"x": x, "topk_idx": topk_idx, **changes}
+        most, experts = given.pop("most", 8), given.pop("num_experts", EXPERTS)
+        return lambda: buffer.low_latency_dispatch(
+            given["x"], given["topk_idx"], most, experts, use_fp8=False
+        )
+
+    rows, _, _, _, handle, _ = dispatch()()
+    found, _, fast, _, _ = low_latency()()
+    theirs = other.dispatch(x, topk_idx=topk_idx, **layout)[4]
+
+    def combine(**changes: Any) -> Any:
+        return lambda: buffer.combine(**{"x": rows, "handle": handle, **changes})
+
+    def fast_combine(**changes: Any) -> Any:
+        given = {"x": found, "topk_idx": topk_idx, "topk_weights": weights, "handle": fast}
+        return lambda: buffer.low_latency_combine(**{**given, **changes})
+
+    calls = [
+        ("Buffer.dispatch", "is_token_in_rank and num_tokens_per_expert must be given", dispatch,
+         {"is_token_in_rank": None}),
+        ("Buffer.dispatch", "expert_alignment must be in 1..65536, got 0", dispatch,
+         {"expert_alignment": 0}),
+        ("Buffer.dispatch", "num_experts must be a multiple of the 2 ranks, got 7", dispatch,
+         {"num_tokens_per_expert": per_expert[1:]}),
+        ("Buffer.dispatch", "x must be a torch.Tensor, got list", dispatch, {"x": [1.0]}),
+        ("Buffer.dispatch", "topk_idx must have shape", dispatch, {"topk_idx": topk_idx[1:]}),
+        ("Buffer.dispatch", "is_token_in_rank must have shape", dispatch,
+         {"is_token_in_rank": in_rank[:, :1], "topk_idx": None, "topk_weights": None}),
+        ("Buffer.dispatch", "handle must be a NormalHandle of a dispatch, got str", dispatch,
+         {"handle": "h"}),
+        ("Buffer.dispatch", "handle must come from this group", dispatch, {"handle": theirs}),
+        ("ElasticBuffer.dispatch", "topk_weights must be float32", dispatch,
+         {"topk_weights": weights.double()}),
+        ("Buffer.combine", "handle must be a NormalHandle of a dispatch, got NoneType", combine,
+         {"handle": None}),
+        ("Buffer.combine", "handle must be a NormalHandle of a dispatch, got LowLat", combine,
+         {"handle": fast}),
+        ("ElasticBuffer.combine", "x must have shape", combine, {"x": rows[1:]}),
+        ("Buffer.low_latency_dispatch", "x must be bfloat16, got float32", low_latency,
+         {"x": x.float()}),
+        ("Buffer.low_latency_dispatch", "num_max_dispatch_tokens_per_rank must be at least",
+         low_latency, {"most": 1}),
+        ("Buffer.low_latency_dispatch", "num_experts must be a multiple", low_latency,
+         {"num_experts": 7}),
+        ("Buffer.low_latency_dispatch", "topk_idx must have shape", low_latency,
+         {"topk_idx": topk_idx[1:]}),
+        ("Buffer.low_latency_combine", "handle must be a LowLatencyHandle of a dispatch, got Norm",
+         fast_combine, {"handle": handle}),
+        ("Buffer.low_latency_combine", "topk_weights must have shape", fast_combine,
+         {"topk_weights": weights[1:]}),
+        ("Buffer.low_latency_combine", "x must have shape", fast_combine, {"x": found[1:]}),
+    ]  # fmt: skip
+    return [
+        (f"{name}: rank 1: {message}", make(**changes), make())
+        for name, message, make, changes in calls
+    ]
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_an_error_of_one_rank_is_raised_on_all(
+    windows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if windows:
+        use_windows(monkeypatch)
+    run_ranks(2, errors_of_one_rank)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("engine", ["collective", "mmap"])
+def test_an_error_of_one_process_is_raised_on_all(engine: str) -> None:
+    run_processes(2, errors_of_one_rank, engine)
+
+
+def errors_of_one_rank(group: Any, engine: str = "auto") -> None:
+    """Mistakes of rank 1, while rank 0 calls what is right."""
+    rank = rank_of(group)
+    with pytest.raises(ValueError, match="Buffer: rank 1: num_nvl_bytes must be at least 0, got"):
+        Buffer(group, num_nvl_bytes=-rank)
+    with pytest.raises(ValueError, match="Buffer: rank 1: engine must be one of"):
+        Buffer(group, engine=engine if rank == 0 else "fast")
+    buffer = Buffer(group, engine=engine)
+    x, topk_idx, _ = tokens(rank)
+    with pytest.raises(ValueError, match=r"Buffer.low_latency_dispatch: rank 1: num_experts must"):
+        buffer.low_latency_dispatch(x, topk_idx, 8, EXPERTS - rank)  # the first call
+    alone = Buffer(LocalGroup())
+    for message, wrong, right in wrong_calls(buffer, alone, rank):
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            (wrong if rank else right)()
+        right()
+
+
+def test_different_buffers_and_calls_are_told_apart() -> None:
+    """Also before the first dispatch."""
+
+    def rank(group: LocalGroup) -> None:
+        buffers = [Buffer(group, explicitly_destroy=True) for _ in range(2)]
+        x, topk_idx, _ = tokens(group.rank)
+        _, _, per_expert, in_rank, _ = buffers[0].get_dispatch_layout(topk_idx, EXPERTS)
+
+        def dispatch(buffer: Buffer) -> Any:
+            return buffer.dispatch(
+                x, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert, topk_idx=topk_idx
+            )
+
+        with pytest.raises(ValueError, match="buffer must be the same on all ranks, got number 1"):
+            dispatch(buffers[group.rank])
+        with pytest.raises(ValueError, match=r"rank 0 calls Buffer.dispatch and rank 1 calls Buff"):
+            buffers[0].destroy() if group.rank else dispatch(buffers[0])
+        rows, handle = dispatch(buffers[0])[:5:4]
+        for buffer in buffers:
+            buffer.destroy()
+            buffer.destroy()  # again: nothing
+            for call in (
+                lambda buffer=buffer: dispatch(buffer),
+                lambda buffer=buffer: buffer.combine(rows, handle),
+                lambda buffer=buffer: buffer.low_latency_dispatch(x, topk_idx, 8, EXPERTS),
+            ):
+                with pytest.raises(RuntimeError, match="the buffer was destroyed"):
+                    call()
+
+    run_ranks(2, rank)
+
+
+def test_a_handle_serves_a_larger_buffer_of_the_group() -> None:
+    """Megatron makes one when rows get wider, also between the forward and the backward pass."""
+
+    def rank(group: LocalGroup) -> None:
+        x, topk_idx, weights = tokens(group.rank)
+        first = Buffer(group)
+        _, _, per_expert, in_rank, _ = first.get_dispatch_layout(topk_idx, EXPERTS)
+        layout = {"is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+        rows, _, _, _, handle, _ = first.dispatch(
+            x, topk_idx=topk_idx, topk_weights=weights, **layout
+        )
+        received, _, fast, _, _ = first.low_latency_dispatch(x, topk_idx, 8, EXPERTS, use_fp8=False)
+        wanted = first.combine(rows, handle)[0]
+        weighted = first.low_latency_combine(received, topk_idx, weights, fast)[0]
+        del first
+        second = Buffer(group, num_nvl_bytes=1 << 20)
+        for _ in range(2):
+            assert torch.equal(second.combine(rows, handle)[0], wanted)
+            assert torch.equal(second.dispatch(x, handle=handle)[0], rows)
+            found = second.low_latency_combine(received, topk_idx, weights, fast)[0]
+            assert torch.equal(found, weighted)
+            second.dispatch(x.repeat(1, 2), topk_idx=topk_idx, **layout)
+
+    run_ranks(2, rank)
 
 
 INSTALLED = """

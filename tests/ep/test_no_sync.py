@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from tests.ep.helpers import Case, make_buffer
 from tests.ep.processes import run_processes
+from tests.ep.windows import use_windows
 from tile_kernels import moe
 from tile_kernels.ep import ElasticBuffer, exchange, rows, run_ranks, transport
 from tile_kernels.testing.numeric import assert_equal
@@ -143,6 +144,38 @@ def test_the_host_does_not_wait(name: str, expand: bool, monkeypatch: pytest.Mon
     run_ranks(case.num_ranks, rank)
 
 
+@pytest.mark.parametrize("check_ranks", [True, False], ids=["counted", "static"])
+@pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])
+@pytest.mark.parametrize("windows", [False, True])
+def test_rows_without_columns(
+    windows: bool, expand: bool, check_ranks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights alone: a gradient of combine sends them, with rows of no columns."""
+    if windows:
+        use_windows(monkeypatch)
+    case = Case(expand=expand)
+
+    def rank(group: Any) -> None:
+        buffer = make_buffer(group, case, check_ranks=check_ranks)
+        me = buffer.rank_idx
+        (rows,), ids, weights, handle, _ = buffer.dispatch(
+            case.payloads[me], case.topk_idx[me], case.topk_weights[me],
+            num_experts=case.num_experts, do_expand=expand, do_cpu_sync=False,
+        )  # fmt: skip
+        (nothing,), _, again, _, _ = buffer.dispatch(
+            (case.payloads[me][0][:, :0],), topk_weights=case.topk_weights[me], handle=handle
+        )
+        assert nothing.shape == (len(rows), 0)
+        assert_equal(again, weights)
+        given = weights.clone().requires_grad_()
+        back = buffer.combine(rows, handle, topk_weights=given)[1]
+        back.sum().backward()
+        sent = (weights != 0) if ids is None else (ids >= 0)
+        assert_equal(given.grad, sent.float())
+
+    run_ranks(2, rank)
+
+
 def test_an_error_of_one_rank_stays_there() -> None:
     """Without the agreement check no rank waits for another."""
     case = Case()
@@ -153,22 +186,6 @@ def test_an_error_of_one_rank_stays_there() -> None:
             buffer.dispatch(case.payloads[0][0], case.topk_idx[0], do_cpu_sync=False)
 
     run_ranks(2, rank)
-
-
-def test_static_handles_need_sums_on_the_way() -> None:
-    case = Case(ranks_per_node=1, tokens=(3,))
-
-    def rank(group: Any) -> None:
-        buffer = make_buffer(group, case, check_ranks=False)
-        rows, _, _, handle, _ = buffer.dispatch(
-            case.payloads[0][0], case.topk_idx[0], num_experts=2, do_cpu_sync=False
-        )
-        case.multiple_reduction = False
-        other = make_buffer(group, case)
-        with pytest.raises(ValueError, match="handle must come from a buffer with allow_multiple"):
-            other.combine(rows, handle)
-
-    run_ranks(1, rank)
 
 
 # ---- fewer rows than could be needed ------------------------------------------------------------

@@ -152,8 +152,8 @@ def test_engine_that_cannot_serve_the_group() -> None:
 )
 def test_symm_says_what_is_missing() -> None:
     assert set(run_processes(2, unavailable, "symm")) == {
-        "ElasticBuffer: rank 0: engine 'symm' is not available: there is no CUDA device (and 1 "
-        "other ranks report errors)"
+        "ElasticBuffer: rank 0: engine 'symm' is not available: there is no CUDA device "
+        "(errors on 2 ranks)"
     }
 
 

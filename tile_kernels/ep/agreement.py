@@ -7,8 +7,7 @@ collective that only some ranks enter would hang instead, or break the group for
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ Descriptor = dict[str, Any]
 
 _DESCRIPTOR_BYTES = 2048
 _TAIL = 3  # numbers at its end: the count for the receiver, the free part of the window
-_MAX_NUMBERS = 512  # int32 in between, for engines with a window
+_MAX_NUMBERS = 512  # int32 in between; also where there is no window: calls have one size
 _MAX_ERROR_CHARS = 900
 _ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
@@ -45,15 +44,6 @@ def checked(check: Callable[[], Result]) -> tuple[Result | None, Exception | Non
         return check(), None
     except (TypeError, ValueError) as error:
         return None, error
-
-
-@contextmanager
-def named(call: str) -> Iterator[None]:
-    """Put the name of the call in front of an error message."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{call}: {error}") from error
 
 
 def unreachable() -> RuntimeError:
@@ -96,16 +86,14 @@ def propose(
     head = torch.frombuffer(bytearray(encoded.ljust(head_bytes)), dtype=torch.uint8)
     active = list(engine.active)
     counts = counts or [0] * engine.size
-    room = 0 if engine.window is None else _MAX_NUMBERS
-    numbers = numbers if len(numbers) <= room else ()
-    middle = torch.zeros(room, dtype=torch.int32)
+    numbers = numbers if engine.window is not None and len(numbers) <= _MAX_NUMBERS else ()
+    middle = torch.zeros(_MAX_NUMBERS, dtype=torch.int32)
     middle[: len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
     window = (0, 0) if engine.window is None else engine.window.announced()
     tail = torch.tensor([[counts[rank], *window] for rank in active]).view(torch.uint8)
     for_all = torch.cat([head, middle.view(torch.uint8)]).expand(len(active), -1)
     rows = torch.cat([for_all, tail], dim=1)
-    ones = engine.ones()
-    end = engine.start(rows, ones, ones, f"{call} (exchange of descriptors)")
+    end = engine.start_descriptors(rows, f"{call} (exchange of descriptors)")
 
     def agreed() -> Agreed:
         received = end()
@@ -132,7 +120,7 @@ def _raise_errors(call: str, descriptors: dict[int, Descriptor], own: Exception 
     failed = [(rank, *each["error"]) for rank, each in descriptors.items() if each["error"]]
     if not failed:
         return
-    others = "" if len(failed) == 1 else f" (and {len(failed) - 1} other ranks report errors)"
+    others = "" if len(failed) == 1 else f" (errors on {len(failed)} ranks)"
     rank, kind, text = failed[0]
     caller = descriptors[rank]["call"]
     raise _ERRORS.get(kind, ValueError)(f"{caller or call}: rank {rank}: {text}{others}") from own

@@ -28,7 +28,7 @@ from tile_kernels.ep.setup import (
     active_engine,
     check_arguments,
     data_engine,
-    next_serial,
+    identity,
 )
 from tile_kernels.ep.sizes import SizeHints, buffer_bytes
 from tile_kernels.ep.transport import Fabric, no_wait
@@ -160,7 +160,7 @@ class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
         self.scaleout_rank_idx = topology.node_of(world.index)
         self.scaleup_rank_idx = topology.index_in_node(world.index)
         self._check_ranks = arguments.check_ranks
-        self._identity = {"buffer": f"number {next_serial(group, world.active)} of the group"}
+        self._identity = identity(group, tuple(world.active))
         self._limits = Limits(
             num_max_tokens_per_rank, self.num_allocated_qps, num_bytes, num_cpu_bytes,
             topology.is_hybrid or physical[0] == 1, self.allow_multiple_reduction,
@@ -172,7 +172,7 @@ class ElasticBuffer(PipelineMethods, GatherMethods, EngramMethods, SizeHints):
             world, self._identity, self.num_bytes - num_cpu_bytes, num_cpu_bytes
         )
         self._num_dispatches = 0
-        self.number = compiled.register_buffer(self)  # in this process, for operators
+        self.name = compiled.register_buffer(self)  # in this process, for operators
         if environment.verbose:
             print(  # noqa: T201 - as asked for
                 f"ElasticBuffer: rank {self.rank_idx} of {self.num_ranks}, engine {self.engine}, "

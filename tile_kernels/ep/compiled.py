@@ -3,7 +3,7 @@
 Operators take and return tensors, so that a handle is represented by a token: a tensor with the
 number of the handle in a table. The entry is removed when the memory of the token is freed, which
 is when neither the program nor a backward pass can use it any more. A buffer is represented by a
-number as well.
+name, because the compiler may replace a number by a symbol.
 
 The number of received rows depends on data. It is a size that the compiler does not know, or, with
 `do_cpu_sync=False`, the largest possible one.
@@ -26,7 +26,7 @@ from tile_kernels.ep.requests import NO_WAY_BACK, weights_cannot_return
 if TYPE_CHECKING:
     from tile_kernels.ep.buffer import ElasticBuffer
 
-_buffers: weakref.WeakValueDictionary[int, ElasticBuffer] = weakref.WeakValueDictionary()
+_buffers: weakref.WeakValueDictionary[str, ElasticBuffer] = weakref.WeakValueDictionary()
 _handles: dict[int, EPHandle] = {}
 _numbers = itertools.count(1)
 
@@ -51,11 +51,11 @@ class TracedHandle:
     num_rows: int
 
 
-def register_buffer(buffer: ElasticBuffer) -> int:
-    """The number of a buffer."""
-    number = next(_numbers)
-    _buffers[number] = buffer
-    return number
+def register_buffer(buffer: ElasticBuffer) -> str:
+    """The name of a buffer in this process."""
+    name = f"buffer {next(_numbers)}"
+    _buffers[name] = buffer
+    return name
 
 
 def _token_of(handle: EPHandle) -> Tensor:
@@ -80,7 +80,7 @@ def _dispatch(
     sf: Tensor | None,
     topk_idx: Tensor,
     topk_weights: Tensor | None,
-    buffer: int,
+    buffer: str,
     num_experts: int,
     num_max_tokens_per_rank: int,
     expert_alignment: int,
@@ -112,19 +112,10 @@ def _dispatch(
 
 @_dispatch.register_fake
 def _(
-    x: Tensor,
-    sf: Tensor | None,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    buffer: int,
-    num_experts: int,
-    num_max_tokens_per_rank: int,
-    expert_alignment: int,
-    num_max_rows: int,
-    do_cpu_sync: bool,
-    do_expand: bool,
-    column_major_sf: bool,
+    x: Tensor, sf: Tensor | None, topk_idx: Tensor, topk_weights: Tensor | None, *others: Any
 ) -> tuple[Tensor, ...]:
+    buffer, num_experts, max_tokens, alignment, num_max_rows, *flags = others
+    do_cpu_sync, do_expand, column_major_sf = flags
     found = _buffers[buffer]
     num_local, num_topk = num_experts // found.num_ranks, topk_idx.shape[1]
     if do_cpu_sync:
@@ -132,9 +123,9 @@ def _(
     elif num_max_rows:
         num_rows = num_max_rows
     else:
-        num_rows = found.num_ranks * num_max_tokens_per_rank
+        num_rows = found.num_ranks * max_tokens
         if do_expand:
-            num_rows = max_expanded_rows(num_rows, num_topk, num_local, expert_alignment)
+            num_rows = max_expanded_rows(num_rows, num_topk, num_local, alignment)
     scales = x.new_empty(0)
     if sf is not None and column_major_sf:
         scales = sf.new_empty((sf.shape[1], (num_rows + 3) // 4 * 4)).T[:num_rows]
@@ -160,7 +151,7 @@ def _dispatch_again(
     x: Tensor,
     token: Tensor,
     topk_weights: Tensor | None,
-    buffer: int,
+    buffer: str,
     num_rows: int,
     expanded: bool,
     for_gradients: bool,
@@ -180,16 +171,9 @@ def _dispatch_again(
 
 
 @_dispatch_again.register_fake
-def _(
-    x: Tensor,
-    token: Tensor,
-    topk_weights: Tensor | None,
-    buffer: int,
-    num_rows: int,
-    expanded: bool,
-    for_gradients: bool,
-) -> tuple[Tensor, Tensor]:
-    del token, buffer, for_gradients
+def _(x: Tensor, token: Tensor, topk_weights: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+    del token
+    _, num_rows, expanded, _ = others
     weights = x.new_empty(0, dtype=torch.float32)
     if topk_weights is not None:
         shape = (num_rows,) if expanded else (num_rows, topk_weights.shape[1])
@@ -204,7 +188,7 @@ def _combine(
     topk_idx: Tensor,
     topk_weights: Tensor | None,
     bias: list[Tensor],
-    buffer: int,
+    buffer: str,
 ) -> tuple[Tensor, Tensor]:
     """Sums, and the weights of the slots."""
     del topk_idx
@@ -216,14 +200,9 @@ def _combine(
 
 @_combine.register_fake
 def _(
-    x: Tensor,
-    token: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    bias: list[Tensor],
-    buffer: int,
+    x: Tensor, token: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    del token, bias, buffer
+    del token, others
     shape = (0,) if topk_weights is None else tuple(topk_idx.shape)
     return x.new_empty((topk_idx.shape[0], x.shape[1])), x.new_empty(shape, dtype=torch.float32)
 
@@ -306,7 +285,7 @@ def dispatch(buffer: ElasticBuffer, arguments: Any) -> tuple[Any, ...]:
         raise_unless_traced("dispatch", a.handle)
         num_rows = a.handle.num_rows
         rows, weights = _dispatch_again(
-            x, a.handle.token, a.topk_weights, buffer.number, num_rows, a.handle.do_expand, False
+            x, a.handle.token, a.topk_weights, buffer.name, num_rows, a.handle.do_expand, False
         )
         given = None if a.topk_weights is None else weights
         return rows, None, given, a.handle
@@ -321,7 +300,7 @@ def dispatch(buffer: ElasticBuffer, arguments: Any) -> tuple[Any, ...]:
         raise ValueError(f"ElasticBuffer.dispatch: {NO_WAY_BACK}")
     max_tokens = a.num_max_tokens_per_rank or buffer.num_max_tokens_per_rank
     rows, scales, ids, weights, token, by_rank, by_expert, unaligned, dropped = _dispatch(
-        x, sf, a.topk_idx, a.topk_weights, buffer.number, a.num_experts, max_tokens,
+        x, sf, a.topk_idx, a.topk_weights, buffer.name, a.num_experts, max_tokens,
         a.expert_alignment or 1, a.num_max_rows or 0,
         True if a.do_cpu_sync is None else bool(a.do_cpu_sync), bool(a.do_expand),
         bool(a.use_tma_aligned_col_major_sf),
@@ -342,7 +321,7 @@ def combine(buffer: ElasticBuffer, arguments: Any) -> tuple[Any, ...]:
     raise_unless_traced("combine", a.handle)
     bias = [] if a.bias is None else list(a.bias) if isinstance(a.bias, tuple) else [a.bias]
     total, weights = _combine(
-        a.x, a.handle.token, a.handle.topk_idx, a.topk_weights, bias, buffer.number
+        a.x, a.handle.token, a.handle.topk_idx, a.topk_weights, bias, buffer.name
     )
     return total, None if a.topk_weights is None else weights
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels.ep.agreement import Settings, agree, checked, named, unreachable
+from tile_kernels.ep.agreement import Settings, agree, checked, unreachable
 from tile_kernels.ep.arguments import as_flag
 from tile_kernels.ep.base import BufferBase
 from tile_kernels.ep.engines import Engine
@@ -137,7 +137,7 @@ class EngramMethods(BufferBase):
                 or None.
         """
         self._check_alive("ElasticBuffer.engram_write")
-        with named("ElasticBuffer.engram_write"):
+        with checks.named("ElasticBuffer.engram_write"):
             self._check_all_active()
         self._engram.write(storage, sf)
 

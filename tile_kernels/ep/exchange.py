@@ -165,6 +165,8 @@ def _padded(rows: Tensor, size: int, fill: int = 0) -> Tensor:
         return rows[:size]
     if fill:
         below = rows.new_full((size - rows.shape[0], rows.shape[1]), fill)
+    elif rows.shape[1] == 0:
+        return rows.new_empty((size, 0))
     else:
         below = zeros(size - rows.shape[0], field_of(rows), rows.device)
     return torch.cat([as_bytes(rows), as_bytes(below)]).view(rows.dtype)
@@ -228,7 +230,7 @@ def _handle(fabric: Fabric, request: DispatchRequest, plan: Plan, serial: int) -
     if given is None:
         raise RuntimeError("a dispatch without a handle has topk_idx")
     kept = route.topk_idx.to(given.dtype)
-    routing = Routing(plan, topology, rank, serial, local, topk_to_pos, pos_to_expert)
+    routing = Routing(plan, fabric, serial, local, topk_to_pos, pos_to_expert)
     return EPHandle(
         do_expand=route.expand,
         num_experts=route.num_experts,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.ep.plan import Plan
-from tile_kernels.ep.topology import Topology
+from tile_kernels.ep.transport import Fabric
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,13 +16,12 @@ class Routing:
     """The internal part of a handle.
 
     `topk_to_pos` `[N, K]` int32 is the expanded row of each slot and `pos_to_expert` `[rows]` the
-    expert of each row (-1: none); both `None` in the compact layout. `serial` counts the dispatches
-    of a buffer, so that ranks can check that they use the same one.
+    expert of each row (-1: none); both `None` in the compact layout. `fabric` is that of the
+    buffer, and `serial` counts its dispatches, so that ranks can check that they use the same one.
     """
 
     plan: Plan
-    topology: Topology
-    rank: int
+    fabric: Fabric
     serial: int
     recv_topk_idx: Tensor
     topk_to_pos: Tensor | None
@@ -93,7 +92,7 @@ class EPHandle:
     @property
     def dst_buffer_slot_idx(self) -> Tensor | None:
         """The slot of each token in the buffers of its destinations; None in hybrid mode."""
-        plan, rank = self.routing.plan, self.routing.rank
+        plan, rank = self.routing.plan, self.routing.fabric.rank
         if len(plan.hops) > 1:
             return None
         hop = plan.hops[0]
@@ -120,10 +119,10 @@ class EPHandle:
         """Raise if a row found no place, saying how many; waits for the device."""
         count = int(self.num_dropped)
         if count:
-            what, size = "tokens", self.num_recv_tokens
+            what, size, rank = "tokens", self.num_recv_tokens, self.routing.fabric.rank
             if self.do_expand:
                 what, size = "choices of tokens", self.num_expanded_tokens
             raise RuntimeError(
-                f"ElasticBuffer.dispatch: rank {self.routing.rank}: {count} {what} found no place "
+                f"ElasticBuffer.dispatch: rank {rank}: {count} {what} found no place "
                 f"in num_max_rows = {size}"
             )

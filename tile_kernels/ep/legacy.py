@@ -2,6 +2,8 @@
 
 Frameworks that were written for it (Megatron, vLLM, SGLang) call it with these names. All data
 goes through one `ElasticBuffer`, made at the first dispatch, when the shape of a token is known.
+As in DeepEP a handle serves every `Buffer` of its group: Megatron makes a larger one between the
+forward and the backward pass.
 """
 
 from __future__ import annotations
@@ -11,25 +13,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from tile_kernels import quant
 from tile_kernels.ep import model
-from tile_kernels.ep.agreement import agree, named
+from tile_kernels.ep.agreement import agree, checked, unreachable
 from tile_kernels.ep.buffer import ElasticBuffer
-from tile_kernels.ep.engines import make_engine
+from tile_kernels.ep.engines import check_engine, make_engine
 from tile_kernels.ep.events import EventHandle, EventOverlap, comm_stream
 from tile_kernels.ep.handle import EPHandle
 from tile_kernels.ep.requests import MAX_ALIGNMENT
+from tile_kernels.ep.setup import identity
 from tile_kernels.runtime import checks
 from tile_kernels.utils import align
 
 RANKS_PER_NODE = 8  # of the interface: more ranks are several nodes, connected by RDMA
 SCALE_CHANNELS = 128  # channels that share a scale in low-latency mode
 _FULL_CHUNKS = 256
+BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -81,16 +85,32 @@ class Config:
         return align(self.num_sms // 2 * num_ranks * tokens * token, SCALE_CHANNELS)
 
 
-class LowLatencyHandle(NamedTuple):
-    """What `low_latency_combine` needs: the routing, and the place of each expanded row."""
+class NormalHandle(NamedTuple):
+    """The routing of a dispatch, and the buffer that made it and serves later calls."""
 
+    buffer: ElasticBuffer
+    routing: EPHandle
+
+
+class LowLatencyHandle(NamedTuple):
+    """What `low_latency_combine` needs: also the place of each expanded row."""
+
+    buffer: ElasticBuffer
     routing: EPHandle
     places: Tensor  # [rows] int64: the row of `[L * capacity]`, and one past it for padding
     capacity: int
+    hidden: int
+
+
+Handle = TypeVar("Handle", NormalHandle, LowLatencyHandle)
+Result = TypeVar("Result")
 
 
 class Buffer:
     """DeepEP's `Buffer`: dispatch and combine in the calls that its users make.
+
+    Making one is collective. As with `ElasticBuffer`, an error of one rank in a collective call is
+    raised on all of them before any data moves.
 
     Args:
         group: A `torch.distributed` process group, or a `LocalGroup`.
@@ -134,13 +154,6 @@ class Buffer:
         *,
         engine: str = "auto",
     ) -> None:
-        with named("Buffer"):
-            for name, size in (
-                ("num_nvl_bytes", num_nvl_bytes),
-                ("num_rdma_bytes", num_rdma_bytes),
-                ("num_qps_per_rank", num_qps_per_rank),
-            ):
-                checks.integer(name, size, 0)
         del allow_nvlink_for_low_latency_mode, allow_mnnvl, comm  # of other transports
         self.group = group
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
@@ -150,10 +163,18 @@ class Buffer:
         self._world = make_engine(group)
         self.rank, self.group_size = self._world.index, self._world.size
         self._engine = engine
+        self._identity = identity(group, "Buffer")
         self._buffer: ElasticBuffer | None = None
-        self._hidden = 0
         self._masked = torch.zeros(self.group_size, dtype=torch.bool)
         self._destroyed = False
+
+        def check() -> None:
+            checks.integer("num_nvl_bytes", num_nvl_bytes, 0)
+            checks.integer("num_rdma_bytes", num_rdma_bytes, 0)
+            checks.integer("num_qps_per_rank", num_qps_per_rank, 0)
+            check_engine(self._world, engine)
+
+        agree(self._world, "Buffer", self._identity, checked(check)[1])
 
     # ---- static ---------------------------------------------------------------------------------
 
@@ -169,7 +190,7 @@ class Buffer:
         Args:
             new_num_sms: An even number.
         """
-        with named("Buffer.set_num_sms"):
+        with checks.named("Buffer.set_num_sms"):
             checks.integer("new_num_sms", new_num_sms, 2)
             if new_num_sms % 2:
                 raise ValueError(f"new_num_sms must be even, got {new_num_sms}")
@@ -226,7 +247,11 @@ class Buffer:
         """End the use of the buffer. Collective; needs `explicitly_destroy=True`."""
         if not self.explicitly_destroy:
             raise RuntimeError("Buffer.destroy: the buffer was made with explicitly_destroy=False")
-        if self._buffer is not None and not self._destroyed:
+        if self._destroyed:
+            return
+        if self._buffer is None:
+            agree(self._world, "Buffer.destroy", self._identity, None)
+        else:
             self._buffer.destroy()
         self._destroyed = True
 
@@ -253,7 +278,7 @@ class Buffer:
             num_tokens_per_expert [E], is_token_in_rank [T, R], event)`: int32 counts, bool.
         """
         del allocate_on_comm_stream
-        with named("Buffer.get_dispatch_layout"):
+        with checks.named("Buffer.get_dispatch_layout"):
             checks.tensor("topk_idx", topk_idx, ("num_tokens", "num_topk"), checks.INTEGERS)
             self._check_num_experts(num_experts)
         if previous_event is not None:
@@ -275,7 +300,7 @@ class Buffer:
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, Tensor],
-        handle: EPHandle | None = None,
+        handle: NormalHandle | None = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
         is_token_in_rank: Tensor | None = None,
@@ -288,12 +313,14 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[Any, Tensor | None, Tensor | None, list[int] | None, EPHandle | None, EventOverlap]:
+    ) -> tuple[
+        Any, Tensor | None, Tensor | None, list[int] | None, NormalHandle | None, EventOverlap
+    ]:
         """Sends each token to the ranks of its experts. Collective.
 
         Args:
             x: `[T, H]`, or e4m3 `[T, H]` and float32 `[T, H / 128]`.
-            handle: The routing of an earlier dispatch; then nothing else is needed.
+            handle: The handle of an earlier dispatch; then nothing else is needed.
             num_tokens_per_rank, num_tokens_per_rdma_rank: Accepted; they are counted again.
             is_token_in_rank: `[T, R]` bool, of `get_dispatch_layout`.
             num_tokens_per_expert: `[E]` int32, of `get_dispatch_layout`.
@@ -313,26 +340,25 @@ class Buffer:
         """
         del config, num_tokens_per_rank, num_tokens_per_rdma_rank  # counted again
         common = self._common(previous_event, async_finish, allocate_on_comm_stream)
+        call = "Buffer.dispatch"
+        self._check_alive(call)
         if handle is not None:
-            buffer = self._made("Buffer.dispatch")
-            rows, _, _, _, event = buffer.dispatch(x, handle=handle, **common)
+            handle = self._agreed(call, lambda: self._checked_handle(handle, NormalHandle))
+            rows, _, _, _, event = handle.buffer.dispatch(x, handle=handle.routing, **common)
             return rows, None, None, None, None, event
-        with named("Buffer.dispatch"):
-            if is_token_in_rank is None or num_tokens_per_expert is None:
-                raise ValueError(
-                    "is_token_in_rank and num_tokens_per_expert must be given without a handle: "
-                    "they come from get_dispatch_layout"
-                )
-            num_experts = num_tokens_per_expert.shape[0]
-            self._check_num_experts(num_experts)
+
+        def check() -> tuple[Tensor, Tensor, int]:
             checks.integer("num_worst_tokens", num_worst_tokens, 0)
             checks.integer("expert_alignment", expert_alignment, 1, MAX_ALIGNMENT)
-        ids = topk_idx
-        if ids is None:  # one expert of each rank stands for the rank
-            first = torch.arange(self.group_size, device=is_token_in_rank.device)
-            ids = torch.where(is_token_in_rank, first * (num_experts // self.group_size), -1)
-        data = x[0] if isinstance(x, tuple) else x
-        buffer, max_tokens = self._ready(data, ids.shape[1])
+            return self._choices(x, is_token_in_rank, num_tokens_per_expert, topk_idx)
+
+        found, error = checked(check)
+        counts = [0 if found is None else len(found[0])] * self.group_size
+        max_tokens = max(1, *agree(self._world, call, self._identity, error, counts).counts)
+        if found is None:
+            raise unreachable()
+        data, ids, num_experts = found
+        buffer = self._ready(data, ids.shape[1], max_tokens)
         rows, local, weights, new, event = buffer.dispatch(
             x, ids, topk_weights, num_experts=num_experts, num_max_tokens_per_rank=max_tokens,
             expert_alignment=expert_alignment, do_cpu_sync=not num_worst_tokens,
@@ -341,12 +367,13 @@ class Buffer:
         if weights is not None and local is not None:
             weights = torch.where(local >= 0, weights, 0)
         counts = new.num_recv_tokens_per_expert_list
-        return rows, None if topk_idx is None else local, weights, counts, new, event
+        local = None if topk_idx is None else local
+        return rows, local, weights, counts, NormalHandle(buffer, new), event
 
     def combine(
         self,
         x: Tensor,
-        handle: EPHandle,
+        handle: NormalHandle,
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
@@ -367,8 +394,11 @@ class Buffer:
             `(y [T, H], weights [T, K] or None, event)`.
         """
         del config
+        call = "Buffer.combine"
+        self._check_alive(call)
+        handle = self._agreed(call, lambda: self._checked_handle(handle, NormalHandle))
         common = self._common(previous_event, async_finish, allocate_on_comm_stream)
-        return self._made("Buffer.combine").combine(x, handle, topk_weights, bias, **common)
+        return handle.buffer.combine(x, handle.routing, topk_weights, bias, **common)
 
     # ---- low latency ----------------------------------------------------------------------------
 
@@ -406,23 +436,28 @@ class Buffer:
             `[L]` rows that are valid; the others are zero.
         """
         del dispatch_wait_recv_cost_stats, return_recv_hook
-        most = num_max_dispatch_tokens_per_rank
-        with named("Buffer.low_latency_dispatch"):
+        call, most = "Buffer.low_latency_dispatch", num_max_dispatch_tokens_per_rank
+        self._check_alive(call)
+
+        def check() -> Tensor:
             checks.tensor("x", x, ("num_tokens", "hidden"), torch.bfloat16)
             checks.integer("num_max_dispatch_tokens_per_rank", most, max(1, len(x)))
             self._check_num_experts(num_experts)
+            self._check_choices(topk_idx, len(x))
             if x.shape[1] % SCALE_CHANNELS:
                 raise ValueError(f"x must have a multiple of 128 channels, got {x.shape[1]}")
             if use_ue8m0 and not (use_fp8 and round_scale):
                 raise ValueError("use_ue8m0 needs use_fp8=True and round_scale=True")
-        ids = self._without_masked(topk_idx, num_experts)
+            return self._without_masked(topk_idx, num_experts)
+
+        ids = self._agreed(call, check)
         parts: Any = x
         if use_fp8:
             parts = quant.per_token_cast(
                 x, "e4m3", SCALE_CHANNELS, round_sf=round_scale,
                 use_tma_aligned_col_major_sf=use_ue8m0, use_packed_ue8m0=use_ue8m0,
             )  # fmt: skip
-        buffer = self._ready(x, ids.shape[1], most)[0]
+        buffer = self._ready(x, ids.shape[1], most)
         received, _, _, routing, event = buffer.dispatch(
             parts, ids, None, cumulative_local_expert_recv_stats, num_experts=num_experts,
             num_max_tokens_per_rank=most, do_expand=True, do_cpu_sync=False,
@@ -438,7 +473,7 @@ class Buffer:
         places = torch.where(
             experts >= 0, own * capacity + rows - starts[own], num_local * capacity
         )
-        handle = LowLatencyHandle(routing, places, capacity)
+        handle = LowLatencyHandle(buffer, routing, places, capacity, x.shape[1])
         outs = [
             self._placed(part, places, num_local, capacity)
             for part in (received if isinstance(received, tuple) else (received,))
@@ -478,20 +513,25 @@ class Buffer:
             `(y [T, H] bfloat16, event, hook)`.
         """
         del use_logfmt, zero_copy, return_recv_hook, combine_wait_recv_cost_stats
-        buffer = self._made("Buffer.low_latency_combine")
-        with named("Buffer.low_latency_combine"):
-            checks.tensor("x", x, ("num_local_experts", "rows", "hidden"), torch.bfloat16)
-            shape = tuple(handle.routing.topk_idx.shape)
-            checks.tensor(
-                "topk_weights", topk_weights, ("num_tokens", "num_topk"), torch.float32, shape=shape
-            )
-            if tuple(topk_idx.shape) != shape:
-                raise ValueError(
-                    f"topk_idx must be that of the dispatch, {shape}, got {tuple(topk_idx.shape)}"
-                )
-            if x.shape[1] != handle.capacity:
-                raise ValueError(f"x must have {handle.capacity} rows, got {x.shape[1]}")
-        nothing = x.new_empty(shape[0], 0)
+        call = "Buffer.low_latency_combine"
+        self._check_alive(call)
+
+        def check() -> LowLatencyHandle:
+            found = self._checked_handle(handle, LowLatencyHandle)
+            (num_tokens, num_topk), hidden = found.routing.topk_idx.shape, found.hidden
+            chosen, shape = ("num_tokens", "num_topk"), (num_tokens, num_topk)
+            checks.tensor("topk_idx", topk_idx, chosen, checks.INTEGERS, shape=shape)
+            checks.tensor("topk_weights", topk_weights, chosen, torch.float32, shape=shape)
+            dims = ("num_local_experts", "rows", "hidden")
+            num_local = found.routing.num_experts // self.group_size
+            checks.tensor("x", x, dims, BF16, shape=(num_local, found.capacity, hidden))
+            if out is not None:
+                size = (num_tokens, hidden)
+                checks.tensor("out", out, ("num_tokens", "hidden"), BF16, shape=size)
+            return found
+
+        handle = self._agreed(call, check)
+        buffer, nothing = handle.buffer, x.new_empty(len(topk_idx), 0)
         _, _, weights, _, _ = buffer.dispatch(
             nothing, handle=handle.routing, topk_weights=topk_weights
         )
@@ -513,9 +553,8 @@ class Buffer:
         Returns:
             `[L, max * R, H]`, bfloat16.
         """
-        self._made("Buffer.get_next_low_latency_combine_buffer")
         num_local = handle.routing.num_experts // self.group_size
-        size = (num_local, handle.capacity, self._hidden)
+        size = (num_local, handle.capacity, handle.hidden)
         return torch.empty(size, dtype=torch.bfloat16, device=handle.places.device)
 
     def clean_low_latency_buffer(
@@ -537,7 +576,7 @@ class Buffer:
             rank_to_mask: The rank.
             mask: Whether it is masked.
         """
-        with named("Buffer.low_latency_update_mask_buffer"):
+        with checks.named("Buffer.low_latency_update_mask_buffer"):
             if not self.enable_shrink:
                 raise ValueError("the buffer must be made with enable_shrink=True")
             checks.integer("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
@@ -564,31 +603,69 @@ class Buffer:
                 f"num_experts must be a multiple of the {self.group_size} ranks, got {num_experts}"
             )
 
-    def _made(self, call: str) -> ElasticBuffer:
+    def _check_alive(self, call: str) -> None:
         if self._destroyed:
             raise RuntimeError(f"{call}: the buffer was destroyed")
-        if self._buffer is None:
-            raise RuntimeError(f"{call}: a dispatch without a handle must come first")
-        return self._buffer
 
-    def _ready(self, x: Tensor, num_topk: int, most: int = 0) -> tuple[ElasticBuffer, int]:
-        """The buffer for such tokens, and the largest number of them on a rank. Collective.
+    def _agreed(self, call: str, check: Callable[[], Result]) -> Result:
+        """The result of a check. An error of this rank is raised on all, in what they call next."""
+        found, error = checked(check)
+        if error is not None:
+            agree(self._world, call, self._identity, error)
+        if found is None:
+            raise unreachable()
+        return found
 
-        `most` is that number where the caller knows it.
-        """
-        if self._destroyed:
-            raise RuntimeError("Buffer.dispatch: the buffer was destroyed")
-        if not most:
-            counts = [len(x)] * self.group_size
-            most = max(1, *agree(self._world, "Buffer.dispatch", {}, None, counts).counts)
+    def _checked_handle(self, handle: object, kind: type[Handle]) -> Handle:
+        if not isinstance(handle, kind):
+            got = type(handle).__name__
+            raise TypeError(f"handle must be a {kind.__name__} of a dispatch, got {got}")
+        if handle.buffer.group != self.group:
+            raise ValueError("handle must come from this group, got one of another group")
+        return handle
+
+    @staticmethod
+    def _check_choices(topk_idx: Tensor, num_tokens: int) -> None:
+        dims = ("num_tokens", "num_topk")
+        checks.tensor("topk_idx", topk_idx, dims, checks.INTEGERS, shape=(num_tokens, None))
+
+    def _choices(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        in_rank: Tensor | None,
+        per_expert: Tensor | None,
+        topk_idx: Tensor | None,
+    ) -> tuple[Tensor, Tensor, int]:
+        """The data, the experts of each token and the number of experts of a new routing."""
+        if in_rank is None or per_expert is None:
+            raise ValueError(
+                "is_token_in_rank and num_tokens_per_expert must be given without a handle: they "
+                "come from get_dispatch_layout"
+            )
+        data = x[0] if isinstance(x, tuple) and x else x
+        checks.tensor("x", data, ("num_tokens", "hidden"))
+        checks.tensor("num_tokens_per_expert", per_expert, ("num_experts",))
+        num_experts = len(per_expert)
+        self._check_num_experts(num_experts)
+        if topk_idx is not None:
+            self._check_choices(topk_idx, len(data))
+            return data, topk_idx, num_experts
+        dims, shape = ("num_tokens", "num_ranks"), (len(data), self.group_size)
+        checks.tensor("is_token_in_rank", in_rank, dims, torch.bool, shape=shape)
+        # One expert of each rank stands for the rank.
+        first = torch.arange(self.group_size, device=in_rank.device)
+        ids = torch.where(in_rank, first * (num_experts // self.group_size), -1)
+        return data, ids, num_experts
+
+    def _ready(self, x: Tensor, num_topk: int, max_tokens: int) -> ElasticBuffer:
+        """The buffer for such tokens, of which a rank has at most `max_tokens`. Collective."""
         if self._buffer is None:
-            self._hidden = x.shape[1]
             self._buffer = ElasticBuffer(
-                self.group, num_max_tokens_per_rank=most, hidden=x.shape[1], num_topk=num_topk,
-                explicitly_destroy=self.explicitly_destroy, engine=self._engine,
-                allow_hybrid_mode=False,
+                self.group, num_max_tokens_per_rank=max_tokens, hidden=x.shape[1],
+                num_topk=num_topk, explicitly_destroy=self.explicitly_destroy,
+                engine=self._engine, allow_hybrid_mode=False,
             )  # fmt: skip
-        return self._buffer, most
+        return self._buffer
 
     @staticmethod
     def _common(

@@ -7,7 +7,6 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from tile_kernels.ep.agreement import named
 from tile_kernels.ep.base import BufferBase
 from tile_kernels.ep.engines import Engine, Pending
 from tile_kernels.ep.model import SECTION, pp_bytes
@@ -128,7 +127,7 @@ class PipelineMethods(BufferBase):
             num_sms: Recorded; has no effect on these engines.
         """
         pipeline = self._configured_pipeline("pp_send", num_sms)
-        with named(f"ElasticBuffer.pp_send: rank {self.rank_idx}"):
+        with checks.named(f"ElasticBuffer.pp_send: rank {self.rank_idx}"):
             pipeline.send(t, dst_rank_idx)
 
     def pp_recv(self, t: Tensor, src_rank_idx: int, num_sms: int = 0) -> None:
@@ -140,7 +139,7 @@ class PipelineMethods(BufferBase):
             num_sms: Recorded; has no effect on these engines.
         """
         pipeline = self._configured_pipeline("pp_recv", num_sms)
-        with named(f"ElasticBuffer.pp_recv: rank {self.rank_idx}"):
+        with checks.named(f"ElasticBuffer.pp_recv: rank {self.rank_idx}"):
             pipeline.receive(t, src_rank_idx)
 
     def _configured_pipeline(self, call: str, num_sms: int) -> Pipeline:

@@ -109,12 +109,8 @@ def _grad_names(named: Sequence[tuple[str, Tensor | None]]) -> str:
 def _check_handle(handle: object, fabric: Fabric) -> EPHandle:
     if not isinstance(handle, EPHandle):
         raise TypeError(f"handle must be an EPHandle, got {type(handle).__name__}")
-    rank, topology = handle.routing.rank, handle.routing.topology
-    if (rank, topology) != (fabric.rank, fabric.topology):
-        raise ValueError(
-            f"handle must come from this rank and topology ({fabric.rank} in {fabric.topology}), "
-            f"got one of rank {rank} in {topology}"
-        )
+    if handle.routing.fabric is not fabric:
+        raise ValueError("handle must come from this buffer, got one of another buffer")
     return handle
 
 
@@ -403,8 +399,6 @@ def combine_request(fabric: Fabric, arguments: CombineArguments, limits: Limits)
     num_rows = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
     checks.tensor("x", x, ("num_rows", "hidden"), SUMMED, shape=(num_rows, None))
     _same_device("x", x, handle.topk_idx, "the handle")
-    if handle.routing.plan.is_static and not allow_multiple_reduction:
-        raise ValueError("handle must come from a buffer with allow_multiple_reduction=False too")
     num_tokens, num_topk = handle.topk_idx.shape
     slots = combine_slots(
         fabric.topology.num_scaleout_ranks, fabric.topology.num_scaleup_ranks,

@@ -6,14 +6,14 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from tile_kernels.ep import model
-from tile_kernels.ep.agreement import Settings, named
+from tile_kernels.ep.agreement import Settings
 from tile_kernels.ep.engines import ActiveEngine, Engine, check_engine, chosen_engine
 from tile_kernels.runtime import checks
 
@@ -126,20 +126,20 @@ def _check_sizes(arguments: BufferArguments) -> None:
         )
 
 
-_num_buffers: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+_num_buffers: weakref.WeakKeyDictionary[Any, Counter[Hashable]] = weakref.WeakKeyDictionary()
 _num_buffers_lock = threading.Lock()  # ranks may be threads
 
 
-def next_serial(group: Any, active: Sequence[int]) -> int:
-    """The number of a new buffer of the active ranks of a group.
+def identity(group: Any, kind: Hashable) -> Settings:
+    """What tells a new buffer of a group from others of its kind: its number.
 
-    It is equal on all of them, since making one is collective among them. Buffers of other active
-    ranks are not counted: some of these ranks did not make them.
+    That is equal on all ranks that make buffers of this kind, since making one is collective among
+    them. The kind names the active ranks: some of these ranks did not make the buffers of others.
     """
     with _num_buffers_lock:
         made = _num_buffers.setdefault(group, Counter())
-        made[tuple(active)] += 1
-        return made[tuple(active)]
+        made[kind] += 1
+        return {"buffer": f"number {made[kind]} of the group"}
 
 
 def active_engine(world: Engine, arguments: BufferArguments) -> Engine:
@@ -148,7 +148,7 @@ def active_engine(world: Engine, arguments: BufferArguments) -> Engine:
     active_ranks: object = arguments.active_ranks
     if isinstance(timeout, int) and timeout >= 1:  # `check_arguments` raises for any other
         world.timeout = timeout
-    with named("ElasticBuffer"):
+    with checks.named("ElasticBuffer"):
         if active_ranks is None:
             return world
         if isinstance(active_ranks, Tensor):

@@ -9,11 +9,12 @@ import torch
 
 from tile_kernels import config
 from tile_kernels.ep import model
-from tile_kernels.ep.agreement import agree, named
+from tile_kernels.ep.agreement import agree
 from tile_kernels.ep.base import BufferBase
 from tile_kernels.ep.domains import Domain, topology_of
 from tile_kernels.ep.engines import make_engine
 from tile_kernels.ep.topology import Topology
+from tile_kernels.runtime import checks
 from tile_kernels.utils import align
 
 
@@ -158,7 +159,7 @@ class SizeHints(BufferBase):
             )
         if rdma_gbs == 0 and nvlink_gbs == 0:
             return min(model.DEFAULT_NUM_SMS, config.get_device_num_sms())
-        with named("ElasticBuffer.get_theoretical_num_sms"):
+        with checks.named("ElasticBuffer.get_theoretical_num_sms"):
             return model.num_sms(
                 self.num_scaleout_ranks,
                 self.num_scaleup_ranks,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.ep import Buffer, ElasticBuffer, EPHandle, LocalGroup
+from tile_kernels.ep.legacy import NormalHandle
 from tile_kernels.runtime import checks
 
 __all__ = ["DispatchMetadata", "TokenDispatcher", "fused_combine", "fused_dispatch"]
@@ -152,7 +153,7 @@ def fused_dispatch(
     group: Any,
     async_finish: bool = False,
     allocate_on_comm_stream: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, EPHandle]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, NormalHandle]:
     """Sends each token to the ranks of its experts, as Megatron's function of this name.
 
     Args:
@@ -187,7 +188,7 @@ def fused_dispatch(
 def fused_combine(
     x: Tensor,
     group: Any,
-    handle: EPHandle,
+    handle: NormalHandle,
     async_finish: bool = False,
     allocate_on_comm_stream: bool = False,
 ) -> tuple[Tensor, None]:

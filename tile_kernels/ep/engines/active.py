@@ -64,6 +64,10 @@ class ActiveEngine(Engine):
 
         return with_inactive
 
+    def start_descriptors(self, rows: Tensor, phase: str) -> Callable[[], Tensor]:
+        """Start to send one row to each active rank."""
+        return self.part.start_descriptors(rows, phase)
+
     def split(self, indices: Sequence[int]) -> Engine:
         """The engine of some of the active ranks."""
         return self.part.split([self._ranks.index(rank) for rank in indices])

@@ -74,6 +74,15 @@ class Engine(ABC):
         received = self.exchange(rows, send_counts, recv_counts, phase)
         return lambda: received
 
+    def start_descriptors(self, rows: Tensor, phase: str) -> Callable[[], Tensor]:
+        """Start to send one row in host memory to each active rank.
+
+        All engines of the same ranks send these over the same connections, so that calls of
+        different buffers meet.
+        """
+        ones = self.ones()
+        return self.start(rows, ones, ones, phase)
+
     @abstractmethod
     def split(self, indices: Sequence[int]) -> Engine:
         """The engine of a part of the group, which includes this rank."""

@@ -24,7 +24,7 @@ the host, `symm` lets a CUDA stream wait.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -129,6 +129,11 @@ class RingEngine(Engine):
                 if number < len(gets[peer]):
                     self._get(peer, number, gets[peer][number], phase)
         return received
+
+    def start_descriptors(self, rows: Tensor, phase: str) -> Callable[[], Tensor]:
+        """Descriptors go through the process group."""
+        self._check_usable()
+        return self._control.start_descriptors(rows, phase)
 
     def send(self, data: Tensor, peer: int) -> Pending:
         """Single messages go through the process group."""
