@@ -25,7 +25,7 @@ def info(_: argparse.Namespace) -> int:
     if torch.cuda.is_available():
         gpu = f"{device.name}, {device.arch}, {device.num_sms} SMs, CUDA {torch.version.cuda}"
     else:
-        gpu = "none: CPU tensors run the references; kernels compile, and run emulated"
+        gpu = "none: CPU tensors run the references, and kernels run emulated"
     rows = [
         ["tile_kernels", tile_kernels.__version__],
         ["Python", sys.version.split()[0]],
