@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -641,6 +642,8 @@ def test_nothing_waits_and_graphs_record() -> None:
 
 
 def test_mistakes_are_named() -> None:
+    residual, *rest = streams("cpu")
+    between = residual[..., 0, :].contiguous(), residual, residual, residual, *rest
     logits, slots = draw(4, 16), torch.zeros(4, 8, dtype=torch.int32)
     ends = torch.full((4,), 9)
     for call, message in (
@@ -714,8 +717,43 @@ def test_mistakes_are_named() -> None:
         ),
         (
             lambda: sglang.mhc_pre(streams("cpu")[0].float(), *streams("cpu")[1:]),
-            "^mhc_pre_big_fuse: residual must be bfloat16, got float32",
+            "^mhc_pre: residual must be bfloat16, got float32",
         ),
+        (
+            lambda: sglang.mhc_pre(*streams("cpu"), n_splits_pre=0),
+            "^mhc_pre: n_splits_pre must be at least 1, got 0",
+        ),
+        (
+            lambda: vllm.mhc_pre_delayed(None, *streams("cpu")[1:]),
+            "^mhc_pre_delayed: residual must",
+        ),
+        (
+            lambda: serving.pre(*streams("cpu"), norm_weight=torch.ones(64), norm_eps=None),
+            "^pre: norm_eps must be given with norm_weight",
+        ),
+        *(
+            (
+                functools.partial(
+                    engine.mhc_fused_post_pre, *between, norm_weight=torch.ones(64), norm_eps=None
+                ),
+                f"^{name}: norm_eps must be given with norm_weight",
+            )
+            for engine, name in ((sglang, "mhc_fused_post_pre"), (vllm, "mhc_fused_post_pre"))
+        ),
+        (
+            lambda: serving.fused_post_pre(*between, norm_weight=torch.ones(64), norm_eps=None),
+            "^fused_post_pre: norm_eps must be given with norm_weight",
+        ),
+        (
+            lambda: sglang.mhc_fused_post_pre(*between, tile_n=0),
+            "^mhc_fused_post_pre: tile_n must be at least 1, got 0",
+        ),
+        (lambda: vllm.mhc_post(*between[:3], None), "^mhc_post: post_layer_mix must be float32"),
+        (lambda: vllm.hc_head(None, *between[5:8], 1e-6, 1e-6), "^hc_head: residual must be"),
+        (lambda: sglang.hash_topk(None, slots[0], slots), "^hash_topk: logits must be"),
+        (lambda: vllm.fused_topk(logits, logits, 17, True), "^fused_topk: num_topk must be"),
+        (lambda: serving.route(logits, 17, scoring_func="softmax"), "^route: num_topk must be"),
+        (lambda: serving.topk_rows(logits, 0, ends), "^topk_rows: k must be"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             call()
