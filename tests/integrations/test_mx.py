@@ -316,6 +316,34 @@ def test_grouped_product_on_a_hopper() -> None:
     assert ((found - product).norm(dim=1) / product.norm(dim=1)).max() < 4e-3
 
 
+@pytest.mark.parametrize("rows", [1, 16, 144])
+@pytest.mark.parametrize("columns", [1, 128, 256])
+def test_kinds_of_few_channels(rows: int, columns: int) -> None:
+    """Up to 128 channels, scales of rows and of groups have the same shape: the other decides."""
+    by_rows, _ = operand("row", rows, 128, "cpu", 0)
+    for kind, expected in (("row", "RowWise"), ("1x128", "RowWise"), ("128x128", "")):
+        other, _ = operand(kind, columns, 128, "cpu", 1)
+        found = mx.functional_scaled_mm_arguments(by_rows, other)
+        recipes = found["scale_recipe_a"][0].name, found["scale_recipe_b"][0].name
+        if expected or columns == 1:  # a block of one row is a row
+            assert recipes == ("RowWise", "RowWise")
+            continue
+        assert recipes == ("BlockWise1x128", "BlockWise128x128")
+        assert found["scale_b"][0].stride() == (1, 4)
+        if columns == 128:
+            assert mx.scaled_mm_arguments(by_rows, other)["scale_b"].shape == (1, 1)
+        else:
+            with pytest.raises(ValueError, match="K must be a multiple of 512 with scales of bl"):
+                mx.scaled_mm_arguments(by_rows, other)
+    single, _ = operand("1x128", 1, 256, "cpu", 0)
+    blocks, _ = operand("128x128", 256, 256, "cpu", 1)
+    found = mx.functional_scaled_mm_arguments(single, blocks)
+    assert found["scale_recipe_a"][0].name == "BlockWise1x128"
+    for function in (mx.functional_scaled_mm_arguments, mx.scaled_mm_arguments):
+        with pytest.raises(ValueError, match="a must have scales of rows or of groups of channels"):
+            function(blocks, blocks)
+
+
 def test_operands_that_do_not_fit() -> None:
     a, _ = operand("row", 16, 256, "cpu", 0)
     b, _ = operand("1x128", 32, 256, "cpu", 1)
