@@ -142,6 +142,26 @@ def test_nvfp4_and_back(ground: tuple[str, str]) -> None:
         assert mx.to_nvfp4(torch.zeros(0, 16, device=device))[0].shape == (0, 8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ground", [TORCH, EMULATED_IN_FULL, CUDA])
+def test_nvfp4_of_infinities_and_nan(dtype: torch.dtype, ground: tuple[str, str]) -> None:
+    """They concern no other group: the scale of all stays finite, and is that of the others."""
+    backend, device = ground
+    x = torch.full((2, 32), 6e5, dtype=dtype, device=device)
+    expected = mx.to_nvfp4(x)
+    with_nan, with_inf = x.clone(), x.clone()
+    with_nan[0, 0], with_inf[0, 0] = torch.nan, -torch.inf
+    with tile_kernels.backend(backend):
+        data, scales, global_sf = mx.to_nvfp4(with_nan)
+        assert torch.equal(global_sf, expected[2])
+        assert torch.equal(mx.from_nvfp4(data, scales, global_sf)[1], mx.from_nvfp4(*expected)[1])
+        data, scales, global_sf = mx.to_nvfp4(with_inf)
+        back = mx.from_nvfp4(data, scales, global_sf, "fp32")
+    assert torch.equal(global_sf.cpu(), torch.tensor(torch.finfo(dtype).max / (6 * 448)))
+    assert back[0, 0] < -3e38
+    assert back.isfinite().all()
+
+
 # ---- products -----------------------------------------------------------------------------------
 
 

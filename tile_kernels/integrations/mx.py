@@ -279,7 +279,8 @@ def to_nvfp4(x: Tensor, global_sf: Tensor | float | None = None) -> tuple[Tensor
     Args:
         x: `[rows, channels]`, bfloat16 or float32; a multiple of 16 channels.
         global_sf: The scale of all: a float32 with one element, or a number. None: the largest
-            magnitude over 6 * 448, so that no scale exceeds 448; 1 if `x` is all zero.
+            magnitude over 6 * 448, so that no scale exceeds 448; 1 if `x` is all zero. As in casts,
+            NaN counts as 0 for it, and infinity as the largest finite number.
 
     Returns:
         `(data, scales, global_sf)`: `[rows, channels / 2]` float4_e2m1fn_x2; `[rows, channels /
@@ -297,7 +298,8 @@ def to_nvfp4(x: Tensor, global_sf: Tensor | float | None = None) -> tuple[Tensor
     with checks.named("to_nvfp4"):
         _check_rows(x, _NVFP4_GROUP)
     if global_sf is None:
-        most = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        magnitudes = x.abs().nan_to_num(nan=0.0)
+        most = magnitudes.amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         global_sf = torch.where(most > 0, most / (_MOST_E2M1 * _MOST_E4M3), 1.0)
     elif not isinstance(global_sf, Tensor):
         value = checks.finite("global_sf", global_sf)
