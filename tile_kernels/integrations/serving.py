@@ -87,6 +87,11 @@ def route(
     checks.one_of("scoring_func", scoring_func, _SCORING)
     checks.one_of("ids_dtype", ids_dtype, _IDS)
     checks.boolean("renormalize", renormalize)
+    checks.integer("topk", topk, 1)
+    if isinstance(num_valid, Tensor):
+        checks.tensor("num_valid", num_valid.reshape(-1), ("1",), checks.INTEGERS, shape=(1,))
+    elif num_valid is not None:
+        checks.integer("num_valid", num_valid, 0)
     num_tokens, num_experts = logits.shape
     factor = checks.finite("routed_scaling_factor", routed_scaling_factor)
     if bias is not None and scoring_func == "softmax":
@@ -246,6 +251,7 @@ def topk_paged(
         >>> topk_paged(torch.tensor([[1.0, 4.0, 3.0]]), 2, torch.tensor([3]), table, 2).tolist()
         [[15, 10]]
     """
+    checks.tensor("page_table", page_table, ("rows", "pages"))
     positions = topk_rows(scores, k, end, out=positions_out)
     slots = attention.cache_indices(positions.contiguous(), page_table.contiguous(), page_size)
     return filled("out", out, slots)
@@ -492,7 +498,7 @@ def group_quant(
     given = (rows.float() if rows.dtype == torch.float16 else rows).contiguous()
     layout: dict[str, Any] = {
         "use_tma_aligned_col_major_sf": column_major and not batched, "round_sf": round_sf,
-        "use_packed_ue8m0": packed and not batched, "amax_min": float(eps),
+        "use_packed_ue8m0": packed and not batched, "amax_min": checks.number("eps", eps),
     }  # fmt: skip
     if silu_and_mul:
         expert = None if masked_m is None else _experts_of_rows(masked_m, x.shape[1])

@@ -41,6 +41,7 @@ __all__ = [
 
 def _check_hidden(hidden_states: Tensor, gating_output: Tensor) -> None:
     checks.tensor("gating_output", gating_output, ("T", "E"))
+    checks.tensor("hidden_states", hidden_states, ("T", "H"))
     if hidden_states.shape[0] != gating_output.shape[0]:
         raise ValueError(
             f"hidden_states must have {gating_output.shape[0]} rows like gating_output, got "
@@ -131,10 +132,10 @@ def fused_topk_bias(
         )  # fmt: skip
     if input_tokens is None or not renormalize:
         raise ValueError("hash_indices_table needs input_tokens and renormalize=True")
-    if hash_indices_table.shape[-1] != topk:
-        raise ValueError(
-            f"hash_indices_table must have {topk} columns, got {hash_indices_table.shape[-1]}"
-        )
+    checks.tensor(
+        "hash_indices_table", hash_indices_table, ("vocabulary", "topk"), checks.INTEGERS,
+        shape=(None, topk),
+    )  # fmt: skip
     ids, weights = moe.hash_gate(
         gating_output, input_tokens, hash_indices_table, routed_scaling_factor, scoring_func
     )
@@ -280,6 +281,8 @@ def top_k_per_row_prefill(
         ValueError: If an argument has another shape or stride.
     """
     logits, out = _rows(logits, raw_topk_indices, num_rows, stride0, stride1)
+    for name, bound in (("cu_seqlen_ks", cu_seqlen_ks), ("cu_seqlen_ke", cu_seqlen_ke)):
+        checks.tensor(name, bound, ("rows",), checks.INTEGERS)
     start, end = cu_seqlen_ks[:num_rows], cu_seqlen_ke[:num_rows]
     serving.topk_rows(logits, topk_tokens, end, start=start, out=out)
 
@@ -311,7 +314,10 @@ def top_k_per_row_decode(
     checks.integer("next_n", next_n, 1)
     logits, out = _rows(logits, raw_topk_indices, num_rows, stride0, stride1)
     ends = seq_lens
-    if seq_lens.dim() == 1:
+    single = isinstance(seq_lens, Tensor) and seq_lens.dim() == 1
+    dims = ("sequences",) if single else ("sequences", "next_n")
+    checks.tensor("seq_lens", seq_lens, dims, checks.INTEGERS)
+    if single:
         later = torch.arange(1 - next_n, 1, device=seq_lens.device, dtype=seq_lens.dtype)
         ends = seq_lens[:, None] + later
     serving.topk_rows(logits, topk_tokens, ends.reshape(-1)[:num_rows], out=out)
