@@ -192,3 +192,52 @@ def test_the_gradient_of_a_cast_names_fake_cast() -> None:
     data, _ = tile_kernels.quant.per_token_cast(x, "e4m3", 128)
     with pytest.raises(RuntimeError, match=r"use tile_kernels\.quant\.fake_cast, whose gradient"):
         data.float().sum().backward()
+
+
+# ---- functions behind others --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (tile_kernels.quant.cast, (1, torch.bfloat16), "x must be a torch.Tensor, got int"),
+        (
+            tile_kernels.quant.per_token_cast_and_cast_back,
+            (torch.ones(1, 4), "e4m3", 3),
+            "num_per_channels must be",
+        ),
+        (
+            tile_kernels.moe.moe_topk_gate,
+            (torch.ones(1, 4), 9, False, 0, 1.0, 0),
+            "num_topk must be",
+        ),
+        (
+            tile_kernels.moe.moe_topk_gate_forward,
+            (torch.ones(1, 4), 9, False, 0, 1.0, 0),
+            "num_topk must be",
+        ),
+        (
+            tile_kernels.attention.flash_mla_sparse_fwd,
+            (torch.ones(1), None, None, 1.0),
+            "q must be bfloat16",
+        ),
+        (
+            tile_kernels.attention.flash_mla_sparse_fwd,
+            (None, None, None, 1.0, 64),
+            "d_v must be 512, got 64",
+        ),
+        (
+            tile_kernels.engram.engram_gate,
+            (None, None, None, torch.ones(1), None, 1e-6, 1e-6),
+            "weight_hidden must",
+        ),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_errors_name_the_function_that_was_called(
+    function: Any, arguments: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{function.__name__}: {message}"):
+        function(*arguments)
+    with pytest.raises(TypeError, match=r"^\w+\(\) missing 1 required"):
+        tile_kernels.quant.cast(1)

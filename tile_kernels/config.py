@@ -380,6 +380,7 @@ def set_bundles(paths: Iterable[str | Path] | None) -> None:
             an installed wheel of kernels.
 
     Raises:
+        TypeError: If `paths` is a single path.
         BundleError: If one does not exist, or belongs to another version of this package.
     """
     from tile_kernels.runtime import bundles

@@ -142,6 +142,26 @@ def test_nvfp4_and_back(ground: tuple[str, str]) -> None:
         assert mx.to_nvfp4(torch.zeros(0, 16, device=device))[0].shape == (0, 8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ground", [TORCH, EMULATED_IN_FULL, CUDA])
+def test_nvfp4_of_infinities_and_nan(dtype: torch.dtype, ground: tuple[str, str]) -> None:
+    """They concern no other group: the scale of all stays finite, and is that of the others."""
+    backend, device = ground
+    x = torch.full((2, 32), 6e5, dtype=dtype, device=device)
+    expected = mx.to_nvfp4(x)
+    with_nan, with_inf = x.clone(), x.clone()
+    with_nan[0, 0], with_inf[0, 0] = torch.nan, -torch.inf
+    with tile_kernels.backend(backend):
+        data, scales, global_sf = mx.to_nvfp4(with_nan)
+        assert torch.equal(global_sf, expected[2])
+        assert torch.equal(mx.from_nvfp4(data, scales, global_sf)[1], mx.from_nvfp4(*expected)[1])
+        data, scales, global_sf = mx.to_nvfp4(with_inf)
+        back = mx.from_nvfp4(data, scales, global_sf, "fp32")
+    assert torch.equal(global_sf.cpu(), torch.tensor(torch.finfo(dtype).max / (6 * 448)))
+    assert back[0, 0] < -3e38
+    assert back.isfinite().all()
+
+
 # ---- products -----------------------------------------------------------------------------------
 
 
@@ -314,6 +334,34 @@ def test_grouped_product_on_a_hopper() -> None:
         given, product = grouped("row", "cuda")
     found = torch._scaled_grouped_mm(**given).double()
     assert ((found - product).norm(dim=1) / product.norm(dim=1)).max() < 4e-3
+
+
+@pytest.mark.parametrize("rows", [1, 16, 144])
+@pytest.mark.parametrize("columns", [1, 128, 256])
+def test_kinds_of_few_channels(rows: int, columns: int) -> None:
+    """Up to 128 channels, scales of rows and of groups have the same shape: the other decides."""
+    by_rows, _ = operand("row", rows, 128, "cpu", 0)
+    for kind, expected in (("row", "RowWise"), ("1x128", "RowWise"), ("128x128", "")):
+        other, _ = operand(kind, columns, 128, "cpu", 1)
+        found = mx.functional_scaled_mm_arguments(by_rows, other)
+        recipes = found["scale_recipe_a"][0].name, found["scale_recipe_b"][0].name
+        if expected or columns == 1:  # a block of one row is a row
+            assert recipes == ("RowWise", "RowWise")
+            continue
+        assert recipes == ("BlockWise1x128", "BlockWise128x128")
+        assert found["scale_b"][0].stride() == (1, 4)
+        if columns == 128:
+            assert mx.scaled_mm_arguments(by_rows, other)["scale_b"].shape == (1, 1)
+        else:
+            with pytest.raises(ValueError, match="K must be a multiple of 512 with scales of bl"):
+                mx.scaled_mm_arguments(by_rows, other)
+    single, _ = operand("1x128", 1, 256, "cpu", 0)
+    blocks, _ = operand("128x128", 256, 256, "cpu", 1)
+    found = mx.functional_scaled_mm_arguments(single, blocks)
+    assert found["scale_recipe_a"][0].name == "BlockWise1x128"
+    for function in (mx.functional_scaled_mm_arguments, mx.scaled_mm_arguments):
+        with pytest.raises(ValueError, match="a must have scales of rows or of groups of channels"):
+            function(blocks, blocks)
 
 
 def test_operands_that_do_not_fit() -> None:

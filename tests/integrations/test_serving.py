@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -186,6 +187,14 @@ def test_the_gate_of_sglang(ground: tuple[str, str]) -> None:
     assert torch.equal(ids[:7].cpu().long(), expected[:7])
     torch.testing.assert_close(weights[:7].cpu(), right[:7], rtol=2e-6, atol=0)
     torch.testing.assert_close(scaled.cpu(), 2.5 * right, rtol=2e-6, atol=0)
+    for count in (0, 7, 70):
+        with tile_kernels.backend(backend):
+            _, of_count = serving.route(
+                logits.to(device), 6, scoring_func="sigmoid", bias=bias.to(device), num_groups=8,
+                topk_groups=4, num_valid=count,
+            )  # fmt: skip
+        assert torch.equal(of_count[:count].cpu().long(), expected[:count])
+        assert of_count[count:].eq(-1).all()
     for padded, of_padding in ((ids, weights), (none, plain)):
         assert padded[7:].eq(-1).all()
         assert of_padding[7:].eq(0).all()
@@ -641,6 +650,8 @@ def test_nothing_waits_and_graphs_record() -> None:
 
 
 def test_mistakes_are_named() -> None:
+    residual, *rest = streams("cpu")
+    between = residual[..., 0, :].contiguous(), residual, residual, residual, *rest
     logits, slots = draw(4, 16), torch.zeros(4, 8, dtype=torch.int32)
     ends = torch.full((4,), 9)
     for call, message in (
@@ -714,7 +725,77 @@ def test_mistakes_are_named() -> None:
         ),
         (
             lambda: sglang.mhc_pre(streams("cpu")[0].float(), *streams("cpu")[1:]),
-            "^mhc_pre_big_fuse: residual must be bfloat16, got float32",
+            "^mhc_pre: residual must be bfloat16, got float32",
+        ),
+        (
+            lambda: sglang.mhc_pre(*streams("cpu"), n_splits_pre=0),
+            "^mhc_pre: n_splits_pre must be at least 1, got 0",
+        ),
+        (
+            lambda: vllm.mhc_pre_delayed(None, *streams("cpu")[1:]),
+            "^mhc_pre_delayed: residual must",
+        ),
+        (
+            lambda: serving.pre(*streams("cpu"), norm_weight=torch.ones(64), norm_eps=None),
+            "^pre: norm_eps must be given with norm_weight",
+        ),
+        *(
+            (
+                functools.partial(
+                    engine.mhc_fused_post_pre, *between, norm_weight=torch.ones(64), norm_eps=None
+                ),
+                f"^{name}: norm_eps must be given with norm_weight",
+            )
+            for engine, name in ((sglang, "mhc_fused_post_pre"), (vllm, "mhc_fused_post_pre"))
+        ),
+        (
+            lambda: serving.fused_post_pre(*between, norm_weight=torch.ones(64), norm_eps=None),
+            "^fused_post_pre: norm_eps must be given with norm_weight",
+        ),
+        (
+            lambda: sglang.mhc_fused_post_pre(*between, tile_n=0),
+            "^mhc_fused_post_pre: tile_n must be at least 1, got 0",
+        ),
+        (lambda: vllm.mhc_post(*between[:3], None), "^mhc_post: post_layer_mix must be float32"),
+        (lambda: vllm.hc_head(None, *between[5:8], 1e-6, 1e-6), "^hc_head: residual must be"),
+        (lambda: sglang.hash_topk(None, slots[0], slots), "^hash_topk: logits must be"),
+        (lambda: vllm.fused_topk(logits, logits, 17, True), "^fused_topk: num_topk must be"),
+        (lambda: serving.route(logits, 17, scoring_func="softmax"), "^route: num_topk must be"),
+        (lambda: serving.topk_rows(logits, 0, ends), "^topk_rows: k must be"),
+        (
+            lambda: serving.route(logits, 2, scoring_func="sigmoid", num_valid=torch.ones(4).int()),
+            r"^route: num_valid must have shape \[1\], got \(4,\)",
+        ),
+        (
+            lambda: sglang.moe_fused_gate(logits, None, 2, num_token_non_padded=torch.ones(1)),
+            "^moe_fused_gate: num_valid must be int32 or int64, got float32",
+        ),
+        (
+            lambda: serving.route(logits, 2, scoring_func="sigmoid", num_valid=-1),
+            "^route: num_valid must be at least 0, got -1",
+        ),
+        (
+            lambda: vllm.per_token_group_quant_fp8(logits, 16, eps="1"),
+            "^per_token_group_quant_fp8: eps must be a number, got str",
+        ),
+        (lambda: vllm.fused_topk(None, logits, 2, True), "^fused_topk: hidden_states must be a t"),
+        (
+            lambda: vllm.fused_topk_bias(
+                logits, logits, "sigmoid", None, 2, True, None, slots[0, :4], slots
+            ),
+            r"^fused_topk_bias: hash_indices_table must have shape \[vocabulary, 2\], got \(4, 8\)",
+        ),
+        (
+            lambda: vllm.top_k_per_row_prefill(logits, ends, None, slots, 4, 16, 1, 8),
+            "^top_k_per_row_prefill: cu_seqlen_ke must be a torch.Tensor, got NoneType",
+        ),
+        (
+            lambda: vllm.top_k_per_row_decode(logits, 1, [1], slots, 4, 16, 1, 8),
+            "^top_k_per_row_decode: seq_lens must be a torch.Tensor, got list",
+        ),
+        (
+            lambda: sglang.topk_transform_paged(logits, ends, None, slots, 2),
+            "^topk_transform_paged: page_table must be a torch.Tensor, got NoneType",
         ),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.examples.small import distance
 from tests.requirements import NEEDS_TRANSFORMERS, lacks_transformers
@@ -269,6 +270,19 @@ def test_compiles_as_one_graph() -> None:
         expected = model.model(ids, use_cache=False).last_hidden_state
         found = compiled(ids, use_cache=False).last_hidden_state
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_layers_share_a_graph() -> None:
+    """Dynamo guards on the function of a forward, not on the method of each layer."""
+    torch._dynamo.reset()
+    model = build("mixtral", num_hidden_layers=3)
+    apply(model)
+    counter = CompileCounterWithBackend("eager")
+    for layer in model.model.layers:
+        layer.compile(backend=counter)
+    with torch.no_grad():
+        model(tokens(), use_cache=False)
+    assert counter.frame_count == 1
 
 
 def test_router_logits_are_recorded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -19,7 +20,11 @@ each_ground = pytest.mark.parametrize("ground", GROUNDS)
 
 
 def test_alias() -> None:
-    assert moe.moe_topk_gate is moe.moe_topk_gate_forward
+    """The same function under another name, which `help` and errors have."""
+    assert inspect.unwrap(moe.moe_topk_gate) is moe.moe_topk_gate_forward
+    assert inspect.signature(moe.moe_topk_gate) == inspect.signature(moe.moe_topk_gate_forward)
+    assert moe.moe_topk_gate.__doc__ == moe.moe_topk_gate_forward.__doc__
+    assert moe.moe_topk_gate.__name__ == "moe_topk_gate"
 
 
 @each_ground

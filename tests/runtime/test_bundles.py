@@ -182,6 +182,31 @@ def test_damaged_bundles_are_refused(bundle: Path, tmp_path: Path) -> None:
             config.set_bundles([path])
     with pytest.raises(BundleError, match=r"missing\.zip does not exist"):
         config.set_bundles([tmp_path / "missing.zip"])
+    for path in (bundle, str(bundle)):
+        with pytest.raises(TypeError, match="set_bundles: paths must be a list of paths, got the"):
+            config.set_bundles(path)  # type: ignore[arg-type]
+
+
+def test_no_damage_of_a_byte_goes_unnoticed(bundle: Path) -> None:
+    """Each byte in turn: the kernels are right, or the error is one of bundles."""
+    content = bundle.read_bytes()
+    for at in range(len(content)):
+        for mask in (0x01, 0x40, 0xFF):
+            bundle.write_bytes(content[:at] + bytes([content[at] ^ mask]) + content[at + 1 :])
+            try:
+                damaged = bundles.Bundle(bundle)
+                found = [damaged.read(key) for key in KEYS]
+            except BundleError:
+                continue
+            assert found == BINARIES, at
+
+
+@pytest.mark.parametrize("manifest", ["[1]", "null", "[" * 100_000, "\xff"])
+def test_a_zip_file_with_another_manifest_is_refused(bundle: Path, manifest: str) -> None:
+    with zipfile.ZipFile(bundle, "w") as archive:
+        archive.writestr(bundles.MANIFEST, manifest.encode("latin1"))
+    with pytest.raises(BundleError, match="is not a bundle of kernels"):
+        config.set_bundles([bundle])
 
 
 def test_a_changed_entry_is_noticed_by_its_checksum(bundle: Path) -> None:

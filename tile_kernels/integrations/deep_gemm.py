@@ -143,6 +143,7 @@ def _rows(operand: Any, rows: slice) -> Any:
 # ---- logits of contiguous keys ------------------------------------------------------------------
 
 
+@checks.named_errors
 def fp8_mqa_logits(
     q: Tensor,
     kv: tuple[Tensor, Tensor],
@@ -160,8 +161,7 @@ def fp8_mqa_logits(
         weights: `[M, h]`, float32.
         cu_seq_len_k_start: `[M]`, int32: the first key of each query.
         cu_seq_len_k_end: `[M]`, int32: the key after its last one.
-        clean_logits: As for `fp8_fp4_mqa_logits`.
-        max_seqlen_k: As for `fp8_fp4_mqa_logits`.
+        clean_logits, max_seqlen_k: As for `fp8_fp4_mqa_logits`.
 
     Returns:
         `[M, N]` or `[M, max_seqlen_k]`, float32, contiguous.
@@ -179,13 +179,12 @@ def fp8_mqa_logits(
         >>> fp8_mqa_logits(q.to(e4m3), keys, weights, bounds[:1], bounds[1:]).tolist()
         [[0.5, 4.0, -inf]]
     """
-    with checks.named("fp8_mqa_logits"):
-        return _mqa_logits(
-            q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k,
-            torch.float32,
-        )  # fmt: skip
+    return fp8_fp4_mqa_logits(
+        q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k
+    )
 
 
+@checks.named_errors
 def fp8_fp4_mqa_logits(
     q: Query,
     kv: tuple[Tensor, Tensor],
@@ -221,23 +220,6 @@ def fp8_fp4_mqa_logits(
         ValueError: If an argument has another shape.
     """
     del schedule_meta
-    with checks.named("fp8_fp4_mqa_logits"):
-        return _mqa_logits(
-            q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k,
-            logits_dtype,
-        )  # fmt: skip
-
-
-def _mqa_logits(
-    q: Query,
-    kv: Any,
-    weights: Tensor,
-    start: Tensor,
-    end: Tensor,
-    clean_logits: bool,
-    max_seqlen_k: int,
-    logits_dtype: torch.dtype,
-) -> Tensor:
     checks.boolean("clean_logits", clean_logits)
     checks.integer("max_seqlen_k", max_seqlen_k, 0, checks.MOST_SIZE)
     checks.one_of("logits_dtype", logits_dtype, _LOGITS)
@@ -246,9 +228,13 @@ def _mqa_logits(
     num_keys = (keys[0] if isinstance(keys, tuple) else keys).shape[0]
     num_queries = (queries[0] if isinstance(queries, tuple) else queries).shape[0]
     checks.tensor("weights", weights, ("M", "h"), torch.float32, shape=(num_queries, None))
-    for name, bound in (("cu_seq_len_k_start", start), ("cu_seq_len_k_end", end)):
+    for name, bound in (
+        ("cu_seq_len_k_start", cu_seq_len_k_start),
+        ("cu_seq_len_k_end", cu_seq_len_k_end),
+    ):
         checks.tensor(name, bound, ("M",), torch.int32, shape=(num_queries,))
-    weights, start, end = weights.contiguous(), start.contiguous(), end.contiguous()
+    start, end = cu_seq_len_k_start.contiguous(), cu_seq_len_k_end.contiguous()
+    weights = weights.contiguous()
     if not max_seqlen_k:
         return attention.indexer_logits(queries, keys, weights, start, end, out_dtype=logits_dtype)
     out = weights.new_empty((num_queries, max_seqlen_k), dtype=logits_dtype)
@@ -273,6 +259,7 @@ def _mqa_logits(
 # ---- paged keys ---------------------------------------------------------------------------------
 
 
+@checks.named_errors
 def paged_keys(kv_cache: Tensor, block_table: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
     """Copies the pages of each sequence from a paged cache, in order.
 
@@ -298,11 +285,6 @@ def paged_keys(kv_cache: Tensor, block_table: Tensor, packed: bool) -> tuple[Ten
         >>> paged_keys(cache, torch.tensor([[1, 0]]).int(), packed=False)[1].tolist()
         [[1.0, 2.0, 0.0, 0.0]]
     """
-    with checks.named("paged_keys"):
-        return _paged_keys(kv_cache, block_table, packed)
-
-
-def _paged_keys(kv_cache: Tensor, block_table: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
     checks.tensor("kv_cache", kv_cache, ("blocks", "page", "1", "bytes"))
     if kv_cache.element_size() != 1:
         raise TypeError(f"kv_cache must have elements of one byte, got {kv_cache.dtype}")
@@ -331,6 +313,7 @@ def _paged_keys(kv_cache: Tensor, block_table: Tensor, packed: bool) -> tuple[Te
     return of_keys.view(torch.float8_e4m3fn), of_scales.view(torch.float32).squeeze(-1)
 
 
+@checks.named_errors
 def get_paged_mqa_logits_metadata(
     context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None
 ) -> Tensor:
@@ -359,11 +342,10 @@ def get_paged_mqa_logits_metadata(
         >>> get_paged_mqa_logits_metadata(lens, 64, 2).tolist()
         [[0, 0], [0, 2], [3, 0]]
     """
-    with checks.named("get_paged_mqa_logits_metadata"):
-        checks.tensor("context_lens", context_lens, ("B", "n"), torch.int32)
-        checks.one_of("block_kv", block_kv, (32, 64))
-        checks.integer("num_sms", num_sms, 1, 1 << 16)
-        _check_indices(indices)
+    checks.tensor("context_lens", context_lens, ("B", "n"), torch.int32)
+    checks.one_of("block_kv", block_kv, (32, 64))
+    checks.integer("num_sms", num_sms, 1, 1 << 16)
+    _check_indices(indices)
     if context_lens.numel() == 0:
         return context_lens.new_zeros(num_sms + 1, 2)
     segments = (context_lens.amax(1).clamp(min=0).long() + _SEGMENT - 1) // _SEGMENT
@@ -384,6 +366,7 @@ def _check_indices(indices: object) -> None:
         )
 
 
+@checks.named_errors
 def fp8_paged_mqa_logits(
     q: Tensor,
     kv_cache: Tensor,
@@ -399,13 +382,8 @@ def fp8_paged_mqa_logits(
 
     Args:
         q: `[B, n, h, D]`, float8_e4m3fn.
-        kv_cache: As for `fp8_fp4_paged_mqa_logits`.
-        weights: As for `fp8_fp4_paged_mqa_logits`.
-        context_lens: As for `fp8_fp4_paged_mqa_logits`.
-        block_table: As for `fp8_fp4_paged_mqa_logits`.
-        schedule_meta: As for `fp8_fp4_paged_mqa_logits`.
-        max_context_len: As for `fp8_fp4_paged_mqa_logits`.
-        clean_logits: As for `fp8_fp4_paged_mqa_logits`.
+        kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len,
+            clean_logits: As for `fp8_fp4_paged_mqa_logits`.
         indices: Must be None.
 
     Returns:
@@ -415,14 +393,13 @@ def fp8_paged_mqa_logits(
         TypeError: If an argument has another type or dtype.
         ValueError: If an argument has another shape.
     """
-    with checks.named("fp8_paged_mqa_logits"):
-        _check_indices(indices)
-        return _paged_mqa_logits(
-            q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len,
-            clean_logits, torch.float32,
-        )  # fmt: skip
+    return fp8_fp4_paged_mqa_logits(
+        q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len,
+        clean_logits, indices=indices,
+    )  # fmt: skip
 
 
+@checks.named_errors
 def fp8_fp4_paged_mqa_logits(
     q: Query,
     kv_cache: Tensor,
@@ -463,12 +440,37 @@ def fp8_fp4_paged_mqa_logits(
         TypeError: If an argument has another type or dtype.
         ValueError: If an argument has another shape.
     """
-    with checks.named("fp8_fp4_paged_mqa_logits"):
-        _check_indices(indices)
-        return _paged_mqa_logits(
-            q, kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len,
-            clean_logits, logits_dtype,
-        )  # fmt: skip
+    _check_indices(indices)
+    checks.boolean("clean_logits", clean_logits)
+    checks.one_of("logits_dtype", logits_dtype, _LOGITS)
+    checks.integer("max_context_len", max_context_len, 0, checks.MOST_SIZE)
+    if schedule_meta is not None:
+        dims = ("num_sms + 1", "2")
+        checks.tensor("schedule_meta", schedule_meta, dims, torch.int32, shape=(None, 2))
+    queries, keys, weights, lengths = paged_operands(
+        q, kv_cache, weights, context_lens, block_table, max_context_len
+    )
+    count, each = lengths.shape
+    out = weights.new_empty((count, each, max_context_len), dtype=logits_dtype)
+    if out.numel() == 0:
+        return out.flatten(0, 1)
+    num_keys = keys[0].shape[1]
+    lengths = lengths.clamp(0, max_context_len)
+    weights = weights.unflatten(0, (count, each))
+    # Sequences of a launch get logits for each other's keys too: their square is limited.
+    step = max(1, math.isqrt(_MOST_OF_SEQUENCES // (each * num_keys)))
+    for first in range(0, count, step):
+        rows = slice(first, min(first + step, count))
+        of_rows = _sequences((queries, keys, weights, lengths), rows)
+        flat_queries, flat_keys, flat_weights, ends = of_rows
+        start = first_keys(rows.stop - first, each, num_keys, ends)
+        logits = attention.indexer_logits(
+            flat_queries, flat_keys, flat_weights, start, start + ends, out_dtype=logits_dtype
+        )
+        by_sequence = logits.view(-1, each, rows.stop - first, num_keys)
+        own = by_sequence.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+        out[rows].copy_(own[..., :max_context_len])
+    return out.flatten(0, 1)
 
 
 def paged_operands(
@@ -505,51 +507,8 @@ def paged_operands(
                 f"has pages for, got {max_context_len}"
             )
         block_table = block_table[:, :pages]
-    keys = _paged_keys(kv_cache, block_table, packed)
+    keys = paged_keys(kv_cache, block_table, packed)
     return queries, keys, weights.contiguous(), context_lens.contiguous()
-
-
-def _paged_mqa_logits(
-    q: Query,
-    kv_cache: Tensor,
-    weights: Tensor,
-    context_lens: Tensor,
-    block_table: Tensor,
-    schedule_meta: Tensor | None,
-    max_context_len: int,
-    clean_logits: bool,
-    logits_dtype: torch.dtype,
-) -> Tensor:
-    checks.boolean("clean_logits", clean_logits)
-    checks.one_of("logits_dtype", logits_dtype, _LOGITS)
-    checks.integer("max_context_len", max_context_len, 0, checks.MOST_SIZE)
-    if schedule_meta is not None:
-        dims = ("num_sms + 1", "2")
-        checks.tensor("schedule_meta", schedule_meta, dims, torch.int32, shape=(None, 2))
-    queries, keys, weights, lengths = paged_operands(
-        q, kv_cache, weights, context_lens, block_table, max_context_len
-    )
-    count, each = lengths.shape
-    out = weights.new_empty((count, each, max_context_len), dtype=logits_dtype)
-    if out.numel() == 0:
-        return out.flatten(0, 1)
-    num_keys = keys[0].shape[1]
-    lengths = lengths.clamp(0, max_context_len)
-    weights = weights.unflatten(0, (count, each))
-    # Sequences of a launch get logits for each other's keys too: their square is limited.
-    step = max(1, math.isqrt(_MOST_OF_SEQUENCES // (each * num_keys)))
-    for first in range(0, count, step):
-        rows = slice(first, min(first + step, count))
-        of_rows = _sequences((queries, keys, weights, lengths), rows)
-        flat_queries, flat_keys, flat_weights, ends = of_rows
-        start = first_keys(rows.stop - first, each, num_keys, ends)
-        logits = attention.indexer_logits(
-            flat_queries, flat_keys, flat_weights, start, start + ends, out_dtype=logits_dtype
-        )
-        by_sequence = logits.view(-1, each, rows.stop - first, num_keys)
-        own = by_sequence.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        out[rows].copy_(own[..., :max_context_len])
-    return out.flatten(0, 1)
 
 
 def _sequences(operand: Any, rows: slice) -> Any:
@@ -568,6 +527,7 @@ def first_keys(count: int, each: int, num_keys: int, like: Tensor) -> Tensor:
 # ---- hyper-connections --------------------------------------------------------------------------
 
 
+@checks.named_errors
 def tf32_hc_prenorm_gemm(
     a: Tensor, b: Tensor, d: Tensor, sqr_sum: Tensor, num_splits: int | None = None
 ) -> None:
@@ -593,19 +553,16 @@ def tf32_hc_prenorm_gemm(
         >>> d.flatten().tolist(), squares.flatten().tolist()
         ([8.0, 0.0], [8.0, 0.0])
     """
-    with checks.named("tf32_hc_prenorm_gemm"):
-        checks.tensor("a", a, ("T", "K"), torch.bfloat16, contiguous=True)
-        rows = a.shape[0]
-        checks.tensor("b", b, ("N", "K"), torch.float32, shape=(None, a.shape[1]), contiguous=True)
-        splits: tuple[int, ...] = ()
-        if num_splits is not None:
-            splits = (checks.integer("num_splits", num_splits, 1),)
-        of_splits = ("S",) * len(splits)
-        checks.tensor(
-            "d", d, (*of_splits, "T", "N"), torch.float32, shape=(*splits, rows, b.shape[0])
-        )
-        checks.tensor("sqr_sum", sqr_sum, (*of_splits, "T"), torch.float32, shape=(*splits, rows))
-        _, products, squares = mhc.mhc_norm_fn_fwd(a.unsqueeze(1), b, 0.0)
+    checks.tensor("a", a, ("T", "K"), torch.bfloat16, contiguous=True)
+    rows = a.shape[0]
+    checks.tensor("b", b, ("N", "K"), torch.float32, shape=(None, a.shape[1]), contiguous=True)
+    splits: tuple[int, ...] = ()
+    if num_splits is not None:
+        splits = (checks.integer("num_splits", num_splits, 1),)
+    of_splits = ("S",) * len(splits)
+    checks.tensor("d", d, (*of_splits, "T", "N"), torch.float32, shape=(*splits, rows, b.shape[0]))
+    checks.tensor("sqr_sum", sqr_sum, (*of_splits, "T"), torch.float32, shape=(*splits, rows))
+    _, products, squares = mhc.mhc_norm_fn_fwd(a.unsqueeze(1), b, 0.0)
     for out, value in ((d, products), (sqr_sum, squares)):
         if splits:
             out[1:].zero_()
@@ -617,6 +574,7 @@ def tf32_hc_prenorm_gemm(
 # ---- layouts of scales --------------------------------------------------------------------------
 
 
+@checks.named_errors
 def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor) -> Tensor:
     """Scales that are powers of two as packed exponents, in the layout of TMA copies.
 
@@ -638,8 +596,7 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor) -> Tensor:
         >>> packed.shape, packed.stride(), hex(packed[0, 0].item())
         (torch.Size([5, 1]), (1, 8), '0x7f7f7f')
     """
-    with checks.named("get_mn_major_tma_aligned_packed_ue8m0_tensor"):
-        batched = isinstance(sf, Tensor) and sf.dim() == 3
-        checks.tensor("sf", sf, ("groups", "mn", "G") if batched else ("mn", "G"), torch.float32)
+    batched = isinstance(sf, Tensor) and sf.dim() == 3
+    checks.tensor("sf", sf, ("groups", "mn", "G") if batched else ("mn", "G"), torch.float32)
     padded = torch.nn.functional.pad(formats.encode_ue8m0(sf.contiguous()), (0, -sf.shape[-1] % 4))
     return get_mn_major_tma_aligned_tensor(formats.bytes_to_words(padded))

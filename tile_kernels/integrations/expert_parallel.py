@@ -25,7 +25,12 @@ __all__ = ["DispatchMetadata", "TokenDispatcher", "fused_combine", "fused_dispat
 
 @dataclass
 class DispatchMetadata:
-    """What `TokenDispatcher.combine` needs of a dispatch: the handle and the scores of the rows."""
+    """What `TokenDispatcher.combine` needs of a dispatch.
+
+    Attributes:
+        handle: Of `ElasticBuffer.dispatch`.
+        row_scores: `[rows]`, float32: the scores of the rows.
+    """
 
     handle: EPHandle
     row_scores: Tensor
@@ -33,6 +38,9 @@ class DispatchMetadata:
 
 class TokenDispatcher:
     """Tokens to the experts of a device mesh and back, as torchtitan's dispatchers.
+
+    Args:
+        config: What `TokenDispatcher.Config` holds.
 
     >>> config = TokenDispatcher.Config(num_experts=2, top_k=1, num_max_tokens_per_rank=8)
     >>> dispatcher = config.build()
@@ -66,7 +74,11 @@ class TokenDispatcher:
         self._buffer: ElasticBuffer | None = None
 
     def wire_meshes(self, *, ep_mesh: Any) -> None:
-        """Names the ranks: a one-dimensional `DeviceMesh`, a group, or None for a single rank."""
+        """Names the ranks.
+
+        Args:
+            ep_mesh: A one-dimensional `DeviceMesh`, a group, or None for a single rank.
+        """
         if ep_mesh is None:
             ep_mesh = LocalGroup()
         self._group = ep_mesh.get_group() if hasattr(ep_mesh, "get_group") else ep_mesh

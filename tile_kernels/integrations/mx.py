@@ -48,6 +48,10 @@ _PACKED = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 _DATA = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 _VALUES = (torch.bfloat16, torch.float32)
 _OUT = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# How the operands of a product may be scaled, the first that fits.
+_PAIRS = (
+    ("row", "row"), ("1x128", "1x128"), ("1x128", "128x128"), ("mx", "mx"), ("nvfp4", "nvfp4"),
+)  # fmt: skip
 _RECIPES = {
     "row": ScalingType.RowWise,
     "1x128": ScalingType.BlockWise1x128,
@@ -275,7 +279,8 @@ def to_nvfp4(x: Tensor, global_sf: Tensor | float | None = None) -> tuple[Tensor
     Args:
         x: `[rows, channels]`, bfloat16 or float32; a multiple of 16 channels.
         global_sf: The scale of all: a float32 with one element, or a number. None: the largest
-            magnitude over 6 * 448, so that no scale exceeds 448; 1 if `x` is all zero.
+            magnitude over 6 * 448, so that no scale exceeds 448; 1 if `x` is all zero. As in casts,
+            NaN counts as 0 for it, and infinity as the largest finite number.
 
     Returns:
         `(data, scales, global_sf)`: `[rows, channels / 2]` float4_e2m1fn_x2; `[rows, channels /
@@ -293,7 +298,8 @@ def to_nvfp4(x: Tensor, global_sf: Tensor | float | None = None) -> tuple[Tensor
     with checks.named("to_nvfp4"):
         _check_rows(x, _NVFP4_GROUP)
     if global_sf is None:
-        most = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        magnitudes = x.abs().nan_to_num(nan=0.0)
+        most = magnitudes.amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         global_sf = torch.where(most > 0, most / (_MOST_E2M1 * _MOST_E4M3), 1.0)
     elif not isinstance(global_sf, Tensor):
         value = checks.finite("global_sf", global_sf)
@@ -336,8 +342,11 @@ def from_nvfp4(
 # ---- products -----------------------------------------------------------------------------------
 
 
-def _kind(name: str, data: Tensor, sf: Tensor) -> str:
-    """How an operand is scaled; raises for what the products do not take."""
+def _kinds(name: str, data: Tensor, sf: Tensor) -> list[str]:
+    """How an operand may be scaled: up to 128 channels or one row fit several kinds.
+
+    Raises for what the products do not take.
+    """
     rows, columns = data.shape
     channels = columns * (2 if data.dtype in _PACKED else 1)
     given = tuple(sf.shape)
@@ -348,14 +357,14 @@ def _kind(name: str, data: Tensor, sf: Tensor) -> str:
         "mx": (torch.float8_e8m0fnu, (rows, ceil_div(channels, _MX_GROUP))),
         "nvfp4": (torch.float8_e4m3fn, (rows, ceil_div(channels, _NVFP4_GROUP))),
     }
-    for kind, (dtype, shape) in kinds.items():
-        if sf.dtype == dtype and given == shape:
-            return kind
+    fitting = [kind for kind, fits in kinds.items() if (sf.dtype, given) == fits]
+    if fitting:
+        return fitting
     wanted = ", ".join(f"{list(shape)} {dtype}" for dtype, shape in kinds.values())
     raise ValueError(f"the scales of {name} must be one of {wanted}, got {list(given)} {sf.dtype}")
 
 
-def _operand(name: str, pair: QuantTensor) -> tuple[Tensor, Tensor, str]:
+def _operand(name: str, pair: QuantTensor) -> tuple[Tensor, Tensor, list[str]]:
     if not (isinstance(pair, tuple) and len(pair) == 2):
         raise TypeError(f"{name} must be a tuple of data and scales, got {type(pair).__name__}")
     data, sf = pair
@@ -363,7 +372,7 @@ def _operand(name: str, pair: QuantTensor) -> tuple[Tensor, Tensor, str]:
     checks.tensor(f"{name}'s scales", sf, ("rows", "groups"))
     if data.dtype in _PACKED:
         data = data.view(torch.float4_e2m1fn_x2)
-    return data.contiguous(), sf, _kind(name, data, sf)
+    return data.contiguous(), sf, _kinds(name, data, sf)
 
 
 def _by_columns(sf: Tensor, length: int) -> Tensor:
@@ -387,13 +396,18 @@ def _of_blocks(sf: Tensor) -> Tensor:
     return out.t()
 
 
-def _check_pair(a: Tensor, a_kind: str, b: Tensor, b_kind: str) -> None:
+def _pair_of_kinds(a: Tensor, a_kinds: list[str], b: Tensor, b_kinds: list[str]) -> tuple[str, str]:
+    """How both operands are scaled; raises if they do not fit."""
     if a.shape[1] != b.shape[1] or a.dtype != b.dtype:
         raise ValueError(
             f"b must have rows of {a.shape[1]} {a.dtype} like a, got {b.shape[1]} {b.dtype}"
         )
-    if a_kind != b_kind and (a_kind, b_kind) != ("1x128", "128x128"):
-        raise ValueError(f"b must have scales of the kind {a_kind} like a, got {b_kind}")
+    if a_kinds == ["128x128"]:
+        raise ValueError("a must have scales of rows or of groups of channels, got 128x128")
+    for pair in _PAIRS:
+        if pair[0] in a_kinds and pair[1] in b_kinds:
+            return pair
+    raise ValueError(f"b must have scales of the kind {a_kinds[0]} like a, got {b_kinds[0]}")
 
 
 def _with_global(name: str, given: Scaled) -> tuple[QuantTensor, Tensor | None]:
@@ -451,9 +465,9 @@ def scaled_mm_arguments(
         (torch.Size([32, 16]), torch.Size([1, 16]))
     """
     with checks.named("scaled_mm_arguments"):
-        a_data, a_sf, a_kind = _operand("a", a)
-        b_data, b_sf, b_kind = _operand("b", b)
-        _check_pair(a_data, a_kind, b_data, b_kind)
+        a_data, a_sf, a_kinds = _operand("a", a)
+        b_data, b_sf, b_kinds = _operand("b", b)
+        a_kind, b_kind = _pair_of_kinds(a_data, a_kinds, b_data, b_kinds)
         if b_kind == "128x128" and b_sf.shape[0] > 1 and b_sf.shape[1] % 4:
             raise ValueError(
                 "K must be a multiple of 512 with scales of blocks, unlike for "
@@ -505,9 +519,9 @@ def functional_scaled_mm_arguments(
     """
     with checks.named("functional_scaled_mm_arguments"):
         (a_pair, a_global), (b_pair, b_global) = _with_global("a", a), _with_global("b", b)
-        a_data, a_sf, a_kind = _operand("a", a_pair)
-        b_data, b_sf, b_kind = _operand("b", b_pair)
-        _check_pair(a_data, a_kind, b_data, b_kind)
+        a_data, a_sf, a_kinds = _operand("a", a_pair)
+        b_data, b_sf, b_kinds = _operand("b", b_pair)
+        a_kind, b_kind = _pair_of_kinds(a_data, a_kinds, b_data, b_kinds)
         if (a_global is None) != (b_global is None):
             raise ValueError("a and b must both have a scale of all, or neither")
         for name, kind, global_sf in (("a", a_kind, a_global), ("b", b_kind, b_global)):
@@ -560,7 +574,7 @@ def scaled_grouped_mm_arguments(
         ValueError: If shapes or kinds of scales do not fit.
     """
     with checks.named("scaled_grouped_mm_arguments"):
-        a_data, a_sf, a_kind = _operand("a", a)
+        a_data, a_sf, a_kinds = _operand("a", a)
         if not (isinstance(b, tuple) and len(b) == 2):
             raise TypeError(f"b must be a tuple of data and scales, got {type(b).__name__}")
         b_data, b_sf = b
@@ -570,12 +584,14 @@ def scaled_grouped_mm_arguments(
         )
         checks.tensor("b's scales", b_sf, groups, shape=(*b_data.shape[:2], None))
         checks.tensor("offsets", offsets, ("E",), torch.int32, shape=(b_data.shape[0],))
-        b_kind = _kind("b", b_data.flatten(0, 1), b_sf.flatten(0, 1))
-        if a_data.dtype != torch.float8_e4m3fn or a_kind != b_kind or a_kind not in ("row", "mx"):
+        b_kinds = _kinds("b", b_data.flatten(0, 1), b_sf.flatten(0, 1))
+        common = [kind for kind in ("row", "mx") if kind in a_kinds and kind in b_kinds]
+        if a_data.dtype != torch.float8_e4m3fn or not common:
             raise ValueError(
-                f"a and b must be e4m3 with scales of rows or MX both, got {a_kind} and {b_kind}"
+                "a and b must be e4m3 with scales of rows or MX both, got "
+                f"{a_kinds[0]} and {b_kinds[0]}"
             )
-    if a_kind == "row":
+    if common == ["row"]:
         scales = a_sf.reshape(-1).contiguous(), b_sf.squeeze(-1).contiguous()
     else:
         each = torch.stack([to_blocked(one) for one in b_sf])

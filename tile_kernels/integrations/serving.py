@@ -38,6 +38,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # ---- routing ------------------------------------------------------------------------------------
 
 
+@checks.named_errors
 def route(
     logits: Tensor,
     topk: int,
@@ -86,6 +87,11 @@ def route(
     checks.one_of("scoring_func", scoring_func, _SCORING)
     checks.one_of("ids_dtype", ids_dtype, _IDS)
     checks.boolean("renormalize", renormalize)
+    checks.integer("topk", topk, 1)
+    if isinstance(num_valid, Tensor):
+        checks.tensor("num_valid", num_valid.reshape(-1), ("1",), checks.INTEGERS, shape=(1,))
+    elif num_valid is not None:
+        checks.integer("num_valid", num_valid, 0)
     num_tokens, num_experts = logits.shape
     factor = checks.finite("routed_scaling_factor", routed_scaling_factor)
     if bias is not None and scoring_func == "softmax":
@@ -135,6 +141,7 @@ def route(
 # ---- the choice of keys -------------------------------------------------------------------------
 
 
+@checks.named_errors
 def topk_rows(
     logits: Tensor,
     k: int,
@@ -209,6 +216,7 @@ def must_be_e4m3(dtype: torch.dtype | None) -> None:
         raise ValueError(f"dtype must be float8_e4m3fn or None, got {dtype}")
 
 
+@checks.named_errors
 def topk_paged(
     scores: Tensor,
     k: int,
@@ -243,11 +251,13 @@ def topk_paged(
         >>> topk_paged(torch.tensor([[1.0, 4.0, 3.0]]), 2, torch.tensor([3]), table, 2).tolist()
         [[15, 10]]
     """
+    checks.tensor("page_table", page_table, ("rows", "pages"))
     positions = topk_rows(scores, k, end, out=positions_out)
     slots = attention.cache_indices(positions.contiguous(), page_table.contiguous(), page_size)
     return filled("out", out, slots)
 
 
+@checks.named_errors
 def indexer_select_paged(
     q: deep_gemm.Query,
     kv_cache: Tensor,
@@ -284,10 +294,9 @@ def indexer_select_paged(
         TypeError: If an argument has another type or dtype.
         ValueError: If an argument has another shape.
     """
-    with checks.named("indexer_select_paged"):
-        queries, keys, weights, lengths = deep_gemm.paged_operands(
-            q, kv_cache, weights, context_lens, block_table, max_context_len
-        )
+    queries, keys, weights, lengths = deep_gemm.paged_operands(
+        q, kv_cache, weights, context_lens, block_table, max_context_len
+    )
     count, each = lengths.shape
     num_keys = keys[0].shape[1]
     start = deep_gemm.first_keys(count, each, num_keys, lengths)
@@ -312,6 +321,7 @@ def indexer_select_paged(
 # ---- maps of rows -------------------------------------------------------------------------------
 
 
+@checks.named_errors
 def align_blocks(
     topk_ids: Tensor,
     block_size: int,
@@ -347,14 +357,13 @@ def align_blocks(
         >>> rows[: count.item()].tolist(), experts[: count.item() // 2].tolist()
         ([1, 4, 3, 4, 0, 2], [0, 1, 2])
     """
-    with checks.named("moe_align_block_size"):
-        checks.tensor("topk_ids", topk_ids, ("T", "K"), _IDS)
-        checks.integer("block_size", block_size, 1, 2**16)
-        checks.integer("num_experts", num_experts, 1)
-        checks.boolean("pad_sorted_ids", pad_sorted_ids)
-        checks.boolean("ignore_invalid_experts", ignore_invalid_experts)
-        if expert_map is not None:
-            checks.tensor("expert_map", expert_map, ("E",), _IDS, shape=(num_experts,))
+    checks.tensor("topk_ids", topk_ids, ("T", "K"), _IDS)
+    checks.integer("block_size", block_size, 1, 2**16)
+    checks.integer("num_experts", num_experts, 1)
+    checks.boolean("pad_sorted_ids", pad_sorted_ids)
+    checks.boolean("ignore_invalid_experts", ignore_invalid_experts)
+    if expert_map is not None:
+        checks.tensor("expert_map", expert_map, ("E",), _IDS, shape=(num_experts,))
     choices = topk_ids.numel()
     rows = choices + num_experts * (block_size - 1)
     if pad_sorted_ids:
@@ -384,6 +393,7 @@ def mapped(experts: Tensor, expert_map: Tensor) -> Tensor:
     return torch.where(known, local.long(), -1)
 
 
+@checks.named_errors
 def permute(
     hidden: Tensor, scale: Tensor | None, topk_ids: Tensor, num_experts: int
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
@@ -405,12 +415,11 @@ def permute(
         TypeError: If an argument has another type or dtype.
         ValueError: If an argument has another shape or is out of range.
     """
-    with checks.named("moe_permute"):
-        checks.tensor("hidden", hidden, ("T", "H"), contiguous=True)
-        checks.tensor("topk_ids", topk_ids, ("T", "K"), _IDS, shape=(hidden.shape[0], None))
-        if scale is not None:
-            checks.tensor("scale", scale, ("T", "G"), torch.float32, shape=(hidden.shape[0], None))
-        checks.integer("num_experts", num_experts, 1)
+    checks.tensor("hidden", hidden, ("T", "H"), contiguous=True)
+    checks.tensor("topk_ids", topk_ids, ("T", "K"), _IDS, shape=(hidden.shape[0], None))
+    if scale is not None:
+        checks.tensor("scale", scale, ("T", "G"), torch.float32, shape=(hidden.shape[0], None))
+    checks.integer("num_experts", num_experts, 1)
     choices = topk_ids.numel()
     if not choices:
         rows, ids = hidden[:0], topk_ids.new_zeros(0, dtype=torch.int32)
@@ -430,6 +439,7 @@ def permute(
 # ---- casts --------------------------------------------------------------------------------------
 
 
+@checks.named_errors
 def group_quant(
     x: Tensor,
     group_size: int,
@@ -488,7 +498,7 @@ def group_quant(
     given = (rows.float() if rows.dtype == torch.float16 else rows).contiguous()
     layout: dict[str, Any] = {
         "use_tma_aligned_col_major_sf": column_major and not batched, "round_sf": round_sf,
-        "use_packed_ue8m0": packed and not batched, "amax_min": float(eps),
+        "use_packed_ue8m0": packed and not batched, "amax_min": checks.number("eps", eps),
     }  # fmt: skip
     if silu_and_mul:
         expert = None if masked_m is None else _experts_of_rows(masked_m, x.shape[1])
@@ -519,32 +529,21 @@ def _experts_of_rows(masked_m: Tensor, size: int) -> Tensor:
 # ---- hyper-connections --------------------------------------------------------------------------
 
 
-def checked_eps(
-    owner: str, norm_weight: Tensor | None, norm_eps: float | None, **counts: int
-) -> float:
-    """Checks what an engine's function `owner` has beside the arguments of `pre`.
-
-    Args:
-        owner: The name in messages.
-        norm_weight: As for `pre`.
-        norm_eps: That of the norm; None only without it.
-        **counts: Arguments of the engine's own kernels, which have no effect here: at least 1.
-
-    Returns:
-        `norm_eps` for `pre`.
-
-    Raises:
-        TypeError: If a count is no int.
-        ValueError: If a count is below 1, or `norm_eps` is missing.
-    """
-    with checks.named(owner):
-        for name, value in counts.items():
-            checks.integer(name, value, 1)
-        if norm_weight is not None and norm_eps is None:
-            raise ValueError("norm_eps must be given with norm_weight")
+def _norm_eps(norm_weight: Tensor | None, norm_eps: float | None) -> float:
+    if norm_weight is not None and norm_eps is None:
+        raise ValueError("norm_eps must be given with norm_weight")
     return 0.0 if norm_eps is None else norm_eps
 
 
+def _normed(layer_input: Tensor, norm_weight: Tensor | None, norm_eps: float) -> Tensor:
+    """The layer input after its RMS norm, if it has one."""
+    if norm_weight is None:
+        return layer_input
+    rows = layer_input.flatten(0, -2)
+    return quant.norm_forward(rows, norm_weight, norm_eps)[0].view_as(layer_input)
+
+
+@checks.named_errors
 def pre(
     residual: Tensor,
     fn: Tensor,
@@ -555,8 +554,9 @@ def pre(
     hc_sinkhorn_eps: float,
     hc_post_mult_value: float,
     sinkhorn_repeat: int,
-    norm_weight: Tensor | None,
-    norm_eps: float,
+    n_splits: int = 1,
+    norm_weight: Tensor | None = None,
+    norm_eps: float | None = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`mhc.mhc_pre_big_fuse`, and the RMS norm that follows it: `quant.norm_forward`.
 
@@ -570,9 +570,10 @@ def pre(
         hc_sinkhorn_eps: Of the Sinkhorn normalization.
         hc_post_mult_value: The factor of `post`.
         sinkhorn_repeat: Steps of the normalization.
+        n_splits: At least 1; it has no effect.
         norm_weight: `[h]`, bfloat16 or float32: the weight of an RMS norm of the layer input; or
             None: no norm.
-        norm_eps: Of that norm.
+        norm_eps: Of that norm; None only without it.
 
     Returns:
         `(post, comb, layer_input)`: `[..., m, 1]` and `[..., m, m]`, float32; `[..., h]`, bfloat16.
@@ -581,21 +582,29 @@ def pre(
         TypeError: If a dtype differs.
         ValueError: If a shape differs.
     """
+    checks.integer("n_splits", n_splits, 1)
+    eps = _norm_eps(norm_weight, norm_eps)
     post, comb, layer_input = mhc.mhc_pre_big_fuse(
         residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
         sinkhorn_repeat,
     )  # fmt: skip
-    if norm_weight is not None:
-        rows = layer_input.flatten(0, -2)
-        layer_input = quant.norm_forward(rows, norm_weight, norm_eps)[0].view_as(layer_input)
-    return post, comb, layer_input
+    return post, comb, _normed(layer_input, norm_weight, eps)
 
 
+@checks.named_errors
 def mhc_post(x: Tensor, residual: Tensor, post_layer_mix: Tensor, comb_res_mix: Tensor) -> Tensor:
-    """See `tile_kernels.mhc.mhc_post`."""
+    """The write of a sublayer to the streams: `mhc.mhc_post`.
+
+    Args:
+        x, residual, post_layer_mix, comb_res_mix: As in `fused_post_pre`.
+
+    Returns:
+        `[..., m, h]`, bfloat16: the new streams.
+    """
     return mhc.mhc_post(x, residual, post_layer_mix, comb_res_mix)
 
 
+@checks.named_errors
 def fused_post_pre(
     x: Tensor,
     residual: Tensor,
@@ -609,8 +618,10 @@ def fused_post_pre(
     hc_sinkhorn_eps: float,
     hc_post_mult_value: float,
     sinkhorn_repeat: int,
-    norm_weight: Tensor | None,
-    norm_eps: float | None,
+    n_splits: int = 1,
+    tile_n: int = 1,
+    norm_weight: Tensor | None = None,
+    norm_eps: float | None = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`mhc.mhc_post_pre`: the write of a sublayer, then `pre` of the next one on its result.
 
@@ -619,16 +630,9 @@ def fused_post_pre(
         residual: `[..., m, h]`, bfloat16, contiguous.
         post_layer_mix: `[..., m, 1]`, float32.
         comb_res_mix: `[..., m, m]`, float32.
-        fn: As for `pre`, like the arguments after it.
-        hc_scale: See there.
-        hc_base: See there.
-        rms_eps: See there.
-        hc_pre_eps: See there.
-        hc_sinkhorn_eps: See there.
-        hc_post_mult_value: See there.
-        sinkhorn_repeat: See there.
-        norm_weight: See there.
-        norm_eps: See there.
+        fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
+            sinkhorn_repeat, norm_weight, norm_eps: As in `pre`.
+        n_splits, tile_n: At least 1; they have no effect.
 
     Returns:
         `(residual, post, comb, layer_input)`, for the next sublayer.
@@ -637,14 +641,16 @@ def fused_post_pre(
         TypeError: If a dtype differs.
         ValueError: If a shape differs.
     """
-    if norm_weight is not None and norm_eps is None:
-        raise ValueError("norm_eps must be given with norm_weight")
+    for name, value in (("n_splits", n_splits), ("tile_n", tile_n)):
+        checks.integer(name, value, 1)
     return mhc.mhc_post_pre(
         x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, rms_eps, hc_pre_eps,
-        hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_weight, norm_eps or 0.0,
+        hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_weight,
+        _norm_eps(norm_weight, norm_eps),
     )  # fmt: skip
 
 
+@checks.named_errors
 def pre_delayed(
     residual: Tensor,
     fn: Tensor,
@@ -655,30 +661,21 @@ def pre_delayed(
     hc_sinkhorn_eps: float,
     hc_post_mult_value: float,
     sinkhorn_repeat: int,
-    pre_mix: Tensor | None,
-    x: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_eps: float,
+    pre_mix: Tensor | None = None,
+    x: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `pre`, but a sublayer reads the streams with the weights of the sublayer before it.
 
     Args:
         residual: `[..., m, h]`, bfloat16, contiguous.
-        fn: As for `pre`, like the arguments after it.
-        hc_scale: See there.
-        hc_base: See there.
-        rms_eps: See there.
-        hc_pre_eps: See there.
-        hc_sinkhorn_eps: See there.
-        hc_post_mult_value: See there.
-        sinkhorn_repeat: See there.
+        fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
+            sinkhorn_repeat, norm_weight, norm_eps: As in `pre`.
         pre_mix: `[..., m]`, float32: the last result of the sublayer before; None: the first stream
             is read.
         x: `[..., k]`, bfloat16, contiguous: what is projected in place of the streams, with `fn`
             `[m * (m + 2), k]`; None: the streams.
-        norm_weight: `[h]`, bfloat16 or float32: the weight of an RMS norm of the layer input; or
-            None: no norm.
-        norm_eps: Of that norm.
 
     Returns:
         `(post, comb, layer_input, pre_mix)`: `[..., m, 1]` and `[..., m, m]`, float32; `[..., h]`,
@@ -692,8 +689,8 @@ def pre_delayed(
         >>> streams = torch.arange(4.0).repeat_interleave(8).view(1, 4, 8).bfloat16()
         >>> fn, scale, base = torch.zeros(24, 32), torch.ones(3), torch.zeros(24)
         >>> given = streams, fn, scale, base, 1e-6, 0.0, 1e-6, 2.0, 20
-        >>> *_, first, weights = pre_delayed(*given, None, None, None, 0.0)
-        >>> *_, second, _ = pre_delayed(*given, weights, None, None, 0.0)
+        >>> *_, first, weights = pre_delayed(*given)
+        >>> *_, second, _ = pre_delayed(*given, weights)
         >>> first[0, 0].item(), second[0, 0].item()
         (0.0, 3.0)
     """
@@ -712,12 +709,10 @@ def pre_delayed(
                 f"{pre_mix.dtype} of shape {tuple(pre_mix.shape)}"
             )
         layer_input = mhc.mhc_pre_apply_mix(residual, pre_mix.contiguous().unsqueeze(-1))
-    if norm_weight is not None:
-        rows = layer_input.flatten(0, -2)
-        layer_input = quant.norm_forward(rows, norm_weight, norm_eps)[0].view_as(layer_input)
-    return post, comb, layer_input, weights.squeeze(-1)
+    return post, comb, _normed(layer_input, norm_weight, norm_eps), weights.squeeze(-1)
 
 
+@checks.named_errors
 def head(
     hidden: Tensor, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float, eps: float
 ) -> Tensor:

@@ -35,6 +35,7 @@ __all__ = [
 # ---- routing ------------------------------------------------------------------------------------
 
 
+@checks.named_errors
 def moe_fused_gate(
     scores: Tensor,
     bias: Tensor | None,
@@ -87,22 +88,22 @@ def moe_fused_gate(
         ValueError: If an argument has another shape or is out of range.
     """
     del input_ids, bias_alt_token_id, sqrtsoftplus_log1p
-    with checks.named("moe_fused_gate"):
-        serving.must_be_default(
-            num_fused_shared_experts=(num_fused_shared_experts, 0),
-            moe_softcapping=(moe_softcapping, 0),
-            bias_alt=(bias_alt, None),
-            renormalize_epsilon=(renormalize_epsilon, 0),
-            packed_out=(packed_out, None),
-        )
-        factor = routed_scaling_factor if apply_routed_scaling_factor_on_output else 1.0
-        return serving.route(
-            scores, topk, scoring_func=scoring_func, bias=bias, renormalize=renormalize,
-            num_groups=num_expert_group, topk_groups=topk_group, routed_scaling_factor=factor,
-            num_valid=num_token_non_padded,
-        )  # fmt: skip
+    serving.must_be_default(
+        num_fused_shared_experts=(num_fused_shared_experts, 0),
+        moe_softcapping=(moe_softcapping, 0),
+        bias_alt=(bias_alt, None),
+        renormalize_epsilon=(renormalize_epsilon, 0),
+        packed_out=(packed_out, None),
+    )
+    factor = routed_scaling_factor if apply_routed_scaling_factor_on_output else 1.0
+    return serving.route(
+        scores, topk, scoring_func=scoring_func, bias=bias, renormalize=renormalize,
+        num_groups=num_expert_group, topk_groups=topk_group, routed_scaling_factor=factor,
+        num_valid=num_token_non_padded,
+    )  # fmt: skip
 
 
+@checks.named_errors
 def hash_topk(
     router_logits: Tensor,
     input_ids: Tensor,
@@ -128,14 +129,14 @@ def hash_topk(
         TypeError: If an argument has another type or dtype.
         ValueError: If an argument has another shape or is out of range.
     """
-    with checks.named("hash_topk"):
-        serving.must_be_default(num_fused_shared_experts=(num_fused_shared_experts, 0))
+    serving.must_be_default(num_fused_shared_experts=(num_fused_shared_experts, 0))
     ids, weights = moe.hash_gate(
         router_logits, input_ids, tid2eid, routed_scaling_factor, scoring_func
     )
     return weights, ids.int()
 
 
+@checks.named_errors
 def moe_align_block_size(
     topk_ids: Tensor,
     block_size: int,
@@ -162,18 +163,18 @@ def moe_align_block_size(
         TypeError: If an argument has another type or dtype.
         ValueError: If an argument has another shape or is out of range.
     """
-    with checks.named("moe_align_block_size"):
-        checks.boolean("ignore_invalid_expert", ignore_invalid_expert)
-        serving.must_be_default(
-            return_inactive_prefix_count=(return_inactive_prefix_count, False),
-            pad_expert_ids=(pad_expert_ids, False),
-        )
+    checks.boolean("ignore_invalid_expert", ignore_invalid_expert)
+    serving.must_be_default(
+        return_inactive_prefix_count=(return_inactive_prefix_count, False),
+        pad_expert_ids=(pad_expert_ids, False),
+    )
     return serving.align_blocks(topk_ids, block_size, num_experts)
 
 
 # ---- the choice of keys -------------------------------------------------------------------------
 
 
+@checks.named_errors
 def topk_transform_paged(
     scores: Tensor,
     seq_lens: Tensor,
@@ -196,14 +197,14 @@ def topk_transform_paged(
         TypeError: If an argument has another type or dtype.
         ValueError: If an argument has another shape or stride.
     """
-    with checks.named("topk_transform_paged"):
-        checks.tensor("out_page_indices", out_page_indices, ("rows", "k"), torch.int32)
-        serving.topk_paged(
-            scores, out_page_indices.shape[1], seq_lens, page_tables, page_size,
-            out=out_page_indices, positions_out=out_raw_indices,
-        )  # fmt: skip
+    checks.tensor("out_page_indices", out_page_indices, ("rows", "k"), torch.int32)
+    serving.topk_paged(
+        scores, out_page_indices.shape[1], seq_lens, page_tables, page_size,
+        out=out_page_indices, positions_out=out_raw_indices,
+    )  # fmt: skip
 
 
+@checks.named_errors
 def topk_transform_ragged_v2(
     scores: Tensor,
     seq_lens: Tensor,
@@ -225,19 +226,17 @@ def topk_transform_ragged_v2(
         TypeError: If an argument has another type or dtype.
         ValueError: If an argument has another shape or stride.
     """
-    with checks.named("topk_transform_ragged_v2"):
-        checks.tensor("out_indices", out_indices, ("rows", "k"), torch.int32)
-        checks.tensor(
-            "out_offsets", out_offsets, ("rows",), torch.int32, shape=(out_indices.shape[0],)
-        )
-        ends = seq_lens if row_starts is None else seq_lens + row_starts
-        found = serving.topk_rows(scores, out_indices.shape[1], ends, start=row_starts)
+    checks.tensor("out_indices", out_indices, ("rows", "k"), torch.int32)
+    checks.tensor("out_offsets", out_offsets, ("rows",), torch.int32, shape=(out_indices.shape[0],))
+    ends = seq_lens if row_starts is None else seq_lens + row_starts
+    found = serving.topk_rows(scores, out_indices.shape[1], ends, start=row_starts)
     out_indices.copy_(torch.where(found >= 0, found + out_offsets[:, None], -1))
 
 
 # ---- casts --------------------------------------------------------------------------------------
 
 
+@checks.named_errors
 def sglang_per_token_group_quant_fp8(
     x: Tensor,
     group_size: int,
@@ -274,20 +273,20 @@ def sglang_per_token_group_quant_fp8(
         TypeError: If an argument has another type or dtype.
         ValueError: If an argument has another shape or is out of range.
     """
-    with checks.named("sglang_per_token_group_quant_fp8"):
-        checks.boolean("fuse_silu_and_mul", fuse_silu_and_mul)
-        data, scales = serving.group_quant(
-            x, group_size, eps, column_major=column_major_scales, tma_aligned=scale_tma_aligned,
-            round_sf=scale_ue8m0, packed=scale_ue8m0 and column_major_scales and scale_tma_aligned,
-            silu_and_mul=fuse_silu_and_mul, masked_m=masked_m,
-        )  # fmt: skip
-        data = serving.filled("output_q", output_q, data)
-        return data, serving.filled("output_s", output_s, scales)
+    checks.boolean("fuse_silu_and_mul", fuse_silu_and_mul)
+    data, scales = serving.group_quant(
+        x, group_size, eps, column_major=column_major_scales, tma_aligned=scale_tma_aligned,
+        round_sf=scale_ue8m0, packed=scale_ue8m0 and column_major_scales and scale_tma_aligned,
+        silu_and_mul=fuse_silu_and_mul, masked_m=masked_m,
+    )  # fmt: skip
+    data = serving.filled("output_q", output_q, data)
+    return data, serving.filled("output_s", output_s, scales)
 
 
 # ---- hyper-connections --------------------------------------------------------------------------
 
 
+@checks.named_errors
 def mhc_pre(
     residual: Tensor,
     fn: Tensor,
@@ -304,16 +303,24 @@ def mhc_pre(
     norm_weight: Tensor | None = None,
     norm_eps: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `serving.pre`; `n_splits` and `n_splits_pre` have no effect."""
-    eps = serving.checked_eps(
-        "mhc_pre", norm_weight, norm_eps, n_splits=n_splits, n_splits_pre=n_splits_pre
-    )
+    """What a sublayer reads of the streams, and the mixes with which it writes: `serving.pre`.
+
+    Args:
+        residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
+            sinkhorn_repeat, norm_weight, norm_eps: As in `serving.pre`.
+        n_splits, n_splits_pre: At least 1; they have no effect.
+
+    Returns:
+        `(post, comb, layer_input)`: `[..., m, 1]` and `[..., m, m]`, float32; `[..., h]`, bfloat16.
+    """
+    checks.integer("n_splits_pre", n_splits_pre, 1)
     return serving.pre(
         residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
-        sinkhorn_repeat, norm_weight, eps,
+        sinkhorn_repeat, n_splits, norm_weight, norm_eps,
     )  # fmt: skip
 
 
+@checks.named_errors
 def mhc_fused_post_pre(
     x: Tensor,
     residual: Tensor,
@@ -333,18 +340,34 @@ def mhc_fused_post_pre(
     norm_weight: Tensor | None = None,
     norm_eps: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `serving.fused_post_pre`; `n_splits` and `tile_n` have no effect."""
-    eps = serving.checked_eps(
-        "mhc_fused_post_pre", norm_weight, norm_eps, n_splits=n_splits, tile_n=tile_n
-    )
+    """The write of a sublayer, then `mhc_pre` of the next one: `serving.fused_post_pre`.
+
+    Args:
+        x, residual, post_layer_mix, comb_res_mix: As in `serving.fused_post_pre`.
+        fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
+            sinkhorn_repeat, norm_weight, norm_eps: As in `serving.pre`.
+        n_splits, tile_n: At least 1; they have no effect.
+
+    Returns:
+        `(residual, post, comb, layer_input)`, for the next sublayer.
+    """
     return serving.fused_post_pre(
         x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, rms_eps, hc_pre_eps,
-        hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_weight, eps,
+        hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, n_splits, tile_n, norm_weight,
+        norm_eps,
     )  # fmt: skip
 
 
+@checks.named_errors
 def fused_hc_head(
     x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, norm_eps: float, hc_eps: float
 ) -> Tensor:
-    """See `serving.head`."""
+    """What leaves the streams: their sum, weighted by mixes of its own.
+
+    Args:
+        x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps: The arguments of `serving.head`.
+
+    Returns:
+        `[..., h]`, bfloat16.
+    """
     return serving.head(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps)

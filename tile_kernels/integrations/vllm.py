@@ -41,6 +41,7 @@ __all__ = [
 
 def _check_hidden(hidden_states: Tensor, gating_output: Tensor) -> None:
     checks.tensor("gating_output", gating_output, ("T", "E"))
+    checks.tensor("hidden_states", hidden_states, ("T", "H"))
     if hidden_states.shape[0] != gating_output.shape[0]:
         raise ValueError(
             f"hidden_states must have {gating_output.shape[0]} rows like gating_output, got "
@@ -48,6 +49,7 @@ def _check_hidden(hidden_states: Tensor, gating_output: Tensor) -> None:
         )
 
 
+@checks.named_errors
 def fused_topk(
     hidden_states: Tensor,
     gating_output: Tensor,
@@ -74,16 +76,16 @@ def fused_topk(
         TypeError: If an argument has another type or dtype.
         ValueError: If an argument has another shape or is out of range.
     """
-    with checks.named("fused_topk"):
-        _check_hidden(hidden_states, gating_output)
-        weights, ids = serving.route(
-            gating_output, topk, scoring_func=scoring_func, renormalize=renormalize,
-            ids_dtype=indices_type or torch.int32,
-        )  # fmt: skip
+    _check_hidden(hidden_states, gating_output)
+    weights, ids = serving.route(
+        gating_output, topk, scoring_func=scoring_func, renormalize=renormalize,
+        ids_dtype=indices_type or torch.int32,
+    )  # fmt: skip
     numbers = torch.arange(ids.numel(), dtype=torch.int32, device=ids.device)
     return weights, ids, numbers.view(topk, -1).t().contiguous()
 
 
+@checks.named_errors
 def fused_topk_bias(
     hidden_states: Tensor,
     gating_output: Tensor,
@@ -101,13 +103,10 @@ def fused_topk_bias(
     """Experts by score plus bias, weights by score; or experts from a table by token id.
 
     Args:
-        hidden_states: `[T, H]`; only its rows are counted.
-        gating_output: `[T, E]`, float32, bfloat16 or float16.
+        hidden_states, gating_output, topk, indices_type: As in `fused_topk`.
         scoring_func: `"sigmoid"` or `"sqrtsoftplus"`; `"softmax"` without a bias.
         e_score_correction_bias: `[E]`; or None.
-        topk: Experts of a token.
         renormalize: Whether the weights of a token are divided by their sum. With a table they are.
-        indices_type: int32 (None) or int64.
         input_tokens: `[T]`, int32 or int64: token ids, for the table.
         hash_indices_table: `[vocabulary, topk]`, int32 or int64; or None.
         routed_scaling_factor: Multiplies the weights.
@@ -123,27 +122,27 @@ def fused_topk_bias(
     """
     del image_sentinel_lo
     dtype = indices_type or torch.int32
-    with checks.named("fused_topk_bias"):
-        _check_hidden(hidden_states, gating_output)
-        serving.must_be_default(bias_vl=(bias_vl, None))
-        if hash_indices_table is None:
-            return serving.route(
-                gating_output, topk, scoring_func=scoring_func, bias=e_score_correction_bias,
-                renormalize=renormalize, routed_scaling_factor=routed_scaling_factor,
-                ids_dtype=dtype,
-            )  # fmt: skip
-        if input_tokens is None or not renormalize:
-            raise ValueError("hash_indices_table needs input_tokens and renormalize=True")
-        if hash_indices_table.shape[-1] != topk:
-            raise ValueError(
-                f"hash_indices_table must have {topk} columns, got {hash_indices_table.shape[-1]}"
-            )
+    _check_hidden(hidden_states, gating_output)
+    serving.must_be_default(bias_vl=(bias_vl, None))
+    if hash_indices_table is None:
+        return serving.route(
+            gating_output, topk, scoring_func=scoring_func, bias=e_score_correction_bias,
+            renormalize=renormalize, routed_scaling_factor=routed_scaling_factor,
+            ids_dtype=dtype,
+        )  # fmt: skip
+    if input_tokens is None or not renormalize:
+        raise ValueError("hash_indices_table needs input_tokens and renormalize=True")
+    checks.tensor(
+        "hash_indices_table", hash_indices_table, ("vocabulary", "topk"), checks.INTEGERS,
+        shape=(None, topk),
+    )  # fmt: skip
     ids, weights = moe.hash_gate(
         gating_output, input_tokens, hash_indices_table, routed_scaling_factor, scoring_func
     )
     return weights, ids.to(dtype)
 
 
+@checks.named_errors
 def grouped_topk(
     hidden_states: Tensor,
     gating_output: Tensor,
@@ -158,10 +157,7 @@ def grouped_topk(
     """Experts of the best groups of experts; see `serving.route`.
 
     Args:
-        hidden_states: `[T, H]`; only its rows are counted.
-        gating_output: `[T, E]`, float32, bfloat16 or float16.
-        topk: Experts of a token.
-        renormalize: Whether the weights of a token are divided by their sum.
+        hidden_states, gating_output, topk, renormalize: As in `fused_topk`.
         num_expert_group: Groups of experts.
         topk_group: Groups that stay.
         scoring_func: `"sigmoid"` or `"sqrtsoftplus"`; `"softmax"` without a bias.
@@ -175,18 +171,18 @@ def grouped_topk(
         TypeError: If an argument has another type or dtype.
         ValueError: If an argument has another shape or is out of range.
     """
-    with checks.named("grouped_topk"):
-        _check_hidden(hidden_states, gating_output)
-        return serving.route(
-            gating_output, topk, scoring_func=scoring_func, bias=e_score_correction_bias,
-            renormalize=renormalize, num_groups=num_expert_group, topk_groups=topk_group,
-            routed_scaling_factor=routed_scaling_factor,
-        )  # fmt: skip
+    _check_hidden(hidden_states, gating_output)
+    return serving.route(
+        gating_output, topk, scoring_func=scoring_func, bias=e_score_correction_bias,
+        renormalize=renormalize, num_groups=num_expert_group, topk_groups=topk_group,
+        routed_scaling_factor=routed_scaling_factor,
+    )  # fmt: skip
 
 
 # ---- maps of rows -------------------------------------------------------------------------------
 
 
+@checks.named_errors
 def moe_align_block_size(
     topk_ids: Tensor,
     block_size: int,
@@ -196,14 +192,23 @@ def moe_align_block_size(
     ignore_invalid_experts: bool = False,
     return_scatter_idx: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `serving.align_blocks`; `return_scatter_idx` must be False."""
-    with checks.named("moe_align_block_size"):
-        serving.must_be_default(return_scatter_idx=(return_scatter_idx, False))
+    """Sorts choices by expert in blocks that one expert each has: `serving.align_blocks`.
+
+    Args:
+        topk_ids, block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts: As in
+            `serving.align_blocks`.
+        return_scatter_idx: Must be False.
+
+    Returns:
+        `(sorted_token_ids, expert_ids, num_tokens_post_pad)`, int32.
+    """
+    serving.must_be_default(return_scatter_idx=(return_scatter_idx, False))
     return serving.align_blocks(
         topk_ids, block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts
     )
 
 
+@checks.named_errors
 def moe_permute(
     hidden_states: Tensor,
     a1q_scale: Tensor | None,
@@ -234,22 +239,21 @@ def moe_permute(
         ValueError: If an argument has another shape or is out of range.
     """
     local = n_expert if n_local_expert == -1 else n_local_expert
-    with checks.named("moe_permute"):
-        if local != n_expert and expert_map is None:
-            raise ValueError("expert_map must be given where n_local_expert is not n_expert")
-        if expert_map is not None:
-            checks.tensor("expert_map", expert_map, ("E",), checks.INTEGERS, shape=(n_expert,))
-            topk_ids = serving.mapped(topk_ids, expert_map)
+    if local != n_expert and expert_map is None:
+        raise ValueError("expert_map must be given where n_local_expert is not n_expert")
+    if expert_map is not None:
+        checks.tensor("expert_map", expert_map, ("E",), checks.INTEGERS, shape=(n_expert,))
+        topk_ids = serving.mapped(topk_ids, expert_map)
     del scratch
     permuted = serving.permute(hidden_states, a1q_scale, topk_ids, local)
-    with checks.named("moe_permute"):
-        rows = serving.filled("permuted_hidden_states", permuted_hidden_states, permuted[0])
+    rows = serving.filled("permuted_hidden_states", permuted_hidden_states, permuted[0])
     return rows, *permuted[1:]
 
 
 # ---- the choice of keys -------------------------------------------------------------------------
 
 
+@checks.named_errors
 def top_k_per_row_prefill(
     logits: Tensor,
     cu_seqlen_ks: Tensor,
@@ -276,12 +280,14 @@ def top_k_per_row_prefill(
         TypeError: If an argument has another type or dtype.
         ValueError: If an argument has another shape or stride.
     """
-    with checks.named("top_k_per_row_prefill"):
-        logits, out = _rows(logits, raw_topk_indices, num_rows, stride0, stride1)
-        start, end = cu_seqlen_ks[:num_rows], cu_seqlen_ke[:num_rows]
-        serving.topk_rows(logits, topk_tokens, end, start=start, out=out)
+    logits, out = _rows(logits, raw_topk_indices, num_rows, stride0, stride1)
+    for name, bound in (("cu_seqlen_ks", cu_seqlen_ks), ("cu_seqlen_ke", cu_seqlen_ke)):
+        checks.tensor(name, bound, ("rows",), checks.INTEGERS)
+    start, end = cu_seqlen_ks[:num_rows], cu_seqlen_ke[:num_rows]
+    serving.topk_rows(logits, topk_tokens, end, start=start, out=out)
 
 
+@checks.named_errors
 def top_k_per_row_decode(
     logits: Tensor,
     next_n: int,
@@ -299,24 +305,22 @@ def top_k_per_row_decode(
         next_n: Queries of a sequence.
         seq_lens: `[rows / next_n]`: row `r` ends at `seq_lens[r // next_n] - next_n + r % next_n +
             1`; or `[rows / next_n, next_n]`: the end of each row.
-        raw_topk_indices: `[rows, topk_tokens]`, int32: receives positions, -1 for none.
-        num_rows: How many rows to do.
-        stride0: `logits.stride(0)`.
-        stride1: `logits.stride(1)`, 1.
-        topk_tokens: How many positions.
+        raw_topk_indices, num_rows, stride0, stride1, topk_tokens: As in `top_k_per_row_prefill`.
 
     Raises:
         TypeError: If an argument has another type or dtype.
         ValueError: If an argument has another shape or stride.
     """
-    with checks.named("top_k_per_row_decode"):
-        checks.integer("next_n", next_n, 1)
-        logits, out = _rows(logits, raw_topk_indices, num_rows, stride0, stride1)
-        ends = seq_lens
-        if seq_lens.dim() == 1:
-            later = torch.arange(1 - next_n, 1, device=seq_lens.device, dtype=seq_lens.dtype)
-            ends = seq_lens[:, None] + later
-        serving.topk_rows(logits, topk_tokens, ends.reshape(-1)[:num_rows], out=out)
+    checks.integer("next_n", next_n, 1)
+    logits, out = _rows(logits, raw_topk_indices, num_rows, stride0, stride1)
+    ends = seq_lens
+    single = isinstance(seq_lens, Tensor) and seq_lens.dim() == 1
+    dims = ("sequences",) if single else ("sequences", "next_n")
+    checks.tensor("seq_lens", seq_lens, dims, checks.INTEGERS)
+    if single:
+        later = torch.arange(1 - next_n, 1, device=seq_lens.device, dtype=seq_lens.dtype)
+        ends = seq_lens[:, None] + later
+    serving.topk_rows(logits, topk_tokens, ends.reshape(-1)[:num_rows], out=out)
 
 
 def _rows(
@@ -336,6 +340,7 @@ def _rows(
 # ---- casts --------------------------------------------------------------------------------------
 
 
+@checks.named_errors
 def per_token_group_quant_fp8(
     x: Tensor,
     group_size: int,
@@ -365,15 +370,15 @@ def per_token_group_quant_fp8(
         TypeError: If an argument has another type or dtype.
         ValueError: If an argument has another shape or is out of range.
     """
-    with checks.named("per_token_group_quant_fp8"):
-        serving.must_be_e4m3(dtype)
-        data, scales = serving.group_quant(
-            x, group_size, eps, column_major=column_major_scales, tma_aligned=tma_aligned_scales,
-            round_sf=bool(use_ue8m0),
-        )  # fmt: skip
-        return serving.filled("out_q", out_q, data), scales
+    serving.must_be_e4m3(dtype)
+    data, scales = serving.group_quant(
+        x, group_size, eps, column_major=column_major_scales, tma_aligned=tma_aligned_scales,
+        round_sf=bool(use_ue8m0),
+    )  # fmt: skip
+    return serving.filled("out_q", out_q, data), scales
 
 
+@checks.named_errors
 def per_token_group_quant_fp8_packed_for_deepgemm(
     x: Tensor,
     group_size: int,
@@ -385,8 +390,7 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
 
     Args:
         x: `[T, H]`, bfloat16, float16 or float32.
-        group_size: Channels of a scale.
-        eps: The least magnitude that counts as the largest of a group.
+        group_size, eps: As in `per_token_group_quant_fp8`.
         use_ue8m0: True or None: scales are powers of two.
         out_q: `[T, H]`, float8_e4m3fn: a buffer for the data.
 
@@ -398,91 +402,23 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
         TypeError: If an argument has another type or dtype.
         ValueError: If an argument has another shape or is out of range.
     """
-    with checks.named("per_token_group_quant_fp8_packed_for_deepgemm"):
-        if use_ue8m0 is False:
-            raise ValueError("use_ue8m0 must be True or None, got False")
-        data, scales = serving.group_quant(
-            x, group_size, eps, column_major=True, tma_aligned=True, round_sf=True, packed=True
-        )
-        return serving.filled("out_q", out_q, data), scales
+    if use_ue8m0 is False:
+        raise ValueError("use_ue8m0 must be True or None, got False")
+    data, scales = serving.group_quant(
+        x, group_size, eps, column_major=True, tma_aligned=True, round_sf=True, packed=True
+    )
+    return serving.filled("out_q", out_q, data), scales
 
 
 # ---- hyper-connections --------------------------------------------------------------------------
 
 
-def mhc_pre(
-    residual: Tensor,
-    fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    rms_eps: float,
-    hc_pre_eps: float,
-    hc_sinkhorn_eps: float,
-    hc_post_mult_value: float,
-    sinkhorn_repeat: int,
-    n_splits: int = 1,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `serving.pre`; `n_splits` has no effect."""
-    eps = serving.checked_eps("mhc_pre", norm_weight, norm_eps, n_splits=n_splits)
-    return serving.pre(
-        residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value,
-        sinkhorn_repeat, norm_weight, eps,
-    )  # fmt: skip
+mhc_pre = checks.named_errors(serving.pre, "mhc_pre")
+mhc_fused_post_pre = checks.named_errors(serving.fused_post_pre, "mhc_fused_post_pre")
+mhc_pre_delayed = checks.named_errors(serving.pre_delayed, "mhc_pre_delayed")
 
 
-def mhc_fused_post_pre(
-    x: Tensor,
-    residual: Tensor,
-    post_layer_mix: Tensor,
-    comb_res_mix: Tensor,
-    fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    rms_eps: float,
-    hc_pre_eps: float,
-    hc_sinkhorn_eps: float,
-    hc_post_mult_value: float,
-    sinkhorn_repeat: int,
-    n_splits: int = 1,
-    tile_n: int = 1,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `serving.fused_post_pre`; `n_splits` and `tile_n` have no effect."""
-    eps = serving.checked_eps(
-        "mhc_fused_post_pre", norm_weight, norm_eps, n_splits=n_splits, tile_n=tile_n
-    )
-    return serving.fused_post_pre(
-        x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, rms_eps, hc_pre_eps,
-        hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, norm_weight, eps,
-    )  # fmt: skip
-
-
-def mhc_pre_delayed(
-    residual: Tensor,
-    fn: Tensor,
-    hc_scale: Tensor,
-    hc_base: Tensor,
-    rms_eps: float,
-    hc_pre_eps: float,
-    hc_sinkhorn_eps: float,
-    hc_post_mult_value: float,
-    sinkhorn_repeat: int,
-    pre_mix: Tensor | None = None,
-    x: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `serving.pre_delayed`."""
-    with checks.named("mhc_pre_delayed"):
-        return serving.pre_delayed(
-            residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps,
-            hc_post_mult_value, sinkhorn_repeat, pre_mix, x, norm_weight, norm_eps,
-        )  # fmt: skip
-
-
+@checks.named_errors
 def hc_head(
     hidden_states: Tensor,
     hc_fn: Tensor,
@@ -491,5 +427,13 @@ def hc_head(
     rms_norm_eps: float,
     hc_eps: float,
 ) -> Tensor:
-    """See `serving.head`."""
+    """What leaves the streams: their sum, weighted by mixes of its own.
+
+    Args:
+        hidden_states, hc_fn, hc_scale, hc_base, rms_norm_eps, hc_eps: The arguments of
+            `serving.head`.
+
+    Returns:
+        `[..., h]`, bfloat16.
+    """
     return serving.head(hidden_states, hc_fn, hc_scale, hc_base, rms_norm_eps, hc_eps)

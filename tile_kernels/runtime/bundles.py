@@ -45,6 +45,8 @@ MANIFEST = "manifest.json"
 DISTRIBUTION = "moe-tile-kernels"
 OLDEST_TILELANG = (0, 1, 15)  # that compiles all kernels, as the extra `jit` requires
 _PACKAGE = "tile_kernels"
+# What `zipfile` and `json` raise for a damaged file; the flags of an entry can be damaged too.
+_DAMAGE = (OSError, EOFError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
 _SUFFIX = ".kernel"
 # Files that no kernel depends on; all others in the folders of operators count as sources.
 _NOT_SOURCES = {"op.py", "cases.py", "reference.py"}
@@ -137,7 +139,9 @@ class Bundle:
         try:
             self._open()
             self.manifest = json.loads(self._archive.read(MANIFEST))
-        except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+            if not isinstance(self.manifest, dict):
+                raise ValueError(f"its {MANIFEST} is no JSON object")
+        except _DAMAGE as error:
             raise BundleError(f"{path} is not a bundle of kernels: {error}") from None
         found = [self.manifest.get(name) for name in ("format", "version", "sources")]
         expected = [FORMAT, version(), source_digest()]
@@ -165,7 +169,7 @@ class Bundle:
                 self._open()
             with self._lock:
                 content = self._archive.read(key.digest + _SUFFIX)
-        except (OSError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        except _DAMAGE as error:
             raise BundleError(f"the bundle {self.path} is damaged: {error}") from None
         if hashlib.sha256(content).hexdigest() != entry["sha256"]:
             raise BundleError(f"the bundle {self.path} is damaged: checksum of {entry['label']}")
@@ -207,6 +211,8 @@ def set_bundles(paths: Iterable[str | Path] | None) -> None:
     Raises:
         BundleError: If one does not exist, or belongs to another version.
     """
+    if isinstance(paths, (str, os.PathLike)):
+        raise TypeError(f"set_bundles: paths must be a list of paths, got the path {paths}")
     found = None if paths is None else tuple([Path(each) for each in paths])
     for path in found or ():
         _open(path)

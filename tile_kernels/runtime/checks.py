@@ -7,13 +7,17 @@ They run on every call, so the good path is a few attribute reads; sentences are
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import re
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.compiler import is_dynamo_compiling
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Kernels count along a dimension in 32 bits, tiles past its end included. Offsets have 64.
 MOST_SIZE = 2**31 - 2**16
@@ -25,6 +29,7 @@ INTEGERS = (torch.int32, torch.int64)
 _AUTOCAST_DEVICES = tuple(
     kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)
 )
+_OWNER = re.compile(r"\A\w+: ")  # in front of a message
 _NUMPY_IN_GRAPH = "an operator takes a NumPy scalar; a Python int or float needs no graph break"
 
 
@@ -228,6 +233,28 @@ def named(owner: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise type(error)(f"{owner}: {error}") from None
+
+
+def named_errors(function: F, name: str = "") -> F:
+    """`function`, whose errors start with its own name instead of that of a function behind it.
+
+    Args:
+        function: What may raise, with such a name in front of the message or with none.
+        name: Another name for the function; empty: its own.
+    """
+    owner = name or function.__name__
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is None:
+                raise  # arguments that the signature does not have
+            raise type(error)(f"{owner}: {_OWNER.sub('', str(error))}") from None
+
+    call.__name__ = call.__qualname__ = owner
+    return cast(F, call)
 
 
 def device(name: str, value: Any) -> None:

@@ -157,6 +157,7 @@ def sparse_attention(
     return results if return_stats else results[0]
 
 
+@checks.named_errors
 def flash_mla_sparse_fwd(
     q: Tensor,
     kv: Tensor,
@@ -192,6 +193,6 @@ def flash_mla_sparse_fwd(
         >>> out[0, 0, 0].item(), max_logits.item(), round(lse.item(), 4)
         (1.0, 0.0, 0.6931)
     """
-    if checks.integer("flash_mla_sparse_fwd: d_v", d_v, 1) != VALUE_CHANNELS:
-        raise ValueError(f"flash_mla_sparse_fwd: d_v must be {VALUE_CHANNELS}, got {d_v}")
+    if checks.integer("d_v", d_v, 1) != VALUE_CHANNELS:
+        raise ValueError(f"d_v must be {VALUE_CHANNELS}, got {d_v}")
     return _attended(q, kv, indices, sm_scale, attn_sink, topk_length)

@@ -692,6 +692,7 @@ def engram_gate_packed_bwd(
 # ---- both ---------------------------------------------------------------------------------------
 
 
+@checks.named_errors
 def engram_gate(
     hidden_states: Tensor,
     k: Tensor,

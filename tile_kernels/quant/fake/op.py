@@ -108,6 +108,7 @@ def fake_cast(
     )  # fmt: skip
 
 
+@checks.named_errors
 def per_token_cast_and_cast_back(
     x: Tensor,
     fmt: str,

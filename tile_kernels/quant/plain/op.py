@@ -120,6 +120,7 @@ def plain_cast(
     return PLAIN_CAST(x, dtype, stochastic_rounding, seed, out=out)
 
 
+@checks.named_errors
 def cast(
     x: Tensor,
     dtype: torch.dtype,
