@@ -85,7 +85,7 @@ def kind_of(value: Any) -> Any:
 def kernels_of(op: Any, sample: Sample) -> Kernels:
     """The kernels that a sample launches, with their static arguments."""
     found = compilations([(op.name, sample.build("meta"))], described())
-    return frozenset((item.kernel.name, item.static) for item in found)
+    return frozenset((f"{item.kernel.module}.{item.kernel.name}", item.static) for item in found)
 
 
 def _kinds(kernels: Kernels) -> set[Any]:
@@ -104,28 +104,44 @@ def _shown(label: str, kernels: Kernels) -> set[Any]:
     return _kinds(kernels) | ({(special[0], names)} if special else set())
 
 
-@functools.cache
 def emulated_by_default(op: Any) -> list[Sample]:
     """The small samples of an operator that are emulated without `--full`.
 
     The kernels of the ordinary sample, which many tests use, are always among them. The others are
     chosen one after the other, those first that show most for each kernel that must be compiled:
     so most kernels are run with NaN, infinities and ties, and with addresses and strides that
-    forbid wide accesses.
+    forbid wide accesses. What an operator before this one shows of a kernel that both launch is not
+    shown again.
     """
-    kernels = {sample.label: kernels_of(op, sample) for sample in op.cases.small}
+    return _emulated(tuple(operators()))[op]
+
+
+@functools.cache
+def _emulated(ops: tuple[Any, ...]) -> dict[Any, list[Sample]]:
+    before: set[tuple[str, tuple[Any, ...]]] = set()
+    found = {}
+    for op in ops:
+        kernels = {sample.label: kernels_of(op, sample) for sample in op.cases.small}
+        chosen = _chosen(op, kernels, frozenset(before))
+        before |= chosen
+        found[op] = [sample for sample in op.cases.small if kernels[sample.label] <= chosen]
+    return found
+
+
+def _chosen(op: Any, kernels: dict[str, Kernels], before: Kernels) -> Kernels:
+    """The kernels of an operator that are run, where those of `before` are run elsewhere."""
     shown = {label: _shown(label, needed) for label, needed in kernels.items()}
-    chosen: set[tuple[str, tuple[Any, ...]]] = set(kernels_of(op, op.cases.ordinary()))
+    chosen = set(kernels_of(op, op.cases.ordinary()))
     while True:
-        seen = _kinds(frozenset(chosen))
+        seen = _kinds(before | chosen)
         for label, needed in kernels.items():
             if needed <= chosen:
                 seen |= shown[label]
         gains = {
-            label: len(shown[label] - seen) / len(needed - chosen)
+            label: len(shown[label] - seen) / max(len(needed - chosen - before), 0.5)
             for label, needed in kernels.items()
             if not needed <= chosen and not shown[label] <= seen
         }
         if not gains:
-            return [sample for sample in op.cases.small if kernels[sample.label] <= chosen]
+            return frozenset(chosen)
         chosen |= kernels[max(gains, key=lambda label: gains[label])]

@@ -6,6 +6,7 @@ cores that overlap (wgmma), and global accesses as wide as the plan promises.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import pytest
@@ -64,6 +65,17 @@ def kind_of(item: Compilation) -> tuple[object, ...]:
     return (item.kernel.name, *promised(*item.static))
 
 
+# Operators that share a kernel are tested one after the other.
+@functools.cache
+def source_of(item: Compilation) -> str:
+    return sources.cuda_source(item.kernel.definition, item.static, item.arch)
+
+
+@functools.cache
+def functions_of(item: Compilation) -> list[sources.Compiled]:
+    return sources.compile_source(source_of(item), item.arch)
+
+
 @each_op
 def test_plans(op: Operator) -> None:
     """Every sample has a plan on every architecture of the operator; others are refused."""
@@ -86,8 +98,7 @@ def test_plans(op: Operator) -> None:
 @each_op
 def test_lowers(op: Operator, arch: str, full: bool) -> None:
     for item in kernels(op, arch, full):
-        source = sources.cuda_source(item.kernel.definition, item.static, arch)
-        assert "__global__" in source, item.label
+        assert "__global__" in source_of(item), item.label
 
 
 @needs_nvcc
@@ -95,9 +106,7 @@ def test_lowers(op: Operator, arch: str, full: bool) -> None:
 @each_op
 def test_compiles_well(op: Operator, arch: str, full: bool) -> None:
     for item in kernels(op, arch, full):
-        definition = item.kernel.definition
-        source = sources.cuda_source(definition, item.static, arch)
-        functions = sources.compile_source(source, arch)
+        functions = functions_of(item)
         for function in functions:
             assert function.spill_bytes == 0, item.label
             assert 0 < function.registers <= 255

@@ -11,6 +11,7 @@ import pytest
 from tests import selection
 from tests.conftest import markers_of
 from tests.requirements import run_fresh
+from tile_kernels.runtime import registry
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
@@ -50,6 +51,18 @@ def test_doctests_of_an_operator() -> None:
 def test_all_operators_are_tested_by_default(request: pytest.FixtureRequest) -> None:
     everything = 1 if request.config.getoption("--op") else 60
     assert len(selection.operators()) >= everything
+
+
+def test_kernels_of_two_operators_are_emulated_once() -> None:
+    """All kinds of static arguments of both are run, those that the first one has shown by it."""
+    first, second = ops = registry.get("mhc.mhc_pre_big_fuse"), registry.get("mhc.mhc_pre_fwd")
+    chosen = selection._emulated(ops)
+    run = [selection.kernels_of(op, sample) for op, samples in chosen.items() for sample in samples]
+    every = [selection.kernels_of(op, sample) for op in ops for sample in op.cases.small]
+    assert selection._kinds(frozenset().union(*run)) == selection._kinds(frozenset().union(*every))
+    assert chosen[first] == selection._emulated((first,))[first]
+    assert len(chosen[second]) < len(selection._emulated((second,))[second])
+    assert second.cases.ordinary() in chosen[second]
 
 
 @pytest.mark.parametrize("backend", ["torch", "emulate"])

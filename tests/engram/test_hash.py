@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engram.helpers import INT32, INT64, int32
+from tile_kernels.engram.hash.cases import CASES
+from tile_kernels.runtime.device import described
+from tile_kernels.runtime.warmup import compilations
 from tile_kernels.testing.numeric import assert_equal
 from tile_kernels.torch import engram
 
@@ -100,3 +103,12 @@ def test_tables_without_rows_give_their_offset() -> None:
 def test_hash_needs_two_tokens() -> None:
     with pytest.raises(ValueError, match="at least 2 tokens, got 1"):
         engram.engram_hash(int32([[1]]), torch.tensor([[1]]), int32([[]]), int32([[]]))
+
+
+def test_hashes_without_tables_need_no_kernel() -> None:
+    """A kernel for no columns could not be compiled by a warm-up."""
+    samples = {sample.label: sample for sample in CASES["engram_hash"].small}
+    assert compilations([("engram.engram_hash", samples["37"].build("meta"))], described())
+    assert not compilations(
+        [("engram.engram_hash", samples["no tables"].build("meta"))], described()
+    )

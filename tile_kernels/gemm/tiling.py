@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tile_kernels.runtime.device import Device
 
@@ -143,3 +143,10 @@ def wide(problem: Problem) -> Tile:
     if problem.a_scale == NONE:
         return WIDE_GROUPED if grouped else WIDE
     return WIDE_FP8_GROUPED if grouped else WIDE_FP8
+
+
+def plan_wide(*problem: Any) -> Plan:
+    """The fields of `Problem`, then the device. The number of rows does not matter."""
+    *fields, device = problem
+    given = Problem(*fields)
+    return with_tile(given, wide(given), device)

@@ -14,6 +14,7 @@ from tile_kernels.runtime.sampling import (
     INF,
     NAN,
     assert_equal_results,
+    changed,
     close_results,
     edited,
     misaligned,
@@ -160,6 +161,18 @@ def grad_rejects(name: str) -> list[Reject]:
         Reject(name, "double", edited(name, lambda g: g.double())),
         Reject(name, "fewer tokens", edited(name, lambda g: g[1:])),
     ]
+
+
+# Of all that computes mixes from their projection.
+MIX_REJECTS = [
+    Reject("mhc_scale", "two", edited("mhc_scale", lambda x: x[1:])),
+    Reject("mhc_base", "one less", edited("mhc_base", lambda x: x[1:])),
+    Reject("rms_eps", "words", changed(rms_eps="small")),
+    Reject("mhc_pre_eps", "words", changed(mhc_pre_eps="small")),
+    Reject("mhc_sinkhorn_eps", "negative", changed(mhc_sinkhorn_eps=-1e-6)),
+    Reject("mhc_post_mult_value", "words", changed(mhc_post_mult_value="two")),
+    Reject("sinkhorn_repeat", "none", changed(sinkhorn_repeat=0)),
+]
 
 
 def renamed(kind: str, samples: list[Sample]) -> list[Sample]:

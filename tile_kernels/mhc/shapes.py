@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.declaration import Spec
+from tile_kernels.runtime.declaration import ALIGNMENT, Spec
 
 MAX_STREAMS = 8
 MAX_TOKENS = 2**30  # blocks and threads are counted in 32 bits
@@ -110,6 +110,16 @@ def stream_count(name: str, m: int) -> None:
 def parameter(name: str, value: Tensor, size: int) -> None:
     """Checks that `value` is a vector of `size` learnt numbers."""
     checks.tensor(name, value, ("size",), torch.float32, shape=(size,), contiguous=True)
+
+
+def count_tokens(a: Any) -> int:
+    """The tokens of a record whose `residual` is `[..., m, h]`."""
+    return math.prod(a.residual.shape[:-2])
+
+
+def aligned(x: Spec) -> Spec:
+    """`x` at a multiple of 16 bytes, as bulk copies need it, copied if need be."""
+    return x if x.alignment == ALIGNMENT else x.clone()
 
 
 def rows(value: Any, *last: int) -> Spec:

@@ -1,5 +1,5 @@
 """Argument checks. Each raises `TypeError` or `ValueError` with the argument's name, what was
-expected and what came. The operator's name is put in front by the caller (`runtime/op.py`).
+expected and what came. The operator's name is put in front by the caller (`runtime/operator.py`).
 
 They run on every call, so the good path is a few attribute reads; sentences are built on failure.
 """
@@ -84,6 +84,29 @@ def countable(name: str, value: torch.Tensor) -> None:
     count = value.numel()
     if isinstance(count, int) and count > MOST_SIZE:
         raise ValueError(f"{name} must have at most {MOST_SIZE} elements, got {count}")
+
+
+def buffer(
+    name: str,
+    given: object,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    strides: Sequence[int] | None = None,
+) -> None:
+    """`given` can hold a result. Strides default to contiguous; those of sizes of 1 are free."""
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(given).__name__}")
+    if given.dtype is not dtype:
+        raise TypeError(f"{name} must be {_dtypes((dtype,))}, got {_dtypes((given.dtype,))}")
+    if tuple(given.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(given.shape)}")
+    if strides is None:
+        if not given.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tuple(given.stride())}")
+    elif given.numel() and any(
+        size > 1 and mine != wanted for size, mine, wanted in zip(shape, given.stride(), strides)
+    ):
+        raise ValueError(f"{name} must have strides {tuple(strides)}, got {given.stride()}")
 
 
 Named = Sequence[tuple[str, torch.Tensor]]

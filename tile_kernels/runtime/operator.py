@@ -34,7 +34,6 @@ from tile_kernels.runtime.compilation import CompilationForbiddenError
 from tile_kernels.runtime.declaration import Host, Launch, Out, Spec
 from tile_kernels.runtime.device import DESCRIBED
 from tile_kernels.runtime.launch import Request, recorder
-from tile_kernels.runtime.outputs import check_output
 from tile_kernels.runtime.prepared import MAX_SIZES, Plan, Sized, remember, sized
 from tile_kernels.runtime.pytorch import (
     LateAutograd,
@@ -153,7 +152,6 @@ class Operator(registry.Registered):
         no_gradient = no_gradient_message(self._label, instead)
         self._register(hints, out, no_gradient, backward, setup_context)
         self.function: Callable[..., Any] = self
-        self.body: Callable[..., Any] = self
 
     def _register(
         self,
@@ -206,7 +204,7 @@ class Operator(registry.Registered):
         """
 
         def declare(function: F) -> F:
-            self.function = self.body = function
+            self.function = function
             self.signature = inspect.signature(function, eval_str=True)
             self.public_reference = reference or self.reference
             self.mutates = self.mutates if mutates is None else mutates
@@ -498,7 +496,7 @@ class Operator(registry.Registered):
         if given:
             results = (result,) if self._single else tuple(result)
             for out, buffer in zip(self._outs(self.arguments(*args)), given):
-                check_output(out.name, buffer, out.shape, out.dtype, out.strides)
+                checks.buffer(out.name, buffer, out.shape, out.dtype, out.strides)
             for buffer, each in zip(given, results):
                 buffer.copy_(each)
             result = given[0] if self._single else tuple(given)
@@ -529,7 +527,7 @@ class Operator(registry.Registered):
         self._checked(args)
         self._record(self._inspect(args, given)[0], args, given)
         for out, buffer in zip(self._results(self.arguments(*args)), given):
-            check_output(out.name, buffer, out.shape, out.dtype, out.strides)
+            checks.buffer(out.name, buffer, out.shape, out.dtype, out.strides)
 
     def _record(self, device: torch.device, args: Any, given: Sequence[Tensor] = ()) -> None:
         """Records the launches of a call that autograd sees, on meta tensors."""

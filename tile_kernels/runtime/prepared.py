@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from tile_kernels.runtime import checks
 from tile_kernels.runtime.declaration import (
     ALIGNMENT,
     Host,
@@ -26,7 +27,6 @@ from tile_kernels.runtime.declaration import (
     Spec,
     contiguous_strides,
 )
-from tile_kernels.runtime.outputs import check_output
 from tile_kernels.runtime.positions import getter
 from tile_kernels.runtime.pytorch import empty_strided_cuda
 
@@ -140,7 +140,7 @@ class Plan:
     ) -> Sized:
         """What depends on the sizes of `record`, which is checked; `outs` are its results."""
         for out, buffer in zip(outs, given):
-            check_output(out.name, buffer, out.shape, out.dtype, out.strides)
+            checks.buffer(out.name, buffer, out.shape, out.dtype, out.strides)
         allocations = tuple([out.memory for out in outs[self._num_given :]])
         views = self._views(outs, given) if self._has_views else ()
         constants, bound = self._constants, self._bound

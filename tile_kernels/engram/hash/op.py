@@ -66,7 +66,9 @@ class Arguments(NamedTuple):
         layers, columns = self.offsets.shape
         return Out("out", (layers, self.ngram_token_ids.shape[0], columns), self.offsets.dtype)
 
-    def launches(self, out: Spec) -> Launch:
+    def launches(self, out: Spec) -> Launch | None:
+        if self.offsets.numel() == 0:
+            return None
         sizes: Any = self.vocab_sizes
         masked = self.image_token_mask is not None
         problem = (self.ngram_token_ids.shape[1], sizes.shape[2], dtype_name(self.offsets), masked)

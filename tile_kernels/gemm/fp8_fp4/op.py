@@ -7,34 +7,24 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from tile_kernels.gemm import operands
+from tile_kernels.gemm import operands, product
 from tile_kernels.gemm.fp4_weights import Fp4Weights, prepare_fp4_weights
 from tile_kernels.gemm.fp8_fp4 import reference
-from tile_kernels.gemm.gemm_nt.op import cost as dense_cost
 from tile_kernels.gemm.gemm_nt.op import fp8_gemm_nt
 from tile_kernels.gemm.gemm_nt.plan import plan as dense_plan
-from tile_kernels.gemm.m_grouped.op import (
-    check_layout,
-    check_rows,
-    m_grouped_fp8_gemm_nt_contiguous,
-)
-from tile_kernels.gemm.m_grouped.op import check_values as check_groups
-from tile_kernels.gemm.m_grouped.op import cost as contiguous_cost
-from tile_kernels.gemm.m_grouped.plan import plan as contiguous_plan
-from tile_kernels.gemm.masked.op import check_sizes, m_grouped_fp8_gemm_nt_masked
-from tile_kernels.gemm.masked.op import check_values as check_masked_m
-from tile_kernels.gemm.masked.op import cost as masked_cost
-from tile_kernels.gemm.masked.plan import is_small
+from tile_kernels.gemm.m_grouped import op as contiguous
+from tile_kernels.gemm.m_grouped.op import m_grouped_fp8_gemm_nt_contiguous
+from tile_kernels.gemm.masked import op as masked
+from tile_kernels.gemm.masked.op import m_grouped_fp8_gemm_nt_masked
 from tile_kernels.gemm.masked.plan import plan as masked_plan
 from tile_kernels.gemm.operands import Operand, Recipe
-from tile_kernels.gemm.tiling import BLOCK, CONTIGUOUS, DENSE, GROUP, MASKED, PSUM
+from tile_kernels.gemm.product import Product
+from tile_kernels.gemm.tiling import BLOCK, DENSE, GROUP, plan_wide
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.declaration import Host, Launch, Out, Size, Spec
+from tile_kernels.runtime.declaration import Host, Launch, Size, Spec
 from tile_kernels.runtime.launch import Kernel
-from tile_kernels.runtime.operator import Operator
 
 _MODULE, _NAME = "tile_kernels.gemm.fp8_fp4.kernel", "fp8_fp4_gemm_nt"
-_RESULTS = (torch.bfloat16, torch.float32)
 
 Weights = Fp4Weights | tuple[Tensor, ...]
 
@@ -89,10 +79,6 @@ def _prepared(b: Any) -> Any:
     return b if len(b) == 3 else prepare_fp4_weights(b)
 
 
-def _scratch(x: Any) -> tuple[Out, ...]:
-    return operands.row_scale_scratch(x.a_sf)
-
-
 # ---- dense --------------------------------------------------------------------------------------
 
 _DENSE = Kernel(_MODULE, _NAME, dense_plan)
@@ -109,18 +95,11 @@ class Arguments(NamedTuple):
     accumulate: bool
 
     def check(self) -> None:
-        operands.check_codes("a", self.a, ("M", "K"))
-        operands.check_row_stride("a", self.a)
-        m, k = self.a.shape
-        operands.check_fp4_weights(self.b, self.b_shifts, self.b_sf, ("N", "K"), (), k)
-        operands.check_row_scales("a", self.a_sf, (m,), k // BLOCK)
-        shape = (m, self.b.shape[0])
-        operands.check_result(self.d, self.c, ("M", "N"), shape, _RESULTS, contiguous=False)
+        product.check(self, DENSE)
 
     def launches(self, *buffers: Spec) -> list[Launch | Host]:
-        head = (Size(lambda x: x.a.shape[0]),)
-        strides = operands.row_stride(self.a), operands.row_stride(self.d)
-        return operands.fp8_launches(_DENSE, self, head, DENSE, None, strides, buffers)
+        rows = Size(lambda x: x.a.shape[0])
+        return product.launches(_DENSE, self, DENSE, None, buffers, rows)
 
 
 def _reference(
@@ -129,16 +108,13 @@ def _reference(
     reference.fp8_fp4_gemm_nt((a, a_sf), (b, shifts, b_sf), d, d if add else c)
 
 
-FP8_FP4_GEMM_NT = Operator(
+FP8_FP4_GEMM_NT = Product(
     "gemm.fp8_fp4_gemm_nt",
     Arguments,
-    outputs=operands.no_outputs,
-    scratch=_scratch,
+    scratch=product.scratch,
     reference=_reference,
-    cost=dense_cost,
+    cost=product.cost,
     dynamic={"a": 1, "a_sf": 1, "d": 1, "c": 1},
-    mutates=("d",),
-    archs=("sm_90a",),
 )
 
 
@@ -202,7 +178,7 @@ def fp8_fp4_gemm_nt(
 
 # ---- groups of rows -----------------------------------------------------------------------------
 
-_CONTIGUOUS = Kernel(_MODULE, _NAME, contiguous_plan)
+_CONTIGUOUS = Kernel(_MODULE, _NAME, plan_wide)
 
 
 class ContiguousArguments(NamedTuple):
@@ -216,23 +192,10 @@ class ContiguousArguments(NamedTuple):
     use_psum_layout: bool
 
     def check(self) -> None:
-        operands.check_codes("a", self.a, ("M", "K"))
-        operands.check_row_stride("a", self.a)
-        m, k = self.a.shape
-        check_rows(self.a)
-        dims = ("G", "N", "K")
-        operands.check_fp4_weights(self.b, self.b_shifts, self.b_sf, dims, (None,), k)
-        operands.check_row_scales("a", self.a_sf, (m,), k // BLOCK)
-        shape = (m, self.b.shape[1])
-        operands.check_result(self.d, None, ("M", "N"), shape, torch.bfloat16, contiguous=False)
-        check_layout(self.grouped_layout, self.b.shape[0], m, self.use_psum_layout)
+        contiguous.check(self)
 
     def launches(self, *buffers: Spec) -> list[Launch | Host]:
-        layout = PSUM if self.use_psum_layout else CONTIGUOUS
-        strides = operands.row_stride(self.a), operands.row_stride(self.d)
-        return operands.fp8_launches(
-            _CONTIGUOUS, self, (), layout, self.grouped_layout, strides, buffers
-        )
+        return contiguous.launches(_CONTIGUOUS, self, buffers)
 
 
 def _check_expected_m(value: Any) -> None:
@@ -255,17 +218,14 @@ def _reference_contiguous(
     )
 
 
-M_GROUPED_FP8_FP4_GEMM_NT_CONTIGUOUS = Operator(
+M_GROUPED_FP8_FP4_GEMM_NT_CONTIGUOUS = Product(
     "gemm.m_grouped_fp8_fp4_gemm_nt_contiguous",
     ContiguousArguments,
-    outputs=operands.no_outputs,
-    scratch=_scratch,
+    scratch=product.scratch,
     reference=_reference_contiguous,
-    cost=contiguous_cost,
+    cost=product.cost,
     dynamic={"a": 1, "a_sf": 1, "d": 1, "grouped_layout": 0},
-    mutates=("d",),
-    check_values=check_groups,
-    archs=("sm_90a",),
+    check_values=contiguous.check_values,
 )
 
 
@@ -349,20 +309,10 @@ class MaskedArguments(NamedTuple):
     expected_m: int
 
     def check(self) -> None:
-        dims = ("G", "max_m", "K")
-        operands.check_codes("a", self.a, dims, contiguous=True)
-        groups, m, k = self.a.shape
-        dims = ("G", "N", "K")
-        operands.check_fp4_weights(self.b, self.b_shifts, self.b_sf, dims, (groups,), k)
-        operands.check_row_scales("a", self.a_sf, (groups, m), k // BLOCK)
-        shape, dims = (groups, m, self.b.shape[1]), ("G", "max_m", "N")
-        operands.check_result(self.d, None, dims, shape, torch.bfloat16, contiguous=True)
-        check_sizes(self.masked_m, self.expected_m, groups)
+        masked.check(self)
 
     def launches(self, *buffers: Spec) -> list[Launch | Host]:
-        head = (is_small(self.expected_m, self.a.shape[1]),)
-        strides = self.a.shape[2], self.b.shape[1]
-        return operands.fp8_launches(_MASKED, self, head, MASKED, self.masked_m, strides, buffers)
+        return masked.launches(_MASKED, self, buffers)
 
 
 def _reference_masked(
@@ -380,16 +330,13 @@ def _reference_masked(
     )
 
 
-M_GROUPED_FP8_FP4_GEMM_NT_MASKED = Operator(
+M_GROUPED_FP8_FP4_GEMM_NT_MASKED = Product(
     "gemm.m_grouped_fp8_fp4_gemm_nt_masked",
     MaskedArguments,
-    outputs=operands.no_outputs,
-    scratch=_scratch,
+    scratch=product.scratch,
     reference=_reference_masked,
-    cost=masked_cost,
-    mutates=("d",),
-    check_values=check_masked_m,
-    archs=("sm_90a",),
+    cost=masked.cost,
+    check_values=masked.check_values,
 )
 
 

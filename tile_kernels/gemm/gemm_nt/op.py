@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from tile_kernels.gemm import operands
+from tile_kernels.gemm import operands, product, scales
 from tile_kernels.gemm.gemm_nt import reference
 from tile_kernels.gemm.gemm_nt.plan import plan
 from tile_kernels.gemm.operands import Operand, Recipe
+from tile_kernels.gemm.product import Product
 from tile_kernels.gemm.tiling import BLOCK, DENSE
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, Size, Spec
 from tile_kernels.runtime.launch import Kernel
-from tile_kernels.runtime.operator import Operator
 from tile_kernels.transpose import transpose
 
 _KERNEL = Kernel("tile_kernels.gemm.gemm_nt.kernel", "gemm_nt", plan)
-_RESULTS = (torch.bfloat16, torch.float32)
+_NUM_ROWS = Size(lambda x: x.a.shape[0])
 
 
 class Arguments(NamedTuple):
@@ -34,24 +32,10 @@ class Arguments(NamedTuple):
     rows_per_scale: int
 
     def check(self) -> None:
-        operands.check_codes("a", self.a, ("M", "K"))
-        operands.check_row_stride("a", self.a)
-        m, k = self.a.shape
-        operands.check_codes("b", self.b, ("N", "K"), shape=(None, k), contiguous=True)
-        n = self.b.shape[0]
-        operands.check_columns(n)
-        operands.check_row_scales("a", self.a_sf, (m,), k // BLOCK)
-        operands.check_b_scales(self.b_sf, (), n, k // BLOCK, self.rows_per_scale)
-        operands.check_result(self.d, self.c, ("M", "N"), (m, n), _RESULTS, contiguous=False)
+        product.check(self, DENSE)
 
     def launches(self, *buffers: Spec) -> list[Launch | Host]:
-        head = (Size(lambda x: x.a.shape[0]),)
-        strides = operands.row_stride(self.a), operands.row_stride(self.d)
-        return operands.fp8_launches(_KERNEL, self, head, DENSE, None, strides, buffers)
-
-
-def cost(a: Operand, b: Operand, d: Tensor, c: Tensor | None = None, **_: Any) -> Cost:
-    return operands.product_cost((a, b, c), d, 2 * d.numel() * a[0].shape[1])
+        return product.launches(_KERNEL, self, DENSE, None, buffers, _NUM_ROWS)
 
 
 def _reference(
@@ -61,16 +45,13 @@ def _reference(
     reference.fp8_gemm_nt((a, a_sf), (b, b_sf), d, d if accumulate else c, recipe)
 
 
-FP8_GEMM_NT = Operator(
+FP8_GEMM_NT = Product(
     "gemm.fp8_gemm_nt",
     Arguments,
-    outputs=operands.no_outputs,
-    scratch=operands.scratch,
+    scratch=product.scratch,
     reference=_reference,
-    cost=cost,
+    cost=product.cost,
     dynamic={"a": 1, "a_sf": 1, "d": 1, "c": 1},
-    mutates=("d",),
-    archs=("sm_90a",),
 )
 
 
@@ -138,7 +119,7 @@ def _k_major(operand: Operand) -> Operand:
     """`[K, rows]` with scales `[steps, ...]` as `[rows, K]`; copied unless it lies so in memory."""
     data, sf = operand
     by_rows = sf.shape[1] == data.shape[1]
-    transposed = sf.T.contiguous() if by_rows and not operands.is_mn_major(sf.T) else sf.T
+    transposed = sf.T.contiguous() if by_rows and not scales.is_mn_major(sf.T) else sf.T
     return data.T if data.T.is_contiguous() else transpose(data), transposed
 
 
@@ -222,36 +203,22 @@ class PlainArguments(NamedTuple):
     accumulate: bool
 
     def check(self) -> None:
-        operands.check_bf16("a", self.a, ("M", "K"))
-        operands.check_row_stride("a", self.a)
-        operands.check_bf16("b", self.b, ("N", "K"), shape=(None, self.a.shape[1]), contiguous=True)
-        shape = (self.a.shape[0], self.b.shape[0])
-        operands.check_columns(shape[1])
-        operands.check_result(self.d, self.c, ("M", "N"), shape, _RESULTS, contiguous=False)
+        product.check(self, DENSE)
 
     def launches(self) -> list[Launch | Host]:
-        head = (Size(lambda x: x.a.shape[0]),)
-        strides = operands.row_stride(self.a), operands.row_stride(self.d)
-        return operands.bf16_launches(_KERNEL, self, head, DENSE, None, *strides)
-
-
-def cost_bf16(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, **_: Any) -> Cost:
-    return operands.product_cost((a, b, c), d, 2 * d.numel() * a.shape[1])
+        return product.launches(_KERNEL, self, DENSE, None, (), _NUM_ROWS)
 
 
 def _reference_bf16(a: Tensor, b: Tensor, d: Tensor, c: Any, accumulate: bool) -> None:
     reference.bf16_gemm_nt(a, b, d, d if accumulate else c)
 
 
-BF16_GEMM_NT = Operator(
+BF16_GEMM_NT = Product(
     "gemm.bf16_gemm_nt",
     PlainArguments,
-    outputs=operands.no_outputs,
     reference=_reference_bf16,
-    cost=cost_bf16,
+    cost=product.cost,
     dynamic={"a": 1, "d": 1, "c": 1},
-    mutates=("d",),
-    archs=("sm_90a",),
 )
 
 

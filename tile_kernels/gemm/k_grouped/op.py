@@ -8,20 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tile_kernels.gemm import operands
+from tile_kernels.gemm import operands, product
 from tile_kernels.gemm.k_grouped import reference
-from tile_kernels.gemm.k_grouped.plan import plan
 from tile_kernels.gemm.operands import BY_ROW, Operand, Recipe
-from tile_kernels.gemm.tiling import BLOCK, K_GROUPED, ROW
+from tile_kernels.gemm.product import RESULTS, Product
+from tile_kernels.gemm.tiling import BLOCK, K_GROUPED, plan_wide
 from tile_kernels.runtime import backends, checks
-from tile_kernels.runtime.cases import Cost
-from tile_kernels.runtime.declaration import Host, Launch, dtype_name
+from tile_kernels.runtime.cases import Cost, tensors_in
+from tile_kernels.runtime.declaration import Host, Launch
 from tile_kernels.runtime.launch import Kernel
-from tile_kernels.runtime.operator import Operator
 from tile_kernels.transpose import transpose
 
-_KERNEL = Kernel("tile_kernels.gemm.k_grouped.kernel", "k_grouped_gemm_nt", plan)
-_RESULTS = (torch.float32, torch.bfloat16)
+_KERNEL = Kernel("tile_kernels.gemm.k_grouped.kernel", "k_grouped_gemm_nt", plan_wide)
 
 
 class Arguments(NamedTuple):
@@ -51,28 +49,14 @@ class Arguments(NamedTuple):
         _check_groups(self, m, n)
 
     def launches(self) -> list[Launch | Host]:
-        a: Any
-        a, b, d, c = self.a, self.b, self.d, self.c
-        if d.numel() == 0:
-            return []
-        if a.shape[1] == 0:
-            return operands.without_product(d, c, self.accumulate)
-        named = {"a": a, "b": b, "d": d, "c": c}
-        named |= {"the scales of a": self.a_sf, "the scales of b": self.b_sf}
-        for name, data in named.items():
-            operands.check_address(name, data)
-        problem = (
-            K_GROUPED, dtype_name(a), a.shape[0], b.shape[0], 0, 0, b.shape[0], dtype_name(d),
-            operands.addend(c, self.accumulate), ROW, ROW,
-        )  # fmt: skip
-        return [Launch(_KERNEL, problem, (a, self.a_sf, b, self.b_sf, self.grouped_layout, c, d))]
+        return product.launches(_KERNEL, self, K_GROUPED, self.grouped_layout, ())
 
 
 def _check_groups(x: Any, m: int, n: int) -> None:
     """`d`, `c` and the sizes fit."""
     checks.tensor("d", x.d, ("G", "M", "N"))
     groups = x.d.shape[0]
-    operands.check_result(x.d, x.c, ("G", "M", "N"), (groups, m, n), _RESULTS, contiguous=True)
+    operands.check_result(x.d, x.c, ("G", "M", "N"), (groups, m, n), RESULTS, contiguous=True)
     checks.tensor(
         "grouped_layout", x.grouped_layout, ("G",), torch.int32, shape=(groups,), contiguous=True
     )
@@ -95,12 +79,11 @@ def check_values(x: Any) -> None:
         raise ValueError(f"ks must be the sizes in grouped_layout, {sizes.tolist()}, got {x.ks}")
 
 
-def cost(
-    a: Operand, b: Operand, d: Tensor, grouped_layout: Tensor, c: Any = None, **_: Any
-) -> Cost:
+def cost(a: Any, b: Any, d: Tensor, grouped_layout: Tensor, c: Any = None, **_: Any) -> Cost:
     """Of sums over all rows."""
-    rows = a[0].numel() // max(d.shape[1], 1)
-    return operands.product_cost((a, b, grouped_layout, c), d, 2 * d.shape[1] * d.shape[2] * rows)
+    rows = tensors_in((a,))[0].numel() // max(d.shape[1], 1)
+    flops = 2 * d.shape[1] * d.shape[2] * rows
+    return product.cost_of((a, b, grouped_layout, c), d, flops)
 
 
 def _reference(
@@ -119,15 +102,12 @@ def _reference(
     )
 
 
-K_GROUPED_FP8_GEMM_NT_CONTIGUOUS = Operator(
+K_GROUPED_FP8_GEMM_NT_CONTIGUOUS = Product(
     "gemm.k_grouped_fp8_gemm_nt_contiguous",
     Arguments,
-    outputs=operands.no_outputs,
     reference=_reference,
     cost=cost,
-    mutates=("d",),
     check_values=check_values,
-    archs=("sm_90a",),
 )
 
 
@@ -303,8 +283,7 @@ class PlainArguments(NamedTuple):
         _check_groups(self, m, self.b.shape[0])
 
     def launches(self) -> list[Launch | Host]:
-        strides = 0, self.b.shape[0]
-        return operands.bf16_launches(_KERNEL, self, (), K_GROUPED, self.grouped_layout, *strides)
+        return product.launches(_KERNEL, self, K_GROUPED, self.grouped_layout, ())
 
 
 def _check_matrices(a: Any, b: Any, ks: Any, d: Any, layout: Any, c: Any, accumulate: bool) -> None:
@@ -323,14 +302,6 @@ def _check_matrices(a: Any, b: Any, ks: Any, d: Any, layout: Any, c: Any, accumu
             raise ValueError(f"{name} must be on {a.device} like a, got {tensor.device}")
 
 
-def cost_bf16(
-    a: Tensor, b: Tensor, d: Tensor, grouped_layout: Tensor, c: Any = None, **_: Any
-) -> Cost:
-    """Of sums over all rows."""
-    flops = 2 * d.shape[1] * d.shape[2] * a.shape[0]
-    return operands.product_cost((a, b, grouped_layout, c), d, flops)
-
-
 def _reference_bf16(
     a: Tensor, b: Tensor, d: Tensor, layout: Tensor, c: Any, accumulate: bool, ks: Any
 ) -> None:
@@ -338,15 +309,12 @@ def _reference_bf16(
     reference.k_grouped_bf16_gemm_tn_contiguous(a.mT, b.mT, d, ks, layout, added)
 
 
-K_GROUPED_BF16_GEMM_TN_CONTIGUOUS = Operator(
+K_GROUPED_BF16_GEMM_TN_CONTIGUOUS = Product(
     "gemm.k_grouped_bf16_gemm_tn_contiguous",
     PlainArguments,
-    outputs=operands.no_outputs,
     reference=_reference_bf16,
-    cost=cost_bf16,
-    mutates=("d",),
+    cost=cost,
     check_values=check_values,
-    archs=("sm_90a",),
 )
 
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tile_kernels.gemm import operands
+from tile_kernels.gemm import operands, product
 from tile_kernels.gemm.m_grouped import reference
-from tile_kernels.gemm.m_grouped.plan import plan
 from tile_kernels.gemm.operands import Operand, Recipe
-from tile_kernels.gemm.tiling import BLOCK, CONTIGUOUS, PSUM
+from tile_kernels.gemm.product import Product
+from tile_kernels.gemm.tiling import BLOCK, CONTIGUOUS, PSUM, plan_wide
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Host, Launch, Spec
 from tile_kernels.runtime.launch import Kernel
-from tile_kernels.runtime.operator import Operator
 
-_KERNEL = Kernel("tile_kernels.gemm.m_grouped.kernel", "m_grouped_gemm_nt", plan)
+_KERNEL = Kernel("tile_kernels.gemm.m_grouped.kernel", "m_grouped_gemm_nt", plan_wide)
 
 
 class Arguments(NamedTuple):
@@ -32,39 +31,25 @@ class Arguments(NamedTuple):
     rows_per_scale: int
 
     def check(self) -> None:
-        operands.check_codes("a", self.a, ("M", "K"))
-        operands.check_row_stride("a", self.a)
-        m, k = self.a.shape
-        check_rows(self.a)
-        operands.check_codes("b", self.b, ("G", "N", "K"), shape=(None, None, k), contiguous=True)
-        groups, n, _ = self.b.shape
-        operands.check_columns(n)
-        operands.check_row_scales("a", self.a_sf, (m,), k // BLOCK)
-        operands.check_b_scales(self.b_sf, (groups,), n, k // BLOCK, self.rows_per_scale)
-        operands.check_result(self.d, None, ("M", "N"), (m, n), torch.bfloat16, contiguous=False)
-        check_layout(self.grouped_layout, groups, m, self.use_psum_layout)
+        check(self)
 
     def launches(self, *buffers: Spec) -> list[Launch | Host]:
-        layout = PSUM if self.use_psum_layout else CONTIGUOUS
-        strides = operands.row_stride(self.a), operands.row_stride(self.d)
-        tensor = self.grouped_layout
-        return operands.fp8_launches(_KERNEL, self, (), layout, tensor, strides, buffers)
+        return launches(_KERNEL, self, buffers)
 
 
-def check_rows(a: Tensor) -> None:
-    """Groups start at multiples of 128 rows."""
-    if a.shape[0] % BLOCK:
-        raise ValueError(
-            f"a must have a multiple of {BLOCK} rows, got {a.shape[0]}; "
-            f"tile_kernels.moe.get_fused_mapping(..., alignment={BLOCK}) pads groups to that"
-        )
+def check(x: Any) -> None:
+    """Operands and result fit, and the layout has an element for each row, or each group's end."""
+    product.check(x, CONTIGUOUS)
+    checks.boolean("use_psum_layout", x.use_psum_layout)
+    size, dim = (x.b.shape[0], "G") if x.use_psum_layout else (x.a.shape[0], "M")
+    checks.tensor(
+        "grouped_layout", x.grouped_layout, (dim,), torch.int32, shape=(size,), contiguous=True
+    )
 
 
-def check_layout(layout: Any, groups: int, rows: int, psum: Any) -> None:
-    """`grouped_layout` has an element for each row, or the end of each group."""
-    checks.boolean("use_psum_layout", psum)
-    size, dim = (groups, "G") if psum else (rows, "M")
-    checks.tensor("grouped_layout", layout, (dim,), torch.int32, shape=(size,), contiguous=True)
+def launches(kernel: Kernel, x: Any, buffers: Sequence[Spec]) -> list[Launch | Host]:
+    layout = PSUM if x.use_psum_layout else CONTIGUOUS
+    return product.launches(kernel, x, layout, x.grouped_layout, buffers)
 
 
 def check_values(x: Any) -> None:
@@ -85,10 +70,6 @@ def check_values(x: Any) -> None:
         raise ValueError(f"grouped_layout {reason}, but element [{where}] is {found}")
 
 
-def cost(a: Operand, b: Operand, d: Tensor, grouped_layout: Tensor, **_: Any) -> Cost:
-    return operands.product_cost((a, b, grouped_layout), d, 2 * d.numel() * a[0].shape[1])
-
-
 def _reference(
     a: Tensor,
     a_sf: Tensor,
@@ -104,17 +85,14 @@ def _reference(
     )
 
 
-M_GROUPED_FP8_GEMM_NT_CONTIGUOUS = Operator(
+M_GROUPED_FP8_GEMM_NT_CONTIGUOUS = Product(
     "gemm.m_grouped_fp8_gemm_nt_contiguous",
     Arguments,
-    outputs=operands.no_outputs,
-    scratch=operands.scratch,
+    scratch=product.scratch,
     reference=_reference,
-    cost=cost,
+    cost=product.cost,
     dynamic={"a": 1, "a_sf": 1, "d": 1, "grouped_layout": 0},
-    mutates=("d",),
     check_values=check_values,
-    archs=("sm_90a",),
 )
 
 
@@ -191,42 +169,23 @@ class PlainArguments(NamedTuple):
     use_psum_layout: bool
 
     def check(self) -> None:
-        operands.check_bf16("a", self.a, ("M", "K"))
-        operands.check_row_stride("a", self.a)
-        check_rows(self.a)
-        operands.check_bf16(
-            "b", self.b, ("G", "N", "K"), shape=(None, None, self.a.shape[1]), contiguous=True
-        )
-        groups, n, _ = self.b.shape
-        operands.check_columns(n)
-        shape = (self.a.shape[0], n)
-        operands.check_result(self.d, None, ("M", "N"), shape, torch.bfloat16, contiguous=False)
-        check_layout(self.grouped_layout, groups, shape[0], self.use_psum_layout)
+        check(self)
 
     def launches(self) -> list[Launch | Host]:
-        layout = PSUM if self.use_psum_layout else CONTIGUOUS
-        strides = operands.row_stride(self.a), operands.row_stride(self.d)
-        return operands.bf16_launches(_KERNEL, self, (), layout, self.grouped_layout, *strides)
-
-
-def cost_bf16(a: Tensor, b: Tensor, d: Tensor, grouped_layout: Tensor, **_: Any) -> Cost:
-    return operands.product_cost((a, b, grouped_layout), d, 2 * d.numel() * a.shape[1])
+        return launches(_KERNEL, self, ())
 
 
 def _reference_bf16(a: Tensor, b: Tensor, d: Tensor, layout: Tensor, psum: bool) -> None:
     reference.m_grouped_bf16_gemm_nt_contiguous(a, b, d, layout, psum)
 
 
-M_GROUPED_BF16_GEMM_NT_CONTIGUOUS = Operator(
+M_GROUPED_BF16_GEMM_NT_CONTIGUOUS = Product(
     "gemm.m_grouped_bf16_gemm_nt_contiguous",
     PlainArguments,
-    outputs=operands.no_outputs,
     reference=_reference_bf16,
-    cost=cost_bf16,
+    cost=product.cost,
     dynamic={"a": 1, "d": 1, "grouped_layout": 0},
-    mutates=("d",),
     check_values=check_values,
-    archs=("sm_90a",),
 )
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tile_kernels.gemm import operands
+from tile_kernels.gemm import operands, product
 from tile_kernels.gemm.masked import reference
 from tile_kernels.gemm.masked.plan import is_small, plan
 from tile_kernels.gemm.operands import Operand, Recipe
+from tile_kernels.gemm.product import Product
 from tile_kernels.gemm.tiling import BLOCK, MASKED
 from tile_kernels.runtime import checks
-from tile_kernels.runtime.cases import Cost
+from tile_kernels.runtime.cases import Cost, tensors_in
 from tile_kernels.runtime.declaration import Host, Launch, Spec
 from tile_kernels.runtime.launch import Kernel
-from tile_kernels.runtime.operator import Operator
 
 _KERNEL = Kernel("tile_kernels.gemm.masked.kernel", "masked_gemm_nt", plan)
 
@@ -32,39 +33,36 @@ class Arguments(NamedTuple):
     rows_per_scale: int
 
     def check(self) -> None:
-        operands.check_codes("a", self.a, ("G", "max_m", "K"), contiguous=True)
-        groups, m, k = self.a.shape
-        operands.check_codes("b", self.b, ("G", "N", "K"), shape=(groups, None, k), contiguous=True)
-        n = self.b.shape[1]
-        operands.check_columns(n)
-        operands.check_row_scales("a", self.a_sf, (groups, m), k // BLOCK)
-        operands.check_b_scales(self.b_sf, (groups,), n, k // BLOCK, self.rows_per_scale)
-        dims = ("G", "max_m", "N")
-        operands.check_result(self.d, None, dims, (groups, m, n), torch.bfloat16, contiguous=True)
-        check_sizes(self.masked_m, self.expected_m, groups)
+        check(self)
 
     def launches(self, *buffers: Spec) -> list[Launch | Host]:
-        head = (is_small(self.expected_m, self.a.shape[1]),)
-        strides = self.a.shape[2], self.b.shape[1]
-        return operands.fp8_launches(_KERNEL, self, head, MASKED, self.masked_m, strides, buffers)
+        return launches(_KERNEL, self, buffers)
 
 
-def check_sizes(masked_m: Any, expected_m: Any, groups: int) -> None:
-    """A size for each group, and the expected one."""
-    checks.tensor("masked_m", masked_m, ("G",), torch.int32, shape=(groups,), contiguous=True)
-    checks.integer("expected_m", expected_m, 1, checks.MOST_SIZE)
+def check(x: Any) -> None:
+    """Operands and result fit; a size for each group, and the expected one."""
+    product.check(x, MASKED)
+    groups = x.a.shape[0]
+    checks.tensor("masked_m", x.masked_m, ("G",), torch.int32, shape=(groups,), contiguous=True)
+    checks.integer("expected_m", x.expected_m, 1, checks.MOST_SIZE)
+
+
+def launches(kernel: Kernel, x: Any, buffers: Sequence[Spec]) -> list[Launch | Host]:
+    small = is_small(x.expected_m, x.a.shape[1])
+    return product.launches(kernel, x, MASKED, x.masked_m, buffers, small)
 
 
 def check_values(x: Any) -> None:
     checks.in_range("masked_m", x.masked_m, 0, x.a.shape[1])
 
 
-def cost(a: Operand, b: Operand, d: Tensor, masked_m: Tensor, expected_m: int, **_: Any) -> Cost:
+def cost(a: Any, b: Any, d: Tensor, masked_m: Tensor, expected_m: int, **_: Any) -> Cost:
     """With `expected_m` rows in each group."""
     groups, m, n = d.shape
-    k, rows = a[0].shape[2], groups * min(m, expected_m)
-    weights = operands.product_cost((b, masked_m), d[:0], 2 * rows * n * k)
-    return Cost(bytes=weights.bytes + rows * (k + 2 * n), flops=weights.flops)
+    data, rows = tensors_in((a,))[0], groups * min(m, expected_m)
+    k = data.shape[2]
+    weights = product.cost_of((b, masked_m), d[:0], 2 * rows * n * k)
+    return Cost(weights.bytes + rows * (k * data.element_size() + 2 * n), weights.flops)
 
 
 def _reference(
@@ -75,16 +73,13 @@ def _reference(
     )  # fmt: skip
 
 
-M_GROUPED_FP8_GEMM_NT_MASKED = Operator(
+M_GROUPED_FP8_GEMM_NT_MASKED = Product(
     "gemm.m_grouped_fp8_gemm_nt_masked",
     Arguments,
-    outputs=operands.no_outputs,
-    scratch=operands.scratch,
+    scratch=product.scratch,
     reference=_reference,
     cost=cost,
-    mutates=("d",),
     check_values=check_values,
-    archs=("sm_90a",),
 )
 
 
@@ -154,42 +149,22 @@ class PlainArguments(NamedTuple):
     expected_m: int
 
     def check(self) -> None:
-        operands.check_bf16("a", self.a, ("G", "max_m", "K"), contiguous=True)
-        groups, m, k = self.a.shape
-        operands.check_bf16("b", self.b, ("G", "N", "K"), shape=(groups, None, k), contiguous=True)
-        n = self.b.shape[1]
-        operands.check_columns(n)
-        dims = ("G", "max_m", "N")
-        operands.check_result(self.d, None, dims, (groups, m, n), torch.bfloat16, contiguous=True)
-        check_sizes(self.masked_m, self.expected_m, groups)
+        check(self)
 
     def launches(self) -> list[Launch | Host]:
-        head = (is_small(self.expected_m, self.a.shape[1]),)
-        strides = self.a.shape[2], self.b.shape[1]
-        return operands.bf16_launches(_KERNEL, self, head, MASKED, self.masked_m, *strides)
-
-
-def cost_bf16(a: Tensor, b: Tensor, d: Tensor, masked_m: Tensor, expected_m: int, **_: Any) -> Cost:
-    """With `expected_m` rows in each group."""
-    groups, m, n = d.shape
-    k, rows = a.shape[2], groups * min(m, expected_m)
-    weights = operands.product_cost((b, masked_m), d[:0], 2 * rows * n * k)
-    return Cost(bytes=weights.bytes + 2 * rows * (k + n), flops=weights.flops)
+        return launches(_KERNEL, self, ())
 
 
 def _reference_bf16(a: Tensor, b: Tensor, d: Tensor, masked_m: Tensor, expected_m: int) -> None:
     reference.m_grouped_bf16_gemm_nt_masked(a, b, d, masked_m, expected_m)
 
 
-M_GROUPED_BF16_GEMM_NT_MASKED = Operator(
+M_GROUPED_BF16_GEMM_NT_MASKED = Product(
     "gemm.m_grouped_bf16_gemm_nt_masked",
     PlainArguments,
-    outputs=operands.no_outputs,
     reference=_reference_bf16,
-    cost=cost_bf16,
-    mutates=("d",),
+    cost=cost,
     check_values=check_values,
-    archs=("sm_90a",),
 )
 
 

@@ -15,6 +15,7 @@ def is_small(expected_m: int, max_m: int) -> bool:
 
 def plan(small: bool, *problem: Any) -> Plan:
     """`small`, then the fields of `Problem`, then the device."""
+    if not small:
+        return tiling.plan_wide(*problem)
     *fields, device = problem
-    tile = FEW_ROWS if small else tiling.wide(Problem(*fields))
-    return tiling.with_tile(Problem(*fields), tile, device)
+    return tiling.with_tile(Problem(*fields), FEW_ROWS, device)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tile_kernels.gemm import operands
+from tile_kernels.gemm import scales
 from tile_kernels.gemm.mn_major import reference
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
@@ -25,15 +25,15 @@ class Arguments(NamedTuple):
             if isinstance(self.sf, Tensor) and self.sf.dim() == 3
             else ("rows", "steps")
         )
-        checks.tensor("sf", self.sf, dims, operands.SCALE_DTYPES, contiguous=True)
+        checks.tensor("sf", self.sf, dims, scales.SCALE_DTYPES, contiguous=True)
         if len(dims) == 3 and self.sf.shape[0] > _MAX_GROUPS:
             raise ValueError(f"sf must have at most {_MAX_GROUPS} groups, got {self.sf.shape[0]}")
 
     def outputs(self) -> Out:
-        return operands.mn_major_out("out", self.sf)
+        return scales.mn_major_out("out", self.sf)
 
     def launches(self, out: Spec) -> Launch | None:
-        return operands.mn_major_launch(self.sf, out) if out.numel() else None
+        return scales.mn_major_launch(self.sf, out) if out.numel() else None
 
 
 def cost(sf: Tensor) -> Cost:
@@ -85,7 +85,7 @@ def _check_layout(sf: Tensor) -> None:
         "sf",
         sf,
         ("rows", "steps")[: sf.dim()] if sf.dim() == 2 else ("groups", "rows", "steps"),
-        operands.SCALE_DTYPES,
+        scales.SCALE_DTYPES,
     )
-    if not operands.is_mn_major(sf):
+    if not scales.is_mn_major(sf):
         raise ValueError(f"sf must be contiguous or MN-major, got strides {tuple(sf.stride())}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,7 @@ from tile_kernels.mhc.norm_fn.plan import (
     divide,
     gradient_columns,
     padded,
-    plan_mix_gradients,
-    plan_mixes_of_products,
+    plan_mixes,
     plan_product_gradients,
     plan_products,
 )
@@ -32,8 +30,8 @@ from tile_kernels.runtime.operator import Operator
 
 _MODULE = "tile_kernels.mhc.norm_fn.kernel"
 _PRODUCTS = Kernel(_MODULE, "products", plan_products)
-_MIXES = Kernel(_MODULE, "mixes_of_products", plan_mixes_of_products)
-_MIX_GRADIENTS = Kernel(_MODULE, "mix_gradients", plan_mix_gradients)
+_MIXES = Kernel(_MODULE, "mixes_of_products", plan_mixes)
+_MIX_GRADIENTS = Kernel(_MODULE, "mix_gradients", plan_mixes)
 _GRADIENTS = Kernel(_MODULE, "product_gradients", plan_product_gradients)
 
 
@@ -54,26 +52,17 @@ def check_inputs(residual: Tensor, fn: Tensor, eps: float, name: str = "eps") ->
     return tokens
 
 
-def _count_tokens(a: Any) -> int:
-    return math.prod(a.residual.shape[:-2])
-
-
 def _division(a: Any) -> Division:
-    return divide(_count_tokens(a), a.fn.shape[1], a.residual.device)
+    return divide(shapes.count_tokens(a), a.fn.shape[1], a.residual.device)
 
 
-NUM_TOKENS = Size(_count_tokens)
+NUM_TOKENS = Size(shapes.count_tokens)
 RUN, FOLD = Size(lambda a: _division(a).run), Size(lambda a: _division(a).fold)
-
-
-def _aligned(x: Spec) -> Spec:
-    """`x` at a multiple of 16 bytes, copied if need be."""
-    return x if x.alignment == 16 else x.clone()
 
 
 def product_scratch(a: Any) -> tuple[Out, ...]:
     """`mul` and `s` of each part of the columns, for kernels that add them up."""
-    tokens, parts = _count_tokens(a), _division(a).parts
+    tokens, parts = shapes.count_tokens(a), _division(a).parts
     return (
         Out("mul", (parts, tokens, padded(a.fn.shape[0])), torch.float32),
         Out("squares", (parts, tokens), torch.float32),
@@ -84,8 +73,8 @@ def launch_products(a: Any, mul: Spec, squares: Spec) -> Launch:
     """The launch that fills the scratch of `product_scratch`."""
     mixes, size = a.fn.shape
     problem = (mixes, padded(mixes), size, NUM_TOKENS)
-    rows = _aligned(shapes.rows(a.residual, size))
-    return Launch(_PRODUCTS, problem, (rows, _aligned(a.fn), mul, squares, RUN, FOLD))
+    rows = shapes.aligned(shapes.rows(a.residual, size))
+    return Launch(_PRODUCTS, problem, (rows, shapes.aligned(a.fn), mul, squares, RUN, FOLD))
 
 
 # ---- forward ------------------------------------------------------------------------------------
@@ -226,7 +215,7 @@ class BackwardArguments(NamedTuple):
 
     def scratch(self) -> tuple[Out, ...]:
         """The gradient of the products in two parts, that of the squares, and partial sums."""
-        tokens, shares = _count_tokens(self), _shares(self)[0]
+        tokens, shares = shapes.count_tokens(self), _shares(self)[0]
         return (
             Out("parts", (2, tokens, padded(self.fn.shape[0])), torch.bfloat16),
             Out("square_grads", (tokens,), torch.float32),
@@ -241,7 +230,7 @@ def outputs_in_place(a: BackwardArguments) -> Out:
 def _shares(a: Any) -> tuple[int, int]:
     """Blocks that share the rows, each with partial sums for `grad_fn`, and tiles of each."""
     columns = gradient_columns(padded(a.fn.shape[0]))
-    return count_shares(_count_tokens(a), a.fn.shape[1], columns, a.residual.device)
+    return count_shares(shapes.count_tokens(a), a.fn.shape[1], columns, a.residual.device)
 
 
 def _sum_shares(partials: Tensor, out: Tensor) -> None:
@@ -256,10 +245,10 @@ def _launches_backward(
         return [Host(Tensor.zero_, (grad_fn,))]
     mixes, size = a.fn.shape
     width, (_, tiles) = padded(mixes), _shares(a)
-    rows, fn = _aligned(shapes.rows(a.residual, size)), _aligned(a.fn)
+    rows, fn = shapes.aligned(shapes.rows(a.residual, size)), shapes.aligned(a.fn)
     grads = shapes.rows(a.grad_mixes, mixes), shapes.rows(a.mul, mixes), shapes.rows(a.s)
     grad_rows = shapes.rows(grad_residual, size)
-    grad_buffer = _aligned(grad_rows)
+    grad_buffer = shapes.aligned(grad_rows)
     sums = partials[0] if partials else grad_fn.view(1, mixes, size)
     steps: list[Launch | Host] = [
         Launch(

@@ -193,24 +193,16 @@ def plan_products(mixes: int, padded: int, size: int, rows: int, device: Device)
     )  # fmt: skip
 
 
-class ProductMixPlan(NamedTuple):
+class MixPlan(NamedTuple):
+    """Of kernels between the weights, the products and the mixes, which nothing is chosen for."""
+
     mixes: int
     padded: int
     size: int
 
 
-def plan_mixes_of_products(mixes: int, padded: int, size: int, device: Device) -> ProductMixPlan:
-    return ProductMixPlan(mixes, padded, size)
-
-
-class MixGradientPlan(NamedTuple):
-    mixes: int
-    padded: int
-    size: int
-
-
-def plan_mix_gradients(mixes: int, padded: int, size: int, device: Device) -> MixGradientPlan:
-    return MixGradientPlan(mixes, padded, size)
+def plan_mixes(mixes: int, padded: int, size: int, device: Device) -> MixPlan:
+    return MixPlan(mixes, padded, size)
 
 
 class ProductGradientPlan(NamedTuple):

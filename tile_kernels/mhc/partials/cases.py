@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.mhc.samples import compare_sums
+from tile_kernels.mhc.samples import MIX_REJECTS, compare_sums
 from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
 from tile_kernels.runtime.sampling import (
     BF16,
@@ -187,13 +187,7 @@ _PRE = Cases(
         Reject("gemm_out_mul", "a mix less", edited("gemm_out_mul", lambda x: x[..., 1:].clone())),
         Reject("gemm_out_mul", "no splits", edited("gemm_out_mul", lambda x: x[:0])),
         Reject("gemm_out_sqrsum", "a split less", edited("gemm_out_sqrsum", lambda x: x[1:])),
-        Reject("mhc_scale", "two", edited("mhc_scale", lambda x: x[1:])),
-        Reject("mhc_base", "one less", edited("mhc_base", lambda x: x[1:])),
-        Reject("rms_eps", "words", changed(rms_eps="small")),
-        Reject("mhc_pre_eps", "words", changed(mhc_pre_eps="small")),
-        Reject("mhc_sinkhorn_eps", "negative", changed(mhc_sinkhorn_eps=-1e-6)),
-        Reject("mhc_post_mult_value", "words", changed(mhc_post_mult_value="two")),
-        Reject("sinkhorn_repeat", "none", changed(sinkhorn_repeat=0)),
+        *MIX_REJECTS,
     ],
     compare=compare_sums,
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tile_kernels.mhc.post_pre.plan import FEW_TOKENS
-from tile_kernels.mhc.samples import LEADING, StreamCases, compare_sums
+from tile_kernels.mhc.samples import LEADING, MIX_REJECTS, StreamCases, compare_sums
 from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Reject, Sample, Vector
 from tile_kernels.runtime.sampling import (
     BF16,
@@ -126,13 +126,7 @@ _REJECTS = [
     Reject("post_layer_mix", "double", edited("post_layer_mix", lambda p: p.double())),
     Reject("comb_res_mix", "transposed", edited("comb_res_mix", lambda c: c.mT)),
     Reject("fn", "a row less", edited("fn", lambda x: x[1:])),
-    Reject("mhc_scale", "two", edited("mhc_scale", lambda x: x[1:])),
-    Reject("mhc_base", "one less", edited("mhc_base", lambda x: x[1:])),
-    Reject("rms_eps", "words", changed(rms_eps="small")),
-    Reject("mhc_pre_eps", "words", changed(mhc_pre_eps="small")),
-    Reject("mhc_sinkhorn_eps", "negative", changed(mhc_sinkhorn_eps=-1e-6)),
-    Reject("mhc_post_mult_value", "words", changed(mhc_post_mult_value="two")),
-    Reject("sinkhorn_repeat", "none", changed(sinkhorn_repeat=0)),
+    *MIX_REJECTS,
     Reject("norm_weight", "half", changed(norm_weight=torch.ones(40).half())),
     Reject("norm_eps", "negative", changed(norm_eps=-1.0)),
 ]

@@ -6,8 +6,8 @@ from tilelang import language as T
 from tilelang.layout import make_swizzled_layout
 
 from tile_kernels.mhc.norm_fn.kernel import WEIGHTS, in_two
-from tile_kernels.mhc.norm_fn.plan import VECTOR
-from tile_kernels.mhc.post_pre.plan import DEPTH, TILE, CutPlan, WritePlan
+from tile_kernels.mhc.norm_fn.plan import VECTOR, MixPlan
+from tile_kernels.mhc.post_pre.plan import DEPTH, TILE, WritePlan
 from tile_kernels.mhc.primitives import widen, write_stream
 from tile_kernels.runtime.device import WARP
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
@@ -23,7 +23,7 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 32, 112
 @kernel(access_bits=lambda *_: (128, 64), pass_configs=EXPLICIT_GUARDS)
 def cut_weights(*static: Any) -> Any:
     """Weights in two bfloat16 parts, rows of zeros between them: `[2 * padded, size]`."""
-    plan = CutPlan(*static)
+    plan = MixPlan(*static)
     accesses = plan.size // WEIGHTS
 
     @T.prim_func

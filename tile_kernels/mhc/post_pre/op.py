@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tile_kernels.mhc import shapes
 from tile_kernels.mhc.norm_fn import op as norm_fn
-from tile_kernels.mhc.norm_fn.plan import padded
+from tile_kernels.mhc.norm_fn.plan import padded, plan_mixes
 from tile_kernels.mhc.post import op as post_op
 from tile_kernels.mhc.post_pre import reference
 from tile_kernels.mhc.post_pre.plan import (
@@ -26,7 +26,6 @@ from tile_kernels.mhc.post_pre.plan import (
     fits,
     num_sms,
     padded_mixes,
-    plan_cut,
     plan_write,
     projects_while_writing,
 )
@@ -53,7 +52,7 @@ from tile_kernels.runtime.operator import Operator
 from tile_kernels.utils import ceil_div
 
 _MODULE = "tile_kernels.mhc.post_pre.kernel"
-_CUT = Kernel(_MODULE, "cut_weights", plan_cut)
+_CUT = Kernel(_MODULE, "cut_weights", plan_mixes)
 _WRITE = Kernel(_MODULE, "write_and_project", plan_write)
 _READ = Kernel("tile_kernels.mhc.pre.kernel", "read_from_products", plan_read_normed)
 
@@ -116,7 +115,11 @@ class Arguments(NamedTuple):
             return norm_fn.product_scratch(self)
         mixes, size = self.fn.shape
         m = self.residual.shape[-2]
-        tokens, parts, rows = _count_tokens(self), m * _division(self).parts, padded_mixes(mixes)
+        tokens, parts, rows = (
+            shapes.count_tokens(self),
+            m * _division(self).parts,
+            padded_mixes(mixes),
+        )
         return (
             Out("mul", (parts, tokens, rows), torch.float32),
             Out("squares", (parts, tokens), torch.float32),
@@ -133,24 +136,15 @@ def _streams_and_mixes(a: Arguments) -> tuple[Out, Out, Out]:
     )
 
 
-def _count_tokens(a: Any) -> int:
-    return math.prod(a.residual.shape[:-2])
-
-
 def _fits(a: Arguments) -> bool:
     return fits(*a.residual.shape[-2:]) and projects_while_writing(a.residual.device)
 
 
 def _division(a: Any) -> Division:
-    return divide(_count_tokens(a), *a.residual.shape[-2:], num_sms(a.residual.device))
+    return divide(shapes.count_tokens(a), *a.residual.shape[-2:], num_sms(a.residual.device))
 
 
 _RUN, _FOLD = Size(lambda a: _division(a).run), Size(lambda a: _division(a).fold)
-
-
-def _aligned(x: Spec) -> Spec:
-    """`x` at a multiple of 16 bytes, as bulk copies need it, copied if need be."""
-    return x if x.alignment == ALIGNMENT else x.clone()
 
 
 def _launches(
@@ -167,11 +161,12 @@ def _launches(
     if at_once:
         weights, width, fold = scratch[2], padded_mixes(mixes), _FOLD
         steps = [
-            Launch(_CUT, (mixes, width, size), (_aligned(a.fn), weights)),
+            Launch(_CUT, (mixes, width, size), (shapes.aligned(a.fn), weights)),
             Launch(
                 _WRITE, (m, h, width),
                 (
-                    _aligned(shapes.rows(a.x, h)), _aligned(shapes.rows(a.residual, size)),
+                    shapes.aligned(shapes.rows(a.x, h)),
+                    shapes.aligned(shapes.rows(a.residual, size)),
                     shapes.rows(a.post_layer_mix, m), shapes.rows(a.comb_res_mix, m * m), weights,
                     shapes.rows(written, size), mul, squares, _RUN, _FOLD,
                 ),

@@ -73,16 +73,6 @@ def num_sms(device: torch.device) -> int:
     return config.get_device_num_sms(device if device.type == "cuda" else None)
 
 
-class CutPlan(NamedTuple):
-    mixes: int
-    padded: int
-    size: int
-
-
-def plan_cut(mixes: int, padded: int, size: int, device: Device) -> CutPlan:
-    return CutPlan(mixes, padded, size)
-
-
 class WritePlan(NamedTuple):
     """`stages` of streams and `weight_stages` of weights are in flight or in use."""
 

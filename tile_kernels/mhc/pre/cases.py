@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tile_kernels.mhc.samples import LEADING, StreamCases, compare_sums
+from tile_kernels.mhc.samples import LEADING, MIX_REJECTS, StreamCases, compare_sums
 from tile_kernels.runtime.cases import Arguments, Benchmark, Reject, Sample, Vector
 from tile_kernels.runtime.sampling import BF16, builder, changed, edited, misaligned
 
@@ -80,13 +80,7 @@ _MHC_PRE_BIG_FUSE = StreamCases(
     rejects=[
         Reject("residual", "columns", edited("residual", lambda x: x[..., :4].contiguous())),
         Reject("fn", "a row less", edited("fn", lambda x: x[1:])),
-        Reject("mhc_scale", "two", edited("mhc_scale", lambda x: x[1:])),
-        Reject("mhc_base", "one less", edited("mhc_base", lambda x: x[1:])),
-        Reject("rms_eps", "words", changed(rms_eps="small")),
-        Reject("mhc_pre_eps", "words", changed(mhc_pre_eps="small")),
-        Reject("mhc_sinkhorn_eps", "negative", changed(mhc_sinkhorn_eps=-1e-6)),
-        Reject("mhc_post_mult_value", "words", changed(mhc_post_mult_value="two")),
-        Reject("sinkhorn_repeat", "none", changed(sinkhorn_repeat=0)),
+        *MIX_REJECTS,
         Reject("n_splits", "none", changed(n_splits=0)),
     ],
     compare=compare_sums,

@@ -31,7 +31,6 @@ from tile_kernels.runtime.declaration import (
 )
 from tile_kernels.runtime.launch import Kernel
 from tile_kernels.runtime.operator import Operator
-from tile_kernels.runtime.outputs import check_output
 from tile_kernels.utils import align, ceil_div
 
 _MODULE = "tile_kernels.quant.norm.kernel"
@@ -118,7 +117,7 @@ def _fill(
         buffer = given.get(out.name)
         if buffer is not None:
             operator.require(
-                check_output, out.name, buffer, out.shape, out.dtype,
+                checks.buffer, out.name, buffer, out.shape, out.dtype,
                 buffer.stride() if isinstance(buffer, Tensor) else None,
             )  # fmt: skip
             strides = out.strides if out.strides is not None else _contiguous(out.shape)

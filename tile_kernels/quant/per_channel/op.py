@@ -25,7 +25,6 @@ from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
-from tile_kernels.runtime.outputs import check_output
 from tile_kernels.transpose.reference import transpose
 
 _CAST_COLUMNS = Kernel("tile_kernels.quant.per_channel.kernel", "cast_columns", plan)
@@ -128,7 +127,7 @@ def _packed(pair: QuantTensor, out: Any) -> QuantTensor:
         return data, words
     buffers = PER_CHANNEL_CAST._buffers(out)
     for name, buffer, result in zip(("out", "out_sf"), buffers, (data, words)):
-        PER_CHANNEL_CAST.require(check_output, name, buffer, result.shape, result.dtype)
+        PER_CHANNEL_CAST.require(checks.buffer, name, buffer, result.shape, result.dtype)
         buffer.copy_(result)
     return buffers
 
