@@ -1,15 +1,16 @@
-"""How far FP8 products are off by their accumulation: in the tensor cores alone, and in two levels.
+"""The accumulation error of FP8 products: in the tensor cores alone, and in two levels.
 
     python -m examples.accumulation_error [NUMBERS]
 
 prints errors against float64 by the length of the sum, and writes them to a JSON file if one is
-named. Nothing here runs on a GPU. The tensor cores of Hopper are simulated: an instruction adds 32
-exact products and the accumulator after aligning all of them to the largest one and cutting each
-off behind 14 bits. `docs/pictures.py` draws the numbers.
+named. It takes about a minute, and needs no GPU: the tensor cores of Hopper are simulated. An
+instruction adds 32 exact products and the accumulator, after it has aligned all of them to the
+largest one and truncated each to 14 bits. `docs/pictures.py` draws the numbers.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -72,16 +73,21 @@ def errors(kind: str, size: int) -> dict[str, float]:
 
 def main(given: list[str], sizes: tuple[int, ...] = SIZES) -> dict[str, dict[str, list[float]]]:
     """Compute, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "numbers", nargs="?", type=Path, metavar="NUMBERS", help="a JSON file to write"
+    )
+    options = parser.parse_args(given)
     found: dict[str, dict[str, list[float]]] = {}
     for kind in ("normal", "positive"):
+        print(f"{kind} values{'':9}" + "".join(f"{size:>10}" for size in sizes), flush=True)
         by_size = [errors(kind, size) for size in sizes]
         found[kind] = {name: [each[name] for each in by_size] for name in by_size[0]}
-        print(f"{kind} values{'':9}" + "".join(f"{size:>10}" for size in sizes))
         for name, values in found[kind].items():
             print(f"  {name:28}" + "".join(f"{value:10.1e}" for value in values))
-    if given:
+    if options.numbers:
         numbers = {"bits": BITS, "sizes": list(sizes), "errors": found}
-        Path(given[0]).write_text(json.dumps(numbers, indent=1) + "\n")
+        options.numbers.write_text(json.dumps(numbers, indent=1) + "\n")
     return found
 
 

@@ -1,10 +1,10 @@
-"""A language model that is nothing but one Engram layer, trained for a few seconds on a CPU.
+"""A language model that consists of one Engram layer, trained for a few seconds on a CPU.
 
-    python examples/engram_lm.py
+    python -m examples.engram_lm
 
-The text is made so that only n-grams help: the next token is a random function of the last two, and
-every token is as likely as any other after a single one. So a model of single tokens can but guess,
-while the Engram layer learns what follows each pair.
+The text is generated so that only n-grams help: the next token is a random function of the last
+two, and after a single token all tokens are equally likely. A model of single tokens can therefore
+only guess, while the Engram layer learns what follows each pair.
 """
 
 import math

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 examples/ep_moe.py      four processes: gloo, or NCCL with 4 GPUs
     python examples/ep_moe.py                           four threads of one process
 
-Any number of processes that divides 24 will do. Every rank has tokens of its own (unequally many)
-and its part of the experts. The result is compared with that of one rank that has all tokens and
-all experts: the output bit for bit, the gradients up to the order of their sums.
+The number of processes has to divide 24, the number of experts. Every rank has its own tokens (a
+different number on each) and its part of the experts. The result is compared with that of one rank
+that has all tokens and all experts: the output bit for bit, the gradients up to the order of sums.
 """
 
 import os

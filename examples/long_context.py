@@ -2,17 +2,17 @@
 
     python -m examples.long_context            # small on a CPU, 16k tokens on a GPU
 
-A text of random letters has a marker and a letter after it somewhere; at its end the marker comes
-again, and the model has to say the letter. Two layers are trained on short texts first, in which
-all compressed entries are chosen. Each time the loss has fallen far enough, the texts become twice
-as long, so that the indexer learns step by step which entry matters. A model with dense attention
-is trained beside it.
+A text of random letters contains a marker that is followed by a letter. The text ends with the same
+marker, and the model has to predict the letter. A model with two layers is trained on short texts
+first, in which all compressed entries are selected. Each time the loss has fallen far enough, the
+texts become twice as long, so that the indexer learns step by step which entries matter. A model
+with dense attention is trained for comparison.
 
 Then one layer of each kind is timed, forward and backward, for texts of several lengths; on a GPU
 with 4096 channels, in which dense attention has 32 heads of 128 and sparse attention 64 of 512. The
-bytes of the caches of such layers are computed for texts of up to a million tokens, on any machine.
-All of it goes into a picture, `long_context.svg`, and a file of numbers; on a GPU the numbers are
-written to `benchmarks/results`.
+sizes of the caches of such layers are computed for texts of up to a million tokens, on any machine.
+The results are written to a picture, `long_context.svg`, and a file of numbers; on a GPU, this file
+is in `benchmarks/results`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A small transformer with hyper-connections for residuals, trained for a few seconds on a CPU.
 
-    python examples/mhc_transformer.py
+    python -m examples.mhc_transformer
 
-Each token of a text follows from the one before the last, so attention has to look one place back.
-`HyperConnection` stands where a transformer has `x + block(norm(x))`; all else is as ever.
+Each token of a text is a function of the token before the last one, so attention has to read one
+position back. `HyperConnection` replaces `x + block(norm(x))` of a transformer; the rest is usual.
 """
 
 import math

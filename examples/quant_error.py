@@ -1,4 +1,4 @@
-"""How much each format loses: on numbers from a normal distribution, and with outliers among them.
+"""The quantization error of each format, for normally distributed values with and without outliers.
 
     python -m examples.quant_error [PICTURE]
 
@@ -7,6 +7,7 @@ prints the error of each cast, and draws it if a file is named.
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import torch
@@ -65,13 +66,18 @@ def draw(found: dict[str, dict[str, float]], path: str) -> None:
 
 def main(given: list[str]) -> dict[str, dict[str, float]]:
     """Measure, print, draw."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "picture", nargs="?", metavar="PICTURE", help="a file to draw, .svg or .png"
+    )
+    options = parser.parse_args(given)
     found = {"normal": errors(data(False)), "with outliers": errors(data(True))}
     for kind, of_casts in found.items():
         print(kind)
         for name, error in of_casts.items():
             print(f"  {name:16} {100 * error:8.3f} %")
-    if given:
-        draw(found, given[0])
+    if options.picture:
+        draw(found, options.picture)
     return found
 
 

@@ -26,7 +26,10 @@ _selected: list[str] = []
 
 def select(name: str | None) -> None:
     """Let `operators` return one operator alone (None: all of them)."""
-    _selected[:] = [] if name is None else [registry.get(name).name]
+    try:
+        _selected[:] = [] if name is None else [registry.get(name).name]
+    except KeyError as error:
+        raise pytest.UsageError(f"--op: {error.args[0]}") from error
 
 
 def operators() -> list[Any]:

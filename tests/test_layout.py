@@ -18,7 +18,7 @@ from tile_kernels.runtime.device import DESCRIBED
 PACKAGE = Path(tile_kernels.__file__).parent
 OPS = registry.all_ops()
 FOLDERS = sorted({Path(*op.function.__module__.split(".")[1:-1]) for op in OPS})
-FILES = ("op.py", "kernel.py", "reference.py", "cases.py")
+FILES = ("__init__.py", "op.py", "kernel.py", "reference.py", "cases.py")
 
 
 def imports(path: Path) -> Iterator[str]:

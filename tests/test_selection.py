@@ -23,6 +23,11 @@ import mutation_check  # noqa: E402
 sys.path.pop(0)
 
 
+def test_an_unknown_operator_is_a_usage_error() -> None:
+    with pytest.raises(pytest.UsageError, match=r"^--op: no operator 'topkgate'; did you mean"):
+        selection.select("topkgate")
+
+
 @pytest.mark.parametrize(
     ("name", "files", "others"),
     [

@@ -131,11 +131,17 @@ def train(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     def keep() -> None:
         save(checkpoint, model, optimizer, history, options)
 
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    console.print(f"a model of {parameters} parameters, {options.steps} steps on {options.device}")
     asked = all_steps(model, optimizer, text, history, options, console, keep)
     keep()
     if asked:
         console.print(f"stopped after step {len(history.losses)}; go on with --resume")
         sys.exit(128 + asked[0])
+    if options.device != "cpu":
+        console.print("measuring speeds in several modes")
+    elif not options.no_emulation:
+        console.print("running two kernels in the emulator, which compiles them the first time")
     return results(model, text, history, options)
 
 

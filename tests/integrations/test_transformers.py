@@ -476,7 +476,7 @@ def test_what_cannot_be_replaced_is_reported(monkeypatch: pytest.MonkeyPatch) ->
     assert "bfloat16 streams only" in found["DeepseekV4DecoderLayer"]
     model = build("deepseek_v3", norm_topk_prob=False, hidden_act="gelu")
     assert reasons(model) == {
-        "DeepseekV3TopkRouter": "norm_topk_prob is False: the weights are not normalised",
+        "DeepseekV3TopkRouter": "norm_topk_prob is False: the weights are not normalized",
         "DeepseekV3Experts": "its activation is GELUActivation, not SiLU",
         "DeepseekV3MLP": "its activation is GELUActivation, not SiLU",
     }

@@ -80,7 +80,7 @@ def test_a_forbidden_compilation_names_everything(fresh: Kernel, compiled: list[
     prohibition = config.forbid_compilation()
     expected = (
         r"the kernel topk_gate_warp\(num_experts=40, num_topk=3, vector=4, warps=4\) for sm_\w+, "
-        r"which this process has not got.*warmup\(model=\.\.\.\)"
+        r"which this process has not loaded.*warmup\(model=\.\.\.\)"
     )
     with pytest.raises(config.CompilationForbiddenError, match=expected):
         bind(fresh)

@@ -12,10 +12,11 @@ from tile_kernels.runtime import checks
 def indexer_ranges(cu_seqlens: Tensor, ratio: int, num_tokens: int) -> tuple[Tensor, Tensor]:
     """The first key of each query and the one after its last, for keys of `ratio` tokens each.
 
-    A sequence of `n` tokens has `n // ratio` keys, and the keys of sequences follow each other. The
-    query at position `t` of a sequence sees the keys whose tokens are all there: key `s` if
-    `(s + 1) * ratio <= t + 1`. Queries before the first sequence or after the last see none. It is
-    computed in PyTorch, on the device of `cu_seqlens`; the host does not wait for it.
+    A sequence of `n` tokens has `n // ratio` keys, and the keys of all sequences are concatenated.
+    The query at position `t` of a sequence attends to the keys of which no token is later: to key
+    `s` if `(s + 1) * ratio <= t + 1`. Queries before the first sequence or after the last one
+    attend to none. The ranges are computed by PyTorch operations on the device of `cu_seqlens`; the
+    host does not wait.
 
     Args:
         cu_seqlens: `[B + 1]`, int32: where sequences begin, and the end of the last.

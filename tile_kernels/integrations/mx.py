@@ -438,10 +438,10 @@ def scaled_mm_arguments(
     | MX: `to_mx` | `[M, K / 32]` float8_e8m0fnu | `[N, K / 32]` |
     | NVFP4: `to_nvfp4` | `[M, K / 16]` float8_e4m3fn | `[N, K / 16]` |
 
-    Scales are laid out as the product reads them. That of NVFP4 knows no scale of all: multiply its
-    result by both, or use `functional_scaled_mm_arguments`. A CPU has the product with scales of
-    rows only, from PyTorch 2.12 on, a Hopper also those in groups and blocks of 128, a Blackwell
-    those of MX and NVFP4.
+    Scales have the layout that the product reads. The product of NVFP4 takes no global scales:
+    multiply its result by both, or use `functional_scaled_mm_arguments`. PyTorch has the product
+    with scales of rows on CPUs (from 2.12 on), those with groups and blocks of 128 on Hopper, and
+    those of MX and NVFP4 on Blackwell.
 
     With scales of blocks `K` must be a multiple of 512: cuBLAS reads their columns a multiple of
     four numbers apart, and this operator takes them exactly `K / 128` apart.

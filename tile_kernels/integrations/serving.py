@@ -716,7 +716,7 @@ def pre_delayed(
 def head(
     hidden: Tensor, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float, eps: float
 ) -> Tensor:
-    """What leaves the streams: their sum, weighted by mixes of its own.
+    """Combines the streams into one: their sum, weighted by mixes that are computed from them.
 
     Args:
         hidden: `[..., m, h]`, bfloat16, contiguous.

@@ -48,8 +48,8 @@ def dequantize(
 ) -> torch.Tensor:
     """The values of a quantized tensor, float32 `[T, H]`: `code * sf`, rounded once.
 
-    The dtype of the data says the format, the dtype of the scale factors their layout. With
-    `global_sf` the factor is `sf * global_sf`.
+    The format follows from the dtype of the data, and the layout of the scale factors from their
+    dtype. With `global_sf` the factor is `sf * global_sf`.
 
     >>> dequantize((torch.tensor([[33, 15]], dtype=torch.int8), torch.tensor([[2.0, 0.5]])), (1, 2))
     tensor([[ 1.,  2., -3.,  0.]])
@@ -255,7 +255,7 @@ def cast(
     """Casts to e4m3 or e2m1 with one scale factor per block, for any block and tensor size.
 
     A NaN affects only its own element. An infinity counts as the largest finite float32 for the
-    scale and saturates. The least amax of a block is that of `tile_kernels.config`.
+    scale and saturates. The minimum amax of a block is set in `tile_kernels.config`.
 
     Args:
         x: `[T, H]`, bfloat16 or float32; or, with `x_block_size`, a pair of codes (`[T, H]` e4m3,

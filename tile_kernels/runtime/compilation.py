@@ -1,9 +1,8 @@
 """Compilations of this process: how many there were, and whether more are allowed.
 
 A kernel that the disk cache has is loaded instead of compiled. Whether it is there depends on what
-ran before, so it counts as a compilation here: what counts is that the process has not got the
-kernel yet. Kernels of bundles, which are deployed on purpose, and those that the emulator builds do
-not count.
+ran before, so loading it counts as a compilation here. Kernels of bundles, which are deployed on
+purpose, and those that the emulator builds do not count.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class CompilationForbiddenError(RuntimeError):
         op = call.partition("(")[0] or "family.operator"
         super().__init__(
             f"{call + ' needs ' if call else ''}the kernel {label(kernel, static)} for {arch}, "
-            "which this process has not got, and config.forbid_compilation() forbids to compile or "
-            "load it. Warm up before that: tile_kernels.warmup(model=...) for all layers of a "
+            "which this process has not loaded, and config.forbid_compilation() forbids to compile "
+            "or load it. Warm up before that: tile_kernels.warmup(model=...) for all layers of a "
             f'model, or tile_kernels.warmup([("{op}", {{...}})]) with the arguments of this call.'
         )
 
@@ -144,10 +143,10 @@ def compilation_count(*, since_warmup: bool = False) -> int:
 def forbid_compilation() -> Prohibition:
     """Turns compilations into errors from now on, in all threads of the process.
 
-    A call that needs a kernel which the process has not got raises `CompilationForbiddenError`,
-    with the operator, the kernel, its static arguments, and what to warm up; nothing is launched.
-    Loading a kernel from the disk cache is forbidden as well: run `warmup` in the process that
-    serves. `warmup` itself is allowed, kernels of bundles are, and the emulator is not affected.
+    A call that needs a kernel which is not loaded raises `CompilationForbiddenError` before
+    anything is launched. The error names the operator, the kernel, its static arguments, and what
+    to warm up. Loading a kernel from the disk cache is forbidden as well, so run `warmup` in the
+    process that serves. `warmup` and bundles are still allowed, and the emulator is not affected.
 
     Returns:
         What ends it: `allow()`, or the end of a `with` block. Prohibitions may be nested.

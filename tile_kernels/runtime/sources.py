@@ -34,7 +34,7 @@ class Compiled:
     registers: int
     spill_bytes: int
     instructions: int
-    serialized: bool  # ptxas waits after each wgmma (its messages C75xx)
+    serialised: bool  # ptxas waits after each wgmma (its messages C75xx)
     accesses: Counter[str] = field(compare=False)  # "LDG.128" -> how many
 
 
@@ -89,7 +89,7 @@ def _read(report: str, cubin: bytes) -> list[Compiled]:
                 registers=int(registers[1]) if registers else 0,
                 spill_bytes=sum(int(count) for count in spills),
                 instructions=len(code) // _INSTRUCTION_BYTES,
-                serialized="(C75" in report,
+                serialised="(C75" in report,
                 accesses=_accesses(code),
             )
         )

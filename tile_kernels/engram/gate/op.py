@@ -253,8 +253,8 @@ def engram_gate_fwd(
     differentiable with respect to the four tensors. Tensors whose rows do not start at multiples of
     16 bytes are copied first.
 
-    Image tokens take no value: their output has the bits of `hidden_states` (0 without the
-    residual), what is saved of them is 0, and so are their gradients but that of the residual.
+    Image tokens take no value. Their output has the bits of `hidden_states` (0 without the
+    residual), and their saved tensors are 0. Their gradients are 0, except that of the residual.
 
     Args:
         hidden_states: `[num_tokens, hc, hidden]`, bfloat16, contiguous; `hc` is in `1..8`, `hidden`

@@ -169,9 +169,10 @@ def k_grouped_fp8_gemm_nt_contiguous(
 ) -> Tensor:
     """Sums products over the rows of each group: `d[g] = c[g] + a[:, rows] @ b[:, rows].T`.
 
-    The weight gradients of experts. Rows lie group after group, and each group has a multiple of
-    128 of them; a group without rows has `c[g]`, or zeros. The sizes are read on the device, so the
-    host does not wait. Numbers are those of `fp8_gemm_nt` with recipe `(1, 1, 128)`.
+    This product computes the weight gradients of experts. The rows of a group are contiguous, and
+    their number is a multiple of 128. The result of a group without rows is `c[g]`, or zeros. The
+    sizes are read on the device, so the host does not wait. Values are rounded and accumulated as
+    in `fp8_gemm_nt` with recipe `(1, 1, 128)`.
 
     Args:
         a: `(data, scales)`: `[M, R]`, float8_e4m3fn, contiguous, and `[R / 128, M]`, float32,

@@ -115,11 +115,11 @@ def m_grouped_fp8_gemm_nt_contiguous(
 ) -> Tensor:
     """Multiplies each row by the matrix of its group: `d[i] = a[i] @ b[grouped_layout[i]].T`.
 
-    The forward product of experts. Rows of a group lie together, and each group is padded to a
-    multiple of 128 rows; groups come in any order and may be empty. Padding rows of `d` become
-    zeros, whatever `a` holds there. `grouped_layout` is read on the device: the host does not
-    synchronize, and a CUDA graph can be replayed with other groups. Numbers and bits are those of
-    `fp8_gemm_nt`.
+    This is the forward product of experts. The rows of a group are contiguous and padded to a
+    multiple of 128 rows; groups may be in any order and may be empty. Padding rows of `d` become
+    zeros, whatever `a` contains there. `grouped_layout` is read on the device, so the host does not
+    synchronize, and a CUDA graph can be replayed with other groups. Each row has the bits that
+    `fp8_gemm_nt` computes for it.
 
     Args:
         a: `(data, scales)` as in `fp8_gemm_nt`, with a multiple of 128 rows.

@@ -101,9 +101,9 @@ def m_grouped_fp8_gemm_nt_masked(
 ) -> Tensor:
     """Multiplies the first rows of each group: `d[g, :m] = a[g, :m] @ b[g].T`, `m = masked_m[g]`.
 
-    The product of experts in decoding, where the sizes exist on the device only. Rows of `d` behind
-    the size of a group may be overwritten and are undefined. Numbers and bits are those of
-    `fp8_gemm_nt`.
+    This is the product of experts in decoding, where the sizes are known on the device only. Rows
+    of `d` beyond the size of a group may be overwritten and are undefined. The other rows have the
+    bits that `fp8_gemm_nt` computes for them.
 
     Args:
         a: `(data, scales)`: `[G, max_m, K]`, float8_e4m3fn, contiguous, and `[G, max_m, K / 128]`,

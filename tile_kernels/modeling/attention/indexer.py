@@ -23,11 +23,12 @@ Parts = tuple[Tensor, ...]  # data, and scales where the format has them
 
 
 class LightningIndexer(nn.Module):
-    """Scores entries for each query with few channels, and chooses the best.
+    """Scores entries for each query with few channels, and selects the best.
 
-    Queries come from the compressed queries of the attention layer, keys from a compressor of
-    their own. Both are rotated, multiplied by a Hadamard matrix, which spreads outliers over the
-    channels, and rounded to `fmt`. It learns from `loss` alone: its input is detached.
+    Queries are projected from the compressed queries of the attention layer, and keys come from a
+    separate compressor. Both are rotated, multiplied by a Hadamard matrix, which spreads outliers
+    over the channels, and rounded to `fmt`. The indexer is trained by `loss` only: its input is
+    detached.
 
     Args:
         hidden: Channels of a token.

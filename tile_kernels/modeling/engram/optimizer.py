@@ -13,7 +13,7 @@ from tile_kernels.runtime import checks
 
 
 class SinkhornMomentum(torch.optim.Optimizer):
-    """Updates matrices by their momentum, after its rows and columns were scaled to a norm in turn.
+    """Updates matrices by their momentum, whose rows and columns are normalized alternately.
 
     A step is, for each parameter `[rows, columns]`,
 
@@ -22,10 +22,10 @@ class SinkhornMomentum(torch.optim.Optimizer):
        columns to the norm of a column of equal entries by `c`;
     3. `p -= lr * u`, with `u` the rows of `x` at norm `sqrt(columns)` (`engram_sinkhorn_finalize`).
 
-    Rows without a gradient so far stay as they are: they are zeros in `M` and in `u`. With a sparse
-    gradient only the rows in it take part, and only their momentum changes. Where ranks hold other
-    rows of one table, `process_group` adds up the squares of columns over them; all ranks must then
-    make the same steps.
+    Rows that have had no gradient do not change: they are zeros in `M` and in `u`. With a sparse
+    gradient, only its rows take part, and only their momentum changes. If the rows of a table are
+    distributed over ranks, the squares of columns are summed over `process_group`; all ranks must
+    then take the same steps.
 
     Args:
         params: Parameters of two dimensions, or groups of them.

@@ -285,7 +285,7 @@ def mhc_head(
     pre_eps: float = 1e-6,
     n_splits: int = 16,  # noqa: ARG001
 ) -> Tensor:
-    """Combines the streams into one, weighted by mixes of its own.
+    """Combines the streams into one, weighted by mixes that are computed from the streams.
 
     Parameters may have `main_grad`, as those of `mhc_pre`.
 

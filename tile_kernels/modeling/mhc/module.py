@@ -220,7 +220,7 @@ class HyperConnection(_Streams):
 
 
 class HyperHead(_Streams):
-    """Combines the streams into one at the end of a model, weighted by mixes of its own.
+    """Combines the streams into one at the end of a model, with mixes computed from the streams.
 
     A new head approximately computes the mean of the streams.
 

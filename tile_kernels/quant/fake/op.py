@@ -75,10 +75,10 @@ def fake_cast(
 ) -> Tensor:
     """Casts rows to a format and back in one pass; the gradient ignores the rounding.
 
-    The result is that of `per_token_cast` and `per_token_cast_back`, bit for bit, without the
-    quantized tensor in between. Its gradient with respect to `x` is the identity, as
-    quantization-aware training wants it: rounding has no useful derivative. What `per_token_cast`
-    says of e5m6 below `2**-14`, and of the largest finite float32, holds here.
+    The result equals `per_token_cast` followed by `per_token_cast_back`, bit for bit, without
+    storing the quantized tensor. The gradient with respect to `x` is the identity (a
+    straight-through estimator), as usual in quantization-aware training. The remarks of
+    `per_token_cast` on e5m6 below `2**-14` and on the largest finite float32 apply here too.
 
     Args:
         x: `[num_tokens, hidden]`, bfloat16 or float32, any row stride.

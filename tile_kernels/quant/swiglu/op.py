@@ -869,13 +869,13 @@ def swiglu_forward(
     """Computes SwiGLU of rows, times the weights of their experts, rounded once.
 
     `((l / (1 + exp(-l))) * r) * w` with `l` the gate and `r` the value; with a clamp value `c`
-    first `l = min(l, c)` and `r = min(max(r, -c), c)`. The weight `w` is that of the row times
+    first `l = min(l, c)` and `r = min(max(r, -c), c)`. `w` is the weight of the row times
     `routed_scaling_factor`. The numbers of `l > c`, `r > c`, `r < -c` and of all elements, in rows
-    that exist, are added to `clamped_count`.
+    that are used, are added to `clamped_count`.
 
-    Rows that do not exist are not read and are zero in the result. All exist unless one of two
-    layouts says otherwise: `psum_num_tokens_per_expert` is that of an expanded dispatch
-    (`ep.ElasticBuffer`), `pos_to_token_topk` that of `moe.get_fused_mapping`.
+    Padding rows are not read and are zero in the result. Two layouts have such rows: that of an
+    expanded dispatch (`ep.ElasticBuffer`), described by `psum_num_tokens_per_expert`, and that of
+    `moe.get_fused_mapping`, described by `pos_to_token_topk`. With neither, all rows are used.
 
     The result is differentiable with respect to `x` and `topk_weights`.
 
