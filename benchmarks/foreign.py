@@ -132,7 +132,7 @@ def difference(theirs: list[torch.Tensor], ours: list[torch.Tensor], float32: fl
     for number, (a, b) in enumerate(zip(theirs, ours)):
         if a.dtype != b.dtype or a.shape != b.shape:
             return f"tensor {number}: {a.dtype} {list(a.shape)}, expected {b.dtype} {list(b.shape)}"
-        if torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)):
+        if torch.equal(_bytes(a), _bytes(b)):
             continue
         if not a.is_floating_point():
             count = int((a != b).sum())
@@ -147,6 +147,10 @@ def difference(theirs: list[torch.Tensor], ours: list[torch.Tensor], float32: fl
                     f"{x.reshape(-1)[at]:g}, expected {y.reshape(-1)[at]:g}")  # fmt: skip
         worst = "close"
     return worst
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 # ---- the child ----------------------------------------------------------------------------------

@@ -23,6 +23,9 @@ def test_difference() -> None:
     assert difference([x, x.int()], [x, x.int() + 1]) == "tensor 1: 3 of 3 differ"
     assert "expected torch.float64" in difference([x], [x.double()])
     assert difference([x], []) == "1 tensors, expected 0"
+    for size, stride in (((0, 2), (1, 0)), ((9, 1), (1, 12)), ((1, 1), (4, 4))):
+        padded = torch.empty_strided(size, stride, dtype=torch.int32)
+        assert difference([padded], [padded]) == "exact"
 
 
 def test_summary() -> None:

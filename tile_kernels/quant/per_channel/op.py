@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
 from tile_kernels.runtime.declaration import Launch, Out, Size, Spec, alignment
 from tile_kernels.runtime.launch import Kernel
+from tile_kernels.runtime.operator import Operator
 from tile_kernels.transpose.reference import transpose
 
 _CAST_COLUMNS = Kernel("tile_kernels.quant.per_channel.kernel", "cast_columns", plan)
@@ -333,24 +334,23 @@ def fused_cost(
     return Cost(bytes=cast.bytes + index_bytes)
 
 
-PER_CHANNEL_CAST_FUSED = layout.cast_operator(
-    reference.per_channel_cast_fused,
-    FusedArguments,
-    fused_cost,
-    by_fields=_fused_reference,
-    dynamic={"x": 1, "x_sf": 1, "pos_to_token": 0},
-)
+def _fused_operator(
+    function: Callable[..., Any],
+    arguments: Any = FusedArguments,
+    by_fields: Callable[..., Any] = _fused_reference,
+    **more: Any,
+) -> Operator:
+    rows = {"x": 1, "x_sf": 1, "pos_to_token": 0}
+    return layout.cast_operator(
+        function, arguments, fused_cost, by_fields=by_fields, dynamic=rows, **more
+    )
 
+
+PER_CHANNEL_CAST_FUSED = _fused_operator(reference.per_channel_cast_fused)
 
 # `per_channel_cast` of a quantized `x`.
-PER_CHANNEL_CAST_OF_PAIRS = layout.cast_operator(
-    reference.per_channel_cast_fused,
-    FusedArguments,
-    fused_cost,
-    name="_per_channel_cast_of_pairs",
-    by_fields=_fused_reference,
-    dynamic={"x": 1, "x_sf": 1, "pos_to_token": 0},
-    serves="per_channel_cast",
+PER_CHANNEL_CAST_OF_PAIRS = _fused_operator(
+    reference.per_channel_cast_fused, name="_per_channel_cast_of_pairs", serves="per_channel_cast"
 )
 
 
@@ -418,12 +418,10 @@ def _transposed_fused_reference(*fields: Any) -> QuantTensor:
     return transpose(data), sf
 
 
-PER_CHANNEL_CAST_FUSED_AND_TRANSPOSE = layout.cast_operator(
+PER_CHANNEL_CAST_FUSED_AND_TRANSPOSE = _fused_operator(
     reference.per_channel_cast_fused_and_transpose,
     TransposedFusedArguments,
-    fused_cost,
-    by_fields=_transposed_fused_reference,
-    dynamic={"x": 1, "x_sf": 1, "pos_to_token": 0},
+    _transposed_fused_reference,
 )
 
 

@@ -101,21 +101,21 @@ def check_rounding(a: Any) -> None:
         if not a.stochastic_cast:
             raise ValueError("seed needs stochastic_cast")
         layout.check_seed(a.seed)
-    if a.stochastic_cast and (a.fmt not in _SF_FORMATS or a.num_per_channels not in GROUPS):
-        allowed = ", ".join(map(str, GROUPS))
-        raise ValueError(
-            f"stochastic_cast needs e4m3 or e2m1 and num_per_channels {allowed}, got {a.fmt} and "
-            f"{a.num_per_channels}"
-        )
+    _check_grouped("stochastic_cast", a)
 
 
 def check_e4m3_groups(a: Any) -> None:
     """Scales in e4m3 are those of groups."""
     layout.check_e4m3(a)
-    if a.use_e4m3_sf and (a.fmt not in _SF_FORMATS or a.num_per_channels not in GROUPS):
+    _check_grouped("use_e4m3_sf", a)
+
+
+def _check_grouped(flag: str, a: Any) -> None:
+    """What a flag of this name, if it is set, needs."""
+    if getattr(a, flag) and (a.fmt not in _SF_FORMATS or a.num_per_channels not in GROUPS):
         allowed = ", ".join(map(str, GROUPS))
         raise ValueError(
-            f"use_e4m3_sf needs e4m3 or e2m1 and num_per_channels {allowed}, got {a.fmt} and "
+            f"{flag} needs e4m3 or e2m1 and num_per_channels {allowed}, got {a.fmt} and "
             f"{a.num_per_channels}"
         )
 

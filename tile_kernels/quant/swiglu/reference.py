@@ -51,7 +51,7 @@ def swiglu_forward(
     left, right = split_halves(widened(x))
     if swiglu_clamp_value is not None:
         if clamped_count is not None:
-            clamped_count += count_clamped(left, right, swiglu_clamp_value)
+            add_clamped(x, x.new_ones(len(x), dtype=torch.bool), swiglu_clamp_value, clamped_count)
         left, right = clamp_halves(left, right, swiglu_clamp_value)
     act, _ = activate(left, right)
     if pos_to_token_topk is None:
@@ -180,16 +180,6 @@ def clamp_halves(
     return left.clamp(max=most), right.clamp(-most, most)
 
 
-def count_clamped(left: torch.Tensor, right: torch.Tensor, clamp_value: float) -> torch.Tensor:
-    """How many elements `clamp_halves` changes: int64 `[3]` of `l > c`, `r > c`, `r < -c`.
-
-    >>> count_clamped(torch.tensor([-9.0, 9.0]), torch.tensor([-9.0, 5.0]), 5.0)
-    tensor([1, 0, 1])
-    """
-    clamped = left > clamp_value, right > clamp_value, right < -clamp_value
-    return torch.stack([which.sum() for which in clamped])
-
-
 def activate(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`(l / d) * r` with `d = 1 + exp(-l)`, and `d`.
 
@@ -250,9 +240,13 @@ def rows_and_weights(
         exists = rows_in_ranges(psum_num_tokens_per_expert, alignment, num_rows)
     if topk_weights is None:
         return exists, like.new_ones(num_rows, 1, dtype=torch.float32)
+    return exists, (topk_weights * _factor(routed_scaling_factor, like))[:, None]
+
+
+def _factor(routed_scaling_factor: float | None, like: torch.Tensor) -> torch.Tensor:
+    """The factor of all weights as a float32 tensor, 1 by default."""
     factor = 1.0 if routed_scaling_factor is None else routed_scaling_factor
-    scale = torch.tensor(factor, dtype=torch.float32, device=like.device)
-    return exists, (topk_weights * scale)[:, None]
+    return torch.tensor(factor, dtype=torch.float32, device=like.device)
 
 
 _OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -293,7 +287,9 @@ def swiglu_rows_forward(
 def add_clamped(
     x: torch.Tensor, exists: torch.Tensor, clamp_value: float, clamped_count: torch.Tensor
 ) -> None:
-    """Adds what `clamp_halves` changes in rows that exist, and a fourth number: their elements.
+    """Adds how many elements `clamp_halves` changes in rows that exist: `l > c`, `r > c`, `r < -c`.
+
+    Where there is a fourth number, the elements of these rows are added to it.
 
     >>> count, x = torch.zeros(4, dtype=torch.int64), torch.tensor([[9.0, -9.0], [9.0, 9.0]])
     >>> add_clamped(x, torch.tensor([True, False]), 5.0, count)
@@ -346,10 +342,9 @@ def swiglu_rows_gradients(
         out = (act * weight).masked_fill(absent, 0.0).to(dtype)
     if topk_weights is None:
         return x_grad, x_grad.new_empty(0, dtype=torch.float32), out
-    factor = 1.0 if routed_scaling_factor is None else routed_scaling_factor
-    scale = torch.tensor(factor, dtype=torch.float32, device=x.device)
     products = (grad_out * act).masked_fill(absent, 0.0)
-    grad_of_row = products.sum(dim=1, dtype=torch.float64).float() * scale
+    grad_of_row = products.sum(dim=1, dtype=torch.float64).float()
+    grad_of_row = grad_of_row * _factor(routed_scaling_factor, x)
     if pos_to_token_topk is None or token_topk_to_pos is None:
         return x_grad, grad_of_row, out
     weight_grad = of_weights(grad_of_row, pos_to_token_topk, token_topk_to_pos)
@@ -446,9 +441,8 @@ def swiglu_forward_and_per_token_cast(
         exists = rows_in_ranges(psum_num_tokens_per_expert, alignment, x.shape[0])
     if swiglu_clamp_value is not None and clamped_count is not None:
         add_clamped(x, exists, swiglu_clamp_value, clamped_count)
-    factor = 1.0 if routed_scaling_factor is None else routed_scaling_factor
-    scale = torch.tensor(factor, dtype=torch.float32, device=x.device)
     out = swiglu_forward(x, None, None, swiglu_clamp_value)
+    scale = _factor(routed_scaling_factor, x)
     if topk_weights is not None and topk_weights.dim() == 1:
         out = out * (topk_weights * scale)[:, None]
     elif topk_weights is not None and pos_to_token_topk is not None:
