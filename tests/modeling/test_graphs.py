@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from examples.tiny_v4.model import Config, TinyV4
 from examples.tiny_v4.plain import PlainTinyV4
@@ -152,10 +153,10 @@ def step_of(function: Callable[..., Tensor], built: Built) -> Callable[[], list[
     return step
 
 
-def steps_of(built: Built, compiled: Any) -> list[list[Tensor]]:
-    """What a step returns, as it is and compiled, for the same gradient of the result."""
+def steps_of(built: Built, other: Any) -> list[list[Tensor]]:
+    """What a step returns, of the layer and of another form of it, for the same gradient."""
     results = []
-    for function in (built.layer, compiled):
+    for function in (built.layer, other):
         torch.manual_seed(1)
         results.append([x.clone() for x in step_of(function, built)()])
     return results
@@ -178,6 +179,21 @@ def test_one_graph(name: str) -> None:
     assert max(distance(*pair) for pair in zip(expected, found)) < 0.05
     with torch.no_grad():
         assert torch.equal(compiled(*built.inputs), built.layer(*built.inputs))
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if "TinyV4" not in name])
+def test_checkpoint_has_the_same_bits(name: str) -> None:
+    """The layer is computed again for its backward pass, from its input alone."""
+    torch.manual_seed(0)
+    built = LAYERS[name]("cpu")
+
+    def recomputed(*inputs: Tensor) -> Tensor:
+        return checkpoint(built.layer, *inputs, use_reentrant=False)
+
+    expected, found = steps_of(built, recomputed)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        assert torch.equal(one, other)
 
 
 def test_parts_in_bfloat16_are_those_of_the_plain_model() -> None:

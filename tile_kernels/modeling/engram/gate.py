@@ -39,16 +39,19 @@ class EngramGateFn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients that are needed; those of weights with `main_grad` are added there."""
+        saved = ctx.saved_tensors  # once: a checkpoint gives them a single time
         with torch.no_grad():
-            grads = EngramGateFn._gradients(ctx, grad_out)
+            grads = EngramGateFn._gradients(ctx, saved, grad_out)
         message = "engram_gate: there is no second derivative of the gate"
-        inputs = (grad_out, *(x for x in ctx.saved_tensors[:5] if x is not None))
+        inputs = (grad_out, *(x for x in saved[:5] if x is not None))
         return *last_gradients(message, grads, inputs), None, None, None, None
 
     @staticmethod
-    def _gradients(ctx: Any, grad_out: Tensor) -> list[Tensor | None]:
-        x, key, value, weight_hidden, weight_embed, fused, *saved, mask = ctx.saved_tensors
-        dot, gate_score, rstd_x, rstd_k = saved
+    def _gradients(
+        ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor
+    ) -> list[Tensor | None]:
+        x, key, value, weight_hidden, weight_embed, fused, *numbers, mask = saved
+        dot, gate_score, rstd_x, rstd_k = numbers
         grad_out = grad_out.reshape(x.shape).contiguous()
         clamp_value, add_residual = ctx.settings
         if value is None:
