@@ -249,7 +249,34 @@ def reference(title: str, modules: list[str]) -> str:
         parts.append(f"## `{name}`")
         for public in public_names(module):
             parts += entry(public, getattr(module, public), "###")
-    return "\n\n".join(parts) + "\n"
+    return linked_names("\n\n".join(parts) + "\n")
+
+
+def linked_names(page: str) -> str:
+    """A page of the reference with links where its text names another function of the page.
+
+    Docstrings often describe an argument as that of another function.
+    """
+    known = set(re.findall(r"^### `(\w+)`$", page, flags=re.M))
+
+    def link(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"[`{name}`](#{name.lower()})" if name in known else match[0]
+
+    lines, here, in_frame = [], "", False
+    for line in page.splitlines():
+        if line.startswith("```"):
+            in_frame = not in_frame
+        heading = re.match(r"#+ `(\w+)", line)
+        if heading:
+            here = heading[1]
+        elif not in_frame:
+            first, bar, rest = line.partition(" | ") if line.startswith("| ") else ("", "", line)
+            text = re.sub(r"(?<![\[`\w])`(\w+)`(?![\]`])", link, rest)
+            lines.append(first + bar + text.replace(f"[`{here}`](#{here.lower()})", f"`{here}`"))
+            continue
+        lines.append(line)
+    return "\n".join(lines) + "\n"
 
 
 def public_names(module: ModuleType) -> list[str]:
@@ -269,7 +296,10 @@ def has_page(value: Any) -> bool:
 
 def entry(name: str, value: Any, mark: str) -> list[str]:
     """A function or a class, and the methods of a class, those of its bases in the package too."""
-    parts = [f"{mark} `{name}`", *called(name, value), as_markdown(inspect.getdoc(value) or "")]
+    method = name.partition(".")[2]
+    label = f' {{ data-toc-label=".{method}" }}' if method else ""  # narrow, in the page's contents
+    title = f"{mark} `{name}`{label}"
+    parts = [title, *called(name, value), as_markdown(inspect.getdoc(value) or "")]
     if inspect.isclass(value):
         for method, attribute in members(value).items():
             function = getattr(attribute, "__func__", attribute)  # of class and static methods
@@ -293,6 +323,8 @@ def called(name: str, value: Any) -> list[str]:
         signature = inspect.signature(value)
     except ValueError:
         return []
+    if "iterable" in signature.parameters:
+        return []  # a tuple, which its class methods make
     parameters = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
     plain = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
     short = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)

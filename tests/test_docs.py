@@ -314,6 +314,7 @@ def test_site_builds(tmp_path: Path) -> None:
     assert "per_token_cast" in reference
     assert "<td><code>num_per_channels</code></td>" in reference
     assert "unpack_from_e2m1fn_x2" in reference
+    assert '<td>As in <a href="#per_channel_cast_fused"><code>per_channel_cast_fused' in reference
     assert "per_token_cast_to_e5m6" in reference
     for family in ("moe", "quant", "gemm", "engram", "mhc", "attention", "transpose", "ep"):
         text = (tmp_path / f"{family}.html").read_text()
@@ -347,7 +348,7 @@ def test_the_reference_has_methods_of_base_classes() -> None:
     """A class that is split over modules of the package is documented in one place."""
     page = hooks(ROOT)["reference"]("Expert parallelism", ["tile_kernels.ep"])
     for method in ("dispatch", "pp_send", "all_gather", "engram_fetch", "get_buffer_size_hint"):
-        assert page.count(f"`ElasticBuffer.{method}`\n") == 1, method
+        assert page.count(f"#### `ElasticBuffer.{method}` {{ data-toc-label=") == 1, method
 
 
 def test_pages_of_linked_files(tmp_path: Path) -> None:

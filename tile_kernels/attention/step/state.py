@@ -12,12 +12,12 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 class KVCompressorState(tuple[Tensor, Tensor]):
-    """What the compression of sequences must remember between tokens: a pair of tensors.
+    """The state of incremental compression, for decoding: a pair of tensors.
 
-    It keeps of each token its row in `kv_a`, `z_a` and, with two series, `kv_b`, `z_b`. The tokens
-    of the last window are kept, with two series those of the last two; token `t` is at index `t`
-    modulo their number. The state is a tuple, so it works wherever tuples of tensors do: under
-    `torch.compile` and in CUDA graphs.
+    The state stores the rows of recent tokens in `kv_a` and `z_a`, and with two series also in
+    `kv_b` and `z_b`. These are the tokens of the last window, or with two series those of the last
+    two windows. Token `t` is stored at index `t` modulo their number. The state is a tuple of
+    tensors, so it works under `torch.compile` and in CUDA graphs.
 
     Attributes:
         kept: `[num_sequences, kept tokens, 2 or 4, channels]`, bfloat16 or float32: the rows.
