@@ -209,7 +209,10 @@ def test_arguments_of_a_fetch() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_tma_aligned_col_major_sf": 2}, "use_tma_aligned_col_major_sf must be a bool, got int"),
+        (
+            {"use_tma_aligned_col_major_sf": 2},
+            "use_tma_aligned_col_major_sf must be a bool, got int",
+        ),
         ({"num_qps": 10}, "num_qps must be at most the 9 queue pairs"),
         ({"indices": torch.full((1, 2), 8, dtype=torch.int32)}, "indices must hold 0..7"),
     ],
