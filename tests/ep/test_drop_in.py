@@ -206,6 +206,33 @@ def test_arguments_of_a_fetch() -> None:
         buffer.engram_fetch(indices, use_tma_aligned_col_major_sf=2)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"use_tma_aligned_col_major_sf": 2},
+            "use_tma_aligned_col_major_sf must be a bool, got int",
+        ),
+        ({"num_qps": 10}, "num_qps must be at most the 9 queue pairs"),
+        ({"indices": torch.full((1, 2), 8, dtype=torch.int32)}, "indices must hold 0..7"),
+    ],
+)
+def test_a_wrong_fetch_of_one_rank_is_an_error_of_all(
+    changes: dict[str, Any], message: str
+) -> None:
+    def rank(group: LocalGroup) -> None:
+        buffer = ElasticBuffer(
+            group, num_bytes=2 * model.PAGE, num_cpu_bytes=model.PAGE, num_allocated_qps=9
+        )
+        buffer.engram_write(torch.ones(4, 16))
+        given: dict[str, Any] = {"indices": torch.tensor([[1, 5]], dtype=torch.int32)}
+        with pytest.raises((TypeError, ValueError), match=f"rank 1: {message}"):
+            buffer.engram_fetch(**{**given, **(changes if group.rank else {})})
+        assert buffer.engram_fetch(**given)()[0].shape == (1, 32)
+
+    run_ranks(2, rank)
+
+
 def test_limits_of_deep_ep_are_named() -> None:
     assert model.limits_exceeded(1, 8, 256) == []
     sentences = model.limits_exceeded(16, 128, 4096)

@@ -442,7 +442,8 @@ INSTALLED = """
 from tile_kernels.ep import ElasticBuffer, install_as_deep_ep
 module = install_as_deep_ep()
 import deep_ep
-from deep_ep import Buffer, Config, ElasticBuffer as found, EPHandle
+from deep_ep import Buffer, Config, ElasticBuffer as found, EPHandle, topk_idx_t
+from deep_ep import get_logical_domain_size, get_physical_domain_size
 from deep_ep.utils import EventHandle, EventOverlap
 assert deep_ep is module is install_as_deep_ep() and found is ElasticBuffer
 """

@@ -156,8 +156,12 @@ class EngramMethods(BufferBase):
         """
         self._check_alive("ElasticBuffer.engram_fetch")
         column_major_sf = as_flag(use_tma_aligned_col_major_sf)
-        checks.boolean("use_tma_aligned_col_major_sf", column_major_sf)
-        data, sf = self._engram.fetch(indices, lambda: self._limits.check_num_qps(num_qps))
+
+        def check() -> None:
+            checks.boolean("use_tma_aligned_col_major_sf", column_major_sf)
+            self._limits.check_num_qps(num_qps)
+
+        data, sf = self._engram.fetch(indices, check)
         if sf is not None and column_major_sf:
             sf = column_major(sf)
         return lambda: (data, sf)

@@ -701,8 +701,8 @@ def install_as_deep_ep() -> ModuleType:
     """Make `import deep_ep` find this package, for programs that were written for DeepEP.
 
     Returns:
-        The module, which has `ElasticBuffer`, `EPHandle`, `EventOverlap`, `Buffer`, `Config`,
-        `topk_idx_t` and `utils`.
+        The module, which has `ElasticBuffer`, `EPHandle`, `EventHandle`, `EventOverlap`, `Buffer`,
+        `Config`, `get_logical_domain_size`, `get_physical_domain_size`, `topk_idx_t` and `utils`.
 
     Raises:
         RuntimeError: If another `deep_ep` is installed.
@@ -721,9 +721,12 @@ def install_as_deep_ep() -> ModuleType:
     utils = ModuleType("deep_ep.utils", "Events of DeepEP, by tile_kernels.ep.")
     for name in ("EventHandle", "EventOverlap"):
         setattr(utils, name, getattr(ep, name))
-    for name in ("ElasticBuffer", "EPHandle", "EventHandle", "EventOverlap", "topk_idx_t"):
+    for name in (
+        "Buffer", "Config", "ElasticBuffer", "EPHandle", "EventHandle", "EventOverlap",
+        "get_logical_domain_size", "get_physical_domain_size", "topk_idx_t",
+    ):  # fmt: skip
         setattr(module, name, getattr(ep, name))
-    for name, value in (("Buffer", Buffer), ("Config", Config), ("utils", utils), ("__path__", [])):
+    for name, value in (("utils", utils), ("__path__", [])):
         setattr(module, name, value)
     sys.modules["deep_ep"], sys.modules["deep_ep.utils"] = module, utils
     return module

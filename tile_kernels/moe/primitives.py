@@ -49,6 +49,23 @@ def last_lane(mask):
     return 31 - T.call_extern(T.int32, "__clz", mask)
 
 
+def load_part_of(count: int, vector: int, lanes: int, steps: int) -> Any:
+    """A macro that loads one part of a row of `count` vectors into registers `[steps, vector]`.
+
+    Each of `lanes` threads takes `steps` vectors of the part, `lanes` apart.
+    """
+
+    @T.macro
+    def load(regs, x, row: T.Ref, part, lane):
+        for s in T.unroll(steps):
+            i = (part * steps + s) * lanes + lane
+            if i < count:
+                for v in T.vectorized(vector):
+                    regs[s, v] = x[row, i * vector + v]
+
+    return load
+
+
 def sorting_network(size: int) -> list[tuple[int, int]]:
     """Comparators (Batcher's odd-even merge sort) that bring `size` values into order."""
     pairs: list[tuple[int, int]] = []

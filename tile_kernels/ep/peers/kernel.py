@@ -10,7 +10,7 @@ from typing import Any
 from tilelang import language as T
 
 from tile_kernels.ep.peers.plan import PutPlan, SumPlan
-from tile_kernels.moe.primitives import first_lane
+from tile_kernels.moe.primitives import first_lane, load_part_of
 from tile_kernels.runtime.device import WARP
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
@@ -44,6 +44,8 @@ def put_rows(
     token_stride, scale_stride = T.dynamic("token_stride scale_stride", "int64")
     scale_steps = -(-num_scales // (lanes * parts))  # in each part
     word_steps = -(-num_words // lanes)
+    load_row = load_part_of(vectors, vector, lanes, steps)
+    load_scales = load_part_of(num_scales, 1, lanes, scale_steps)
     if num_scales:
         strides = (token_stride, scale_stride)
         sf_type = T.StridedTensor[(num_tokens, num_scales), strides, T.int32]
@@ -72,21 +74,14 @@ def put_rows(
             token = T.alloc_var(T.int32, init=block // parts * rows + tx // lanes)
             part = block % parts
             row = T.alloc_local((steps, vector), dtype)
-            scales = T.alloc_local((max(scale_steps, 1),), T.int32)
+            scales = T.alloc_local((max(scale_steps, 1), 1), T.int32)
             rank, slot = T.alloc_var(T.int32), T.alloc_var(T.int32)
             peer, position = T.alloc_var(T.int32), T.alloc_var(T.int32)
             valid = T.alloc_var(T.int32)
             if token < num_tokens:
-                for s in T.unroll(steps):
-                    i = (part * steps + s) * lanes + lane
-                    if i < vectors:
-                        for v in T.vectorized(vector):
-                            row[s, v] = x[token, i * vector + v]
+                load_row(row, x, token, part, lane)
                 if num_scales:
-                    for s in T.unroll(scale_steps):
-                        i = (part * scale_steps + s) * lanes + lane
-                        if i < num_scales:
-                            scales[s] = sf[token, i]
+                    load_scales(scales, sf, token, part, lane)
                 for c in T.serial(T.ceildiv(num_topk, WARP)):
                     k = c * WARP + tx % WARP
                     slot = -1
@@ -112,7 +107,7 @@ def put_rows(
                             for s in T.unroll(scale_steps):
                                 i = (part * scale_steps + s) * lanes + lane
                                 if i < num_scales:
-                                    out_sf[position, i] = scales[s]
+                                    out_sf[position, i] = scales[s, 0]
                     if num_words:
                         if part == 0:
                             slot = -1

@@ -11,7 +11,7 @@ from typing import Any
 from tilelang import language as T
 
 from tile_kernels.moe.expand.plan import MARKED_POSITIONS, SLOTS_IN_FLIGHT, Plan
-from tile_kernels.moe.primitives import first_lane
+from tile_kernels.moe.primitives import first_lane, load_part_of
 from tile_kernels.runtime.device import WARP
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
@@ -61,6 +61,8 @@ def expand(
     together = max(1, SLOTS_IN_FLIGHT // num_topk)  # tokens in flight while marking
     scale_steps = -(-num_scales // (lanes * parts))  # in each part
     words = MARKED_POSITIONS // 32
+    load_row = load_part_of(vectors, vector, lanes, steps)
+    load_scales = load_part_of(num_scales, 1, lanes, scale_steps)
     num_tokens, num_positions, padded = T.dynamic("num_tokens num_positions padded")
     token_stride, scale_stride = T.dynamic("token_stride scale_stride", "int64")
     if scaled:
@@ -167,20 +169,13 @@ def expand(
         token = T.alloc_var(T.int32, init=block // parts * rows + tx // lanes)
         part = block % parts
         row = T.alloc_local((steps, vector), dtype)
-        scales = T.alloc_local((max(scale_steps, 1),), scale_dtype)
+        scales = T.alloc_local((max(scale_steps, 1), 1), scale_dtype)
         slot = T.alloc_var(T.int32)
         valid = T.alloc_var(T.int32)
         if token < num_tokens:
-            for s in T.unroll(steps):
-                i = (part * steps + s) * lanes + lane
-                if i < vectors:
-                    for v in T.vectorized(vector):
-                        row[s, v] = x[token, i * vector + v]
+            load_row(row, x, token, part, lane)
             if scaled:
-                for s in T.unroll(scale_steps):
-                    i = (part * scale_steps + s) * lanes + lane
-                    if i < num_scales:
-                        scales[s] = sf[token, i]
+                load_scales(scales, sf, token, part, lane)
             for c in T.serial(T.ceildiv(num_topk, WARP)):
                 k = c * WARP + tx % WARP
                 slot = -1
@@ -199,7 +194,7 @@ def expand(
                         for s in T.unroll(scale_steps):
                             i = (part * scale_steps + s) * lanes + lane
                             if i < num_scales:
-                                put_scale(out_sf, position, i, scales[s])
+                                put_scale(out_sf, position, i, scales[s, 0])
 
     @T.prim_func
     def expanded(
