@@ -227,6 +227,12 @@ def test_the_gradient_of_a_cast_names_fake_cast() -> None:
             "d_v must be 512, got 64",
         ),
         (
+            tile_kernels.v2.engram.engram_gate_fwd,
+            (None, None, None, 1e-6, 1e-6),
+            "hidden_states must",
+        ),
+        (tile_kernels.v2.engram.engram_gate_bwd, (None,) * 8 + (1e-6,), "hidden_states must"),
+        (
             tile_kernels.engram.engram_gate,
             (None, None, None, torch.ones(1), None, 1e-6, 1e-6),
             "weight_hidden must",

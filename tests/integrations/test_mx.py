@@ -365,6 +365,18 @@ def test_kinds_of_few_channels(rows: int, columns: int) -> None:
 
 
 def test_operands_that_do_not_fit() -> None:
+    blocked = mx.to_blocked(torch.ones(3, 5, dtype=torch.uint8))
+    for given, message in (
+        ((blocked.float(), 3, 5), "must be a tensor with elements of one byte, got torch.float32"),
+        (([1], 3, 5), "must be a tensor with elements of one byte, got list"),
+        ((blocked, 300, 5), "must have 3072 bytes, got 1024"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^from_blocked: blocked {message}"):
+            mx.from_blocked(*given)
+    with pytest.raises(TypeError, match=r"^from_blocked: rows must be an int, got float"):
+        mx.from_blocked(blocked, 3.0, 5)
+    strided = torch.stack([blocked, blocked], 1)[:, 0]
+    assert mx.from_blocked(strided, 3, 5).eq(1).all()
     a, _ = operand("row", 16, 256, "cpu", 0)
     b, _ = operand("1x128", 32, 256, "cpu", 1)
     both = mx.scaled_mm_arguments

@@ -176,6 +176,7 @@ def to_blocked(scales: Tensor, offsets: Tensor | None = None) -> Tensor:
     return whole.view(scales.dtype)
 
 
+@checks.named_errors
 def from_blocked(blocked: Tensor, rows: int, columns: int) -> Tensor:
     """The inverse of `to_blocked`.
 
@@ -188,13 +189,21 @@ def from_blocked(blocked: Tensor, rows: int, columns: int) -> Tensor:
         `[rows, columns]`, the same dtype, contiguous.
 
     Raises:
+        TypeError: If an element is not one byte.
         ValueError: If the number of bytes is not that of the shape.
     """
+    if not isinstance(blocked, Tensor) or blocked.element_size() != 1:
+        given = blocked.dtype if isinstance(blocked, Tensor) else type(blocked).__name__
+        raise TypeError(f"blocked must be a tensor with elements of one byte, got {given}")
+    checks.integer("rows", rows, 0)
+    checks.integer("columns", columns, 0)
     row_tiles, column_tiles = ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS)
     expected = row_tiles * column_tiles * TILE_ROWS * TILE_COLUMNS
     if blocked.numel() != expected:
-        raise ValueError(f"from_blocked: blocked must have {expected} bytes, got {blocked.numel()}")
-    tiles = blocked.view(torch.uint8).view(row_tiles, column_tiles, 32, 4, TILE_COLUMNS)
+        raise ValueError(f"blocked must have {expected} bytes, got {blocked.numel()}")
+    tiles = (
+        blocked.contiguous().view(torch.uint8).view(row_tiles, column_tiles, 32, 4, TILE_COLUMNS)
+    )
     whole = tiles.permute(0, 3, 2, 1, 4).reshape(row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS)
     return whole[:rows, :columns].contiguous().view(blocked.dtype)
 

@@ -230,9 +230,8 @@ def topk_paged(
     """The best `k` positions of each row, as slots of a paged cache.
 
     Args:
-        scores: `[rows, columns]`, float32 or bfloat16, stride 1 in a row.
-        k: How many, in `1..4096`.
-        end: `[rows]`, int32 or int64: the length of each row.
+        scores: `logits` of `topk_rows`.
+        k, end: As in `topk_rows`.
         page_table: `[rows, pages]`, int32: the pages of each row.
         page_size: Tokens of a page.
         out: `[rows, k]`, int32: a buffer for the slots.

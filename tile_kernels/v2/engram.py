@@ -1,9 +1,6 @@
 """Engram: the gate takes the keys of all streams and the value in one tensor `kv`."""
 
-from tile_kernels.engram.gate.op import (
-    engram_gate_packed_bwd as engram_gate_bwd,
-    engram_gate_packed_fwd as engram_gate_fwd,
-)
+from tile_kernels.engram.gate.op import engram_gate_packed_bwd, engram_gate_packed_fwd
 from tile_kernels.engram.grad_w.op import grad_w_reduce as grad_w_reduce
 from tile_kernels.engram.hash.op import engram_hash as engram_hash
 from tile_kernels.engram.sinkhorn.op import (
@@ -13,6 +10,7 @@ from tile_kernels.engram.sinkhorn.op import (
     engram_sinkhorn_step_reduce as engram_sinkhorn_step_reduce,
 )
 from tile_kernels.engram.weight.op import fused_weight as fused_weight
+from tile_kernels.runtime import checks
 
 __all__ = [
     "engram_gate_bwd",
@@ -25,3 +23,6 @@ __all__ = [
     "fused_weight",
     "grad_w_reduce",
 ]
+
+engram_gate_fwd = checks.named_errors(engram_gate_packed_fwd, "engram_gate_fwd")
+engram_gate_bwd = checks.named_errors(engram_gate_packed_bwd, "engram_gate_bwd")
