@@ -92,7 +92,7 @@ def list_ops(options: argparse.Namespace) -> int:
 def _signature(op: Operator) -> str:
     from rich.markup import escape
 
-    return escape(str(inspect.signature(op.body)).replace("'", ""))
+    return escape(str(inspect.signature(op.function)).replace("'", ""))
 
 
 def _least_work(op: Operator) -> str:
