@@ -12,6 +12,7 @@ import torch
 
 from tests import selection
 from tests.requirements import NEEDS_NVCC
+from tile_kernels.runtime.operator import Operator
 from tile_kernels.testing.bench import dtype_to_str
 from tile_kernels.testing.numeric import count_bytes
 
@@ -60,6 +61,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # asks for them by their marker sees why they are skipped.
     if not torch.cuda.is_available() and "gpu" not in config.getoption("-m"):
         _keep(config, items, lambda item: item.get_closest_marker("gpu") is None)
+    items.sort(key=operator_of)
+
+
+def operator_of(item: pytest.Item) -> str:
+    """The operator that a test of all operators is called with, or nothing.
+
+    Those of one operator run one after the other: with several processes, one of them builds its
+    kernels and the others do not.
+    """
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    for value in parameters.values():
+        op = value[0] if isinstance(value, tuple) and value else value
+        if isinstance(op, Operator):
+            return op.name
+    return ""
 
 
 def _keep(

@@ -116,25 +116,31 @@ def emulated_by_default(op: Any) -> list[Sample]:
     forbid wide accesses. What an operator before this one shows of a kernel that both launch is not
     shown again.
     """
-    return _emulated(tuple(operators()))[op]
+    return emulated_of(tuple(operators()))[op]
 
 
 @functools.cache
-def _emulated(ops: tuple[Any, ...]) -> dict[Any, list[Sample]]:
+def emulated_of(ops: tuple[Any, ...]) -> dict[Any, list[Sample]]:
+    """The emulated samples of each of these operators, where no other ones are tested."""
     before: set[tuple[str, tuple[Any, ...]]] = set()
     found = {}
     for op in ops:
-        kernels = {sample.label: kernels_of(op, sample) for sample in op.cases.small}
-        chosen = _chosen(op, kernels, frozenset(before))
+        kernels = _kernels_of_samples(op)
+        chosen = _chosen(kernels, op.cases.ordinary().label, frozenset(before))
         before |= chosen
         found[op] = [sample for sample in op.cases.small if kernels[sample.label] <= chosen]
     return found
 
 
-def _chosen(op: Any, kernels: dict[str, Kernels], before: Kernels) -> Kernels:
+@functools.cache
+def _kernels_of_samples(op: Any) -> dict[str, Kernels]:
+    return {sample.label: kernels_of(op, sample) for sample in op.cases.small}
+
+
+def _chosen(kernels: dict[str, Kernels], ordinary: str, before: Kernels) -> Kernels:
     """The kernels of an operator that are run, where those of `before` are run elsewhere."""
     shown = {label: _shown(label, needed) for label, needed in kernels.items()}
-    chosen = set(kernels_of(op, op.cases.ordinary()))
+    chosen = set(kernels[ordinary])
     while True:
         seen = _kinds(before | chosen)
         for label, needed in kernels.items():

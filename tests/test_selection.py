@@ -61,12 +61,12 @@ def test_all_operators_are_tested_by_default(request: pytest.FixtureRequest) -> 
 def test_kernels_of_two_operators_are_emulated_once() -> None:
     """All kinds of static arguments of both are run, those that the first one has shown by it."""
     first, second = ops = registry.get("mhc.mhc_pre_big_fuse"), registry.get("mhc.mhc_pre_fwd")
-    chosen = selection._emulated(ops)
+    chosen = selection.emulated_of(ops)
     run = [selection.kernels_of(op, sample) for op, samples in chosen.items() for sample in samples]
     every = [selection.kernels_of(op, sample) for op in ops for sample in op.cases.small]
     assert selection._kinds(frozenset().union(*run)) == selection._kinds(frozenset().union(*every))
-    assert chosen[first] == selection._emulated((first,))[first]
-    assert len(chosen[second]) < len(selection._emulated((second,))[second])
+    assert chosen[first] == selection.emulated_of((first,))[first]
+    assert len(chosen[second]) < len(selection.emulated_of((second,))[second])
     assert second.cases.ordinary() in chosen[second]
 
 

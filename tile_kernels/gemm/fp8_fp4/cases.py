@@ -10,6 +10,7 @@ from tile_kernels.gemm import samples
 from tile_kernels.gemm.fp4_weights import prepare_fp4_weights
 from tile_kernels.gemm.gemm_nt.cases import fp8 as dense
 from tile_kernels.gemm.m_grouped.cases import fp8 as contiguous
+from tile_kernels.gemm.masked.cases import BAD_SIZES, SIZE_REJECTS
 from tile_kernels.gemm.masked.cases import fp8 as masked
 from tile_kernels.gemm.samples import E4M3, PACKED, ROW_MAJOR
 from tile_kernels.runtime.cases import (
@@ -225,14 +226,9 @@ CASES = {
         vectors=[Vector("one row", _worked_masked, _expected_masked)],
         rejects=[
             *_REJECTS,
-            Reject("masked_m", "int64", edited("masked_m", lambda x: x.long())),
-            Reject("masked_m", "fewer", edited("masked_m", lambda x: x[1:])),
-            Reject("expected_m", "zero", changed(expected_m=0)),
+            *SIZE_REJECTS,
         ],
-        bad_values=[
-            Reject("masked_m", "past the end", with_value("masked_m", 153)),
-            Reject("masked_m", "negative", with_value("masked_m", -1)),
-        ],
+        bad_values=BAD_SIZES,
         compare=samples.compare_written,
     ),
 }

@@ -95,6 +95,16 @@ def _worked_bf16() -> Arguments:
     return {**_worked(), "a": a.bfloat16(), "b": b.bfloat16()}
 
 
+SIZE_REJECTS = [
+    Reject("masked_m", "int64", edited("masked_m", lambda x: x.long())),
+    Reject("masked_m", "fewer", edited("masked_m", lambda x: x[1:])),
+    Reject("expected_m", "zero", changed(expected_m=0)),
+]
+BAD_SIZES = [
+    Reject("masked_m", "past the end", with_value("masked_m", 153)),
+    Reject("masked_m", "negative", with_value("masked_m", -1)),
+]
+
 CASES = {
     "m_grouped_fp8_gemm_nt_masked": Cases(
         small=[
@@ -124,14 +134,9 @@ CASES = {
         rejects=[
             *samples.PAIR_REJECTS,
             *samples.RESULT_REJECTS,
-            Reject("masked_m", "int64", edited("masked_m", lambda x: x.long())),
-            Reject("masked_m", "fewer", edited("masked_m", lambda x: x[1:])),
-            Reject("expected_m", "zero", changed(expected_m=0)),
+            *SIZE_REJECTS,
         ],
-        bad_values=[
-            Reject("masked_m", "past the end", with_value("masked_m", 153)),
-            Reject("masked_m", "negative", with_value("masked_m", -1)),
-        ],
+        bad_values=BAD_SIZES,
         compare=samples.compare_written,
     ),
     "m_grouped_bf16_gemm_nt_masked": Cases(
@@ -147,10 +152,9 @@ CASES = {
         rejects=[
             *samples.RESULT_REJECTS,
             Reject("b", "other channels", edited("b", lambda x: x[..., :-8].contiguous())),
-            Reject("masked_m", "int64", edited("masked_m", lambda x: x.long())),
-            Reject("expected_m", "zero", changed(expected_m=0)),
+            *SIZE_REJECTS,
         ],
-        bad_values=[Reject("masked_m", "past the end", with_value("masked_m", 151))],
+        bad_values=BAD_SIZES,
         compare=samples.compare_written,
     ),
 }
