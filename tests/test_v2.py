@@ -297,6 +297,34 @@ def test_the_alignment_of_experts_is_a_setting(settings: None) -> None:
             assert call().any(1).nonzero().flatten().tolist() == rows
 
 
+def test_packed_scales_by_rows() -> None:
+    """Of every cast that has scales of rows: the words of the columns, contiguous."""
+    torch.manual_seed(3)
+    x, grad = torch.randn(128, 384).bfloat16(), torch.randn(128, 192).bfloat16()
+    codes = torch.randint(-128, 128, (128, 192), dtype=torch.int8), torch.ones(128, 12)
+    halves = v2.quant.per_token_cast(x, "e4m3", 32)
+    casts: list[Any] = [
+        lambda **flags: v2.quant.per_token_cast(x, "e4m3", 32, **flags)[1],
+        lambda **flags: v2.quant.per_block_cast(x, "e4m3", (32, 32), **flags)[1],
+        lambda **flags: v2.quant.per_block_cast_with_sf_only(x, "e4m3", (32, 32), **flags),
+        lambda **flags: v2.quant.per_block_cast_lossless(codes, "e4m3", (1, 32), (32, 64), **flags)[
+            1
+        ],
+        lambda **flags: v2.quant.swiglu_forward_and_per_token_cast(x, "e4m3", 32, **flags)[1],
+        lambda **flags: v2.quant.swiglu_backward_and_per_token_cast(
+            halves, grad, "e4m3", 32, **flags
+        )[1][1],
+    ]
+    for cast in casts:
+        columns, rows = (
+            cast(round_sf=True, use_packed_ue8m0=True, use_tma_aligned_col_major_sf=by_columns)
+            for by_columns in (True, False)
+        )
+        assert rows.is_contiguous()
+        assert rows.dtype == torch.int32
+        assert torch.equal(rows, columns)
+
+
 def test_channel_cast() -> None:
     torch.manual_seed(2)
     x = torch.randn(128, 128).bfloat16()
