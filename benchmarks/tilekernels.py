@@ -183,11 +183,9 @@ def _one(
     gpu: bool,
 ) -> Callable[[], Iterator[Case]]:
     def calls() -> Iterator[Case]:
-        with torch.device("cuda" if gpu else "cpu"):
-            for found, arguments, _ in make(*sizes):
-                if found == function:
-                    yield Case(function, "x".join(map(str, sizes)), arguments, backward)
-                    return
+        with torch.device("cuda" if gpu else "cpu"):  # and not while the case is used
+            arguments = next(found for name, found, _ in make(*sizes) if name == function)
+        yield Case(function, "x".join(map(str, sizes)), arguments, backward)
 
     return calls
 
@@ -271,6 +269,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=900.0, help="after which no case is begun")
     parser.add_argument("--folder", type=Path, default=benchmark.DEFAULT_FOLDER)
     parser.add_argument("--prepare", action="store_true", help="compile only, cases in parallel")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # not in parallel
     options = parser.parse_args()
     began, gpu = time.monotonic(), torch.cuda.is_available()
     device = "cuda" if gpu else "cpu"
@@ -280,10 +279,10 @@ def main() -> int:
     for name in names:
         if name not in known_cases:
             parser.error(f"there is no case {name}")
-    if options.prepare and len(names) > 1:
-        groups = [names[i::AT_ONCE] for i in range(AT_ONCE)]
-        words = [f"--installed={folder.absolute()}" for folder in folders]
-        preparation.in_processes("benchmarks.tilekernels", filter(None, groups), *words)
+    if options.prepare and not options.here:
+        groups = [names[i::AT_ONCE] for i in range(min(AT_ONCE, len(names)))]
+        words = ["--here", *(f"--installed={folder.absolute()}" for folder in folders)]
+        preparation.in_processes("benchmarks.tilekernels", groups, *words)
         return 0
     packages, known = installed(folders, gpu)
     try:
