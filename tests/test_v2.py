@@ -366,7 +366,7 @@ def test_swiglu(alignment: int) -> None:
     for name in ("fmt", "do_recompute"):
         arguments.pop(name, None)
     tensors = arguments.pop("x"), arguments.pop("act_x_grad")
-    out, *grads = v2.torch.swiglu_backward(*tensors, **arguments)
+    *grads, out = v2.torch.swiglu_backward(*tensors, **arguments)
     torch.testing.assert_close(out, v2.torch.swiglu_forward(tensors[0], **arguments))
     for one, other in zip(grads, expected, strict=False):
         torch.testing.assert_close(one, other)
@@ -628,9 +628,31 @@ def test_partial_products() -> None:
     torch.manual_seed(8)
     residual, fn = torch.randn(3, 2, 8), torch.randn(8, 16)
     mul, squares = v2.torch.mhc_pre_norm_fn_partials_ref(residual, fn, 4)
-    mixes, *_ = mhc.mhc_reduce_partials(mul[:, :, None], squares[:, :, None], 16, 1e-6)
+    mixes, *_ = mhc.mhc_reduce_partials(mul, squares, 16, 1e-6)
     expected = tile_kernels.torch.mhc_pre_norm_fn_ref(residual, fn, None, 1e-6)
     torch.testing.assert_close(mixes, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_references_return_what_those_of_tilekernels_do() -> None:
+    """Numbers, orders, shapes and dtypes of version 2.1.0."""
+    residual = torch.tensor([[[[1.0, 2], [-1, 0.5]], [[3, 4], [5, 6]]]]).bfloat16()
+    for shape in ((1, 2, 2, 2), (2, 1, 2, 2)):
+        mul, squares = v2.torch.mhc_pre_norm_fn_partials_ref(
+            residual.view(shape), torch.arange(8.0).view(2, 4), 2
+        )
+        assert mul.shape == (2, 2, 1, 2)
+        assert mul.flatten().tolist() == [2, 14, 4, 32, -0.5, -2.5, 28, 72]
+        assert squares.shape == (2, 2, 1)
+        assert squares.flatten().tolist() == [5, 25, 1.25, 61]
+    x, grad = torch.randn(3, 8), torch.randn(3, 4)
+    assert [t.shape for t in v2.torch.swiglu_backward(x, grad)] == [(3, 8), (3, 4)]
+    found = v2.torch.swiglu_backward(x, grad, None, torch.rand(3))
+    assert [t.shape for t in found] == [(3, 8), (3,), (3, 4)]
+    x, weight, rstd = torch.randn(3, 32).bfloat16(), torch.randn(32).bfloat16(), torch.rand(3)
+    x_grad, weight_grad = v2.torch.norm_backward_ref(x, x, weight, rstd)
+    assert (x_grad.dtype, weight_grad.dtype) == (torch.bfloat16, torch.float32)
+    expected = (x.float().square() * rstd[:, None]).sum(0)
+    torch.testing.assert_close(weight_grad, expected)
 
 
 def test_rotary_reference() -> None:
