@@ -48,7 +48,7 @@ class Case:
 
     function: str  # its path below the package
     label: str
-    arguments: Any  # by name; None only asks whether there is the function
+    arguments: Any  # by name; None only asks for the parameters of the function
     gradients: bool = False  # of all floating-point arguments
 
 
@@ -206,9 +206,9 @@ def answered(folder: Path, case: Case, measure: bool) -> Answer:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         return Answer("not accepted", f"absent: {error}")
-    if case.arguments is None:
-        return Answer("ran", [])
     parameters = inspect.signature(function).parameters
+    if case.arguments is None:
+        return Answer("ran", list(parameters))
     starred = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     unknown = [key for key in case.arguments if key not in parameters]
     if unknown and not starred:
@@ -219,7 +219,8 @@ def answered(folder: Path, case: Case, measure: bool) -> Answer:
         value = on(call("tile_kernels", case, "cuda"), "cpu")
         us = None
         if measure:
-            timing = alone(TIMING, ROOT / "tile_kernels" / "testing" / "timing.py")
+            path = ROOT / "tile_kernels" / "testing" / "timing.py"
+            timing = sys.modules.get(TIMING) or alone(TIMING, path)
             us = timing.time_device(prepared("tile_kernels", case, "cuda")[0]).us
     except reports as error:
         if error.kind == "assert":  # the kernel's own, on values of its arguments
@@ -306,9 +307,10 @@ class Package:
         late = f"took longer than {CASE_SECONDS} s"
         return Answer("other error", late if said is None else f"the process ended with {status}")
 
-    def has(self, function: str) -> bool:
-        """Whether the package has a function of this path."""
-        return self.ask(Case(function, "", None)).outcome != "not accepted"
+    def parameters(self, function: str) -> list[str] | None:
+        """The names of a function's arguments; None where the package has no such function."""
+        answer = self.ask(Case(function, "", None))
+        return answer.value if answer.outcome == "ran" else None
 
     def end(self) -> str:
         """How the process ended, if not before then now."""

@@ -181,7 +181,7 @@ def engram(major: str, n: int, h: int) -> Iterator[tuple[str, Arguments, bool]]:
     packed = {"kv": torch.cat([k, v[:, None]], 1)} if major == "2" else {"k": k, "v": v}
     fixed = {"hidden_states": x, **packed, "weight_fused": randn(m, h)}
     limits = {"eps": 1e-20, "clamp_value": 1e-6}
-    _, *saved = ours.engram_gate_fwd(x, k, v, fixed["weight_fused"], *limits.values())
+    _, *saved = ours.engram_gate_fwd(x, k, v, fixed["weight_fused"], 1e-20, 1e-6)
     yield "engram.engram_gate_fwd", {**fixed, **limits}, False
     named = dict(zip(("dot", "gate_score", "rstd_x", "rstd_k"), saved))
     yield "engram.engram_gate_bwd", {

@@ -2,8 +2,8 @@
 
 Calls functions that both have with the same arguments: those of `tile_kernels` for version 1 and of
 `tile_kernels.v2` for version 2. Measures the device time with a cold L2 cache on both sides, which
-run in turn, in two processes; compares the results. Cases are the benchmarks of our operators as
-far as the package takes them, and hyper-connections through the functions that the package has.
+run in turn, in two processes; compares the results. Cases are the benchmarks of our operators whose
+arguments the package has too, and hyper-connections through the functions that it has.
 
 `benchmarks/foreign.py` says how to install the package into the folders that are the default of
 `--installed`. What is not installed, not accepted or fails is recorded with its reason. The results
@@ -23,7 +23,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,10 +44,19 @@ AT_ONCE = 8  # processes that compile, each with the tensors of a case on the GP
 
 
 class Planned(NamedTuple):
-    """A function of the package, and calls of it of which the first that it accepts is measured."""
+    """A function of the package, calls of which the first that it accepts is measured, their names.
+
+    The names are those of the arguments, where our operator may have more than the package.
+    """
 
     function: str
     calls: Callable[[], Iterator[Case]]
+    names: Callable[[], Iterable[str] | None] = tuple
+
+    def known_to(self, package: Package) -> bool:
+        """Whether the package has the function, with all of these arguments."""
+        parameters, names = package.parameters(self.function), self.names()
+        return parameters is not None and names is not None and set(names) <= set(parameters)
 
 
 # ---- cases --------------------------------------------------------------------------------------
@@ -110,8 +119,9 @@ def _benchmarks(major: str, gpu: bool) -> dict[str, Planned]:
     calls_of = _full if gpu else _like
     for op, function in foreign_arguments.operators(major):
         for sample in op.cases.benchmarks:
+            names = partial(foreign_arguments.given, op, sample, "meta", major)
             calls = calls_of(op, function, sample, major)
-            found[f"{op.name}.{sample.label}"] = Planned(function, calls)
+            found[f"{op.name}.{sample.label}"] = Planned(function, calls, names)
     return found
 
 
@@ -173,11 +183,9 @@ def _one(
     gpu: bool,
 ) -> Callable[[], Iterator[Case]]:
     def calls() -> Iterator[Case]:
-        with torch.device("cuda" if gpu else "cpu"):
-            for found, arguments, _ in make(*sizes):
-                if found == function:
-                    yield Case(function, "x".join(map(str, sizes)), arguments, backward)
-                    return
+        with torch.device("cuda" if gpu else "cpu"):  # and not while the case is used
+            arguments = next(found for name, found, _ in make(*sizes) if name == function)
+        yield Case(function, "x".join(map(str, sizes)), arguments, backward)
 
     return calls
 
@@ -195,7 +203,7 @@ def measured(package: Package, plan: Planned, device: str) -> dict[str, Any]:
             break
         refusals.append(answer.value)
     else:
-        reason = refusals[0] if refusals else "no call that both sides define"
+        reason = next(iter(refusals), "no call that both sides define")
         return {"function": plan.function, "error": f"not accepted: {reason}"}
     found: dict[str, Any] = {"function": plan.function, "call": case.label}
     if answer.outcome != "ran":
@@ -218,7 +226,7 @@ def prepare(packages: Sequence[Package], names: Sequence[str], device: str) -> N
     for package in packages:
         cases = planned(package.version[0], device == "cuda")
         for name in names:
-            if name in cases and package.has(cases[name].function):
+            if name in cases and cases[name].known_to(package):
                 for case in cases[name].calls():
                     with contextlib.suppress(Exception):
                         call(package.ours, case, device)
@@ -261,6 +269,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=900.0, help="after which no case is begun")
     parser.add_argument("--folder", type=Path, default=benchmark.DEFAULT_FOLDER)
     parser.add_argument("--prepare", action="store_true", help="compile only, cases in parallel")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # not in parallel
     options = parser.parse_args()
     began, gpu = time.monotonic(), torch.cuda.is_available()
     device = "cuda" if gpu else "cpu"
@@ -270,10 +279,10 @@ def main() -> int:
     for name in names:
         if name not in known_cases:
             parser.error(f"there is no case {name}")
-    if options.prepare and len(names) > 1:
-        groups = [names[i::AT_ONCE] for i in range(AT_ONCE)]
-        words = [f"--installed={folder.absolute()}" for folder in folders]
-        preparation.in_processes("benchmarks.tilekernels", filter(None, groups), *words)
+    if options.prepare and not options.here:
+        groups = [names[i::AT_ONCE] for i in range(min(AT_ONCE, len(names)))]
+        words = ["--here", *(f"--installed={folder.absolute()}" for folder in folders)]
+        preparation.in_processes("benchmarks.tilekernels", groups, *words)
         return 0
     packages, known = installed(folders, gpu)
     try:
@@ -294,7 +303,7 @@ def main() -> int:
         for package in packages:
             results = report["results"][package.version]
             for name, plan in planned(package.version[0], gpu).items():
-                if name not in names or not package.has(plan.function):
+                if name not in names or not plan.known_to(package):
                     continue
                 if time.monotonic() - began > options.seconds:
                     report["left_out"].append(f"{package.version}: {name}")

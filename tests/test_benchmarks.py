@@ -163,6 +163,29 @@ def test_both_packages_in_one_run(
     assert json.loads(path.read_text())["left_out"] == [f"1.7.0: {cases[0]}"]
 
 
+def test_preparing_starts_processes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with a share of the cases, which it prepares itself."""
+    started: list[list[str]] = []
+
+    class Process:
+        def __init__(self, command: list[str]) -> None:
+            started.append(command)
+
+        def wait(self) -> None: ...
+
+    monkeypatch.setattr(tilekernels.preparation.subprocess, "Popen", Process)
+    cases = list(tilekernels.planned("1", False))[: tilekernels.AT_ONCE + 2]
+    words = ["--prepare", f"--installed={tmp_path}"]
+    monkeypatch.setattr("sys.argv", ["tilekernels", *words, *cases])
+    assert tilekernels.main() == 0
+    assert len(started) == tilekernels.AT_ONCE
+    assert sorted(w for command in started for w in command if w in cases) == sorted(cases)
+    for command in started.copy():
+        monkeypatch.setattr("sys.argv", ["tilekernels", *command[command.index("--prepare") :]])
+        assert tilekernels.main() == 0
+    assert len(started) == tilekernels.AT_ONCE
+
+
 def test_a_run_without_the_package_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

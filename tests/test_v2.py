@@ -297,6 +297,34 @@ def test_the_alignment_of_experts_is_a_setting(settings: None) -> None:
             assert call().any(1).nonzero().flatten().tolist() == rows
 
 
+def test_packed_scales_by_rows() -> None:
+    """Of every cast that has scales of rows: the words of the columns, contiguous."""
+    torch.manual_seed(3)
+    x, grad = torch.randn(128, 384).bfloat16(), torch.randn(128, 192).bfloat16()
+    codes = torch.randint(-128, 128, (128, 192), dtype=torch.int8), torch.ones(128, 12)
+    halves = v2.quant.per_token_cast(x, "e4m3", 32)
+    casts: list[Any] = [
+        lambda **flags: v2.quant.per_token_cast(x, "e4m3", 32, **flags)[1],
+        lambda **flags: v2.quant.per_block_cast(x, "e4m3", (32, 32), **flags)[1],
+        lambda **flags: v2.quant.per_block_cast_with_sf_only(x, "e4m3", (32, 32), **flags),
+        lambda **flags: v2.quant.per_block_cast_lossless(codes, "e4m3", (1, 32), (32, 64), **flags)[
+            1
+        ],
+        lambda **flags: v2.quant.swiglu_forward_and_per_token_cast(x, "e4m3", 32, **flags)[1],
+        lambda **flags: v2.quant.swiglu_backward_and_per_token_cast(
+            halves, grad, "e4m3", 32, **flags
+        )[1][1],
+    ]
+    for cast in casts:
+        columns, rows = (
+            cast(round_sf=True, use_packed_ue8m0=True, use_tma_aligned_col_major_sf=by_columns)
+            for by_columns in (True, False)
+        )
+        assert rows.is_contiguous()
+        assert rows.dtype == torch.int32
+        assert torch.equal(rows, columns)
+
+
 def test_channel_cast() -> None:
     torch.manual_seed(2)
     x = torch.randn(128, 128).bfloat16()
@@ -338,7 +366,7 @@ def test_swiglu(alignment: int) -> None:
     for name in ("fmt", "do_recompute"):
         arguments.pop(name, None)
     tensors = arguments.pop("x"), arguments.pop("act_x_grad")
-    out, *grads = v2.torch.swiglu_backward(*tensors, **arguments)
+    *grads, out = v2.torch.swiglu_backward(*tensors, **arguments)
     torch.testing.assert_close(out, v2.torch.swiglu_forward(tensors[0], **arguments))
     for one, other in zip(grads, expected, strict=False):
         torch.testing.assert_close(one, other)
@@ -600,9 +628,31 @@ def test_partial_products() -> None:
     torch.manual_seed(8)
     residual, fn = torch.randn(3, 2, 8), torch.randn(8, 16)
     mul, squares = v2.torch.mhc_pre_norm_fn_partials_ref(residual, fn, 4)
-    mixes, *_ = mhc.mhc_reduce_partials(mul[:, :, None], squares[:, :, None], 16, 1e-6)
+    mixes, *_ = mhc.mhc_reduce_partials(mul, squares, 16, 1e-6)
     expected = tile_kernels.torch.mhc_pre_norm_fn_ref(residual, fn, None, 1e-6)
     torch.testing.assert_close(mixes, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_references_return_what_those_of_tilekernels_do() -> None:
+    """Numbers, orders, shapes and dtypes of version 2.1.0."""
+    residual = torch.tensor([[[[1.0, 2], [-1, 0.5]], [[3, 4], [5, 6]]]]).bfloat16()
+    for shape in ((1, 2, 2, 2), (2, 1, 2, 2)):
+        mul, squares = v2.torch.mhc_pre_norm_fn_partials_ref(
+            residual.view(shape), torch.arange(8.0).view(2, 4), 2
+        )
+        assert mul.shape == (2, 2, 1, 2)
+        assert mul.flatten().tolist() == [2, 14, 4, 32, -0.5, -2.5, 28, 72]
+        assert squares.shape == (2, 2, 1)
+        assert squares.flatten().tolist() == [5, 25, 1.25, 61]
+    x, grad = torch.randn(3, 8), torch.randn(3, 4)
+    assert [t.shape for t in v2.torch.swiglu_backward(x, grad)] == [(3, 8), (3, 4)]
+    found = v2.torch.swiglu_backward(x, grad, None, torch.rand(3))
+    assert [t.shape for t in found] == [(3, 8), (3,), (3, 4)]
+    x, weight, rstd = torch.randn(3, 32).bfloat16(), torch.randn(32).bfloat16(), torch.rand(3)
+    x_grad, weight_grad = v2.torch.norm_backward_ref(x, x, weight, rstd)
+    assert (x_grad.dtype, weight_grad.dtype) == (torch.bfloat16, torch.float32)
+    expected = (x.float().square() * rstd[:, None]).sum(0)
+    torch.testing.assert_close(weight_grad, expected)
 
 
 def test_rotary_reference() -> None:

@@ -67,7 +67,9 @@ def test_one_word_of_a_column() -> None:
 def test_words_along_tokens() -> None:
     for blocks, kept in ((4, 0xFFFFFFFF), (5, 0xFF), (7, 0xFFFFFF)):
         sf = torch.full((-(-blocks // 4), 3), -1, dtype=torch.int32)
-        assert clear_unused_sf_col_pack(sf, 32 * blocks - 5, 32) is sf
+        data = clear_unused_sf_col_pack(sf, 32 * blocks - 5, 32)
+        assert torch.equal(data.view(torch.int32), sf)
+        assert data.data_ptr() == sf.data_ptr()
         assert [word & 0xFFFFFFFF for word in sf[-1].tolist()] == [kept] * 3
         assert (sf[:-1] == -1).all()
     with pytest.raises(ValueError, match="must be int32 with 2 rows of words"):
@@ -86,11 +88,23 @@ def test_ranks_are_in_the_order_of_values(fmt: str) -> None:
     else:
         codes = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
         values = codes.float()
+    values = values.flatten()
     ranks = quant_level_rank(codes, fmt)[~values.isnan()]
     order = values[~values.isnan()].argsort()
     steps = ranks[order].diff()
     assert steps.min() == 0  # between the zeros alone
     assert (steps == 1).sum() == len(steps) - 1
+
+
+def test_ranks_are_those_of_tilekernels() -> None:
+    """What version 2.1.0 returns."""
+    bf16 = torch.tensor([[0.0, -0.0], [1.0, -1.0], [3.3895e38, -3.3895e38]]).bfloat16()
+    assert quant_level_rank(bf16, "bf16").tolist() == [32639, 32639, 48895, 16383, 65278, 0]
+    e4m3 = torch.tensor([[0x00, 0x80, 0x01], [0x7E, 0xFE, 0xFF]], dtype=torch.uint8)
+    ranks = quant_level_rank(e4m3.view(torch.float8_e4m3fn), "e4m3")
+    assert ranks.tolist() == [126, 126, 127, 252, 0, -1]
+    e2m1 = torch.tensor([[0x10, 0x32, -1, 0x54, 0x76]], dtype=torch.int8)
+    assert quant_level_rank(e2m1, "e2m1").tolist() == [7, 8, 9, 10, 0, 0, 11, 12, 13, 14]
 
 
 def test_ranks_of_stochastic_rounding() -> None:

@@ -73,25 +73,16 @@ def _check_kinds(a: ScaleOptions) -> None:
     checks.boolean("use_packed_ue8m0", a.use_packed_ue8m0)
 
 
-def check_flags(a: ScaleOptions, rounded: bool = False, packed_rows: bool = False) -> None:
+def check_flags(a: ScaleOptions, rounded: bool = False) -> None:
     """Raises if the flags ask for packed exponents of scales that are not powers of two.
 
-    Packed exponents are column-major, or also row-major in operators with `packed_rows`.
     `rounded`: scales are powers of two even without `round_sf`.
     """
     _check_kinds(a)
-    if not a.use_packed_ue8m0:
-        return
-    if packed_rows and not (a.round_sf or rounded):
+    if a.use_packed_ue8m0 and not (a.round_sf or rounded):
         raise ValueError(
             "use_packed_ue8m0 needs round_sf=True, because packed scales are exponents (in rows; "
             "in columns with use_tma_aligned_col_major_sf), got round_sf=False"
-        )
-    if not packed_rows and not ((a.round_sf or rounded) and a.use_tma_aligned_col_major_sf):
-        raise ValueError(
-            "use_packed_ue8m0 needs round_sf=True and use_tma_aligned_col_major_sf=True, because "
-            "packed scales are exponents, which this operator returns in columns only, got "
-            f"{a.round_sf} and {a.use_tma_aligned_col_major_sf}"
         )
 
 

@@ -64,11 +64,12 @@ def clear_unused_sf_col_pack(
         num_per_tokens: Rows of a block.
 
     Returns:
-        `sf`, which is changed in place.
+        uint8 `[rows, 4 * hidden]`: the bytes of `sf` in logical order. It shares memory with `sf`,
+        which is thereby changed in place, where `sf` is contiguous.
 
     >>> sf = torch.full((1, 2), 0x01020304, dtype=torch.int32)
-    >>> [hex(word) for word in clear_unused_sf_col_pack(sf, 256, 128)[0].tolist()]
-    ['0x304', '0x304']
+    >>> clear_unused_sf_col_pack(sf, 256, 128).tolist()
+    [[4, 3, 0, 0, 4, 3, 0, 0]]
     """
     num_used = ceil_div(num_tokens, num_per_tokens)
     if sf.dtype != torch.int32 or sf.dim() != 2 or sf.shape[0] != ceil_div(num_used, 4):
@@ -76,13 +77,14 @@ def clear_unused_sf_col_pack(
             f"clear_unused_sf_col_pack: sf must be int32 with {ceil_div(num_used, 4)} rows of "
             f"words, got {sf.dtype} {tuple(sf.shape)}"
         )
+    data = sf.contiguous().view(torch.uint8)
     if num_used % 4:
-        sf[-1] &= (1 << 8 * (num_used % 4)) - 1
-    return sf
+        data[-1].view(-1, 4)[:, num_used % 4 :] = 0
+    return data
 
 
 def quant_level_rank(xc: torch.Tensor, fmt: str) -> torch.Tensor:
-    """The position of every value among those of its format; both zeros have 0.
+    """The position of every value among the finite ones of its format, which has only one zero.
 
     The ranks of two roundings of a number, each to one of its neighbours, differ by at most 1.
 
@@ -91,19 +93,19 @@ def quant_level_rank(xc: torch.Tensor, fmt: str) -> torch.Tensor:
         fmt: `"e4m3"`, `"bf16"` or `"e2m1"`.
 
     Returns:
-        `[..., hidden]`, int32: negative for negative values.
+        int32, one dimension: 0 for the least value, such as -448 in e4m3.
 
-    >>> quant_level_rank(torch.tensor([-1.0, 0.0, 2**-9]).to(torch.float8_e4m3fn), "e4m3").tolist()
-    [-56, 0, 1]
+    >>> quant_level_rank(torch.tensor([-448.0, 0, 2**-9]).to(torch.float8_e4m3fn), "e4m3").tolist()
+    [0, 126, 127]
     """
     if fmt == "e2m1":
-        codes, sign_bit = unpack_e2m1(xc), 3
+        codes, sign_bit, largest = unpack_e2m1(xc), 3, 0x7
     elif fmt == "e4m3":
-        codes, sign_bit = xc.view(torch.uint8), 7
+        codes, sign_bit, largest = xc.view(torch.uint8), 7, 0x7E
     elif fmt == "bf16":
-        codes, sign_bit = xc.view(torch.int16).int() & 0xFFFF, 15
+        codes, sign_bit, largest = xc.view(torch.int16).int() & 0xFFFF, 15, 0x7F7F
     else:
         raise ValueError(f"quant_level_rank: fmt must be e4m3, bf16 or e2m1, got {fmt!r}")
-    codes = codes.int()
+    codes = codes.int().flatten()
     magnitude = codes & ((1 << sign_bit) - 1)
-    return torch.where(codes >> sign_bit == 1, -magnitude, magnitude)
+    return largest + torch.where(codes >> sign_bit == 1, -magnitude, magnitude)

@@ -20,7 +20,7 @@ from tile_kernels.moe.moe_topk.reference import (
     moe_topk_gate_forward as _moe_topk_gate_forward,
 )
 from tile_kernels.quant.norm.reference import (
-    norm_backward as norm_backward_ref,
+    norm_backward as _norm_backward,
     norm_forward as _norm_forward,
 )
 from tile_kernels.quant.swiglu.reference import (
@@ -149,6 +149,25 @@ def norm_forward_ref(
     return result
 
 
+def norm_backward_ref(
+    out_grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    residual_out_grad: Tensor | None = None,
+    out_scale: float = 1.0,
+) -> tuple[Tensor, Tensor | None]:
+    """`tile_kernels.torch.norm_backward` with the gradient of the weight in float32.
+
+    >>> import torch
+    >>> one = torch.ones(1, 2)
+    >>> norm_backward_ref(one, one, torch.ones(2).bfloat16(), torch.ones(1))
+    (tensor([[0., 0.]]), tensor([1., 1.]))
+    """
+    total = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
+    return _norm_backward(out_grad, x, weight, rstd, residual_out_grad, out_scale, total)
+
+
 def get_mapping_from_psum(
     x: Tensor, psum_num_tokens_per_expert: Tensor, *, alignment: int | None = None
 ) -> Tensor:
@@ -192,40 +211,40 @@ def swiglu_backward(
     clamp_value: float | None = None,
     alignment: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """`(out, x_grad)`, with weights `(out, x_grad, weight_grad)`, in float32.
+    """`(x_grad, out)`, with weights `(x_grad, weight_grad, out)`, in float32.
 
     `out` is what `swiglu_forward` returns. The alignment is the setting by default.
 
     >>> import torch
     >>> swiglu_backward(torch.tensor([[1.0, 3.0]]), torch.ones(1, 1), None, torch.tensor([2.0]))
-    (tensor([[4.3864]]), tensor([[5.5660, 1.4621]]), tensor([2.1932]))
+    (tensor([[5.5660, 1.4621]]), tensor([2.1932]), tensor([[4.3864]]))
     """
-    x_grad, *weight_grad, out = swiglu_rows_backward(
+    return swiglu_rows_backward(
         x, grad_out, "fp32", psum_num_tokens_per_expert, topk_weights, routed_scaling_factor,
         clamp_value, True, alignment=alignment,
     )  # fmt: skip
-    return (out, x_grad, *weight_grad)
 
 
 def mhc_pre_norm_fn_partials_ref(
     residual: Tensor, fn: Tensor, n_splits: int
 ) -> tuple[Tensor, Tensor]:
-    """Partial products `[s, n, q]` and sums of squares `[s, n]` of the projection of a residual.
+    """Partial products `[s, n, 1, q]` and sums of squares `[s, n, 1]` of a residual's projection.
 
-    The streams of a token, as one row, are cut into `n_splits` equal parts.
+    The streams of each of the `n` tokens of `residual` `[..., m, h]`, as one row, are cut into
+    `n_splits` equal parts.
 
     >>> import torch
     >>> x = torch.tensor([[[1.0, 2.0], [-1.0, 0.5]]])
-    >>> mhc_pre_norm_fn_partials_ref(x, torch.ones(1, 4), 2)
-    (tensor([[[ 3.0000]],
-    <BLANKLINE>
-            [[-0.5000]]]), tensor([[5.0000],
-            [1.2500]]))
+    >>> mul, squares = mhc_pre_norm_fn_partials_ref(x, torch.ones(1, 4), 2)
+    >>> mul.shape, mul.flatten().tolist()
+    (torch.Size([2, 1, 1, 1]), [3.0, -0.5])
+    >>> squares.shape, squares.flatten().tolist()
+    (torch.Size([2, 1, 1]), [5.0, 1.25])
     """
-    parts = residual.flatten(1).float().chunk(n_splits, dim=1)
+    parts = residual.flatten(-2).flatten(0, -2).float().chunk(n_splits, dim=1)
     weights = fn.chunk(n_splits, dim=1)
     mul = torch.stack([part @ weight.T for part, weight in zip(parts, weights)])
-    return mul, torch.stack([part.square().sum(1) for part in parts])
+    return mul[:, :, None], torch.stack([part.square().sum(1, keepdim=True) for part in parts])
 
 
 def rotary_embedding_ref(

@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-from tile_kernels.quant.sample_flags import COLUMN, LAYOUTS, PACKED, ROW, Flags, all_flags
+from tile_kernels.quant.sample_flags import (
+    COLUMN,
+    LAYOUTS,
+    PACKED,
+    PACKED_ROW,
+    ROW,
+    Flags,
+    all_flags,
+)
 from tile_kernels.quant.samples import QUANTIZED_REJECTS, codes, hexed, placed
 from tile_kernels.quant.scales import lay_out_sf, num_blocks
 from tile_kernels.runtime.cases import Arguments, Benchmark, Cases, Reject, Sample, Vector
@@ -86,6 +94,7 @@ _PER_BLOCK_CAST_LOSSLESS = Cases(
         ),
         Sample("300x40.300x8", _up(300, 40, (100, 8), (300, 8))),
         Sample("20x34.odd", _up(20, 34, (3, 2), (6, 2), flags=PACKED)),
+        Sample("40x200.packed_row", _up(40, 200, (1, 8), (32, 32), PACKED, PACKED_ROW)),
         Sample("3x6.1x2", _up(3, 6, (1, 2), (1, 2))),
         Sample("9x4200.4096", _up(9, 4200, (1, 512), (2, 4096), flags=COLUMN)),
         Sample("4200x8.rows", _up(4200, 8, (1, 8), (8192, 8))),  # beyond the registers
@@ -139,7 +148,6 @@ _PER_BLOCK_CAST_LOSSLESS = Cases(
         Reject("out_block_size", "96 channels", changed(out_block_size=(32, 96))),
         Reject("out_block_size", "too wide", changed(out_block_size=(32, 8192))),
         Reject("round_sf", "an int", changed(round_sf=1)),
-        Reject("use_packed_ue8m0", "in rows", changed(use_packed_ue8m0=True)),
     ],
     bad_values=[Reject("x_sf", "far apart", lambda a: _far({**a, "out_block_size": (32, 64)}))],
 )

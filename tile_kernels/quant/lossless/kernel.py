@@ -14,7 +14,7 @@ from tile_kernels.quant.per_block.primitives import (
     write_block_scale,
 )
 from tile_kernels.quant.primitives import e2m1_value
-from tile_kernels.quant.storage import PACKED, access_width
+from tile_kernels.quant.storage import PACKED, access_width, is_packed
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
@@ -26,7 +26,7 @@ WORD = 8  # values in 32 bits of e2m1
 def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     plan = Plan(*static)
     loads = {access_width("e2m1", plan.load), 32}
-    stores = {access_width("e4m3", plan.store), 8 if plan.layout == PACKED else 32}
+    stores = {access_width("e4m3", plan.store), 8 if is_packed(plan.layout) else 32}
     return tuple(sorted(loads)), tuple(sorted(stores))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tile_kernels.quant import layout, scales
 from tile_kernels.quant.lossless import reference
 from tile_kernels.quant.lossless.plan import MAX_CHANNELS, MAX_RATIO, plan
-from tile_kernels.quant.storage import PACKED
+from tile_kernels.quant.storage import is_packed
 from tile_kernels.quant.types import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
@@ -73,7 +73,7 @@ class Arguments(NamedTuple):
             x.view(torch.uint32 if words else torch.uint8),
             self.x_sf,
             out.view(torch.uint32) if words else out,
-            out_sf.view(torch.uint8) if scale_layout == PACKED else out_sf,
+            out_sf.view(torch.uint8) if is_packed(scale_layout) else out_sf,
         )
         return Launch(_CAST_LOSSLESS, problem, arguments)
 

@@ -380,7 +380,7 @@ class CastArguments(NamedTuple):
         checks.integer("num_per_channels", self.num_per_channels, 1)
         checks.one_of("num_per_channels", self.num_per_channels, GROUPS)
         layout.check_width(self.fmt, self.x.shape[-1])
-        layout.check_flags(self, packed_rows=True)
+        layout.check_flags(self)
         layout.check_amax_min(self.amax_min, self.fmt)
         checks.boolean("with_out_bf16", self.with_out_bf16)
         checks.integer("mega_moe_block_m", self.mega_moe_block_m, 0, checks.MOST_SIZE)

@@ -6,7 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from tile_kernels.quant.sample_flags import COLUMN, LAYOUTS, PACKED, ROUNDED, ROW, all_flags
+from tile_kernels.quant.sample_flags import (
+    COLUMN,
+    LAYOUTS,
+    PACKED,
+    PACKED_ROW,
+    ROUNDED,
+    ROW,
+    all_flags,
+)
 from tile_kernels.quant.samples import block_scales, hexed, placed, plain_cast
 from tile_kernels.runtime.cases import Arguments, Benchmark, Build, Cases, Reject, Sample, Vector
 from tile_kernels.runtime.sampling import FP32, builder, changed
@@ -50,6 +58,8 @@ _SMALL = [
         for fmt in ("e4m3", "e2m1")
         for (t, h, b), flags in zip(_SHAPES + _OTHER, [PACKED, ROW, COLUMN, ROUNDED, *[ROW] * 3])
     ),
+    Sample("130x200.e4m3.packed_row", _plain(130, 200, "e4m3", (32, 32), flags=PACKED_ROW)),
+    Sample("5x1040.e2m1.packed_row", _plain(5, 1040, "e2m1", (16, 128), FP32, PACKED_ROW)),
     Sample("33x33.e4m3.odd", _plain(33, 33, "e4m3", (32, 32))),
     Sample("2x1.e4m3", _plain(2, 1, "e4m3", (16, 16), flags=PACKED)),
     Sample("special.e4m3", _plain(70, 160, "e4m3", (32, 32), special=True)),
@@ -158,7 +168,9 @@ _PER_BLOCK_CAST = Cases(
 )
 
 _PER_BLOCK_SCALES = Cases(
-    small=_only("40x96.e4m3.32x32 0x576.e4m3 1x576.e4m3.packed 33x576.e4m3 fp32 special"),
+    small=_only(
+        "40x96.e4m3.32x32 0x576.e4m3 1x576.e4m3.packed 33x576.e4m3 packed_row fp32 special"
+    ),
     large=_large(),
     benchmarks=_benchmarks(_same, (None, None)),
     vectors=[Vector("2x2", _example, _example_scales)],

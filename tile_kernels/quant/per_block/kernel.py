@@ -12,14 +12,22 @@ from tile_kernels.quant.per_block.primitives import (
     write_block_scale,
 )
 from tile_kernels.quant.primitives import e2m1_prelude, encode_and_store, scale_of, unit_of_factors
-from tile_kernels.quant.storage import GIVEN, PACKED, SCALES, cast_accesses, storage, units
+from tile_kernels.quant.storage import (
+    GIVEN,
+    PACKED,
+    SCALES,
+    cast_accesses,
+    is_packed,
+    storage,
+    units,
+)
 from tile_kernels.runtime.kernels.common import EXPLICIT_GUARDS
 from tile_kernels.runtime.launch import kernel
 
 
 def access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     plan = Plan(*static)
-    return cast_accesses(plan, plan.fmt, scale_bits=8 if plan.layout == PACKED else 32)
+    return cast_accesses(plan, plan.fmt, scale_bits=8 if is_packed(plan.layout) else 32)
 
 
 @kernel(access_bits=access_bits, pass_configs=EXPLICIT_GUARDS)

@@ -12,7 +12,7 @@ from tile_kernels.quant import layout
 from tile_kernels.quant.per_block import reference
 from tile_kernels.quant.per_block.plan import plan
 from tile_kernels.quant.scales import num_blocks
-from tile_kernels.quant.storage import CAST, GIVEN, GROUPS, PACKED, ROW, SCALES
+from tile_kernels.quant.storage import CAST, GIVEN, GROUPS, ROW, SCALES, is_packed
 from tile_kernels.quant.types import QuantTensor
 from tile_kernels.runtime import checks
 from tile_kernels.runtime.cases import Cost
@@ -47,7 +47,7 @@ def _launch(
         task, row_alignment(x), 16 if out is None else row_alignment(out),
     )  # fmt: skip
     words = None if out is None else layout.as_words(out)
-    buffer = scales.view(torch.uint8) if scale_layout == PACKED else scales
+    buffer = scales.view(torch.uint8) if is_packed(scale_layout) else scales
     clamp_min = float(getattr(a, "amax_min", 1.0))  # given scales need none
     return Launch(_CAST_BLOCKS, problem, (x, words, buffer, clamp_min))
 

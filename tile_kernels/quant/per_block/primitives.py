@@ -6,7 +6,7 @@ from tilelang import language as T
 
 from tile_kernels.quant.per_block.plan import Tile
 from tile_kernels.quant.primitives import exponent_of, write_scale
-from tile_kernels.quant.storage import LANES, PACKED, ROW
+from tile_kernels.quant.storage import LANES, PACKED, PACKED_ROW, ROW, is_by_rows, is_packed
 
 
 def place_of(tile: Tile, tiles: int, team: Any) -> tuple[Any, Any, Any]:
@@ -26,8 +26,11 @@ def scale_storage(layout: str, blocks: Any, groups: int, padded: Any) -> tuple[A
     """The shape and the dtype of a buffer for the scales of `blocks x groups` blocks."""
     if layout == ROW:
         return (blocks, groups), "float32"
+    words = -(-groups // 4)
     if layout == PACKED:
-        return (-(-groups // 4), padded), "uint8"
+        return (words, padded), "uint8"
+    if layout == PACKED_ROW:
+        return (blocks, 4 * words), "uint8"
     return (groups, padded), "float32"
 
 
@@ -67,19 +70,25 @@ def write_block_scale(layout: str, groups: int) -> Any:
 
     @T.macro
     def write_byte(sf, m, g, value):
-        sf[g // 4, m * 4 + g % 4] = T.cast(value, T.uint8)
+        if layout == PACKED_ROW:
+            sf[m, g] = T.cast(value, T.uint8)
+        else:
+            sf[g // 4, m * 4 + g % 4] = T.cast(value, T.uint8)
         if groups % 4:
             if g == groups - 1:
                 for i in T.unroll(4 * words - groups):
-                    sf[words - 1, m * 4 + groups % 4 + i] = T.uint8(0)
+                    if layout == PACKED_ROW:
+                        sf[m, groups + i] = T.uint8(0)
+                    else:
+                        sf[words - 1, m * 4 + groups % 4 + i] = T.uint8(0)
 
     @T.macro
     def written(sf, m, g, blocks, padded, scale):
-        if layout == PACKED:
+        if is_packed(layout):
             write_byte(sf, m, g, exponent_of(scale))
         else:
             write(sf, m, g, scale)
-        if layout != ROW:
+        if not is_by_rows(layout):
             if m == blocks - 1:
                 for i in T.unroll(3):
                     if blocks + i < padded:

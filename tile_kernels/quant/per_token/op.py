@@ -142,7 +142,7 @@ class Arguments(NamedTuple):
         layout.check_plain_or_pair(self.x)
         if self.x_block_size is not None:
             layout.check_block("x_block_size", self.x_block_size)
-        layout.check_flags(self, packed_rows=True)
+        layout.check_flags(self)
         checks.one_of("fmt", self.fmt, tuple(layout.FORMATS))
         check_e4m3_groups(self)
         layout.check_amax_min(self.amax_min, self.fmt)
@@ -349,7 +349,7 @@ class ScalesArguments(NamedTuple):
     amax_min: float
 
     def check(self) -> None:
-        layout.check_flags(self, packed_rows=True)
+        layout.check_flags(self)
         _check_plain_groups(self)
         layout.check_e4m3(self)
         layout.check_amax_min(self.amax_min, self.fmt)

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 
 from tile_kernels.quant.casting import cast
-from tile_kernels.quant.sample_flags import COLUMN, LAYOUTS, PACKED, ROUNDED, ROW, Flags, all_flags
+from tile_kernels.quant.sample_flags import (
+    COLUMN,
+    LAYOUTS,
+    PACKED,
+    PACKED_ROW,
+    ROUNDED,
+    ROW,
+    Flags,
+    all_flags,
+)
 from tile_kernels.quant.samples import (
     CLAMP_REJECTS,
     gates_and_values,
@@ -161,6 +170,8 @@ _SWIGLU_FORWARD_AND_CAST = Cases(
             for t, h in _ROW_SHAPES
             for name, flags in LAYOUTS.items()
         ),
+        Sample("5x320.64.packed_row", _forward(5, 320, 64, padded=True, flags=PACKED_ROW)),
+        Sample("rows.3x320.packed_row", _forward(3, 320, 320, flags=PACKED_ROW, **_ALL)),
         Sample("plain.5x640", _forward(5, 640, 128)),
         Sample("plain.rows", _forward(5, 640, 640)),
         Sample("weighted", _forward(5, 128, 128, weighted=True, flags=PACKED)),
@@ -424,6 +435,7 @@ _SWIGLU_BACKWARD_AND_CAST = Cases(
             )
             for name, flags in LAYOUTS.items()
         ),
+        Sample("packed_row", _backward(5, 96, 32, kind="ranges", clamp=1.0, flags=PACKED_ROW)),
         Sample("ranges.128", _backward(14, 384, 128, kind="ranges", flags=PACKED)),
         Sample(
             "all.unweighted",

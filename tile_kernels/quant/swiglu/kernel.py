@@ -16,7 +16,18 @@ from tile_kernels.quant.primitives import (
     widen_values,
     write_group_scales,
 )
-from tile_kernels.quant.storage import GROUPS, LANES, PACKED, ROW, access_width, storage
+from tile_kernels.quant.storage import (
+    GROUPS,
+    LANES,
+    PACKED,
+    PACKED_ROW,
+    ROW,
+    access_width,
+    is_by_rows,
+    is_packed,
+    scale_dtype,
+    storage,
+)
 from tile_kernels.quant.swiglu.plan import (
     ALL,
     BY_INDEX,
@@ -184,10 +195,11 @@ def signature(plan: Plan, step: Any, grid: Any) -> Any:
     num_weights, num_experts = T.dynamic("num_weights num_experts")
     groups = -(-plan.hidden // plan.group)
     words = -(-groups // 4)
-    scales_dtype = "int32" if plan.layout == PACKED else "float32"
-    shape = {ROW: (rows, groups), PACKED: (words, aligned)}.get(plan.layout, (groups, aligned))
+    scales_dtype = scale_dtype(plan.layout)
+    columns = words if is_packed(plan.layout) else groups
+    shape = (rows, columns) if is_by_rows(plan.layout) else (columns, aligned)
     source_dtype, out_dtype = storage(plan.source)[0], storage(FMT)[0]
-    to_write = rows if plan.layout == ROW else aligned
+    to_write = rows if is_by_rows(plan.layout) else aligned
     blocks = plan.blocks
     units = grid(to_write)
     counters = max(plan.counters, 1)
@@ -364,7 +376,7 @@ def backward_access_bits(*static: Any) -> tuple[tuple[int, ...], tuple[int, ...]
     plan = BackwardPlan(*static)
     loads = {32, access_width("e4m3", plan.load), access_width("bfloat16", plan.load_grad)}
     stores = {
-        8 if plan.layout == PACKED else 32,
+        8 if is_packed(plan.layout) else 32,
         access_width("e4m3", plan.store_codes),
         access_width("bfloat16", plan.store_grad),
     }
@@ -404,6 +416,11 @@ def write_scale_of_group(layout: str, groups: int) -> Any:
     def write(sf, row, group, scale):
         if layout == ROW:
             sf[row, group] = scale
+        elif layout == PACKED_ROW:
+            sf[row, group] = T.cast(exponent_of(scale), T.uint8)
+            if group == groups - 1:
+                for i in T.unroll(-groups % 4):
+                    sf[row, groups + i] = T.uint8(0)
         elif layout == PACKED:
             sf[group // 4, row, group % 4] = T.cast(exponent_of(scale), T.uint8)
             if group == groups - 1:
@@ -467,11 +484,11 @@ def swiglu_backward(*static: Any) -> Any:
     quantise_left, quantise_right = quantise(0), quantise(1)
     rows, aligned, num_weights, num_experts = T.dynamic("rows aligned num_weights num_experts")
     words = -(-groups // 4)
-    sf_shape = {ROW: (rows, groups), PACKED: (words, aligned, 4)}.get(
-        plan.layout, (groups, aligned)
-    )
-    sf_dtype = "uint8" if plan.layout == PACKED else "float32"
-    to_write = rows if plan.layout == ROW else aligned
+    sf_shape = {
+        ROW: (rows, groups), PACKED_ROW: (rows, 4 * words), PACKED: (words, aligned, 4),
+    }.get(plan.layout, (groups, aligned))  # fmt: skip
+    sf_dtype = "uint8" if is_packed(plan.layout) else "float32"
+    to_write = rows if is_by_rows(plan.layout) else aligned
     units = to_write + T.ceildiv(num_weights, threads) if indexed else to_write
 
     @T.prim_func

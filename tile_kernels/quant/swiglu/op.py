@@ -524,7 +524,9 @@ class BackwardArguments(NamedTuple):
         inverse = None if self.token_topk_to_pos is None else self.token_topk_to_pos.view(-1)
         scales = x_grad_sf
         if self.use_packed_ue8m0:  # written byte by byte
-            scales = x_grad_sf.view(torch.uint8).view(x_grad_sf.shape[0], -1, 4)
+            scales = x_grad_sf.view(torch.uint8)
+            if self.use_tma_aligned_col_major_sf:
+                scales = scales.view(x_grad_sf.shape[0], -1, 4)
         arguments = (
             self.x, self.x_sf, self.grad_out, None if self.weight is None else self.weight.view(-1),
             self.pos_to_token_topk, inverse, self.psum_num_tokens_per_expert,
