@@ -47,9 +47,7 @@ class EngramGateFn(torch.autograd.Function):
         return *last_gradients(message, grads, inputs), None, None, None, None
 
     @staticmethod
-    def _gradients(
-        ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor
-    ) -> list[Tensor | None]:
+    def _gradients(ctx: Any, saved: tuple[Tensor, ...], grad_out: Tensor) -> list[Tensor | None]:
         x, key, value, weight_hidden, weight_embed, fused, *numbers, mask = saved
         dot, gate_score, rstd_x, rstd_k = numbers
         grad_out = grad_out.reshape(x.shape).contiguous()
