@@ -469,7 +469,7 @@ def _with_main_grads(model: Model, layer: MoELayer, dtype: torch.dtype, count: i
     y = layer(_empty(count, model.hidden, dtype=dtype))
     y.backward(torch.empty_like(y))
     for weight in layer.parameters():
-        del weight.main_grad
+        del weight.main_grad  # type: ignore[attr-defined]
 
 
 def _streams(model: Model, sizes: Streams) -> Callable[[int], None]:
