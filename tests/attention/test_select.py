@@ -16,14 +16,16 @@ from tile_kernels.attention import (
     indexer_select,
     indexer_topk,
 )
-from tile_kernels.attention.indexer import share_of_keys
-from tile_kernels.attention.indexer_plan import KEYS
+from tile_kernels.attention.indexer import are_many, share_of_keys
+from tile_kernels.attention.indexer_plan import KEYS, with_tile
 from tile_kernels.attention.logits.cases import arguments
+from tile_kernels.attention.logits.plan import Plan
 from tile_kernels.attention.select import op as select_op
 from tile_kernels.attention.topk.plan import PART
 from tile_kernels.runtime import emulation
 from tile_kernels.runtime.cases import moved
-from tile_kernels.runtime.device import DESCRIBED
+from tile_kernels.runtime.device import DESCRIBED, described
+from tile_kernels.runtime.launch import recording
 
 NO_LIMIT = 4096
 FORMATS = ("bfloat16", "float8_e4m3fn", "e2m1")
@@ -141,6 +143,34 @@ def test_best_of_parts_of_a_row(equal: bool) -> None:
     assert torch.equal(chosen, references.indexer_select(**given, topk=700))
 
 
+@pytest.mark.parametrize("source", ["bf16", "e4m3", "e2m1"])
+@pytest.mark.parametrize("tokens", [63, 64, 263])
+def test_no_block_has_queries_of_many_sequences(tokens: int, source: str) -> None:
+    """A block multiplies the keys of all its queries with each, and sequences share none."""
+    given = arguments(tokens, 64 * tokens, 64, 128, source)(torch.device("meta"))
+    with recording() as requests:
+        indexer_select(**given, topk=20)
+    scored = [each for each in requests if each.kernel.name == "score_tiles"]
+    assert scored
+    for each in scored:
+        tile = with_tile(Plan, each.kernel.static_arguments(each.problem, described())).tile
+        assert (tile.queries, tile.pipelined) == (2, False)
+
+
+@pytest.mark.parametrize("source", ["e4m3", "e2m1"])
+def test_one_query_of_each_of_many_sequences(source: str) -> None:
+    """As in decoding: ranges that do not overlap, of different lengths, one of them empty."""
+    tokens, room = 64, 20
+    build = arguments(tokens, tokens * room + 1, 4, 32, source, exact=True)
+    given = build(torch.device("cpu"))
+    given["start"] = torch.arange(tokens).int() * room
+    given["end"] = given["start"] + torch.arange(tokens).int() % (room + 1)
+    with tile_kernels.backend("emulate", mode="fast"), emulation.reports() as reports:
+        chosen = indexer_select(**given, topk=7)
+    assert "best_of_parts" in reports[-1].name
+    assert torch.equal(chosen, references.indexer_select(**given, topk=7))
+
+
 @pytest.mark.parametrize(
     ("keys", "heads", "depth", "source", "ranges", "topk"),
     [(3000, 4, 32, "e4m3", "all", 900), (1100, 4, 128, "e2m1", "causal", 20)],
@@ -205,7 +235,8 @@ def test_all_keys_count_without_bounds(source: str, ground: str) -> None:
 @pytest.mark.parametrize("num_queries", [1, 4096])
 @pytest.mark.parametrize("num_keys", [1, 65536, 2**28, 2**31 - 2**16])
 def test_blocks_fit_a_grid(num_queries: int, num_keys: int) -> None:
-    share = share_of_keys(num_queries, num_keys, torch.device("cpu"))
+    device = torch.device("cpu")
+    share = share_of_keys(num_queries, num_keys, are_many(num_queries), device)
     assert share % KEYS == 0
     assert -(-num_keys // share) <= 65535
 

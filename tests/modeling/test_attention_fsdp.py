@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.ep.processes import run_processes
@@ -49,3 +49,23 @@ def _process(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch was built without gloo")
 def test_parameters_are_sharded_and_gradients_averaged() -> None:
     run_processes(PROCESSES, _process, torch.float32)
+
+
+def _in_bfloat16(group: dist.ProcessGroup) -> None:
+    torch.backends.mkldnn.enabled = False  # see `plain_matrix_products`
+    layer, alone = csa(), csa().bfloat16()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (PROCESSES,)), mp_policy=policy)
+    x = tokens(1, 17, seed=group.rank()).bfloat16()
+    y = layer(x)
+    assert torch.equal(y, alone(x))
+    y.float().square().mean().backward()
+    for name, one in layer.named_parameters():
+        assert one.dtype == torch.float32
+        if not name.startswith("indexer"):  # which only its own loss trains
+            assert _whole(one.grad).float().norm() > 0, name
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch was built without gloo")
+def test_parameters_of_float32_compute_in_bfloat16() -> None:
+    run_processes(PROCESSES, _in_bfloat16)

@@ -15,7 +15,10 @@ from examples.tiny_v4.model import Config, TinyV4
 from examples.tiny_v4.plain import PlainTinyV4
 from examples.tiny_v4.speed import captured
 from examples.tiny_v4.step import EAGER_STEPS, TrainingStep, loss_of, optimizer_of
+from tests.ep.processes import run_processes
+from tests.ep.test_gpu import share_the_gpu
 from tests.examples.small import distance
+from tile_kernels.ep import ElasticBuffer, LocalGroup
 from tile_kernels.modeling.attention import (
     CompressedSparseAttention,
     HeavilyCompressedAttention,
@@ -110,6 +113,22 @@ def experts(precision: str) -> Callable[[str], Built]:
     return build
 
 
+def experts_over_ranks(precision: str) -> Callable[[str], Built]:
+    """One rank, which sends all rows to itself, on a buffer that never waits."""
+
+    def build(device: str) -> Built:
+        buffer = ElasticBuffer(
+            LocalGroup(), num_max_tokens_per_rank=80, hidden=128, num_topk=2, check_ranks=False
+        )
+        layer = MoELayer(
+            128, 128, 8, 2, precision=precision, num_shared_experts=1, ep=buffer, device=device,
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+        return Built(layer, (streams(2, 33, 128, device=device),))
+
+    return build
+
+
 def demo(**changes: Any) -> Callable[[str], Built]:
     def build(device: str) -> Built:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -135,7 +154,12 @@ LAYERS = {
     "TinyV4 without streams": demo(mhc=False),
     "TinyV4 with dense attention": demo(sparse=False),
 }
-each_layer = pytest.mark.parametrize("build", LAYERS.values(), ids=list(LAYERS))
+OVER_RANKS = {
+    "MoELayer bf16 over ranks": experts_over_ranks("bf16"),
+    "MoELayer fp8 over ranks": experts_over_ranks("fp8"),
+}
+CAPTURED = LAYERS | OVER_RANKS
+each_layer = pytest.mark.parametrize("build", CAPTURED.values(), ids=list(CAPTURED))
 
 
 def step_of(function: Callable[..., Tensor], built: Built) -> Callable[[], list[Tensor]]:
@@ -181,11 +205,11 @@ def test_one_graph(name: str) -> None:
         assert torch.equal(compiled(*built.inputs), built.layer(*built.inputs))
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if "TinyV4" not in name])
+@pytest.mark.parametrize("name", [name for name in CAPTURED if "TinyV4" not in name])
 def test_checkpoint_has_the_same_bits(name: str) -> None:
     """The layer is computed again for its backward pass, from its input alone."""
     torch.manual_seed(0)
-    built = LAYERS[name]("cpu")
+    built = CAPTURED[name]("cpu")
 
     def recomputed(*inputs: Tensor) -> Tensor:
         return checkpoint(built.layer, *inputs, use_reentrant=False)
@@ -253,6 +277,44 @@ def test_replay_is_eager_bit_for_bit(build: Callable[[str], Built]) -> None:
     assert len(found) == len(expected)
     for one, other in zip(found, expected):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def replayed_over_ranks(group: Any, precision: str) -> None:
+    """A training step of experts on two ranks, recorded once: replays are the eager steps."""
+    share_the_gpu()
+    buffer = ElasticBuffer(
+        group, num_max_tokens_per_rank=80, hidden=128, num_topk=2, engine="symm", check_ranks=False
+    )
+    torch.manual_seed(group.rank())
+    layer = MoELayer(
+        128, 128, 8, 2, precision=precision, ep=buffer, device="cuda", dtype=torch.bfloat16
+    )
+    built = Built(layer, (streams(2, 33, 128, device="cuda"),))
+    step = step_of(layer, built)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = step()
+    for _ in range(2):
+        with torch.no_grad():
+            built.inputs[0].copy_(torch.randn_like(built.inputs[0]))
+            for weight in layer.parameters():
+                weight.add_(0.01 * torch.randn_like(weight))
+        graph.replay()
+        expected = step()
+        for one, other in zip(found, expected):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_experts_over_ranks_replay(precision: str) -> None:
+    run_processes(2, replayed_over_ranks, precision, timeout=300)
 
 
 @pytest.mark.gpu

@@ -20,14 +20,20 @@ from examples.tiny_v4.model import Config, TinyV4
 from tests import host_cost
 from tile_kernels import config
 from tile_kernels.modeling import bf16_experts
+from tile_kernels.modeling.attention import CompressedSparseAttention, HeavilyCompressedAttention
+from tile_kernels.modeling.engram import EngramHasher, EngramModule
+from tile_kernels.modeling.mhc import HyperConnection, RecomputedStack
 from tile_kernels.modeling.models import (
     PRESETS,
     Attention,
     Compressor,
+    Engram,
     Model,
+    Streams,
     computations,
     load_model,
 )
+from tile_kernels.modeling.moe import MoELayer
 from tile_kernels.runtime import prepared
 from tile_kernels.runtime.device import described
 from tile_kernels.runtime.launch import Kernel, recording
@@ -118,6 +124,81 @@ def test_the_layers_need_nothing_else(number: int, max_tokens: int) -> None:
         for tokens in [draw.randrange(1, part.max_count + 1) for _ in range(number)]:
             missing = requested(lambda part=part, tokens=tokens: part.run(tokens)) - covered
             assert not missing, f"{part.name} with {tokens} tokens"
+
+
+DECODING = Attention(4, 4, topk=8, q_rank=32, out_groups=2, out_rank=32)
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+@torch.no_grad()
+def test_decoding_needs_nothing_else(ratio: int) -> None:
+    """Of fewer tokens than sequences, and with a state for shorter contexts than the longest."""
+    draw = random.Random(0)
+    sizes = dataclasses.replace(DECODING, ratio=ratio, topk=DECODING.topk if ratio == 4 else 0)
+    covered = set(model_compilations(Model(256, attention=(sizes,)), described(), max_tokens=1))
+    common: dict[str, Any] = {
+        "heads": 4, "q_rank": 32, "out_groups": 2, "out_rank": 32, "cache": "fp8", "device": "meta",
+        "dtype": BF16,
+    }  # fmt: skip
+    layer = (
+        CompressedSparseAttention(256, topk=sizes.topk, **common)
+        if sizes.topk
+        else HeavilyCompressedAttention(256, ratio=ratio, **common)
+    )
+    most = sizes.max_sequences
+    for sequences in (1, most - 1, most, *(draw.randrange(2, most) for _ in range(3))):
+        for context in (sizes.max_context >> i for i in range(0, 17, 4)):
+            state = layer.state(sequences, context)
+            for count in {1, sequences, draw.randrange(1, sequences + 1)}:
+                x, slots = torch.empty(count, 256), torch.empty(count, dtype=torch.int32)
+                x, slots = x.to("meta", BF16), slots.to("meta")
+                missing = requested(lambda x=x, s=state, at=slots: layer.step(x, s, at)) - covered
+                assert not missing, f"{count} of {sequences} sequences of {context} tokens"
+
+
+def test_streams_and_engram_need_nothing_else() -> None:
+    """Layers that keep no residuals; token ids and documents of both integers; `main_grad`."""
+    model = dataclasses.replace(
+        SMALL, attention=(), compressors=(), streams=Streams(4), training=True,
+        engram=Engram(vocab=50, table_rows=100, tables=2), max_tokens=100,
+    )  # fmt: skip
+    covered = set(model_compilations(model, described()))
+    connection = HyperConnection(torch.nn.Identity(), 256, 4, device="meta")
+    hasher = EngramHasher(1, 50, 100, num_tables=2, device="meta")
+    engram = EngramModule(hasher, 0, 256, 4, device="meta", dtype=BF16)
+    experts: Any = model.experts
+    moe = MoELayer(
+        256, experts.intermediate, experts.experts, experts.topk, precision="fp8", device="meta",
+        num_groups=experts.groups, num_topk_groups=experts.topk_groups, num_shared_experts=1,
+        dtype=BF16,
+    )  # fmt: skip
+    for weight in (*connection.parameters(), *engram.parameters(), *moe.parameters()):
+        weight.main_grad = torch.empty_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    def streams() -> Tensor:
+        return torch.empty(1, 70, 4, 256, dtype=BF16, device="meta", requires_grad=True)
+
+    def text(dtype: torch.dtype, starts: torch.dtype | None) -> Tensor:
+        bounds = None if starts is None else torch.empty(3, dtype=starts, device="meta")
+        return engram(streams(), torch.empty(1, 70, dtype=dtype, device="meta"), None, bounds)
+
+    integers = torch.int32, torch.int64
+    forms: dict[str, Any] = {
+        "recomputed": lambda: RecomputedStack([connection, connection])(streams()),
+        "experts": lambda: moe(torch.empty(70, 256, dtype=BF16, device="meta")),
+        **{
+            f"{dtype} with documents in {starts}": lambda d=dtype, s=starts: text(d, s)
+            for dtype in integers
+            for starts in (None, *integers)
+        },
+    }
+    for name, form in forms.items():
+
+        def passes(form: Any = form) -> None:
+            y = form()
+            y.backward(torch.empty_like(y))
+
+        assert not requested(passes) - covered, name
 
 
 def tiny(device: str) -> TinyV4:

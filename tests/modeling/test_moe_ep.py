@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from tests.ep.processes import run_processes
-from tile_kernels.ep import ElasticBuffer, LocalGroup, run_ranks
+from tests.ep.test_no_sync import NoWaiting, unwatched
+from tile_kernels.ep import ElasticBuffer, LocalGroup, rows, run_ranks, transport
+from tile_kernels.modeling import bf16_experts
 from tile_kernels.modeling.moe import MoELayer
+from tile_kernels.runtime.operator import Operator
 
 TOKENS = (9, 0, 14, 5)
 SETTINGS: dict[str, Any] = {"hidden": 24, "intermediate": 32, "num_experts": 8, "num_topk": 3}
@@ -150,6 +153,31 @@ def test_fp8_tokens_travel_quantized(options: dict[str, Any]) -> None:
         assert (found - expected).float().norm() < 0.02 * expected.float().norm(), name
     total = sum(each["router"] for each in results)
     assert (total - layer.router.grad).norm() < 0.05 * layer.router.grad.norm()
+
+
+@pytest.mark.parametrize("changes", [{}, {"fp8": True}, {"precision": "fp8"}], ids=str)
+def test_the_host_does_not_wait(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, as a CUDA graph records them; operators are kernels there."""
+    monkeypatch.setattr(Operator, "_refer", unwatched(Operator._refer))
+    monkeypatch.setattr(bf16_experts, "grouped_mm_is_available", lambda _: True)
+    product = torch.ops.tile_kernels.grouped_product  # what it does inside is not seen
+    monkeypatch.setattr(bf16_experts, "grouped_product", product)
+    for module in (transport, rows):  # as tensors on a GPU
+        monkeypatch.setattr(module, "on_host", lambda _: False)
+
+    def rank(group: LocalGroup) -> None:
+        buffer = ElasticBuffer(group, num_max_tokens_per_rank=16, hidden=256, check_ranks=False)
+        layer = MoELayer(256, 128, 8, 3, ep=buffer, dtype=torch.bfloat16, **changes)
+        x = fp8_tokens(group.rank, 5 * group.rank).requires_grad_()
+        with NoWaiting():
+            layer(x).sum().backward()
+        assert x.grad is not None
+        layer.ep = ElasticBuffer(group, num_max_tokens_per_rank=16, hidden=256)
+        if not changes:
+            with pytest.raises(AssertionError, match="waits for the device"), NoWaiting():
+                layer(x)
+
+    run_ranks(2, rank)
 
 
 def test_errors_and_words() -> None:

@@ -171,9 +171,12 @@ def are_many(num_queries: int) -> bool:
     return num_queries >= MANY_QUERIES
 
 
-def share_of_keys(num_queries: int, num_keys: int, device: torch.device) -> int:
-    """Keys of a block: many, so that its queries are worth loading, but work for all SMs."""
-    if are_many(num_queries):
+def share_of_keys(num_queries: int, num_keys: int, many: bool, device: torch.device) -> int:
+    """Keys of a block: many, so that its queries are worth loading, but work for all SMs.
+
+    `many`: blocks are pipelined, where there are such.
+    """
+    if many:
         return _balanced_share(num_queries, num_keys, device)
     shares = -(-BLOCKS_PER_SM * _num_sms(device) * 2 // max(1, num_queries))
     tiles = -(-num_keys // KEYS)
@@ -284,7 +287,7 @@ def score_all(
     many: Any,
 ) -> list[Launch]:
     """Writes the logits of all keys; the first two arguments are those of `score`, and `many` is
-    what `are_many` says of the queries."""
+    that of `share_of_keys`."""
     results = (logits, share, block_queries)
     return score(_SCORES, (dtype_name(logits), many), operands, scratch, results)
 

@@ -28,11 +28,17 @@ from tile_kernels.modeling.attention import (
 from tile_kernels.modeling.attention.indexer import FORMATS
 from tile_kernels.modeling.attention.state import LAYOUTS
 from tile_kernels.modeling.engram import EngramHasher, EngramModule
-from tile_kernels.modeling.mhc import HyperConnection, HyperHead, expand_from_embedding
+from tile_kernels.modeling.mhc import (
+    HyperConnection,
+    HyperHead,
+    RecomputedStack,
+    expand_from_embedding,
+)
 from tile_kernels.modeling.moe import MoELayer
 from tile_kernels.runtime.token_counts import MAX_TOKENS
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+INDEX_DTYPES = (torch.int32, torch.int64)  # of token ids, and of the starts of documents
 INDEX_FORMATS = ("e4m3", "e2m1", "bfloat16")
 ALLOWED = {
     "dtype": tuple(DTYPES),
@@ -434,6 +440,8 @@ def _experts(model: Model, sizes: Experts) -> Iterator[tuple[str, Callable[[int]
             model, lambda count, grad: layer(_empty(count, model.hidden, dtype=dtype, grad=grad))
         ),
     )
+    if model.training:
+        yield "experts with main_grad", lambda count: _with_main_grads(model, layer, dtype, count)
 
     def counted_rows(count: int) -> None:
         """With the fewest rows, where the host counts them; the layer above has the most."""
@@ -454,6 +462,16 @@ def _experts(model: Model, sizes: Experts) -> Iterator[tuple[str, Callable[[int]
         yield "hash gate", _passes(model, gate)
 
 
+def _with_main_grads(model: Model, layer: MoELayer, dtype: torch.dtype, count: int) -> None:
+    """Forward and backward with buffers to which gradients of weights are added."""
+    for weight in layer.parameters():
+        weight.main_grad = torch.empty_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+    y = layer(_empty(count, model.hidden, dtype=dtype))
+    y.backward(torch.empty_like(y))
+    for weight in layer.parameters():
+        del weight.main_grad  # type: ignore[attr-defined]
+
+
 def _streams(model: Model, sizes: Streams) -> Callable[[int], None]:
     dtype = DTYPES[sizes.dtype]
     connection = HyperConnection(
@@ -463,10 +481,12 @@ def _streams(model: Model, sizes: Streams) -> Callable[[int], None]:
     head = HyperHead(
         model.hidden, sizes.streams, norm_weight=sizes.norm_weight, device="meta", dtype=dtype
     )
+    stack = RecomputedStack([connection])
 
     def forward(count: int, grad: bool) -> Tensor:
         x = _empty(count, model.hidden, dtype=torch.bfloat16, grad=grad)
-        return head(connection(expand_from_embedding(x, sizes.streams)))
+        y = head(connection(expand_from_embedding(x, sizes.streams)))
+        return y + head(stack(expand_from_embedding(x, sizes.streams))) if grad else y
 
     return _passes(model, forward)
 
@@ -482,7 +502,12 @@ def _engram(model: Model, sizes: Engram) -> Callable[[int], None]:
 
     def forward(count: int, grad: bool) -> Tensor:
         x = _empty(1, count, streams, model.hidden, dtype=torch.bfloat16, grad=grad)
-        return layer(x, _empty(1, count, dtype=torch.int64))
+        for ids in INDEX_DTYPES:
+            token_ids = _empty(1, count, dtype=ids)
+            y = layer(x, token_ids)
+            for starts in INDEX_DTYPES:
+                y = layer(x, token_ids, cu_seqlens=_empty(2, dtype=starts))
+        return y
 
     return _passes(model, forward)
 
@@ -547,11 +572,15 @@ def _attention(model: Model, sizes: Attention) -> list[tuple[str, Callable[[int]
             return y + loss
         return layer(tokens(count, grad))
 
+    rooms = [sizes.max_context]
+    while sizes.ratio and rooms[-1] >= 32:  # other kernels choose among few entries
+        rooms.append(rooms[-1] // 32)
+
     @torch.no_grad()
     def decode(count: int) -> None:
-        state = layer.state(count, sizes.max_context)
-        layer.step(tokens(count), state)
-        layer.step(tokens(count), state, _empty(count, dtype=torch.int32))
+        layer.step(tokens(count), layer.state(count, rooms[0]))
+        for room in rooms:
+            layer.step(tokens(count), layer.state(count, room), _empty(count, dtype=torch.int32))
 
     @torch.no_grad()
     def start(count: int) -> None:

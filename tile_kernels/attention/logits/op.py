@@ -61,7 +61,7 @@ class Arguments(NamedTuple):
 
 
 def _share(a: Arguments) -> int:
-    return indexer.share_of_keys(a.q.shape[0], a.k.shape[0], a.q.device)
+    return indexer.share_of_keys(a.q.shape[0], a.k.shape[0], _are_many(a), a.q.device)
 
 
 def _num_shares(a: Arguments) -> int:

@@ -19,6 +19,10 @@ from tile_kernels.runtime.operator import Operator
 
 MAX_SHORT = 1 << 16  # keys of a block that lists have by 16 bits
 MAX_LOGITS_BYTES = 1 << 28  # that are written to memory for few queries
+# A block multiplies the keys from the first to the last in range of its queries, with all of them.
+# Few queries may be those of as many sequences, whose ranges are apart: the 8 queries of a
+# pipelined block would multiply 8 times what they need, in an eighth as many blocks.
+PIPELINED = False
 
 _BEST_KEYS = Kernel("tile_kernels.attention.select.kernel", "best_keys", plan)
 
@@ -77,10 +81,9 @@ class Arguments(NamedTuple):
         count = len(indexer.score_scratch(self.q, self.k, shares))
         buffers, logits, lists = scratch[:count], scratch[count], scratch[count + 1 :]
         block_queries = indexer.queries_per_block(self.q.shape[0], shares, self.q.device)
-        many = indexer.are_many(self.q.shape[0])
         start, end = operands[-2:]
         return [
-            *indexer.score_all(operands, buffers, logits, share, block_queries, many),
+            *indexer.score_all(operands, buffers, logits, share, block_queries, PIPELINED),
             *indexer.best_of_parts(logits, start, end, out, lists),
         ]
 
@@ -97,7 +100,7 @@ def _has_logits(a: Arguments) -> bool:
 
 def _shares_of_logits(a: Arguments) -> tuple[int, int]:
     """Keys of a block, and how many blocks share the keys, as in `indexer_logits`."""
-    share = indexer.share_of_keys(a.q.shape[0], a.k.shape[0], a.q.device)
+    share = indexer.share_of_keys(a.q.shape[0], a.k.shape[0], PIPELINED, a.q.device)
     return share, -(-a.k.shape[0] // share)
 
 
