@@ -1,8 +1,9 @@
 """Processes of one host that write straight into each other's memory, as GPUs of a node would.
 
 The protocol of `ring`, on memory-mapped files that all ranks share. The process group is used for
-setup and for single messages. The memory order of x86 guarantees that a flag is never visible
-before the data it announces. Slabs are unlinked once mapped, so no files are left behind.
+setup, for descriptors and for single messages. The memory order of x86 guarantees that a flag is
+never visible before the data it announces. Slabs are unlinked once mapped, so no files are left
+behind.
 """
 
 from __future__ import annotations
