@@ -416,8 +416,8 @@ def fp8_fp4_paged_mqa_logits(
 
     The pages of all sequences are copied (`paged_keys`). Then a launch computes the logits of some
     sequences for all of their keys, of which each keeps its own: as many sequences as give 2^24
-    logits. To choose keys, `serving.indexer_select_paged` takes one launch for all sequences and
-    writes no logits.
+    logits. To choose keys, `serving.indexer_select_paged` takes all sequences together, and never
+    writes more than 256 MiB of logits.
 
     Args:
         q: `(data, None)`, `[B, n, h, D]` in float8_e4m3fn; or `(data, scales)`: `[B, n, h, 64]` in

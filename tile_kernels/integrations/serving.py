@@ -269,10 +269,10 @@ def indexer_select_paged(
     out: Tensor | None = None,
     page_out: Tensor | None = None,
 ) -> Tensor:
-    """The best `topk` keys of each query among the paged keys of its sequence, without logits.
+    """The best `topk` keys of each query among the paged keys of its sequence.
 
     The pages of all sequences are copied (`deep_gemm.paged_keys`); then `attention.indexer_select`
-    is one launch, or two, for all queries.
+    chooses for all queries together. Each query has the keys of its sequence as its range.
 
     Args:
         q: As for `deep_gemm.fp8_fp4_paged_mqa_logits`: `(data, None)` or `(data, scales)`.
