@@ -19,10 +19,6 @@ from tile_kernels.runtime.operator import Operator
 
 MAX_SHORT = 1 << 16  # keys of a block that lists have by 16 bits
 MAX_LOGITS_BYTES = 1 << 28  # that are written to memory for few queries
-# A block multiplies the keys from the first to the last in range of its queries, with all of them.
-# Few queries may be those of as many sequences, whose ranges are apart: the 8 queries of a
-# pipelined block would multiply 8 times what they need, in an eighth as many blocks.
-PIPELINED = False
 
 _BEST_KEYS = Kernel("tile_kernels.attention.select.kernel", "best_keys", plan)
 
@@ -83,7 +79,7 @@ class Arguments(NamedTuple):
         block_queries = indexer.queries_per_block(self.q.shape[0], shares, self.q.device)
         start, end = operands[-2:]
         return [
-            *indexer.score_all(operands, buffers, logits, share, block_queries, PIPELINED),
+            *indexer.score_all(operands, buffers, logits, share, block_queries, _are_many(self)),
             *indexer.best_of_parts(logits, start, end, out, lists),
         ]
 
@@ -98,9 +94,18 @@ def _has_logits(a: Arguments) -> bool:
     return shares > 1 and 4 * a.q.shape[0] * a.k.shape[0] <= MAX_LOGITS_BYTES
 
 
+def _are_many(a: Arguments) -> bool:
+    """Whether pipelined blocks, which have 8 queries, score the few queries of this path.
+
+    A block multiplies the keys from the first to the last in range of its queries with all of them.
+    Ranges that begin anywhere may be those of as many sequences, and not overlap.
+    """
+    return a.start is None and indexer.are_many(a.q.shape[0])
+
+
 def _shares_of_logits(a: Arguments) -> tuple[int, int]:
     """Keys of a block, and how many blocks share the keys, as in `indexer_logits`."""
-    share = indexer.share_of_keys(a.q.shape[0], a.k.shape[0], PIPELINED, a.q.device)
+    share = indexer.share_of_keys(a.q.shape[0], a.k.shape[0], _are_many(a), a.q.device)
     return share, -(-a.k.shape[0] // share)
 
 
