@@ -101,6 +101,7 @@ def fp8_gemm_nt(
             device is not a Hopper GPU.
 
     Example:
+        >>> import torch
         >>> ones = torch.ones(2, 128).to(torch.float8_e4m3fn)
         >>> weights = torch.ones(8, 128).to(torch.float8_e4m3fn), torch.full((1, 1), 0.5)
         >>> fp8_gemm_nt((ones, torch.ones(2, 1)), weights, torch.empty(2, 8))[0, 0].item()
@@ -247,6 +248,7 @@ def bf16_gemm_nt(
         `d`. Errors are those of `fp8_gemm_nt`.
 
     Example:
+        >>> import torch
         >>> ones = torch.ones(8, 16).bfloat16()
         >>> bf16_gemm_nt(ones, ones, torch.empty(8, 8))[0, 0].item()
         16.0
