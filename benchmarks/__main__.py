@@ -4,7 +4,7 @@
     python -m benchmarks run [PART ...]        measures some or all, the oldest results first
     python -m benchmarks run --minutes 25      as much of it as fits
 
-Each part is a script in a process of its own, most of them of this folder, and writes its results
+Each part is a script in a separate process, most of them of this folder, and writes its results
 itself. A part whose last run took longer than what is left of the time is not started. The others
 are ended when the time is over; what they have written by then stays.
 """

@@ -1,4 +1,4 @@
-"""Another package with our import name, DeepSeek's TileKernels, in a process of its own.
+"""Another package with our import name, DeepSeek's TileKernels, in a separate process.
 
 A child process imports the package from its folder, and what it needs of ours under other names:
 the emulator, or what measures device time. Arguments and results travel as files. Whatever else the

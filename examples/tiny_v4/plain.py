@@ -95,7 +95,7 @@ def written(y: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 def left(head: HyperHead, residual: Tensor) -> Tensor:
-    """The streams as one, weighted by mixes of its own."""
+    """The streams as one, weighted by mixes that are computed from them."""
     mixes = projected(head, residual, head.norm_eps)
     mixes = (mixes * head.scale + head.base).sigmoid() + head.pre_eps
     return (mixes[..., None] * residual.float()).sum(-2).bfloat16()

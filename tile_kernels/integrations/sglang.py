@@ -362,7 +362,7 @@ def mhc_fused_post_pre(
 def fused_hc_head(
     x: Tensor, hc_fn: Tensor, hc_scale: Tensor, hc_base: Tensor, norm_eps: float, hc_eps: float
 ) -> Tensor:
-    """What leaves the streams: their sum, weighted by mixes of its own.
+    """Combines the streams into one, weighted by mixes that are computed from them.
 
     Args:
         x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps: The arguments of `serving.head`.

@@ -427,7 +427,7 @@ def hc_head(
     rms_norm_eps: float,
     hc_eps: float,
 ) -> Tensor:
-    """What leaves the streams: their sum, weighted by mixes of its own.
+    """Combines the streams into one, weighted by mixes that are computed from them.
 
     Args:
         hidden_states, hc_fn, hc_scale, hc_base, rms_norm_eps, hc_eps: The arguments of
