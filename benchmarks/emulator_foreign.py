@@ -5,8 +5,8 @@
 Calls each operator of the package in FOLDER (`benchmarks/foreign.py` says how to install it there),
 unmodified, in check mode, with small arguments: the samples of our operator of the same name, as
 far as the package's signature and assertions accept them, and the arguments that
-`benchmarks/foreign_arguments.py` builds. Writes `benchmarks/results/emulator_foreign.json`, one entry
-for each version of the package. Needs no GPU.
+`benchmarks/foreign_arguments.py` builds. Writes `benchmarks/results/emulator_foreign.json`, one
+entry for each version of the package. Needs no GPU.
 """
 
 from __future__ import annotations

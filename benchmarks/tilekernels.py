@@ -7,9 +7,9 @@ arguments the package has too, and hyper-connections through the functions that 
 
 `benchmarks/foreign.py` says how to install the package into the folders that are the default of
 `--installed`. What is not installed, not accepted or fails is recorded with its reason. The results
-are a file `tilekernels.<device>.json`, written again after every case; no case is begun after
-`--seconds`. The table of docs/comparison.md shows this file. `--prepare` only compiles, several
-cases at the same time.
+are a file `tilekernels.<device>.json`, written again after every case; a run of some cases has a
+file with their names. No case is begun after `--seconds`. The table of docs/comparison.md shows the
+file of all cases. `--prepare` only compiles, several cases at the same time.
 
 Without a GPU the package's kernels are emulated with small arguments of the same kind, and results
 are compared with our references, without times.
@@ -299,7 +299,8 @@ def main() -> int:
             "results": {package.version: {} for package in packages},
             "left_out": [],
         }
-        path = options.folder / f"tilekernels.{benchmark.slug(report['machine']['device'])}.json"
+        stem = "_".join(("tilekernels", *options.cases))
+        path = options.folder / f"{stem}.{benchmark.slug(report['machine']['device'])}.json"
         for package in packages:
             results = report["results"][package.version]
             for name, plan in planned(package.version[0], gpu).items():

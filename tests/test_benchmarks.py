@@ -148,7 +148,7 @@ def test_both_packages_in_one_run(
     words = [f"--installed={package}", f"--installed={tmp_path / 'none'}", f"--folder={tmp_path}"]
     monkeypatch.setattr("sys.argv", ["tilekernels", *words, *cases])
     assert tilekernels.main() == 0
-    (path,) = tmp_path.glob("tilekernels.*.json")
+    (path,) = tmp_path.glob("tilekernels*.json")
     report = json.loads(path.read_text())
     assert set(report["packages"]) == {"1.7.0", "none"}
     assert "no tile-kernels is installed" in report["packages"]["none"]["error"]
@@ -160,6 +160,7 @@ def test_both_packages_in_one_run(
     assert results[cases[3]]["error"] == "other error: the process ended with status 3"
     monkeypatch.setattr("sys.argv", ["tilekernels", *words, "--seconds=-1", cases[0]])
     assert tilekernels.main() == 0
+    (path,) = tmp_path.glob(f"tilekernels_{cases[0]}.*.json")  # some cases: their own file
     assert json.loads(path.read_text())["left_out"] == [f"1.7.0: {cases[0]}"]
 
 

@@ -228,6 +228,9 @@ def test_masked_ranks_receive_nothing() -> None:
         status = torch.zeros(2, dtype=torch.int32)
         buffer.low_latency_query_mask_buffer(status)
         assert status.tolist() == [0, 1]
+        unknown = topk_idx if group.rank == 0 else torch.full_like(topk_idx, 99)
+        with pytest.raises(ValueError, match="rank 1: topk_idx must "):
+            buffer.low_latency_dispatch(x, unknown, 8, EXPERTS, use_fp8=False)
         _, counts, _, _, _ = buffer.low_latency_dispatch(x, topk_idx, 8, EXPERTS, use_fp8=False)
         buffer.low_latency_clean_mask_buffer()
         _, unmasked, _, _, _ = buffer.low_latency_dispatch(x, topk_idx, 8, EXPERTS, use_fp8=False)

@@ -12,6 +12,7 @@ import tile_kernels
 from tests.requirements import GROUNDS
 from tile_kernels import moe
 from tile_kernels.moe.weight.reference import gate_scores
+from tile_kernels.runtime import registry
 from tile_kernels.runtime.philox import philox
 
 SCORING = ("sigmoid", "sqrtsoftplus", "softmax")
@@ -25,6 +26,7 @@ def test_alias() -> None:
     assert inspect.signature(moe.moe_topk_gate) == inspect.signature(moe.moe_topk_gate_forward)
     assert moe.moe_topk_gate.__doc__ == moe.moe_topk_gate_forward.__doc__
     assert moe.moe_topk_gate.__name__ == "moe_topk_gate"
+    assert registry.get(moe.moe_topk_gate) is registry.get(moe.moe_topk_gate_forward)
 
 
 @each_ground

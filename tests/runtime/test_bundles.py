@@ -191,7 +191,7 @@ def test_no_damage_of_a_byte_goes_unnoticed(bundle: Path) -> None:
     """Each byte in turn: the kernels are right, or the error is one of bundles."""
     content = bundle.read_bytes()
     for at in range(len(content)):
-        for mask in (0x01, 0x40, 0xFF):
+        for mask in (0x01, 0x06, 0x40, 0xFF):
             bundle.write_bytes(content[:at] + bytes([content[at] ^ mask]) + content[at + 1 :])
             try:
                 damaged = bundles.Bundle(bundle)
@@ -207,6 +207,36 @@ def test_a_zip_file_with_another_manifest_is_refused(bundle: Path, manifest: str
         archive.writestr(bundles.MANIFEST, manifest.encode("latin1"))
     with pytest.raises(BundleError, match="is not a bundle of kernels"):
         config.set_bundles([bundle])
+
+
+@pytest.mark.parametrize("kernels", [None, [], {"x": None}, {"x": {"label": "x"}}])
+def test_a_manifest_without_checksums_is_refused(bundle: Path, kernels: Any) -> None:
+    with zipfile.ZipFile(bundle) as archive:
+        manifest = json.loads(archive.read(bundles.MANIFEST))
+    with zipfile.ZipFile(bundle, "w") as archive:
+        archive.writestr(bundles.MANIFEST, json.dumps({**manifest, "kernels": kernels}))
+    with pytest.raises(BundleError, match="lists none"):
+        config.set_bundles([bundle])
+
+
+@pytest.mark.parametrize("method", [0, 9, 12, 14, 93, 255])  # the entry has 8
+def test_an_entry_of_another_compression_is_a_damaged_one(bundle: Path, method: int) -> None:
+    """Also where the entry is larger than a decompressor's input, and it gives up by itself."""
+    content = bytes(range(256)) * 1024
+    with zipfile.ZipFile(bundle) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    name = f"{KEYS[0].digest}.kernel"
+    with zipfile.ZipFile(bundle, "w", zipfile.ZIP_DEFLATED) as archive:
+        for each, old in files.items():
+            archive.writestr(each, content if each == name else old)
+        (entry,) = (each for each in archive.infolist() if each.filename == name)
+    data = bytearray(bundle.read_bytes())
+    listed = data.rindex(name.encode()) - 46 + 10  # of the central directory
+    data[entry.header_offset + 8] = data[listed] = method
+    bundle.write_bytes(data)
+    config.set_bundles([bundle])
+    with pytest.raises(BundleError, match="is damaged"):
+        bundles.find(KEYS[0])
 
 
 def test_a_changed_entry_is_noticed_by_its_checksum(bundle: Path) -> None:

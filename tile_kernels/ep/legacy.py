@@ -681,8 +681,10 @@ class Buffer:
     def _without_masked(self, topk_idx: Tensor, num_experts: int) -> Tensor:
         if not self._masked.any():
             return topk_idx
-        ranks = topk_idx.clamp(min=0) // (num_experts // self.group_size)
-        return topk_idx.masked_fill(self._masked.to(topk_idx.device)[ranks.long()], -1)
+        ranks = topk_idx.clamp(0, num_experts - 1) // (num_experts // self.group_size)
+        masked = self._masked.to(topk_idx.device)[ranks.long()]
+        # Experts that do not exist stay, for the dispatch to name them.
+        return topk_idx.masked_fill(masked & (topk_idx < num_experts), -1)
 
     @staticmethod
     def _placed(rows: Tensor, places: Tensor, num_local: int, capacity: int) -> Tensor:

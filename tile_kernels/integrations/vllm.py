@@ -413,9 +413,9 @@ def per_token_group_quant_fp8_packed_for_deepgemm(
 # ---- hyper-connections --------------------------------------------------------------------------
 
 
-mhc_pre = checks.named_errors(serving.pre, "mhc_pre")
-mhc_fused_post_pre = checks.named_errors(serving.fused_post_pre, "mhc_fused_post_pre")
-mhc_pre_delayed = checks.named_errors(serving.pre_delayed, "mhc_pre_delayed")
+mhc_pre = checks.named_errors(serving.pre, "mhc_pre", __name__)
+mhc_fused_post_pre = checks.named_errors(serving.fused_post_pre, "mhc_fused_post_pre", __name__)
+mhc_pre_delayed = checks.named_errors(serving.pre_delayed, "mhc_pre_delayed", __name__)
 
 
 @checks.named_errors

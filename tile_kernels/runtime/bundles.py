@@ -27,7 +27,6 @@ import os
 import re
 import threading
 import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +44,6 @@ MANIFEST = "manifest.json"
 DISTRIBUTION = "moe-tile-kernels"
 OLDEST_TILELANG = (0, 1, 15)  # that compiles all kernels, as the extra `jit` requires
 _PACKAGE = "tile_kernels"
-# What `zipfile` and `json` raise for a damaged file; the flags of an entry can be damaged too.
-_DAMAGE = (OSError, EOFError, KeyError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
 _SUFFIX = ".kernel"
 # Files that no kernel depends on; all others in the folders of operators count as sources.
 _NOT_SOURCES = {"op.py", "cases.py", "reference.py"}
@@ -141,7 +138,7 @@ class Bundle:
             self.manifest = json.loads(self._archive.read(MANIFEST))
             if not isinstance(self.manifest, dict):
                 raise ValueError(f"its {MANIFEST} is no JSON object")
-        except _DAMAGE as error:
+        except Exception as error:  # of zipfile, json and every decompressor
             raise BundleError(f"{path} is not a bundle of kernels: {error}") from None
         found = [self.manifest.get(name) for name in ("format", "version", "sources")]
         expected = [FORMAT, version(), source_digest()]
@@ -152,7 +149,13 @@ class Bundle:
                     f"has {want}: install the bundle of this version, or build one with "
                     f"tile-kernels pack --arch {self.manifest.get('arch')} -o FILE"
                 )
-        self.kernels: dict[str, Any] = self.manifest["kernels"]
+        kernels = self.manifest.get("kernels")
+        if not isinstance(kernels, dict) or not all(
+            isinstance(each, dict) and {"label", "sha256"} <= each.keys()
+            for each in kernels.values()
+        ):
+            raise BundleError(f"{path} is not a bundle of kernels: its {MANIFEST} lists none")
+        self.kernels: dict[str, Any] = kernels
 
     def _open(self) -> None:
         self._archive = zipfile.ZipFile(self.path)
@@ -169,7 +172,7 @@ class Bundle:
                 self._open()
             with self._lock:
                 content = self._archive.read(key.digest + _SUFFIX)
-        except _DAMAGE as error:
+        except Exception as error:  # as above
             raise BundleError(f"the bundle {self.path} is damaged: {error}") from None
         if hashlib.sha256(content).hexdigest() != entry["sha256"]:
             raise BundleError(f"the bundle {self.path} is damaged: checksum of {entry['label']}")

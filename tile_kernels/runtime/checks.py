@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import re
 import sys
@@ -258,14 +259,16 @@ def named(owner: str) -> Iterator[None]:
         raise type(error)(f"{owner}: {error}") from None
 
 
-def named_errors(function: F, name: str = "") -> F:
+def named_errors(function: F, name: str = "", module: str = "") -> F:
     """`function`, whose errors start with its own name instead of that of a function behind it.
 
     Args:
         function: What may raise, with such a name in front of the message or with none.
         name: Another name for the function; empty: its own.
+        module: The module that has this other name.
     """
     owner = name or function.__name__
+    function = inspect.unwrap(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -277,6 +280,9 @@ def named_errors(function: F, name: str = "") -> F:
             raise type(error)(f"{owner}: {_OWNER.sub('', str(error))}") from None
 
     call.__name__ = call.__qualname__ = owner
+    call.__module__ = module or call.__module__  # where pickle looks for it
+    # Dynamo counts recompilations by code object, of which all wrappers would share one.
+    call.__code__ = call.__code__.replace(co_name=owner)
     return cast(F, call)
 
 

@@ -72,8 +72,9 @@ def get(function: str | Callable[..., Any]) -> Any:
     The name alone is enough where only one family has it.
     """
     if not isinstance(function, str):
+        plain = inspect.unwrap(function)  # an alias has the function behind it
         for declared in _registry.values():
-            if declared.function is function:
+            if declared.function is plain:
                 return declared
         raise KeyError(f"{function!r} is not a declared operator")
     load_all()

@@ -24,5 +24,5 @@ __all__ = [
     "grad_w_reduce",
 ]
 
-engram_gate_fwd = checks.named_errors(engram_gate_packed_fwd, "engram_gate_fwd")
-engram_gate_bwd = checks.named_errors(engram_gate_packed_bwd, "engram_gate_bwd")
+engram_gate_fwd = checks.named_errors(engram_gate_packed_fwd, "engram_gate_fwd", __name__)
+engram_gate_bwd = checks.named_errors(engram_gate_packed_bwd, "engram_gate_bwd", __name__)

@@ -104,7 +104,7 @@ def _are_many(a: Arguments) -> bool:
 
 
 def _shares_of_logits(a: Arguments) -> tuple[int, int]:
-    """Keys of a block, and how many blocks share the keys, as in `indexer_logits`."""
+    """Keys of a block, and how many blocks share the keys."""
     share = indexer.share_of_keys(a.q.shape[0], a.k.shape[0], _are_many(a), a.q.device)
     return share, -(-a.k.shape[0] // share)
 

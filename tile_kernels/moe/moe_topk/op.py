@@ -398,7 +398,7 @@ def _refuse_out() -> None:
     raise ValueError("out cannot be given with gradients")
 
 
-moe_topk_gate = checks.named_errors(moe_topk_gate_forward, "moe_topk_gate")
+moe_topk_gate = checks.named_errors(moe_topk_gate_forward, "moe_topk_gate", __name__)
 
 
 # ---- backward -----------------------------------------------------------------------------------
