@@ -13,6 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -282,8 +283,9 @@ def named_errors(function: F, name: str = "", module: str = "") -> F:
     call.__name__ = call.__qualname__ = owner
     call.__module__ = module or call.__module__  # where pickle looks for it
     # Dynamo counts recompilations by code object, of which all wrappers would share one.
-    call.__code__ = call.__code__.replace(co_name=owner)
-    return cast(F, call)
+    wrapper = cast(FunctionType, call)
+    wrapper.__code__ = wrapper.__code__.replace(co_name=owner)
+    return cast(F, wrapper)
 
 
 def device(name: str, value: Any) -> None:
