@@ -281,7 +281,9 @@ def named_errors(function: F, name: str = "", module: str = "") -> F:
             raise type(error)(f"{owner}: {_OWNER.sub('', str(error))}") from None
 
     call.__name__ = call.__qualname__ = owner
-    call.__module__ = module or call.__module__  # where pickle looks for it
+    if module not in ("", function.__module__):
+        call.__module__ = module  # where pickle looks for it
+        call.__doc__ = (function.__doc__ or "").replace(f"{function.__name__}(", f"{owner}(")
     # Dynamo counts recompilations by code object, of which all wrappers would share one.
     wrapper = cast(FunctionType, call)
     wrapper.__code__ = wrapper.__code__.replace(co_name=owner)

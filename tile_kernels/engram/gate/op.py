@@ -571,6 +571,7 @@ def engram_gate_packed_fwd(
         ValueError: If an argument has another shape or stride, or a number is out of range.
 
     Example:
+        >>> import torch
         >>> x, kv = torch.ones(1, 1, 8).bfloat16(), torch.ones(1, 2, 8).bfloat16()
         >>> output, *_ = engram_gate_packed_fwd(x, kv, torch.ones(1, 8), 0.0, 1e-6)
         >>> output[0, 0, 0].item()
@@ -677,6 +678,7 @@ def engram_gate_packed_bwd(
         ValueError: If an argument has another shape or stride, or `clamp_value` is NaN.
 
     Example:
+        >>> import torch
         >>> x, kv = torch.ones(1, 1, 8).bfloat16(), torch.ones(1, 2, 8).bfloat16()
         >>> w = torch.ones(1, 8)
         >>> output, *saved = engram_gate_packed_fwd(x, kv, w, 0.0, 1e-6)
